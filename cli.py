@@ -1,0 +1,341 @@
+"""The command line. One function a command; torch, ray and vllm are imported inside the commands that need them.
+
+Exit codes: 0 done, 1 a run that failed (or a check that found something), 2 a mistake in the input, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
+
+import typer
+
+from opd import __version__
+from opd.errors import OpdError, RunError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Merge many expert models into one by on-policy distillation.",
+)
+experts_app = typer.Typer(no_args_is_help=True, help="Register, inspect and train experts.")
+pipelines_app = typer.Typer(no_args_is_help=True, help="Look at pipeline definitions.")
+prompts_app = typer.Typer(no_args_is_help=True, help="Make prompts for the shipped task suites.")
+models_app = typer.Typer(no_args_is_help=True, help="Bring models into the Hugging Face layout.")
+app.add_typer(experts_app, name="experts")
+app.add_typer(pipelines_app, name="pipelines")
+app.add_typer(prompts_app, name="prompts")
+app.add_typer(models_app, name="models")
+
+RegistryOption = Annotated[
+    Path | None, typer.Option("--registry", envvar="OPD_REGISTRY", help="Registry root. Default: ./registry")
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. trainer.steps=10.")
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def fails_clearly(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn errors that a user can act on into a message and an exit code; anything else keeps its traceback."""
+
+    @wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except OpdError as error:
+            _end(f"error: {error}", 2)
+        except RunError as error:
+            _end(f"failed: {error}", 1)
+        except KeyboardInterrupt:
+            _end("stopped by Ctrl-C", 130)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+                raise
+            _end(
+                f"failed: {error.strerror}: {error.filename or 'while writing'}; what was finished before is intact", 1
+            )
+
+    return wrapped
+
+
+def _end(message: str, code: int) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(code)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Merge many expert models into one by on-policy distillation."""
+
+
+@app.command()
+@fails_clearly
+def merge(
+    pipeline: Annotated[str | None, typer.Argument(help="A pipeline file, or the name of a shipped one.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run lives. Default: runs/NAME.")] = None,
+    overrides: SetOption = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Go on with an interrupted run.")] = None,
+) -> None:
+    """Merge experts into one student; prints what each domain gained."""
+    if (pipeline is None) == (resume is None):
+        raise typer.BadParameter("give either a PIPELINE or --resume RUN_DIR")
+    if resume is not None and (run_dir or overrides):
+        raise typer.BadParameter(
+            "--resume takes its pipeline from the run directory; --run-dir and --set do not go with it"
+        )
+    from opd.config import load_pipeline
+    from pipelines.catalog import find
+
+    config = None if pipeline is None else load_pipeline(find(pipeline), overrides)
+    from pipelines import merge as merging
+
+    try:
+        root = resume or run_dir or Path("runs") / config.name  # type: ignore[union-attr]
+        report = merging.resume(root) if config is None else merging.start(config, root)
+    except merging.Interrupted as stopped:
+        _end(str(stopped), 130)
+    _print_report(report)
+    typer.echo(f"model: {root / 'model'}\nreport: {root / 'report.json'}")
+
+
+@app.command()
+@fails_clearly
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="Hugging Face directory.")],
+    pipeline: Annotated[str, typer.Option("--pipeline", help="Pipeline whose domains and verifiers to use.")],
+    domains: Annotated[str | None, typer.Option(help="Comma-separated; default: all that have an eval.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Accuracy of a model on each domain: greedy answers, judged by the domain's verifier."""
+    from opd.config import load_pipeline
+    from pipelines.catalog import find
+
+    config = load_pipeline(find(pipeline), overrides)
+    from pipelines.evaluate import evaluate_model
+
+    accuracy = evaluate_model(config, model, domains.split(",") if domains else None)
+    if as_json:
+        typer.echo(json.dumps({"model": str(model), "pipeline": config.name, "accuracy": accuracy}))
+    else:
+        _print_table(str(model), ("domain", "accuracy"), [(name, f"{value:.3f}") for name, value in accuracy.items()])
+
+
+@app.command()
+@fails_clearly
+def report(run_dir: Annotated[Path, typer.Argument(help="Run directory of a finished merge.")]) -> None:
+    """Print the table of a finished merge again."""
+    from opd.errors import RunDirError
+
+    file = run_dir / "report.json"
+    if not file.exists():
+        raise RunDirError.at(
+            file,
+            found="no such file",
+            wanted="the report of a finished merge",
+            fix=f"finish it with `opd merge --resume {run_dir}`",
+        )
+    _print_report(json.loads(file.read_text()))
+
+
+@experts_app.command("add")
+@fails_clearly
+def experts_add(
+    name: Annotated[str, typer.Argument(help="Letters, digits, dot, dash and underscore.")],
+    model: Annotated[Path, typer.Option(help="Hugging Face directory, safetensors only.")],
+    domain: Annotated[str, typer.Option(help="Domain the expert is good at.")],
+    prompts: Annotated[Path | None, typer.Option(help="JSONL of the domain's prompts.")] = None,
+    registry: RegistryOption = None,
+) -> None:
+    """Register an expert: check its files and write its manifest."""
+    store = _registry(registry)
+    manifest = store.add(name, model, domain, prompts)
+    info = manifest.info
+    typer.echo(f"registered {name}: {info.architecture}, {info.parameters:,} parameters, domain {domain}")
+    for twin in store.twins(manifest):
+        typer.echo(f"warning: {twin} has the same weights", err=True)
+
+
+@experts_app.command("list")
+@fails_clearly
+def experts_list(
+    registry: RegistryOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+) -> None:
+    """List registered experts."""
+    manifests = _registry(registry).all()
+    if as_json:
+        typer.echo(json.dumps([m.model_dump(mode="json") for m in manifests]))
+        return
+    rows = [(m.name, m.domain, m.info.architecture, f"{m.info.parameters:,}", m.info.dtype, m.model) for m in manifests]
+    _print_table("experts", ("name", "domain", "architecture", "parameters", "dtype", "model"), rows)
+
+
+@experts_app.command("show")
+@fails_clearly
+def experts_show(name: str, registry: RegistryOption = None) -> None:
+    """Print an expert's manifest as JSON."""
+    typer.echo(_registry(registry).get(name).model_dump_json(indent=2))
+
+
+@experts_app.command("verify")
+@fails_clearly
+def experts_verify(
+    names: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None, registry: RegistryOption = None
+) -> None:
+    """Check that experts' files are still the ones that were registered; exit code 1 if not."""
+    store = _registry(registry)
+    failed = False
+    for name in names or store.names():
+        problems = store.verify(name)
+        failed = failed or bool(problems)
+        typer.echo(f"{name}: {'; '.join(problems) or 'ok'}")
+    if failed:
+        raise typer.Exit(1)
+
+
+@experts_app.command("remove")
+@fails_clearly
+def experts_remove(name: str, registry: RegistryOption = None) -> None:
+    """Forget an expert; its model files stay."""
+    _registry(registry).remove(name)
+    typer.echo(f"removed {name}")
+
+
+@experts_app.command("train")
+@fails_clearly
+def experts_train(
+    spec: Annotated[str, typer.Argument(help="A training spec (YAML), or the name of a shipped one.")],
+    overrides: SetOption = None,
+) -> None:
+    """Fine-tune experts from one base, and register them if the spec says where."""
+    from experts.spec import find_spec, load_spec
+
+    loaded = load_spec(find_spec(spec), overrides)
+    from experts.train import train_experts
+
+    for path in train_experts(loaded, lambda line: typer.echo(line, err=True)):
+        typer.echo(str(path))
+
+
+@pipelines_app.command("list")
+@fails_clearly
+def pipelines_list() -> None:
+    """List the shipped pipelines."""
+    from opd.config import load_pipeline
+    from pipelines.catalog import shipped
+
+    configs = {name: load_pipeline(path) for name, path in shipped().items()}
+    rows = [(name, str(c.student.model), str(len(c.domains)), str(c.trainer.steps)) for name, c in configs.items()]
+    _print_table("pipelines", ("name", "student", "domains", "steps"), rows)
+
+
+@pipelines_app.command("show")
+@fails_clearly
+def pipelines_show(
+    pipeline: str,
+    resolved: Annotated[bool, typer.Option("--resolved", help="With every default filled in.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Print a pipeline; copy it to a file to make your own."""
+    from opd.config import load_pipeline
+    from pipelines.catalog import find
+
+    path = find(pipeline)
+    config = load_pipeline(path, overrides)
+    if resolved or overrides:
+        import yaml
+
+        typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
+    else:
+        typer.echo(path.read_text(), nl=False)
+
+
+@pipelines_app.command("schema")
+def pipelines_schema() -> None:
+    """Print the JSON Schema of a pipeline, for editors."""
+    from opd.config import PipelineConfig
+
+    typer.echo(json.dumps(PipelineConfig.model_json_schema(), indent=2))
+
+
+@prompts_app.command("make")
+@fails_clearly
+def prompts_make(
+    suite: Annotated[str, typer.Argument(help="letters or reasoning.")],
+    output: Annotated[Path, typer.Option(help="Directory; gets DOMAIN/train.jsonl and DOMAIN/eval.jsonl.")],
+    domains: Annotated[str | None, typer.Option(help="Comma-separated; default: all of the suite.")] = None,
+    train: Annotated[int, typer.Option(min=1, help="Training prompts per domain.")] = 2000,
+    held_out: Annotated[int, typer.Option("--eval", min=1, help="Held-out prompts per domain.")] = 200,
+    seed: int = 0,
+) -> None:
+    """Write a suite's prompts and answers, training and held-out apart."""
+    from experts.suites import write_suite
+
+    written = write_suite(
+        suite, output, domains=domains.split(",") if domains else None, train=train, eval=held_out, seed=seed
+    )
+    typer.echo(f"{suite}: {len(written)} domains under {output}: {', '.join(written)}")
+
+
+@models_app.command("from-gguf")
+@fails_clearly
+def models_from_gguf(
+    source: Annotated[str, typer.Argument(help="A .gguf file, or an installed Python package that ships one.")],
+    output: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
+) -> None:
+    """Turn a GGUF model into a Hugging Face directory with safetensors."""
+    from experts.gguf import import_gguf
+
+    import_gguf(source, output)
+    typer.echo(str(output))
+
+
+def _registry(root: Path | None) -> Any:
+    from experts.registry import Registry, default_root
+
+    return Registry(root or default_root())
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from opd.report import table_rows
+
+    _print_table(
+        report["name"], ("domain", "student before", "expert", "merged", "headroom recovered"), table_rows(report)
+    )
+
+
+def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    # Piped output has no width of its own: wide enough that no cell is cut.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,527 @@
+"""What a Hugging Face model directory holds, read without torch and without running anything that lies in it.
+
+    inspect_model ─┬─ _weight_shards   which files a loader reads        model.safetensors or its index
+                   ├─ read_header      names, shapes, dtypes, sizes      first bytes of each shard
+                   ├─ _read_config     architecture, sizes, custom code  config.json
+                   ├─ token_map        id → token                        tokenizer.json
+                   └─ weight_hashes    BLAKE3 of each weight file
+
+Every refusal is a ModelError that names the file, and the field where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from blake3 import blake3
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic_core import from_json
+
+from opd.config import Strict
+from opd.errors import ModelError, OpdError
+from opd.files import blake3_file
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_TO_SAFETENSORS = "AutoModelForCausalLM.from_pretrained(dir{extra}).save_pretrained(out, safe_serialization=True)"
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "tok_embeddings.weight",
+)
+_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+# The safetensors library has the same limit.
+_MAX_HEADER_BYTES = 100_000_000
+_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8}
+_BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
+_BITS |= {"I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64}
+_TORCH_DTYPE = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class ModelInfo(Strict):
+    """A model directory in one record; goes into the registry's manifests."""
+
+    path: str
+    """Absolute directory, symbolic links resolved."""
+    architecture: str
+    """Class name, e.g. `LlamaForCausalLM`."""
+    model_type: str
+    """Family, e.g. `llama`."""
+    dtype: str
+    """Type of most of the weights as torch names it, e.g. `bfloat16`."""
+    parameters: int
+    """Numbers stored in the weight files; a tied head counts once."""
+    hidden_size: int
+    """Width of the last hidden state."""
+    vocab_rows: int
+    """Rows of the embedding; at least the highest token id + 1, often padded beyond."""
+    tied: bool
+    """True if the output head is the embedding."""
+    final_logit_softcapping: float | None
+    """Gemma's bound on logits: cap * tanh(logit / cap)."""
+    context: int | None
+    """Positions the model was made for."""
+    vocab_size: int
+    """Tokens of the tokenizer, added ones included."""
+    vocab_hash: str
+    """BLAKE3 of the id → token map as canonical JSON; equal hashes mean that ids mean the same."""
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a response, as vLLM sees them: generation config (else config), then the tokenizer's own."""
+    pad_token_id: int | None
+    bos_token_id: int | None
+    chat_template_hash: str | None
+    """BLAKE3 of the chat template's text; None without one."""
+    weight_files: dict[str, str]
+    """File name → BLAKE3 of every safetensors file; empty if hashing was not asked for."""
+
+
+class _Lenient(BaseModel):
+    """Base of the parts of Hugging Face files that we read: right types, other keys ignored."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", protected_namespaces=())
+
+
+class Tensor(_Lenient):
+    """One entry of a safetensors header."""
+
+    dtype: str
+    """safetensors' name, e.g. `BF16`."""
+    shape: list[NonNegativeInt]
+    data_offsets: list[NonNegativeInt] = Field(min_length=2, max_length=2)
+    """First byte and the one after the last, counted from the end of the header."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class _Index(_Lenient):
+    weight_map: dict[str, str] = Field(min_length=1)
+
+
+class _SpecialIds(_Lenient):
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+
+
+class _Config(_SpecialIds):
+    architectures: list[str] = Field(min_length=1)
+    model_type: str
+    hidden_size: int = Field(validation_alias=AliasChoices("hidden_size", "n_embd", "d_model"))
+    vocab_size: int | None = None
+    tie_word_embeddings: bool | None = None
+    final_logit_softcapping: float | None = None
+    max_position_embeddings: int | None = Field(
+        None, validation_alias=AliasChoices("max_position_embeddings", "n_positions")
+    )
+
+
+class _AddedToken(_Lenient):
+    content: str
+
+
+class _TokenizerConfig(_Lenient):
+    eos_token: str | _AddedToken | None = None
+    pad_token: str | _AddedToken | None = None
+    bos_token: str | _AddedToken | None = None
+    chat_template: str | list[dict[str, str]] | None = None
+
+
+class _NumberedToken(_AddedToken):
+    id: NonNegativeInt
+
+
+class _Vocabulary(_Lenient):
+    vocab: dict[str, int] | list[list[Any]]
+    """Unigram models list [piece, score] pairs; the others map token → id."""
+
+
+class _Tokenizer(_Lenient):
+    model: _Vocabulary
+    added_tokens: list[_NumberedToken] = []
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def inspect_model(path: Path, hash_weights: bool = True) -> ModelInfo:
+    """Read and check a model directory; cheap but for the hashes, which read every weight file once.
+
+    Raises: ModelError if the directory is missing, is an adapter, needs custom code, has no safetensors weights or
+    no tokenizer.json, if a shard is missing, truncated or quantised, or if a field has the wrong type.
+    """
+    shards = _weight_shards(path)
+    config = _read_config(path)
+    tokenizer = _read_tokenizer_config(path)
+    generation = _read_optional(_SpecialIds, path / "generation_config.json")
+    tokens = token_map(path)
+    tensors = _read_tensors(shards)
+    ids = _special_ids(path, tokenizer, tokens)
+    return ModelInfo(
+        path=str(path.resolve()),
+        architecture=config.architectures[0],
+        model_type=config.model_type,
+        dtype=_dtype(path, tensors),
+        parameters=sum(t.numel for t in tensors.values()),
+        hidden_size=config.hidden_size,
+        vocab_rows=_vocab_rows(path, config, tensors, tokens),
+        tied=_is_tied(config, tensors),
+        final_logit_softcapping=config.final_logit_softcapping,
+        context=config.max_position_embeddings,
+        vocab_size=len(tokens),
+        vocab_hash=_hash_tokens(tokens),
+        eos_token_ids=_eos_token_ids(generation, config, ids),
+        pad_token_id=_first(generation.pad_token_id, config.pad_token_id, ids["pad_token"]),
+        bos_token_id=_first(generation.bos_token_id, config.bos_token_id, ids["bos_token"]),
+        chat_template_hash=_hash_chat_template(path, tokenizer),
+        weight_files=weight_hashes(path) if hash_weights else {},
+    )
+
+
+def token_map(path: Path) -> dict[int, str]:
+    """Id → token of the directory's tokenizer, added tokens included, in the order of the ids.
+
+    Raises: ModelError if tokenizer.json is missing or is not a tokenizer.
+    """
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError.at(
+            file,
+            found="no such file",
+            wanted="the fast tokenizer in one JSON file",
+            fix="AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes it",
+        )
+    tokenizer = _read_as(_Tokenizer, file)
+    vocab = tokenizer.model.vocab
+    tokens = (
+        {i: t for t, i in vocab.items()}
+        if isinstance(vocab, dict)
+        else {i: str(p[0]) for i, p in enumerate(vocab) if p}
+    )
+    tokens |= {token.id: token.content for token in tokenizer.added_tokens}
+    if not tokens:
+        raise ModelError.at(
+            f"{file}: model.vocab", found="no tokens", wanted="at least one", fix="save the tokenizer again"
+        )
+    return dict(sorted(tokens.items()))
+
+
+def weight_hashes(path: Path) -> dict[str, str]:
+    """BLAKE3 of every safetensors file of the directory, also of those that no loader reads. Raises: OSError."""
+    return {file.name: blake3_file(file) for file in _files(path, ".safetensors")}
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors that a safetensors file says it holds, checked against the file's size.
+
+    Raises: ModelError with byte counts if the file is truncated, the header longer than the file or not JSON, or if
+    the tensors overlap or do not cover the data.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
+            raise _broken(file, f"a header of {length} bytes in a file of {size} bytes", f"8 + header <= {size} bytes")
+        raw = stream.read(length)
+    tensors = _parse_header(file, raw)
+    _check_cover(file, tensors, start=8 + length, size=size)
+    return tensors
+
+
+def _parse_header(file: Path, raw: bytes) -> dict[str, Tensor]:
+    try:
+        header = from_json(raw)
+    except ValueError as error:
+        raise _broken(file, f"a header that is not JSON: {error}", "a JSON object of tensors") from None
+    if not isinstance(header, dict):
+        raise _broken(file, f"a header that is a {type(header).__name__}", "a JSON object of tensors")
+    return {
+        name: _validated(Tensor, entry, f"{file}: tensor `{name}`")
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _check_cover(file: Path, tensors: Mapping[str, Tensor], start: int, size: int) -> None:
+    position = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        if tensor.dtype not in _BITS:
+            raise _broken(file, f"tensor `{name}` of type {tensor.dtype}", f"one of {', '.join(_BITS)}")
+        end = position + tensor.numel * _BITS[tensor.dtype] // 8
+        if tensor.data_offsets != [position, end]:
+            raise _broken(
+                file, f"tensor `{name}` at bytes {tensor.data_offsets}", f"bytes {[position, end]}: no gap, no overlap"
+            )
+        position = end
+    if start + position != size:
+        raise _broken(file, f"{size} bytes", f"{start + position} bytes, as the header says")
+
+
+def _broken(file: Path, found: str, wanted: str) -> OpdError:
+    return ModelError.at(
+        file, found=found, wanted=wanted, fix="copy or save the file again; it is truncated or damaged"
+    )
+
+
+def _weight_shards(path: Path) -> list[Path]:
+    """The files that a loader reads. Raises: ModelError."""
+    _refuse_no_directory(path)
+    _refuse_adapter(path)
+    names = [file.name for file in _files(path, ".safetensors")]
+    if (path / INDEX).is_file():
+        shards = _shards_of_index(path / INDEX)
+        # transformers would read model.safetensors, vLLM the shards of the index.
+        ambiguous = SINGLE in names and shards != [SINGLE]
+    else:
+        if not names:
+            _refuse_no_safetensors(path)
+        # Without an index transformers reads model.safetensors and vLLM every file.
+        shards = names
+        ambiguous = names != [SINGLE]
+    if ambiguous:
+        raise ModelError.at(
+            path,
+            found=f"weights {', '.join(names)}, {'an' if (path / INDEX).is_file() else 'no'} index",
+            wanted=f"{SINGLE} alone, or {INDEX} and the shards that it names",
+            fix="move the other files away or save the model again with save_pretrained",
+        )
+    return [path / name for name in shards]
+
+
+def _shards_of_index(index: Path) -> list[str]:
+    shards = sorted(set(_read_as(_Index, index).weight_map.values()))
+    for name in shards:
+        if "/" in name or "\\" in name or not name.endswith(".safetensors"):
+            raise ModelError.at(
+                f"{index}: weight_map",
+                found=f"shard {name!r}",
+                wanted="the name of a .safetensors file in the same directory",
+                fix="save the model again with save_pretrained",
+            )
+        if not (index.parent / name).is_file():
+            raise ModelError.at(
+                index.parent / name,
+                found="no such file",
+                wanted=f"the shard that {index.name} names",
+                fix="copy the missing shard; the download or copy was not complete",
+            )
+    return shards
+
+
+def _refuse_no_directory(path: Path) -> None:
+    if not path.is_dir():
+        raise ModelError.at(
+            path,
+            found="a file" if path.is_file() else "no such directory",
+            wanted="a Hugging Face model directory",
+            fix="give the directory that holds config.json; paths are relative to the current directory",
+        )
+
+
+def _refuse_adapter(path: Path) -> None:
+    # Also beside full weights: transformers would load the adapter's base model instead of them.
+    if (path / "adapter_config.json").is_file():
+        raise ModelError.at(
+            path / "adapter_config.json",
+            found="a PEFT adapter",
+            wanted="a full model",
+            fix="merge it: AutoPeftModelForCausalLM.from_pretrained(dir).merge_and_unload().save_pretrained(out); "
+            "if the weights here are merged already, delete adapter_config.json",
+        )
+
+
+def _refuse_no_safetensors(path: Path) -> None:
+    others = [file.name for suffix in _OTHER_FORMATS for file in _files(path, suffix)]
+    if not others:
+        raise ModelError.at(
+            path,
+            found="no weights",
+            wanted=f"{SINGLE} or {INDEX} with its shards",
+            fix="copy the weight files into the directory",
+        )
+    extra = f", gguf_file={others[0]!r}" if others[0].endswith(".gguf") else ""
+    raise ModelError.at(
+        path / others[0],
+        found=f"only {', '.join(others)}",
+        wanted="safetensors weights; the other formats may run code when loaded or need conversion",
+        fix=f"convert in a place you trust: {_TO_SAFETENSORS.format(extra=extra)}",
+    )
+
+
+def _read_tensors(shards: list[Path]) -> dict[str, Tensor]:
+    return {name: tensor for shard in shards for name, tensor in read_header(shard).items()}
+
+
+def _read_config(path: Path) -> _Config:
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelError.at(
+            file,
+            found="no such file",
+            wanted="the model's configuration",
+            fix="copy config.json from the original model",
+        )
+    config = _read_json(file)
+    _refuse_custom_code(file, config)
+    # Multimodal models keep the language model's fields one level down.
+    text = config.get("text_config")
+    return _validated(_Config, {**text, **config} if isinstance(text, dict) else config, file)
+
+
+def _read_tokenizer_config(path: Path) -> _TokenizerConfig:
+    file = path / "tokenizer_config.json"
+    if not file.is_file():
+        return _TokenizerConfig()
+    data = _read_json(file)
+    _refuse_custom_code(file, data)
+    return _validated(_TokenizerConfig, data, file)
+
+
+def _refuse_custom_code(file: Path, data: Mapping[str, Any]) -> None:
+    for field, value in _find_key(data, "auto_map"):
+        raise ModelError.at(
+            f"{file}: {field}",
+            found=f"custom code, {str(value)[:100]}",
+            wanted="an architecture that transformers and vLLM have built in",
+            fix="opd never runs code from a model directory; if the architecture is built in, delete `auto_map`",
+        )
+
+
+def _find_key(data: object, key: str, prefix: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(data, Mapping):
+        for name, value in data.items():
+            if name == key:
+                yield f"{prefix}{name}", value
+            yield from _find_key(value, key, f"{prefix}{name}.")
+
+
+def _read_optional(model: type[M], file: Path) -> M:
+    return _read_as(model, file) if file.is_file() else model()
+
+
+def _read_as(model: type[M], file: Path) -> M:
+    return _validated(model, _read_json(file), file)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = from_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError.at(
+            file, found=str(error), wanted="one JSON object", fix="copy the file again; it is damaged"
+        ) from None
+    if not isinstance(data, dict):
+        raise ModelError.at(file, found=f"a {type(data).__name__}", wanted="one JSON object", fix="copy the file again")
+    return data
+
+
+def _validated(model: type[M], data: object, where: object) -> M:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ModelError.at(
+            f"{where}: {first['loc'][0] if first['loc'] else 'the whole'}",
+            found="nothing" if first["type"] == "missing" else repr(first["input"])[:80],
+            wanted=first["msg"],
+            fix="copy the file from the original model or save the model again with save_pretrained",
+        ) from None
+
+
+def _dtype(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    counts: Counter[str] = Counter()
+    for tensor in tensors.values():
+        counts[tensor.dtype] += tensor.numel
+    found = counts.most_common(1)[0][0] if counts else "no tensors"
+    if found not in _TORCH_DTYPE:
+        raise ModelError.at(
+            path,
+            found=f"weights: {found}",
+            wanted=f"mostly {', '.join(_TORCH_DTYPE)}: the loss needs unquantised weights",
+            fix="dequantise the model and save it again with save_pretrained",
+        )
+    return _TORCH_DTYPE[found]
+
+
+def _vocab_rows(path: Path, config: _Config, tensors: Mapping[str, Tensor], tokens: Mapping[int, str]) -> int:
+    embedding = next((t.shape[0] for name, t in tensors.items() if name.endswith(_EMBEDDINGS) and t.shape), None)
+    rows = _first(embedding, config.vocab_size)
+    if rows is None:
+        raise ModelError.at(
+            f"{path / 'config.json'}: vocab_size", found="nothing", wanted="rows of the embedding", fix="add the key"
+        )
+    if max(tokens) >= rows:
+        raise ModelError.at(
+            path / "tokenizer.json",
+            found=f"token {tokens[max(tokens)]!r} with id {max(tokens)}",
+            wanted=f"ids below {rows}, the rows of the embedding",
+            fix="model.resize_token_embeddings(len(tokenizer)) and save again, or use the weights' own tokenizer",
+        )
+    return rows
+
+
+def _is_tied(config: _Config, tensors: Mapping[str, Tensor]) -> bool:
+    # Configs leave the field out where it has the family's default; a head that is not stored can only be tied.
+    if config.tie_word_embeddings is not None:
+        return config.tie_word_embeddings
+    return not any(name.endswith(_HEADS) for name in tensors)
+
+
+def _special_ids(path: Path, tokenizer: _TokenizerConfig, tokens: Mapping[int, str]) -> dict[str, int | None]:
+    """The tokenizer's own special tokens as ids. Raises: ModelError for one that is not in the vocabulary."""
+    ids = {token: i for i, token in tokens.items()}
+    found: dict[str, int | None] = {}
+    for field in ("eos_token", "pad_token", "bos_token"):
+        token = getattr(tokenizer, field)
+        text = token.content if isinstance(token, _AddedToken) else token
+        if text is not None and text not in ids:
+            raise ModelError.at(
+                f"{path / 'tokenizer_config.json'}: {field}",
+                found=repr(text),
+                wanted="a token of tokenizer.json",
+                fix="save the tokenizer again with save_pretrained",
+            )
+        found[field] = None if text is None else ids[text]
+    return found
+
+
+def _eos_token_ids(generation: _SpecialIds, config: _Config, ids: Mapping[str, int | None]) -> tuple[int, ...]:
+    declared = config.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
+    ends = [declared] if isinstance(declared, int) else list(declared or ())
+    own = ids["eos_token"]
+    return tuple(dict.fromkeys([*ends, *([] if own is None else [own])]))
+
+
+def _hash_tokens(tokens: Mapping[int, str]) -> str:
+    return blake3(json.dumps(list(tokens.items()), separators=(",", ":")).encode()).hexdigest()
+
+
+def _hash_chat_template(path: Path, tokenizer: _TokenizerConfig) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return blake3_file(file)
+    template = tokenizer.chat_template
+    if template is None:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return blake3(text.encode()).hexdigest()
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _files(path: Path, suffix: str) -> list[Path]:
+    return sorted(file for file in path.iterdir() if file.name.endswith(suffix) and file.is_file())

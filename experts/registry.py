@@ -1,0 +1,253 @@
+"""The registry of experts: `ROOT/NAME/manifest.json` says what was registered; the weights stay where they are.
+
+Nothing is written before every check has passed, and a manifest appears at once and whole or not at all.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from experts.model_dir import ModelInfo, inspect_model, weight_hashes
+from opd.config import NAME_PATTERN, Name, Strict
+from opd.errors import ModelError, OpdError, RegistryError
+from opd.files import atomic_write_text, blake3_file, fsync_dir
+from opd.prompts import read_prompt_lines
+
+MANIFEST = "manifest.json"
+
+
+class Manifest(Strict):
+    """What one registered expert was when it was added."""
+
+    format_version: Literal[1] = 1
+    name: Name
+    domain: Name
+    """The domain whose responses it scores."""
+    model: str
+    """Absolute path of the model directory."""
+    prompts: str | None = None
+    """Absolute path of the domain's training prompts."""
+    prompts_hash: str | None = None
+    """BLAKE3 of the prompts file."""
+    prompts_count: int | None = None
+    """Prompts in the file."""
+    info: ModelInfo
+    registered_at: str
+    """UTC, ISO 8601."""
+
+
+def default_root() -> Path:
+    """`OPD_REGISTRY`, else ./registry."""
+    return Path(os.environ.get("OPD_REGISTRY") or "registry")
+
+
+class Registry:
+    """Experts by name, one directory each below `root`, which need not exist yet."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises: RegistryError if `root` is not a directory."""
+        if root.exists() and not root.is_dir():
+            raise RegistryError.at(
+                root,
+                found="a file",
+                wanted="the registry's directory",
+                fix="give another one: --registry or OPD_REGISTRY",
+            )
+        self._root = root
+
+    def add(self, name: str, model: Path, domain: str, prompts: Path | None = None) -> Manifest:
+        """Check the model directory and the prompts file and write the manifest.
+
+        Raises: RegistryError for a bad or taken name or a bad domain, ModelError for the model, PromptError for the
+        prompts.
+        """
+        _check_name("name", name)
+        _check_name("domain", domain)
+        if (self._root / name / MANIFEST).exists():
+            raise _taken(name, self._root)
+        info = inspect_model(model)
+        count = None if prompts is None else len(read_prompt_lines(prompts))
+        manifest = Manifest(
+            name=name,
+            domain=domain,
+            model=info.path,
+            prompts=None if prompts is None else str(prompts.resolve()),
+            prompts_hash=None if prompts is None else blake3_file(prompts),
+            prompts_count=count,
+            info=info,
+            registered_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        self._write(manifest)
+        return manifest
+
+    def names(self) -> list[str]:
+        """Names of the registered experts, sorted."""
+        if not self._root.is_dir():
+            return []
+        return sorted(d.name for d in self._root.iterdir() if _is_name(d.name) and (d / MANIFEST).is_file())
+
+    def get(self, name: str) -> Manifest:
+        """Raises: RegistryError if the name is unknown or its manifest cannot be read."""
+        file = self._file(name)
+        try:
+            manifest = Manifest.model_validate_json(file.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"])) or first.get("ctx", {}).get("key", "the file")
+            raise _broken(file, f"{key}: {first['msg']}", name) from None
+        if manifest.name != name:
+            raise _broken(file, f"the manifest of `{manifest.name}`", name)
+        return manifest
+
+    def all(self) -> list[Manifest]:
+        """Every manifest, by name. Raises: RegistryError if one cannot be read."""
+        return [self.get(name) for name in self.names()]
+
+    def verify(self, name: str) -> list[str]:
+        """Compare the files with the manifest; one sentence for each problem, none if all is as registered.
+
+        Raises: RegistryError if the name is unknown or its manifest cannot be read.
+        """
+        manifest = self.get(name)
+        return _weight_problems(manifest) + _info_problems(manifest) + _prompt_problems(manifest)
+
+    def twins(self, manifest: Manifest) -> list[str]:
+        """Other experts with the same weights, byte for byte. Raises: RegistryError if a manifest cannot be read."""
+        weights = sorted(manifest.info.weight_files.values())
+        return [
+            m.name for m in self.all() if m.name != manifest.name and sorted(m.info.weight_files.values()) == weights
+        ]
+
+    def remove(self, name: str) -> None:
+        """Forget an expert, also one with a broken manifest; its model and any file that is not ours stay.
+
+        Raises: RegistryError if the name is unknown.
+        """
+        file = self._file(name)
+        file.unlink()
+        if not file.parent.is_symlink() and not any(file.parent.iterdir()):
+            file.parent.rmdir()
+        fsync_dir(self._root)
+
+    def _file(self, name: str) -> Path:
+        names = self.names()
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise RegistryError.at(
+                f"expert {name!r} in {self._root}",
+                found="no such expert",
+                wanted=f"one of: {', '.join(names)}" if names else "a registered expert; there is none yet",
+                fix=f"did you mean `{near[0]}`?" if near else "`opd experts add` registers one",
+            )
+        return self._root / name / MANIFEST
+
+    def _write(self, manifest: Manifest) -> None:
+        # The dot keeps it out of the names if we die half-way.
+        staging = self._root / f".{manifest.name}.{os.getpid()}.tmp"
+        final = self._root / manifest.name
+        staging.mkdir(parents=True, exist_ok=True)
+        try:
+            atomic_write_text(staging / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
+            # A directory cannot be renamed over one that has files: the second of two writers at a time fails.
+            staging.rename(final)
+        except OSError:
+            if (final / MANIFEST).exists():
+                raise _taken(manifest.name, self._root) from None
+            if final.exists():
+                raise _occupied(final) from None
+            raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        fsync_dir(self._root)
+
+
+def _weight_problems(manifest: Manifest) -> list[str]:
+    directory = Path(manifest.model)
+    if not directory.is_dir():
+        return []  # _info_problems says so once
+    expected, actual = manifest.info.weight_files, weight_hashes(directory)
+    missing = [
+        f"{directory / name}: missing weight file, expected {expected[name]}"
+        for name in expected.keys() - actual.keys()
+    ]
+    extra = [
+        f"{directory / name}: extra weight file, not there when registered" for name in actual.keys() - expected.keys()
+    ]
+    changed = [
+        f"{directory / name}: changed weight file, expected {expected[name]}, actual {actual[name]}"
+        for name in expected.keys() & actual.keys()
+        if expected[name] != actual[name]
+    ]
+    return sorted(missing + extra + changed)
+
+
+def _info_problems(manifest: Manifest) -> list[str]:
+    try:
+        now = inspect_model(Path(manifest.model), hash_weights=False)
+    except ModelError as error:
+        return [str(error)]
+    fields = [field for field in ModelInfo.model_fields if field not in ("path", "weight_files")]
+    pairs = [(field, getattr(manifest.info, field), getattr(now, field)) for field in fields]
+    return [
+        f"{manifest.model}: changed {field}, expected {old}, actual {new}" for field, old, new in pairs if old != new
+    ]
+
+
+def _prompt_problems(manifest: Manifest) -> list[str]:
+    if manifest.prompts is None:
+        return []
+    file = Path(manifest.prompts)
+    if not file.is_file():
+        return [f"{file}: missing prompts file, expected {manifest.prompts_hash}"]
+    actual = blake3_file(file)
+    return (
+        []
+        if actual == manifest.prompts_hash
+        else [f"{file}: changed prompts, expected {manifest.prompts_hash}, actual {actual}"]
+    )
+
+
+def _is_name(text: str) -> bool:
+    return re.fullmatch(NAME_PATTERN, text) is not None and not text.endswith(".")
+
+
+def _check_name(field: str, text: str) -> None:
+    if not _is_name(text):
+        raise RegistryError.at(
+            field,
+            found=repr(text),
+            wanted="1 to 64 of A-Z a-z 0-9 . _ -, first a letter or digit, last not a dot",
+            fix="choose another one; a path belongs to the model, not to the name",
+        )
+
+
+def _taken(name: str, root: Path) -> OpdError:
+    return RegistryError.at(
+        f"expert `{name}` in {root}",
+        found="a name that is taken",
+        wanted="a new name",
+        fix=f"`opd experts remove {name}` first, or choose another name",
+    )
+
+
+def _occupied(path: Path) -> OpdError:
+    return RegistryError.at(
+        path,
+        found="something that is not an expert",
+        wanted="an unused name",
+        fix="move it away or choose another name",
+    )
+
+
+def _broken(file: Path, found: str, name: str) -> OpdError:
+    return RegistryError.at(
+        file, found=found, wanted=f"the manifest of `{name}`", fix=f"`opd experts remove {name}` and add it again"
+    )

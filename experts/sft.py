@@ -1,0 +1,152 @@
+"""One supervised fine-tuning run with transformers' Trainer; the loss is on completion tokens and the end token only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from experts.spec import TrainSettings
+from opd.errors import PromptError
+from opd.prompts import PromptLine, encode_prompt
+
+IGNORED = -100
+
+
+class Example(TypedDict):
+    """input_ids [T] prompt, completion, end token; labels [T] the same with `IGNORED` on the prompt."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> Example:
+    """Tokenise the prompt exactly as a merge does, then the completion up to and including the end token.
+
+    Raises: PromptError if there is no completion of the prompt's kind, or the chat template does not continue the prompt.
+    """
+    prompt = list(encode_prompt(tokenizer, line.prompt))
+    completion = tokenizer.encode(_completion_text(tokenizer, line), add_special_tokens=False)
+    eos = tokenizer.eos_token_id
+    if eos in completion:  # what a template writes after the end token is never generated
+        completion = completion[: len(completion) - completion[::-1].index(eos)]
+    else:
+        completion = [*completion, eos]
+    return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
+
+
+def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Sequence[PromptLine], max_length: int) -> list[Example]:
+    """Every line that fits in `max_length` tokens. Raises: PromptError if none does."""
+    examples = [example for line in lines if len((example := encode_line(tokenizer, line))["input_ids"]) <= max_length]
+    if not examples:
+        raise PromptError.at(
+            "max_length",
+            found=f"{len(lines)} rows, all longer",
+            wanted=f"rows of at most {max_length} tokens",
+            fix="raise max_length",
+        )
+    return examples
+
+
+def fine_tune(
+    model: torch.nn.Module,
+    examples: list[Example],
+    settings: TrainSettings,
+    *,
+    seed: int,
+    scratch: Path,
+    report: Callable[[int, float], None],
+) -> None:
+    """Train `model` in place; `report(step, loss)` is called about ten times. `scratch` may be written to."""
+    arguments = TrainingArguments(
+        output_dir=str(scratch),
+        seed=seed,
+        data_seed=seed,
+        use_cpu=not torch.cuda.is_available(),
+        optim="adamw_torch",
+        logging_steps=max(1, settings.max_steps // 10),
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        **settings.model_dump(exclude={"max_length"}),
+    )
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=_Examples(examples),
+        data_collator=_collate,
+        callbacks=[_Report(report)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+
+class _Examples(Dataset[Example]):
+    def __init__(self, examples: list[Example]) -> None:
+        self._examples = examples
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self._examples[index]
+
+
+class _Report(TrainerCallback):
+    def __init__(self, report: Callable[[int, float], None]) -> None:
+        self._report = report
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self._report(state.global_step, float(logs["loss"]))
+
+
+def _collate(batch: list[Example]) -> dict[str, torch.Tensor]:
+    """Right-padded [B, T]; padding is neither attended to nor learned."""
+    length = max(len(example["input_ids"]) for example in batch)
+
+    def padded(rows: list[list[int]], value: int) -> torch.Tensor:
+        return torch.tensor([row + [value] * (length - len(row)) for row in rows])
+
+    return {
+        "input_ids": padded([example["input_ids"] for example in batch], 0),
+        "labels": padded([example["labels"] for example in batch], IGNORED),
+        "attention_mask": padded([[1] * len(example["input_ids"]) for example in batch], 0),
+    }
+
+
+def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> str:
+    """What follows the prompt, as text."""
+    if isinstance(line.prompt, str) and isinstance(line.completion, str):
+        return line.completion
+    if isinstance(line.prompt, str) or line.completion is None or isinstance(line.completion, str):
+        raise PromptError.at(
+            f"prompt {line.prompt!r:.80}",
+            found=f"completion {line.completion!r:.80}",
+            wanted="a completion of the same kind as the prompt: text, or chat messages",
+            fix="add or correct the column `completion`",
+        )
+    prompt = str(tokenizer.apply_chat_template(line.prompt, add_generation_prompt=True, tokenize=False))
+    whole = str(
+        tokenizer.apply_chat_template([*line.prompt, *line.completion], add_generation_prompt=False, tokenize=False)
+    )
+    if not whole.startswith(prompt):
+        raise PromptError.at(
+            "chat template",
+            found=f"a conversation that does not begin with its prompt {prompt!r:.80}",
+            wanted="prompt with add_generation_prompt, then the completion",
+            fix="use text rows, or a model whose template keeps the prompt as it is",
+        )
+    return whole[len(prompt) :]

@@ -1,0 +1,141 @@
+"""The YAML of `opd experts train`: one base model and the experts trained from it. Needs no torch.
+
+Paths are relative to the directory that `opd` was started in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from opd.config import Name, Strict, apply_overrides, load_yaml, validate
+
+
+class TrainSettings(Strict):
+    """One supervised fine-tuning run; the names are those of transformers' `TrainingArguments`."""
+
+    max_steps: int = Field(..., ge=1)
+    learning_rate: float = Field(..., gt=0)
+    per_device_train_batch_size: int = Field(8, ge=1)
+    warmup_steps: int = Field(0, ge=0)
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    max_length: int = Field(512, ge=2)
+    """Rows with more tokens, prompt and completion together, are left out and counted."""
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    bf16: bool = False
+    """Compute in bfloat16 with float32 weights."""
+
+
+class FromScratch(Strict):
+    """A small Llama with random weights."""
+
+    tokenizer: Literal["letters"]
+    """`letters`: one token per character, as the letters suite needs it."""
+    hidden_size: int = Field(..., ge=8)
+    layers: int = Field(..., ge=1)
+    heads: int = Field(..., ge=1)
+    intermediate_size: int = Field(..., ge=8)
+    tie_word_embeddings: bool = True
+    max_position_embeddings: int = Field(128, ge=8)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> FromScratch:
+        if self.hidden_size % (2 * self.heads):
+            raise PydanticCustomError(
+                "heads",
+                "hidden_size / heads must be an even whole number",
+                {"found": f"hidden_size {self.hidden_size}, heads {self.heads}"},
+            )
+        return self
+
+
+class BaseSpec(Strict):
+    """Where the experts start from: exactly one of `model` and `from_scratch`."""
+
+    model: Path | None = None
+    """Hugging Face directory, safetensors only."""
+    from_scratch: FromScratch | None = None
+    """A new model, written to OUTPUT_DIR/base."""
+    data: list[Path] = []
+    """Prompt files with completions that a new model is first trained on, mixed; without them it stays random."""
+    train: TrainSettings | None = None
+    """How; what is not said is as in the spec's `train`."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> BaseSpec:
+        given = [key for key in ("model", "from_scratch") if getattr(self, key)]
+        if len(given) != 1:
+            raise PydanticCustomError(
+                "origin", "exactly one of `model` and `from_scratch`", {"found": " and ".join(given) or "neither"}
+            )
+        if self.model and self.data:
+            raise PydanticCustomError("origin", "`data` only with `from_scratch`", {"found": "`model` and `data`"})
+        return self
+
+
+class LoraSettings(Strict):
+    r: int = Field(16, ge=1)
+    alpha: float = Field(32, gt=0)
+    target_modules: str | list[str] = "all-linear"
+
+
+class ExpertSpec(Strict):
+    domain: Name
+    data: Path
+    """Prompt file of which the completions are learned."""
+    train: TrainSettings
+    """What is not said is as in the spec's `train`."""
+
+
+class ExpertsSpec(Strict):
+    """One base and the experts that are fine-tuned from it, one after the other."""
+
+    output_dir: Path
+    """Gets one directory per expert, and `base` for a new model."""
+    seed: int = Field(0, ge=0)
+    base: BaseSpec
+    method: Literal["full", "lora"] = "full"
+    """`lora` trains adapters and merges them into the saved weights."""
+    lora: LoraSettings = LoraSettings()
+    train: TrainSettings
+    experts: dict[Name, ExpertSpec] = Field(..., min_length=1)
+    registry: Path | None = None
+    """Registry to which each finished expert is added; without it none is."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_train(cls, data: Any) -> Any:
+        """Merge the spec's `train` under each expert's and the base's, so that errors name the key as it was written."""
+        if not isinstance(data, Mapping) or not isinstance(shared := data.get("train"), Mapping):
+            return data
+        data = dict(data)
+        if isinstance(base := data.get("base"), Mapping) and base.get("data"):
+            data["base"] = _with_train(base, shared)
+        if isinstance(experts := data.get("experts"), Mapping):
+            data["experts"] = {name: _with_train(expert, shared) for name, expert in experts.items()}
+        return data
+
+    @model_validator(mode="after")
+    def _base_is_no_expert(self) -> ExpertsSpec:
+        if self.base.from_scratch and "base" in self.experts:
+            raise PydanticCustomError(
+                "base_name", "an expert name other than `base`, which is the new model's directory", {"found": "base"}
+            )
+        return self
+
+
+def load_experts_spec(path: Path, overrides: list[str] | None = None) -> ExpertsSpec:
+    """Read, override and check one training spec. Raises: ConfigError."""
+    return validate(ExpertsSpec, apply_overrides(load_yaml(path), overrides or []), path)
+
+
+def _with_train(section: Any, shared: Mapping[str, Any]) -> Any:
+    if not isinstance(section, Mapping):
+        return section
+    own = section.get("train", {})
+    return {**section, "train": {**shared, **own} if isinstance(own, Mapping) else own}

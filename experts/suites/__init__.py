@@ -1,0 +1,67 @@
+"""Prompt suites that need no download: rows are made, not fetched.
+
+`write_suite("letters", Path("prompts/letters"), train=2000, eval=200, seed=0)` writes DOMAIN/train.jsonl and
+DOMAIN/eval.jsonl, ready for `opd experts train` (prompt and completion) and for a merge (prompt and answer).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from experts.suites import letters, reasoning
+from experts.suites.rows import Row
+from opd.errors import ConfigError
+from opd.files import atomic_write_text
+
+SUITES: dict[str, Callable[[str, int, int], list[Row]]] = {
+    "letters": letters.make_rows,
+    "reasoning": reasoning.make_rows,
+}
+DOMAINS: dict[str, Mapping[str, object]] = {
+    "letters": letters.DOMAINS,
+    "reasoning": reasoning.DOMAINS,
+}
+
+
+def write_suite(
+    suite: str, out: Path, *, domains: list[str] | None = None, train: int, eval: int, seed: int
+) -> dict[str, dict[str, Path]]:
+    """Write both files of every domain (all of the suite's without `domains`), whole or not at all.
+
+    Train and eval share no prompt, and the eval rows do not depend on how many train rows are asked for.
+    Returns: {domain: {"train": path, "eval": path}}.
+    Raises: ConfigError for an unknown suite or domain, a row count below 1, or more rows than a domain has.
+    """
+    _check_known(suite, SUITES, "suite")
+    for domain in domains or ():
+        _check_known(domain, DOMAINS[suite], f"domain of suite {suite}")
+    if min(train, eval) < 1:
+        raise ConfigError.at(
+            "rows", found=f"train {train}, eval {eval}", wanted="at least 1 of each", fix="for example 2000 and 200"
+        )
+    return {
+        domain: _write_domain(SUITES[suite](domain, train + eval, seed), eval, out / domain)
+        for domain in domains or DOMAINS[suite]
+    }
+
+
+def _write_domain(rows: list[Row], eval: int, directory: Path) -> dict[str, Path]:
+    paths = {"train": directory / "train.jsonl", "eval": directory / "eval.jsonl"}
+    _write_jsonl(paths["train"], rows[eval:])
+    _write_jsonl(paths["eval"], rows[:eval])
+    return paths
+
+
+def _write_jsonl(path: Path, rows: list[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _check_known(name: str, known: Collection[str], kind: str) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        fix = f"did you mean `{near[0]}`?" if near else "choose one of them"
+        raise ConfigError.at(kind, found=f"`{name}`", wanted=f"one of: {', '.join(known)}", fix=fix)

@@ -1,0 +1,86 @@
+"""Domains from reasoning-gym in small configurations with short answers, as chat messages.
+
+Each row carries reasoning-gym's own entry, so that its verifier can judge any answer:
+`reasoning_gym.get_score_answer_fn(row["metadata"]["task"])(answer, row["metadata"]["entry"])` is in 0..1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from experts.suites.rows import Row, take_unique
+
+INSTRUCTION = "Answer with the result only."
+DRAWS_PER_ROW = 20
+
+DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chain_sum": ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    "basic_arithmetic": (
+        "basic_arithmetic",
+        {
+            "min_terms": 2,
+            "max_terms": 3,
+            "min_digits": 1,
+            "max_digits": 1,
+            "operators": ("+", "-", "*"),
+            "allow_parentheses": False,
+            "allow_negation": False,
+        },
+    ),
+    "products": ("products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    "letter_counting": ("letter_counting", {"min_words": 2, "max_words": 4}),
+    "spell_backward": ("spell_backward", {"min_word_len": 3, "max_word_len": 5}),
+    "word_sorting": ("word_sorting", {"min_words": 3, "max_words": 4, "min_word_length": 3, "max_word_length": 6}),
+    "word_reversal": ("word_sequence_reversal", {"min_words": 3, "max_words": 5}),
+    "number_sorting": (
+        "number_sorting",
+        {"min_numbers": 3, "max_numbers": 4, "max_decimals": 0, "min_value": 0, "max_value": 99},
+    ),
+    "number_filtering": (
+        "number_filtering",
+        {"min_numbers": 3, "max_numbers": 5, "max_decimals": 0, "min_value": 0, "max_value": 99},
+    ),
+    "gcd": ("gcd", {"max_value": 99}),
+    "lcm": ("lcm", {"max_value": 60}),
+    "caesar_cipher": ("caesar_cipher", {"delimiter": " ", "min_words": 1, "max_words": 2, "max_rotation": 3}),
+    # From 1 on: reasoning-gym writes zero as an empty string and then refuses its own answer.
+    "base_conversion": ("base_conversion", {"min_base": 2, "max_base": 10, "min_value": 1, "max_value": 255}),
+    "count_bits": ("count_bits", {"max_n": 4095}),
+    "simple_equations": (
+        "simple_equations",
+        {"min_terms": 2, "max_terms": 2, "max_value": 9, "operators": ("+", "-"), "operators_weights": (0.5, 0.5)},
+    ),
+    "leap_years": ("calendar_arithmetic", {"tasks": ["is_leap_year"], "leap_year_range": 2000}),
+    "fractions": ("fraction_simplification", {"max_value": 60, "max_factor": 10, "styles": ("plain",)}),
+    "isomorphic_strings": ("isomorphic_strings", {"min_string_length": 2, "max_string_length": 5}),
+}
+
+
+def make_rows(domain: str, count: int, seed: int) -> list[Row]:
+    """`count` rows with different prompts, the same for the same arguments.
+
+    Raises: ConfigError if the domain has fewer different prompts.
+    """
+    return take_unique(_draw(domain, count * DRAWS_PER_ROW, seed), count, f"suite reasoning, domain {domain}")
+
+
+def _draw(domain: str, limit: int, seed: int) -> Iterator[Row]:
+    import reasoning_gym
+
+    family, config = DOMAINS[domain]
+    for entry in reasoning_gym.create_dataset(family, seed=seed, size=limit, **config):
+        yield _row(
+            family, json.loads(json.dumps(entry))
+        )  # through JSON, so that what is scored is what a file gives back
+
+
+def _row(family: str, entry: dict[str, Any]) -> Row:
+    question = f"{entry['question'].strip()}\n{INSTRUCTION}"
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "completion": [{"role": "assistant", "content": entry["answer"]}],
+        "answer": entry["answer"],
+        "metadata": {"source": "reasoning_gym", "task": family, "entry": entry},
+    }

@@ -1,0 +1,265 @@
+"""Train the experts of one spec: a base, then one fine-tuned model per expert, one after the other in this process.
+
+    ExpertsSpec ─ _check ─→ lines, recipes ─ _train_base ─→ OUTPUT_DIR/base ─ _train_expert ─→ OUTPUT_DIR/NAME ─→ registry
+                 (all input, before any compute)          (or base.model)     (each whole or not there)
+
+A finished directory says in `training.json` how it was made; the same spec skips it, so an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experts.model_dir import inspect_model
+from experts.registry import Registry
+from experts.spec import ExpertsSpec, FromScratch, TrainSettings
+from opd.errors import ConfigError, PromptError, RegistryError
+from opd.files import atomic_write_text, blake3_file, replace_dir
+from opd.prompts import PromptLine, read_prompt_lines
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RECIPE = "training.json"
+Progress = Callable[[str], None]
+Recipe = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One directory to be made."""
+
+    name: str
+    directory: Path
+    lines: tuple[PromptLine, ...]
+    train: TrainSettings | None
+    """None: a base that keeps its random weights."""
+    recipe: Recipe
+    """Everything that decides the weights, as it goes into `training.json`."""
+
+    @property
+    def finished(self) -> bool:
+        return self.directory.exists()
+
+
+def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
+    """Train what is not finished yet; returns the experts' directories in the order of the spec.
+
+    `progress` gets one line per tenth of a run: name, step, loss, elapsed time.
+    Raises, before any training: PromptError (data), ModelError (base), RegistryError (a name taken by another model),
+    ConfigError (a directory made by another spec).
+    """
+    base_job = _base_job(spec)
+    base_dir = base_job.directory if base_job else _existing_base(spec)
+    jobs = _expert_jobs(spec, base_job.recipe if base_job else {"weights": inspect_model(base_dir).weight_files})
+    registry = Registry(spec.registry) if spec.registry else None
+    for job in [base_job, *jobs] if base_job else jobs:
+        _check_unclaimed(job, registry)
+    _quiet()
+    if base_job:
+        _make_base(spec, base_job, progress)
+    for job in jobs:
+        _make_expert(spec, job, base_dir, progress)
+        if registry:
+            _register(registry, job.name, job.directory, spec)
+    return [job.directory for job in jobs]
+
+
+def _base_job(spec: ExpertsSpec) -> Job | None:
+    if spec.base.from_scratch is None:
+        return None
+    lines, hashes = _read(spec.base.data)
+    train = spec.base.train if spec.base.data else None
+    recipe = {"seed": spec.seed, "data": hashes} | spec.base.model_dump(mode="json", include={"from_scratch", "train"})
+    return Job(name="base", directory=spec.output_dir / "base", lines=lines, train=train, recipe=recipe)
+
+
+def _existing_base(spec: ExpertsSpec) -> Path:
+    assert spec.base.model is not None
+    return spec.base.model
+
+
+def _expert_jobs(spec: ExpertsSpec, base: Recipe) -> list[Job]:
+    jobs = []
+    for name, expert in spec.experts.items():
+        lines, hashes = _read([expert.data])
+        recipe = {
+            "base": base,
+            "seed": spec.seed,
+            "data": hashes,
+            "method": spec.method,
+            "train": expert.train.model_dump(mode="json"),
+        }
+        if spec.method == "lora":
+            recipe["lora"] = spec.lora.model_dump(mode="json")
+        jobs.append(Job(name=name, directory=spec.output_dir / name, lines=lines, train=expert.train, recipe=recipe))
+    return jobs
+
+
+def _read(paths: Sequence[Path]) -> tuple[tuple[PromptLine, ...], list[str]]:
+    """All lines and the files' hashes. Raises: PromptError, also for a row without a completion to learn."""
+    lines = [line for path in paths for line in _with_completions(path)]
+    return tuple(lines), [blake3_file(path) for path in paths]
+
+
+def _with_completions(path: Path) -> list[PromptLine]:
+    lines = read_prompt_lines(path)
+    for number, line in enumerate(lines, start=1):
+        if line.completion is None or isinstance(line.prompt, str) != isinstance(line.completion, str):
+            raise PromptError.at(
+                f"{path}, row {number}: completion",
+                found=f"{line.completion!r:.60}",
+                wanted="text after a text prompt, chat messages after chat messages",
+                fix="add the column: it is what the expert learns to answer",
+            )
+    return lines
+
+
+def _check_unclaimed(job: Job, registry: Registry | None) -> None:
+    """The directory and the name are free, or ours. Raises: ConfigError, RegistryError."""
+    file = job.directory / RECIPE
+    if job.finished and (not file.is_file() or json.loads(file.read_text()) != job.recipe):
+        raise ConfigError.at(
+            job.directory,
+            found="a directory that this spec, with these settings and data, did not make",
+            wanted="a new directory, or the result of the same training",
+            fix="remove it to train it again, or choose another output_dir",
+        )
+    if registry and job.name in registry.names() and registry.get(job.name).model != str(job.directory.resolve()):
+        raise RegistryError.at(
+            f"expert `{job.name}`",
+            found=f"the name of {registry.get(job.name).model}",
+            wanted=f"a name that is free, or that of {job.directory}",
+            fix=f"`opd experts remove {job.name}`, or rename the expert in the spec",
+        )
+
+
+def _make_base(spec: ExpertsSpec, job: Job, progress: Progress) -> None:
+    if job.finished:
+        progress(f"{job.name}: finished before, kept")
+        return
+    from transformers import set_seed
+
+    assert spec.base.from_scratch is not None
+    set_seed(spec.seed)
+    model, tokenizer = _new_model(spec.base.from_scratch)
+    if job.train:
+        _fit(model, tokenizer, job, job.train, spec.seed, progress)
+    _save(model, tokenizer, job)
+
+
+def _make_expert(spec: ExpertsSpec, job: Job, base: Path, progress: Progress) -> None:
+    if job.finished:
+        progress(f"{job.name}: finished before, kept")
+        return
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+    assert job.train is not None
+    set_seed(spec.seed)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    saved_dtype = getattr(torch, inspect_model(base, hash_weights=False).dtype)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, use_safetensors=True)
+    if spec.method == "lora":
+        model = _fit_adapter(spec, model, tokenizer, job, progress)
+    else:
+        _fit(model, tokenizer, job, job.train, spec.seed, progress)
+    _save(model.to(saved_dtype), tokenizer, job)
+
+
+def _fit_adapter(
+    spec: ExpertsSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job, progress: Progress
+) -> PreTrainedModel:
+    """Train LoRA adapters on `model`; returns it with the adapters merged into its weights."""
+    from peft import LoraConfig, get_peft_model
+
+    assert job.train is not None
+    config = LoraConfig(
+        r=spec.lora.r, lora_alpha=spec.lora.alpha, target_modules=spec.lora.target_modules, task_type="CAUSAL_LM"
+    )
+    adapted = get_peft_model(model, config)
+    _fit(adapted, tokenizer, job, job.train, spec.seed, progress)
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged
+
+
+def _fit(
+    model: Any, tokenizer: PreTrainedTokenizerBase, job: Job, train: TrainSettings, seed: int, progress: Progress
+) -> None:
+    from experts.sft import encode_lines, fine_tune
+
+    examples = encode_lines(tokenizer, job.lines, train.max_length)
+    if len(examples) < len(job.lines):
+        progress(
+            f"{job.name}: left out {len(job.lines) - len(examples)} of {len(job.lines)} rows, longer than max_length {train.max_length}"
+        )
+    start = time.monotonic()
+
+    def report(step: int, loss: float) -> None:
+        progress(f"{job.name}: step {step}/{train.max_steps}  loss {loss:.3f}  {time.monotonic() - start:.0f} s")
+
+    fine_tune(model, examples, train, seed=seed, scratch=_staging(job), report=report)
+
+
+def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    from experts.suites.letters import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        intermediate_size=shape.intermediate_size,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        max_position_embeddings=shape.max_position_embeddings,
+        **ids,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(do_sample=False, **ids)
+    return model, tokenizer
+
+
+def _staging(job: Job) -> Path:
+    return job.directory.with_name(f".{job.name}.tmp")
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job) -> None:
+    """Write the whole Hugging Face directory beside its place, then rename it."""
+    staging = _staging(job)
+    shutil.rmtree(staging, ignore_errors=True)  # of a run that was interrupted
+    staging.mkdir(parents=True)
+    model.save_pretrained(staging)
+    tokenizer.save_pretrained(staging)
+    atomic_write_text(staging / RECIPE, json.dumps(job.recipe, indent=2) + "\n")
+    replace_dir(staging, job.directory)
+
+
+def _register(registry: Registry, name: str, directory: Path, spec: ExpertsSpec) -> None:
+    """Add the expert, or renew an entry of this directory that no longer fits it."""
+    if name in registry.names():
+        if not registry.verify(name):
+            return
+        registry.remove(name)
+    registry.add(name, directory, spec.experts[name].domain, spec.experts[name].data)
+
+
+def _quiet() -> None:
+    """Our progress lines replace the libraries' bars."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

@@ -1,0 +1,122 @@
+"""Ray: starting it, putting workers into actors, and calling them with a deadline. The one module that imports ray."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from opd.config import ClusterConfig
+from opd.errors import RunError
+
+LOCAL = "local"
+
+
+@contextmanager
+def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
+    """Connect to the cluster, or start Ray on this machine (loopback only, no dashboard); stop it on exit."""
+    import ray
+
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if config.address == LOCAL:
+        # CPUs are counted in workers, not cores: the phases take turns on the same cores.
+        ray.init(
+            num_cpus=num_workers,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=False,
+            logging_level="ERROR",
+            configure_logging=True,
+        )
+    else:
+        ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def worker_env(workers: int) -> dict[str, str]:
+    """Environment of one of `workers` processes that compute at the same time on one machine.
+
+    Two OpenMP jobs with all cores each slow each other down 40-fold, and spinning threads add to it: each role gets its
+    share of the cores and waits passively.
+    """
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def spawn(cls: type, *args: Any, name: str, env: Mapping[str, str], gpus: float = 0) -> Any:
+    """Start `cls(*args)` in its own process; returns at once, the first call waits for it."""
+    import ray
+
+    options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "runtime_env": {"env_vars": dict(env)}}
+    actor = ray.remote(cls).options(**options).remote(*args)
+    actor._opd_name = name
+    return actor
+
+
+def put(value: Any) -> Any:
+    """Store a value once for many readers."""
+    import ray
+
+    return ray.put(value)
+
+
+def fetch(refs: Any) -> Any:
+    """Values behind one handle or a list of handles, read without a copy where they are arrays."""
+    import ray
+
+    return ray.get(refs)
+
+
+def call(actors: Sequence[Any], method: str, argument_lists: Sequence[Sequence[Any]], *, timeout_s: float) -> list[Any]:
+    """Call one method on each actor with its own arguments and wait for all results, in order.
+
+    Raises: the worker's own OpdError or RunError; RunError naming the worker if it died or missed the deadline.
+    """
+    return wait(actors, submit(actors, method, argument_lists), method, timeout_s=timeout_s)
+
+
+def submit(actors: Sequence[Any], method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
+    """Like `call`, but returns handles at once."""
+    return [getattr(actor, method).remote(*args) for actor, args in zip(actors, argument_lists, strict=True)]
+
+
+def wait(actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s: float) -> list[Any]:
+    """Results of `submit`. Raises: as `call`."""
+    import ray
+
+    pending, deadline = list(refs), time.monotonic() + timeout_s
+    while pending:
+        # One at a time: when a rank fails, the others wait for it in a collective, and its error is the one that explains.
+        ready, pending = ray.wait(
+            pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False
+        )
+        if not ready:
+            names = ", ".join(a._opd_name for a, r in zip(actors, refs, strict=True) if r in pending)
+            raise RunError(
+                f"{names}: `{method}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
+            )
+        _result(actors, refs, ready[0], method)
+    return [_result(actors, refs, ref, method) for ref in refs]
+
+
+def _result(actors: Sequence[Any], refs: Sequence[Any], ref: Any, method: str) -> Any:
+    import ray
+
+    name = actors[list(refs).index(ref)]._opd_name
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        raise error.as_instanceof_cause() from None
+    except ray.exceptions.RayActorError as error:
+        raise RunError(f"{name}: the worker died during `{method}`: {error}") from None

@@ -1,0 +1,358 @@
+"""A pipeline file: typed, frozen, read once at the edge, unknown keys refused with the nearest known one.
+
+Needs only pydantic and PyYAML, so `opd --help` and `opd pipelines` never import torch.
+Paths in a pipeline are relative to the directory that `opd` was started in.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from opd.errors import ConfigError
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+DType = Literal["float32", "bfloat16"]
+
+
+class Strict(BaseModel):
+    """Base of every config model: frozen, no unknown keys, the string under a field is its documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        # pydantic's own `extra_forbidden` cannot suggest; here the class knows its keys.
+        if isinstance(data, Mapping):
+            known = list(cls.model_fields)
+            for key in data:
+                if key not in known:
+                    near = difflib.get_close_matches(str(key), known, n=1)
+                    raise PydanticCustomError(
+                        "unknown_key",
+                        "{hint}",
+                        {
+                            "key": str(key),
+                            "hint": f"did you mean `{near[0]}`?" if near else "remove the key",
+                            "known": ", ".join(known),
+                        },
+                    )
+        return data
+
+
+class StudentConfig(Strict):
+    model: Path
+    """Hugging Face directory of the model that learns: config, tokenizer, safetensors."""
+
+
+class ExpertConfig(Strict):
+    model: Path
+    """Hugging Face directory of the expert, safetensors only."""
+    domain: Name
+    """The domain whose responses this expert scores."""
+
+
+class RegisteredExperts(Strict):
+    use: Literal["all"] | Annotated[list[Name], Field(min_length=1)]
+    """Names from the registry (`opd experts list`), or `all`."""
+
+
+def _experts_kind(value: Any) -> str:
+    return (
+        "registered"
+        if isinstance(value, RegisteredExperts) or (isinstance(value, Mapping) and "use" in value)
+        else "inline"
+    )
+
+
+ExpertsConfig = Annotated[
+    Annotated[RegisteredExperts, Tag("registered")]
+    | Annotated[dict[Name, ExpertConfig], Field(min_length=1), Tag("inline")],
+    Discriminator(_experts_kind),
+]
+
+
+class DomainEvalConfig(Strict):
+    prompts: Path
+    """JSONL of held-out prompts, same columns as the training prompts."""
+    verifier: str = "exact_match"
+    """How an answer is judged: `exact_match`, `last_line` or `reasoning_gym`."""
+
+
+class DomainConfig(Strict):
+    prompts: Path | None = None
+    """JSONL with `prompt` (text or chat messages) and `answer`; default: the file the expert was registered with."""
+    eval: DomainEvalConfig | None = None
+    """How the domain is measured; without it the domain is trained but not scored."""
+    weight: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """Share of each step's samples; `auto` gives every domain the same."""
+
+
+class RolloutConfig(Strict):
+    engine: Literal["vllm"] = "vllm"
+    workers: int = Field(1, ge=1)
+    """Rollout engines; prompts are dealt out among them."""
+    dtype: DType = "float32"
+    max_new_tokens: int = Field(64, ge=1)
+    """Response limit; shortened per prompt, and counted, where the context would overflow."""
+    temperature: float = Field(1.0, gt=0)
+    """1.0 samples from the student itself; anything else is not quite on-policy."""
+    max_model_len: int = Field(512, ge=8)
+    """Context of the rollout engine in tokens; a prompt that leaves no room is quarantined."""
+    max_num_seqs: int = Field(256, ge=1)
+    """Sequences that one engine decodes at a time."""
+    kv_cache_gib: int = Field(1, ge=1)
+    """Key-value cache of a CPU engine, whole GiB."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of a GPU's memory that a GPU engine may take."""
+
+
+class TeachersConfig(Strict):
+    workers: int = Field(1, ge=1)
+    """Scoring workers; each teacher's rows of a step go to one of them."""
+    payload: Literal["hidden_states"] = "hidden_states"
+    """What is sent per response token: the last hidden state after the final norm."""
+    dtype: DType = "float32"
+    """Teachers compute in it, and hidden states and heads are sent in it."""
+
+
+class ReverseKLConfig(Strict):
+    kind: Literal["reverse_kl"] = "reverse_kl"
+    """Exact KL(student || teacher) over the whole vocabulary."""
+    chunk: int = Field(512, ge=1)
+    """Response tokens whose logits exist at one time."""
+
+
+class TrainerConfig(Strict):
+    zero_stage: Literal[3] = 3
+    """DeepSpeed ZeRO stage: parameters, gradients and optimiser state are sharded over the ranks."""
+    ranks: int = Field(2, ge=1)
+    """Data-parallel trainer processes."""
+    dtype: DType = "float32"
+    """Compute type; bfloat16 keeps float32 master weights."""
+    steps: int = Field(..., ge=1)
+    """Optimiser steps of the whole merge."""
+    samples_per_step: int = Field(..., ge=1)
+    """Responses in one optimiser step, over all domains."""
+    lr: float = Field(1e-6, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up from 0 to `lr`."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or down to `min_lr_ratio` of `lr` at the last step."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    micro_batch_tokens: int = Field(4096, ge=16)
+    """Packed tokens, padding included, that a rank pushes through the model at a time."""
+    gradient_checkpointing: bool = False
+
+
+class ScheduleConfig(Strict):
+    mode: Literal["sync"] = "sync"
+    """`sync`: roll out, score, train, push, one after the other; every sample is exactly on-policy."""
+
+
+class SyncConfig(Strict):
+    kind: Literal["shared_memory"] = "shared_memory"
+    """How new weights reach the rollout engines: safetensors in shared memory on one machine."""
+    tolerance: float = Field(0.02, gt=0)
+    """Largest mean |trainer - engine| log-prob gap over the probe tokens, nats, before the run stops."""
+    probe_tokens: int = Field(64, ge=8)
+    """Fixed tokens that both sides score after every push."""
+
+
+class CheckpointConfig(Strict):
+    every: int = Field(25, ge=1)
+    """Steps between checkpoints; the last step always has one."""
+    keep: int = Field(3, ge=1)
+    """Newest checkpoints that stay on disk."""
+
+
+class EvaluateConfig(Strict):
+    every: int = Field(0, ge=0)
+    """Steps between evaluations during the merge; 0: only before and after."""
+    samples: int = Field(100, ge=1)
+    """Held-out prompts per domain, the first ones of the file."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Answer limit; default: the rollout's."""
+
+
+class ClusterConfig(Strict):
+    address: str = "local"
+    """`local` starts Ray on this machine; else a Ray cluster's address."""
+    rollout_gpus: float = Field(0, ge=0)
+    """GPUs for each rollout worker."""
+    teacher_gpus: float = Field(0, ge=0)
+    """GPUs for each scoring worker."""
+    trainer_gpus: float = Field(0, ge=0)
+    """GPUs for each trainer rank."""
+    start_timeout_s: float = Field(300, gt=0)
+    """Deadline for a worker to be up with its model loaded."""
+    phase_timeout_s: float = Field(3600, gt=0)
+    """Deadline for one phase of a step (rollout, score, train, sync) or one evaluation."""
+
+
+class PipelineConfig(Strict):
+    """One merge: who learns, from whom, on which prompts, and how."""
+
+    name: Name
+    seed: int = Field(0, ge=0)
+    student: StudentConfig
+    registry: Path | None = None
+    """Root of the expert registry for `experts: {use: ...}`; default: OPD_REGISTRY, else ./registry."""
+    experts: ExpertsConfig
+    """Either `{use: [names]}` from the registry or `{name: {model, domain}}`."""
+    domains: dict[Name, DomainConfig] = Field(..., min_length=1)
+    rollout: RolloutConfig = RolloutConfig()
+    teachers: TeachersConfig = TeachersConfig()
+    objective: ReverseKLConfig = ReverseKLConfig()
+    trainer: TrainerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _every_domain_in_every_step(self) -> PipelineConfig:
+        if self.trainer.samples_per_step < len(self.domains):
+            raise PydanticCustomError(
+                "too_few_samples",
+                "at least one sample for each of the {domains} domains; raise trainer.samples_per_step",
+                {"domains": len(self.domains), "found": self.trainer.samples_per_step},
+            )
+        return self
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice, which plain YAML silently resolves to the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Parse one YAML mapping.
+
+    Raises: ConfigError if the file is missing, is not YAML, repeats a key or is not a mapping.
+    """
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_UniqueKeyLoader)
+    except FileNotFoundError:
+        raise ConfigError.at(
+            path,
+            found="no such file",
+            wanted="a YAML file or a shipped pipeline",
+            fix="`opd pipelines list` names the shipped ones",
+        ) from None
+    except (IsADirectoryError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError.at(
+            path, found=str(error), wanted="one YAML mapping", fix="correct the file at that line"
+        ) from None
+    if not isinstance(data, dict):
+        raise ConfigError.at(
+            path,
+            found=f"{type(data).__name__}",
+            wanted="a mapping of keys",
+            fix="start from `opd pipelines show quickstart`",
+        )
+    return data
+
+
+def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """Return `data` with each `a.b=value` set; the value is read as YAML.
+
+    Raises: ConfigError for an override without `=` or a path through something that is not a mapping.
+    """
+    data = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
+    for item in overrides:
+        path, eq, text = item.partition("=")
+        keys = path.strip().split(".")
+        if not eq or not all(keys):
+            raise ConfigError.at(
+                f"--set {item}",
+                found="no key=value",
+                wanted="--set section.key=value",
+                fix="for example --set trainer.steps=10",
+            )
+        node = data
+        for key in keys[:-1]:
+            child = node.get(key, {})
+            if not isinstance(child, dict):
+                raise ConfigError.at(
+                    f"--set {item}", found=f"`{key}` is {child!r}", wanted="a mapping", fix="set the whole key"
+                )
+            node[key] = node = dict(child)  # a copy, so that the caller's data stays as it was
+        try:
+            node[keys[-1]] = yaml.load(text, Loader=_UniqueKeyLoader)
+        except yaml.YAMLError as error:
+            raise ConfigError.at(
+                f"--set {item}", found=str(error), wanted="a YAML value", fix="quote the value"
+            ) from None
+    return data
+
+
+def validate(model: type[M], data: Mapping[str, Any], source: object) -> M:
+    """Check `data` against `model`; `source` names the file in messages.
+
+    Raises: ConfigError naming the first offending key, what was found and what is wanted.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error.errors()[0], source) from None
+
+
+def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineConfig:
+    """Read, override and check one pipeline file. Raises: ConfigError."""
+    return validate(PipelineConfig, apply_overrides(load_yaml(path), overrides or []), path)
+
+
+def _explain(error: ErrorDetails, source: object) -> ConfigError:
+    # Tags of our unions are not keys that the user wrote.
+    keys = [str(k) for k in error["loc"] if k not in ("registered", "inline", "[key]")]
+    context = error.get("ctx", {})
+    if error["type"] == "unknown_key":
+        where = ".".join([*keys, context["key"]])
+        message = ConfigError.at(
+            f"{source}: {where}", found="an unknown key", wanted=f"one of: {context['known']}", fix=error["msg"]
+        )
+    else:
+        where = ".".join(keys) or "the file as a whole"
+        found = context.get("found", "nothing" if error["type"] == "missing" else repr(error["input"]))
+        message = ConfigError.at(
+            f"{source}: {where}",
+            found=str(found),
+            wanted=error["msg"],
+            fix="`opd pipelines schema` lists every key with its type",
+        )
+    assert isinstance(message, ConfigError)
+    return message

@@ -1,0 +1,50 @@
+"""Errors that a user can act on.
+
+    OpdError(ValueError)     the user's mistake: the command ends with exit code 2, nothing written
+    ├── ConfigError          a key or value in a YAML file or in `--set`
+    ├── ModelError           a model directory: weights, tokenizer, config
+    ├── RegistryError        an expert's name or its registry entry
+    ├── PromptError          a prompts file or one of its lines
+    └── RunDirError          a run directory that exists, is incomplete or is in use
+    RunError(RuntimeError)   a run that started and cannot go on: exit code 1
+
+Our own bugs are `assert`s, not members of this tree.
+"""
+
+from __future__ import annotations
+
+
+class OpdError(ValueError):
+    """A mistake in what the user gave: says where, what was found, what is wanted and the way out.
+
+    One string argument keeps it picklable, so it crosses Ray's process boundary unchanged.
+    """
+
+    @classmethod
+    def at(cls, where: object, *, found: str, wanted: str, fix: str) -> OpdError:
+        """`where` is the field or file; the three sentences become one message of four lines."""
+        return cls(f"{where}\n  found:  {found}\n  wanted: {wanted}\n  fix:    {fix}")
+
+
+class ConfigError(OpdError):
+    """A pipeline or training spec that cannot be used as written."""
+
+
+class ModelError(OpdError):
+    """A model directory that cannot be loaded safely or does not fit the student."""
+
+
+class RegistryError(OpdError):
+    """A registry entry that is missing, taken, or badly named."""
+
+
+class PromptError(OpdError):
+    """A prompts file with a broken or missing line."""
+
+
+class RunDirError(OpdError):
+    """A run directory in the wrong state for what was asked."""
+
+
+class RunError(RuntimeError):
+    """A run that had started and must stop: a dead worker, a weight push that did not arrive."""

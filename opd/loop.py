@@ -1,0 +1,122 @@
+"""On-policy distillation, the whole method on one page.
+
+    prompts ──Prompt──▶ engine ──Rollout──▶ teachers ──Arrow streams──▶ trainer ──weights, version+1──▶ engine
+    (every domain       (vLLM)  (student    (each row by   (hidden states,  (ZeRO-3, exact    (sync: reload,
+     in every step)              wrote it)   its domain's    per token)      reverse KL)       probe both sides)
+                                             expert)             └──▶ target log
+
+The schedule is synchronous: each phase waits for the one before, so every sample is trained by the very weights that
+wrote it, and on one machine the phases take turns on the same cores. Prompts and seeds are functions of (seed, step):
+the only state of a run is the trainer's weights and optimiser, the step, and the policy version.
+
+    each step:     take → generate → score → log → train → push
+    every K steps: checkpoint; every E steps: evaluate
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from opd.interfaces import (
+    Checkpoints,
+    Evaluator,
+    PromptSource,
+    Reporter,
+    RolloutEngine,
+    TargetLog,
+    TeacherPool,
+    Trainer,
+    WeightSync,
+)
+from opd.metrics import PhaseClock
+from opd.types import PushReport, RolloutBatch, StepReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Everything a merge is made of; `pipelines.build` puts it together, tests put fakes in."""
+
+    prompts: PromptSource
+    engine: RolloutEngine
+    teachers: TeacherPool
+    log: TargetLog
+    trainer: Trainer
+    sync: WeightSync
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    reporter: Reporter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where a run starts and ends, and what it does on the way."""
+
+    first_step: int
+    last_step: int
+    policy_version: int
+    """Pushes that the engine has received before the first step."""
+    checkpoint_every: int
+    evaluate_every: int
+    """0: not during the merge."""
+
+
+def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> int:
+    """Take the plan's steps; after each, `stop()` may ask to checkpoint and leave. Returns the last step taken."""
+    version = plan.policy_version
+    clock = PhaseClock()
+    step = plan.first_step - 1
+    for step in range(plan.first_step, plan.last_step + 1):
+        with clock("rollout"):
+            batch = parts.engine.generate(parts.prompts.take(step), step=step, policy_version=version)
+        with clock("score"):
+            targets = parts.teachers.score(batch.rollouts)
+            parts.log.write(step, targets)
+        with clock("train"):
+            trained = parts.trainer.train_step(step, batch.rollouts, targets)
+        with clock("sync"):
+            version += 1
+            pushed = parts.sync.push(version)
+
+        accuracy: dict[str, float] = {}
+        if plan.evaluate_every and step % plan.evaluate_every == 0:
+            with clock("evaluate"):
+                accuracy = parts.evaluator.evaluate()
+        parts.reporter.step(_record(batch, trained, pushed, accuracy, clock.take()))
+        leaving = stop() or step == plan.last_step
+        # After the record: a kill in between resumes from the checkpoint before, and that rewinds the records.
+        if leaving or step % plan.checkpoint_every == 0:
+            with clock("checkpoint"):
+                parts.checkpoints.save(step, version)
+                parts.log.prune(step)
+        if leaving:
+            break
+    return step
+
+
+def _record(
+    batch: RolloutBatch, trained: StepReport, pushed: PushReport, accuracy: dict[str, float], phase_s: dict[str, float]
+) -> dict[str, Any]:
+    """One line of metrics.jsonl."""
+    return {
+        "step": trained.step,
+        "loss": trained.loss,
+        "domains": {
+            name: {"loss": stats.kl_sum / max(1, stats.tokens), "tokens": stats.tokens, "samples": stats.samples}
+            for name, stats in trained.domains.items()
+        },
+        "response_tokens": sum(len(r.response_ids) for r in batch.rollouts),
+        "prompt_tokens": sum(len(r.prompt_ids) for r in batch.rollouts),
+        "truncated": sum(r.truncated for r in batch.rollouts),
+        "quarantined": dict(Counter(q.domain for q in batch.quarantined)),
+        "skipped": trained.skipped,
+        "grad_norm": trained.grad_norm,
+        "lr": trained.lr,
+        "logprob_gap": trained.logprob_gap,
+        "policy_version": pushed.version,
+        "probe_gap": pushed.gap,
+        "phase_s": phase_s,
+        **({"accuracy": accuracy} if accuracy else {}),
+    }

@@ -1,0 +1,59 @@
+"""Numbers of a run: one JSON object a line in `metrics.jsonl`, and a stopwatch for the phases of a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from opd.files import atomic_write_text
+
+
+class MetricsFile:
+    """Append-only; a line is on disk before `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole records; a last line that a kill cut in two is left out."""
+        if not self._path.exists():
+            return []
+        lines = self._path.read_text(encoding="utf-8").split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+
+    def rewind(self, step: int) -> None:
+        """Forget the records of steps after `step`: a resume takes those steps again."""
+        kept = [record for record in self.read() if record["step"] <= step]
+        atomic_write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+class PhaseClock:
+    """Seconds per phase since the last `take`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - start
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase, and start again from zero."""
+        seconds, self._seconds = self._seconds, {}
+        return {phase: round(value, 4) for phase, value in seconds.items()}

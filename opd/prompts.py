@@ -1,0 +1,153 @@
+"""Prompt files, and the domain mix of each step.
+
+A prompts file is JSONL with TRL's column names: `prompt` is text or a list of chat messages, `completion` (same
+kind) is only read when an expert is trained on the file, `answer` and `metadata` only by the verifier.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from opd.errors import PromptError
+from opd.types import Prompt
+
+Messages = list[dict[str, str]]
+
+
+class PromptLine(BaseModel):
+    """One line of a prompts file. Unknown columns are ignored: data sets carry many."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    prompt: str | Messages = Field(min_length=1)
+    completion: str | Messages | None = None
+    answer: str = ""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class Tokenizer(Protocol):
+    """The two methods of a Hugging Face tokenizer that prompts need."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def apply_chat_template(self, conversation: Messages, *, add_generation_prompt: bool, tokenize: bool) -> Any: ...
+
+
+def read_prompt_lines(path: Path) -> list[PromptLine]:
+    """Read a whole prompts file; a byte-order mark, CRLF and blank lines are accepted.
+
+    Raises: PromptError naming the file and the line that is not valid, or the file if it is missing or empty.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise PromptError.at(
+            path,
+            found="no such file",
+            wanted="a JSONL file of prompts",
+            fix="check the path; it is relative to the current directory",
+        ) from None
+    except (IsADirectoryError, UnicodeDecodeError) as error:
+        raise PromptError.at(
+            path, found=str(error), wanted="a UTF-8 JSONL file of prompts", fix="convert the file to UTF-8"
+        ) from None
+    lines = [_parse(path, number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise PromptError.at(
+            path,
+            found="no prompts",
+            wanted="at least one line",
+            fix='lines look like {"prompt": "2+2=", "answer": "4"}',
+        )
+    return lines
+
+
+def _parse(path: Path, number: int, line: str) -> PromptLine:
+    try:
+        return PromptLine.model_validate(json.loads(line))
+    except json.JSONDecodeError as error:
+        found = f"{error.msg} at column {error.colno}: {line.strip()[:60]!r}"
+    except ValidationError as error:
+        first = error.errors()[0]
+        found = f"column `{'.'.join(map(str, first['loc'])) or 'line'}`: {first['msg']}"
+    raise PromptError.at(
+        f"{path}:{number}",
+        found=found,
+        wanted="one JSON object with `prompt` (text or messages)",
+        fix="correct or delete this line",
+    )
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages) -> tuple[int, ...]:
+    """Token ids of a prompt: text as it is, chat messages through the model's own template."""
+    if isinstance(prompt, str):
+        return tuple(tokenizer.encode(prompt, add_special_tokens=False))
+    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def load_prompts(path: Path, domain: str, tokenizer: Tokenizer) -> list[Prompt]:
+    """All prompts of one domain, tokenised. Raises: PromptError."""
+    return [
+        Prompt(
+            id=f"{domain}/{index}",
+            domain=domain,
+            token_ids=encode_prompt(tokenizer, line.prompt),
+            answer=line.answer,
+            metadata=line.metadata,
+        )
+        for index, line in enumerate(read_prompt_lines(path))
+    ]
+
+
+def split_samples(total: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """Deal `total` samples out in proportion to the weights, at least one each, by largest remainder."""
+    assert total >= len(weights) > 0
+    spare = total - len(weights)
+    exact = {name: spare * weight / sum(weights.values()) for name, weight in weights.items()}
+    counts = {name: 1 + int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: (int(exact[name]) - exact[name], name))
+    for name in by_remainder[: total - sum(counts.values())]:
+        counts[name] += 1
+    return counts
+
+
+class MixedPrompts:
+    """Every domain in every step. Each domain is read in a fresh seeded order per epoch, as an endless sequence.
+
+    `take(step)` depends on nothing but (seed, step): resuming needs no stored cursor.
+    """
+
+    def __init__(self, by_domain: Mapping[str, Sequence[Prompt]], counts: Mapping[str, int], seed: int) -> None:
+        assert set(by_domain) == set(counts)
+        self._by_domain = by_domain
+        self._counts = counts
+        self._seed = seed
+        self._orders: dict[tuple[str, int], list[int]] = {}
+
+    def take(self, step: int) -> list[Prompt]:
+        """The prompts of one step (from 1), grouped by domain."""
+        return [
+            prompt
+            for domain, count in self._counts.items()
+            for prompt in self._window(domain, (step - 1) * count, count)
+        ]
+
+    def _window(self, domain: str, start: int, count: int) -> list[Prompt]:
+        prompts = self._by_domain[domain]
+        return [prompts[self._order(domain, i // len(prompts))[i % len(prompts)]] for i in range(start, start + count)]
+
+    def _order(self, domain: str, epoch: int) -> list[int]:
+        key = (domain, epoch)
+        if key not in self._orders:
+            order = list(range(len(self._by_domain[domain])))
+            # A string seed is hashed with SHA-512 by the standard library, so it is the same in every process.
+            random.Random(f"{self._seed}/{domain}/{epoch}").shuffle(order)
+            self._orders = {k: v for k, v in self._orders.items() if k[0] != domain or k[1] >= epoch - 1} | {key: order}
+        return self._orders[key]

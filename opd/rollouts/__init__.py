@@ -1,0 +1,1 @@
+"""Rollout engines: what writes with the student's weights. One file per engine."""

@@ -1,0 +1,149 @@
+"""Rollouts by vLLM: engines in Ray actors, requests dealt out among them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from opd import cluster
+from opd.config import PipelineConfig
+from opd.rollouts.worker import EngineOptions, Request, Sampled, VLLMWorker
+from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch, Segment
+
+ENGINE_ENV = {
+    # In-process: faster on a small machine, and no engine process that outlives its owner.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class Decoder(Protocol):
+    """The one tokenizer method that an engine's answers need."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class VLLMRolloutEngine:
+    """Implements `opd.interfaces.RolloutEngine`."""
+
+    def __init__(
+        self, config: PipelineConfig, model_dir: Path, stop_token_ids: Sequence[int], tokenizer: Decoder
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._timeout_s = config.cluster.phase_timeout_s
+        rollout, gpus = config.rollout, config.cluster.rollout_gpus
+        options = EngineOptions(
+            model_dir=model_dir.absolute(),
+            dtype=rollout.dtype,
+            max_model_len=rollout.max_model_len,
+            max_num_seqs=rollout.max_num_seqs,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+        )
+        env = cluster.worker_env(rollout.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(rollout.kv_cache_gib)}
+        if not gpus:
+            env |= {"CUDA_VISIBLE_DEVICES": ""}
+        self._workers = [
+            cluster.spawn(VLLMWorker, options, tuple(stop_token_ids), name=f"rollout worker {i}", env=env, gpus=gpus)
+            for i in range(rollout.workers)
+        ]
+
+    def wait_ready(self) -> None:
+        """Block until every engine is up. Raises: RunError past the deadline."""
+        probe = [[[0, 0]]]  # two tokens of one sequence: the smallest request there is
+        cluster.call(
+            self._workers, "logprobs", [probe] * len(self._workers), timeout_s=self._config.cluster.start_timeout_s
+        )
+
+    def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
+        limit, room = self._config.rollout.max_new_tokens, self._config.rollout.max_model_len
+        sample_ids = _sample_ids(prompts, step)
+        fitting = [(p, s) for p, s in zip(prompts, sample_ids, strict=True) if _fits(p, room)]
+        requests = [
+            Request(
+                token_ids=p.token_ids,
+                max_tokens=min(limit, room - len(p.token_ids)),
+                temperature=self._config.rollout.temperature,
+                seed=_seed(self._config.seed, sample_id),
+            )
+            for p, sample_id in fitting
+        ]
+        sampled = self._generate(requests)
+        rollouts = [_rollout(p, s, step, policy_version, out) for (p, s), out in zip(fitting, sampled, strict=True)]
+        return RolloutBatch(
+            rollouts=tuple(rollouts), quarantined=tuple(_refused(p, room) for p in prompts if not _fits(p, room))
+        )
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        limit = self._config.evaluate.max_new_tokens or self._config.rollout.max_new_tokens
+        room = self._config.rollout.max_model_len
+        fitting = [p for p in prompts if _fits(p, room)]
+        requests = [
+            Request(token_ids=p.token_ids, max_tokens=min(limit, room - len(p.token_ids)), temperature=0.0, seed=None)
+            for p in fitting
+        ]
+        answers = dict(zip((p.id for p in fitting), self._generate(requests), strict=True))
+        return [self._completion(p, answers.get(p.id)) for p in prompts]
+
+    def load(self, model_dir: Path) -> None:
+        self._call("load", [[model_dir.absolute()]] * len(self._workers))
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        return self._call("logprobs", [[token_ids]] * len(self._workers))
+
+    def _completion(self, prompt: Prompt, sampled: Sampled | None) -> Completion:
+        ids = sampled.token_ids if sampled else ()
+        return Completion(
+            prompt=prompt, text=self._tokenizer.decode(ids, skip_special_tokens=True), num_tokens=len(ids)
+        )
+
+    def _generate(self, requests: Sequence[Request]) -> list[Sampled]:
+        """Deal out round-robin, so workers get equal domain mixes, and put the answers back in order."""
+        num = len(self._workers)
+        parts = self._call("generate", [[requests[i::num]] for i in range(num)])
+        return [parts[i % num][i // num] for i in range(len(requests))]
+
+    def _call(self, method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
+        return cluster.call(self._workers, method, argument_lists, timeout_s=self._timeout_s)
+
+
+def _fits(prompt: Prompt, room: int) -> bool:
+    return 0 < len(prompt.token_ids) < room
+
+
+def _refused(prompt: Prompt, room: int) -> Quarantined:
+    num = len(prompt.token_ids)
+    reason = f"{num} tokens, rollout.max_model_len is {room}: no room for a response" if num else "no tokens"
+    return Quarantined(prompt_id=prompt.id, domain=prompt.domain, reason=reason)
+
+
+def _sample_ids(prompts: Sequence[Prompt], step: int) -> list[str]:
+    seen: dict[str, int] = {}
+    ids = []
+    for prompt in prompts:
+        seen[prompt.id] = seen.get(prompt.id, 0) + 1
+        repeat = f"#{seen[prompt.id]}" if seen[prompt.id] > 1 else ""
+        ids.append(f"{step:06d}/{prompt.id}{repeat}")
+    return ids
+
+
+def _seed(seed: int, sample_id: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{sample_id}".encode()).digest()[:4], "big")
+
+
+def _rollout(prompt: Prompt, sample_id: str, step: int, policy_version: int, out: Sampled) -> Rollout:
+    return Rollout(
+        sample_id=sample_id,
+        step=step,
+        domain=prompt.domain,
+        policy_version=policy_version,
+        prompt_ids=prompt.token_ids,
+        response_ids=out.token_ids,
+        behaviour_logprobs=out.logprobs,
+        segments=(Segment(length=len(out.token_ids), trained=True),),
+        truncated=out.truncated,
+    )

@@ -1,0 +1,156 @@
+"""One vLLM engine inside one process. Runs in a Ray actor; knows nothing of Ray.
+
+Token ids in, token ids out: the engine has no tokenizer. Two vLLM behaviours are repaired here, both silent otherwise:
+a reload on the CPU leaves the packed output head of a tied model stale, and the prefix cache outlives the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.errors import RunError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What an engine is started with; plain values, so they cross process boundaries."""
+
+    model_dir: Path
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    gpu_memory_utilization: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to continue."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int | None
+    """Own random stream per request, so a response does not depend on its neighbours' number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What the engine wrote for one request."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    truncated: bool
+
+
+class VLLMWorker:
+    """Owns one `vllm.LLM`; `load` swaps its weights in place, or restarts it for another architecture."""
+
+    def __init__(self, options: EngineOptions, stop_token_ids: Sequence[int]) -> None:
+        self._options = options
+        self._stop = list(stop_token_ids)
+        self._llm = _start_engine(options)
+        self._shape = model_shape(options.model_dir)
+
+    def generate(self, requests: Sequence[Request]) -> list[Sampled]:
+        """Sample (or, at temperature 0, decode greedily) every request. Raises: RunError on NaN log-probs."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                max_tokens=r.max_tokens,
+                temperature=r.temperature,
+                seed=r.seed,
+                stop_token_ids=self._stop,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for r in requests
+        ]
+        prompts: Any = [{"prompt_token_ids": list(r.token_ids)} for r in requests]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [_sampled(output.outputs[0]) for output in outputs]
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """[sequence][token - 1] log-prob of every token after the first."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        prompts: Any = [{"prompt_token_ids": list(ids)} for ids in sequences]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [
+            [step[token].logprob for token, step in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+            for ids, output in zip(sequences, outputs, strict=True)
+        ]
+
+    def load(self, model_dir: Path) -> None:
+        """Hold this directory's weights. Raises: RunError if the caches could not be reset."""
+        shape = model_shape(model_dir)
+        if shape == self._shape:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})
+            repack_output_head(self._model())
+        else:
+            self._llm = None  # frees the old engine's memory before the new one takes its own
+            self._llm = _start_engine(dataclasses.replace(self._options, model_dir=model_dir))
+            self._shape = shape
+        if not self._llm.reset_prefix_cache():
+            raise RunError("vLLM refused to reset its prefix cache after a weight update: requests were still running")
+
+    def _model(self) -> Any:
+        # In-process engine: the executor, its one worker and the model are reachable objects, no pickled callable needed.
+        return self._llm.llm_engine.model_executor.driver_worker.worker.get_model()
+
+
+def model_shape(model_dir: Path) -> dict[str, Any]:
+    """Everything in a model's config that decides whether weights can be swapped in place."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
+    return {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype", "use_cache")}
+
+
+def repack_output_head(model: Any) -> None:
+    """Pack the output head again after a reload, on the CPU.
+
+    vLLM's CPU build multiplies with a copy of the head packed at load time; `reload_weights` rebuilds those copies for
+    linear layers but not for the embedding that a tied model uses as its head.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _start_engine(options: EngineOptions) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model=str(options.model_dir),
+        skip_tokenizer_init=True,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=True,
+        generation_config="vllm",  # sampling is decided by the pipeline alone, not by a file in the model directory
+        trust_remote_code=False,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+
+
+def _sampled(output: Any) -> Sampled:
+    logprobs = tuple(float(step[token].logprob) for token, step in zip(output.token_ids, output.logprobs, strict=True))
+    # NaN weights make vLLM emit token 0 for ever without an error; NaN is the one value unequal to itself.
+    if any(value != value for value in logprobs):
+        raise RunError("the rollout engine returned NaN log-probs: the student's weights are broken")
+    return Sampled(token_ids=tuple(output.token_ids), logprobs=logprobs, truncated=output.finish_reason == "length")

@@ -1,0 +1,71 @@
+"""Weight push on one machine: safetensors in shared memory, reloaded in place, then proven by a behavioural probe.
+
+The probe scores fixed tokens on both sides. Checksums of parameters would not do: vLLM on the CPU multiplies with packed
+copies, which can be stale while the parameters are new.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from opd.errors import RunError
+from opd.interfaces import RolloutEngine, Trainer
+from opd.types import Prompt, PushReport
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class SharedMemorySync:
+    """Implements `opd.interfaces.WeightSync`."""
+
+    def __init__(
+        self, trainer: Trainer, engine: RolloutEngine, probe: Sequence[Sequence[int]], *, tolerance: float, nbytes: int
+    ) -> None:
+        """`nbytes` is the size of the weights, which decides whether shared memory has room for them."""
+        self._trainer = trainer
+        self._engine = engine
+        self._probe = [list(ids) for ids in probe]
+        self._tolerance = tolerance
+        self._nbytes = nbytes
+
+    def push(self, version: int) -> PushReport:
+        """Raises: RunError if any engine's log-probs differ from the trainer's by more than the tolerance."""
+        with tempfile.TemporaryDirectory(prefix=f"opd-weights-{version:06d}-", dir=self._place()) as directory:
+            self._trainer.export(Path(directory))
+            self._engine.load(Path(directory))
+        gap = self.measure()
+        if not gap <= self._tolerance:  # written so that NaN fails too
+            raise RunError(
+                f"weight push {version}: engine and trainer differ by {gap:.4f} nats a token over {len(self._probe)} probe sequences, "
+                f"sync.tolerance is {self._tolerance}: the engine does not hold the trainer's weights"
+            )
+        return PushReport(version=version, gap=gap)
+
+    def measure(self) -> float:
+        """Largest mean |trainer - engine| log-prob gap over the probe tokens among the engines, nats."""
+        ours = [x for sequence in self._trainer.logprobs(self._probe) for x in sequence]
+        gaps = []
+        for worker in self._engine.logprobs(self._probe):
+            theirs = [x for sequence in worker for x in sequence]
+            gaps.append(sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours))
+        return max(gaps)
+
+    def _place(self) -> Path | None:
+        """Shared memory if it has room twice over, else the temporary directory (containers often get 64 MiB)."""
+        if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * self._nbytes:
+            return SHARED_MEMORY
+        return None
+
+
+def probe_sequences(prompts: Sequence[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:
+    """The first prompts, until they hold `tokens` scored tokens; the first token of a sequence is not scored."""
+    chosen: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        if sum(len(ids) - 1 for ids in chosen) >= tokens:
+            break
+        if len(prompt.token_ids) > 1:
+            chosen.append(prompt.token_ids[: min(room - 1, tokens + 1)])
+    return chosen

@@ -1,0 +1,148 @@
+"""The records that the parts hand to each other. Everything about one trained sequence is one record.
+
+Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row,
+N response tokens of a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response tokens.
+Nothing in this file imports torch, so the command line stays light.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One line of a domain's prompts file, tokenised with the student's tokenizer.
+
+    Example: Prompt(id="reverse/17", domain="reverse", token_ids=(21, 8, 25, 3, 11, 40), answer="qkxh")
+    """
+
+    id: str
+    """Domain and zero-based line number; stable across runs."""
+    domain: str
+    """Key into the pipeline's `domains`; decides which expert scores the response."""
+    token_ids: tuple[int, ...]
+    """[P] exactly what the rollout engine reads; never decoded and tokenised again."""
+    answer: str = ""
+    """What the verifier compares with; empty where no evaluation is wanted."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What the verifier needs beyond the answer, e.g. a reasoning-gym entry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of consecutive response tokens with one origin; only model-written segments are trained."""
+
+    length: int
+    """Tokens in the run; the lengths of a rollout's segments add up to its response length."""
+    trained: bool
+    """True for tokens the student sampled, False for tool or environment tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One response that the student wrote, with the log-probs the engine reported while sampling.
+
+    Example: Rollout(sample_id="000012/reverse/17", domain="reverse", ..., response_ids=(5, 9, 2), policy_version=11)
+    """
+
+    sample_id: str
+    """Unique in a run: zero-padded step, then the prompt's id, then the repeat if a prompt came twice."""
+    step: int
+    """Optimiser step (from 1) that will train on it."""
+    domain: str
+    """Copied from the prompt."""
+    policy_version: int
+    """Number of weight pushes that the engine had received when it sampled."""
+    prompt_ids: tuple[int, ...]
+    """[P]"""
+    response_ids: tuple[int, ...]
+    """[R] sampled ids, the end token included when the student wrote one."""
+    behaviour_logprobs: tuple[float, ...]
+    """[R] natural-log probability of each response token under the sampling engine."""
+    segments: tuple[Segment, ...]
+    """Who wrote which part of the response; today one trained segment."""
+    truncated: bool
+    """True if the response ended at the token limit and not at an end token."""
+
+    @property
+    def loss_mask(self) -> tuple[bool, ...]:
+        """[R] True where the token is trained."""
+        return tuple(s.trained for s in self.segments for _ in range(s.length))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantined:
+    """A prompt that was left out of a step, and why. Counted in the metrics, never silently dropped."""
+
+    prompt_id: str
+    domain: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBatch:
+    """What one rollout phase produced."""
+
+    rollouts: tuple[Rollout, ...]
+    quarantined: tuple[Quarantined, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One greedy answer, for evaluation."""
+
+    prompt: Prompt
+    text: str
+    """Decoded without special tokens."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher:
+    """An expert as the pool and the trainer see it."""
+
+    name: str
+    domain: str
+    model_dir: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainStats:
+    """Sums over one domain's trained tokens in one step; means are taken by whoever reports."""
+
+    tokens: int
+    """Response tokens that carried loss."""
+    kl_sum: float
+    """Sum over those tokens of KL(student || teacher), nats."""
+    samples: int = 0
+    """Responses that carried loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What the trainer says about one optimiser step, summed over all ranks."""
+
+    step: int
+    loss: float
+    """The optimised scalar: mean reverse KL per trained token over the global batch, nats."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    logprob_gap: float
+    """Mean |trainer log-prob - engine log-prob| over the sampled tokens, nats; near 0 in a sync schedule."""
+    domains: dict[str, DomainStats]
+    skipped: bool = False
+    """True if the batch held no trained token, so that no optimiser step was taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """Outcome of one weight push."""
+
+    version: int
+    """Policy version the engines now hold."""
+    gap: float
+    """Mean |trainer log-prob - engine log-prob| over the probe tokens, nats."""

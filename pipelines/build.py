@@ -1,0 +1,97 @@
+"""Config to objects: the only place that knows every concrete class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from opd.checkpoints import CheckpointStore
+from opd.config import PipelineConfig
+from opd.evaluation.evaluator import EngineEvaluator
+from opd.loop import Parts
+from opd.metrics import MetricsFile
+from opd.progress import Display, RunReporter
+from opd.prompts import MixedPrompts, split_samples
+from opd.rollouts.vllm import VLLMRolloutEngine
+from opd.stream.log import ArrowTargetLog
+from opd.sync import SYNCS
+from opd.sync.shared_memory import probe_sequences
+from opd.train.deepspeed import DeepSpeedTrainer
+from pipelines.preflight import Inputs
+from teachers.pool import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The run directory."""
+
+    root: Path
+
+    @property
+    def pipeline(self) -> Path:
+        return self.root / "pipeline.yaml"
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def baseline(self) -> Path:
+        return self.root / "baseline.json"
+
+    @property
+    def targets(self) -> Path:
+        return self.root / "targets"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.json"
+
+
+def num_workers(config: PipelineConfig) -> int:
+    """Processes that a merge runs beside the driver."""
+    return config.rollout.workers + config.teachers.workers + config.trainer.ranks
+
+
+def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Display) -> Parts:
+    """Start every worker and put the merge together. Raises: RunError if one does not come up."""
+    engine = VLLMRolloutEngine(config, config.student.model, inputs.student.eos_token_ids, inputs.tokenizer)
+    trainer = DeepSpeedTrainer(config, inputs.student.vocab_size)
+    pool = Pool(config, inputs.teachers)
+    # Started side by side, waited for one after the other.
+    engine.wait_ready()
+    trainer.wait_ready()
+    pool.wait_ready()
+    every_prompt = [p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts]
+    probe = probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len)
+    bytes_per_value = {"float32": 4, "bfloat16": 2}[config.trainer.dtype]
+    return Parts(
+        prompts=_prompt_source(config, inputs),
+        engine=engine,
+        teachers=pool,
+        log=ArrowTargetLog(paths.targets),
+        trainer=trainer,
+        sync=SYNCS[config.sync.kind](
+            trainer, engine, probe, tolerance=config.sync.tolerance, nbytes=inputs.student.parameters * bytes_per_value
+        ),
+        evaluator=EngineEvaluator(engine, inputs.exams),
+        checkpoints=CheckpointStore(paths.checkpoints, trainer, config.checkpoint.keep),
+        reporter=RunReporter(MetricsFile(paths.metrics), shown),
+    )
+
+
+def _prompt_source(config: PipelineConfig, inputs: Inputs) -> MixedPrompts:
+    weights = {name: 1.0 if d.weight == "auto" else d.weight for name, d in config.domains.items()}
+    return MixedPrompts(inputs.prompts, split_samples(config.trainer.samples_per_step, weights), config.seed)

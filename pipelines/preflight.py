@@ -1,0 +1,205 @@
+"""Everything that can be wrong with a merge before any compute: models, vocabularies, domains, prompts.
+
+Reads headers, JSON and prompts; never a weight tensor into a model, never a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experts.checks import check_fits
+from experts.model_dir import ModelInfo, inspect_model
+from experts.registry import Manifest, Registry, default_root
+from opd.config import DomainConfig, PipelineConfig, RegisteredExperts
+from opd.errors import ConfigError, ModelError
+from opd.evaluation.evaluator import DomainExam
+from opd.evaluation.verifiers import VERIFIERS
+from opd.prompts import load_prompts
+from opd.types import Prompt, Teacher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expert:
+    """An expert of this merge, from the registry or from the pipeline itself."""
+
+    teacher: Teacher
+    info: ModelInfo
+    prompts: Path | None
+    """File it was registered with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a merge works on, checked."""
+
+    student: ModelInfo
+    experts: dict[str, Expert]
+    """By domain."""
+    prompts: dict[str, list[Prompt]]
+    """Training prompts by domain."""
+    exams: dict[str, DomainExam]
+    tokenizer: Any
+    warnings: tuple[str, ...]
+
+    @property
+    def teachers(self) -> dict[str, Teacher]:
+        """Domain -> teacher."""
+        return {domain: expert.teacher for domain, expert in self.experts.items()}
+
+
+def check(config: PipelineConfig) -> Inputs:
+    """Read and check everything a pipeline names. Raises: OpdError (a ValueError) for the first thing that is wrong."""
+    student = inspect_student(config)
+    by_name = _experts(config)
+    warnings: list[str] = []
+    for name, expert in by_name.items():
+        warnings += check_fits(student, expert.info, name)
+        _refuse_softcapping(expert.info, f"experts.{name}")
+    by_domain = _by_domain(config, by_name)
+    tokenizer = load_tokenizer(config.student.model)
+    prompts = {d: load_prompts(_prompts_file(d, c, by_domain[d]), d, tokenizer) for d, c in config.domains.items()}
+    return Inputs(
+        student=student,
+        experts=by_domain,
+        prompts=prompts,
+        exams=load_exams(config, tokenizer),
+        tokenizer=tokenizer,
+        warnings=tuple(warnings),
+    )
+
+
+def inspect_student(config: PipelineConfig) -> ModelInfo:
+    """The student's facts. Raises: ModelError, ConfigError if the rollout context is longer than the model's."""
+    student = inspect_model(config.student.model)
+    _refuse_softcapping(student, "student.model")
+    if student.context is not None and config.rollout.max_model_len > student.context:
+        raise ConfigError.at(
+            "rollout.max_model_len",
+            found=str(config.rollout.max_model_len),
+            wanted=f"at most {student.context}, the context of {config.student.model}",
+            fix=f"set rollout.max_model_len to {student.context} or less",
+        )
+    return student
+
+
+def load_tokenizer(model_dir: Path) -> Any:
+    """The tokenizer of a model directory; no code from the directory is run."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+
+
+def load_exams(config: PipelineConfig, tokenizer: Any, domains: list[str] | None = None) -> dict[str, DomainExam]:
+    """Held-out prompts of every (named) domain that has an `eval`. Raises: ConfigError, PromptError."""
+    exams = {}
+    for name, domain in config.domains.items():
+        if domain.eval is None or (domains is not None and name not in domains):
+            continue
+        if domain.eval.verifier not in VERIFIERS:
+            raise ConfigError.at(
+                f"domains.{name}.eval.verifier",
+                found=domain.eval.verifier,
+                wanted=f"one of {', '.join(VERIFIERS)}",
+                fix="correct the name",
+            )
+        prompts = load_prompts(domain.eval.prompts, name, tokenizer)[: config.evaluate.samples]
+        exams[name] = DomainExam(tuple(prompts), domain.eval.verifier)
+    return exams
+
+
+def _experts(config: PipelineConfig) -> dict[str, Expert]:
+    if not isinstance(config.experts, RegisteredExperts):
+        return {
+            name: Expert(
+                teacher=Teacher(name=name, domain=e.domain, model_dir=e.model.absolute()),
+                info=inspect_model(e.model),
+                prompts=None,
+            )
+            for name, e in config.experts.items()
+        }
+    registry = Registry(config.registry or default_root())
+    names = registry.names() if config.experts.use == "all" else config.experts.use
+    _refuse_twice(names)
+    return {name: _registered(registry, name) for name in names}
+
+
+def _registered(registry: Registry, name: str) -> Expert:
+    manifest: Manifest = registry.get(name)
+    problems = registry.verify(name)
+    if problems:
+        raise ModelError.at(
+            f"expert {name}",
+            found="; ".join(problems),
+            wanted="the files as they were registered",
+            fix=f"`opd experts remove {name}` and add it again",
+        )
+    return Expert(
+        teacher=Teacher(name=name, domain=manifest.domain, model_dir=Path(manifest.model)),
+        info=manifest.info,
+        prompts=Path(manifest.prompts) if manifest.prompts else None,
+    )
+
+
+def _refuse_twice(names: list[str]) -> None:
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise ConfigError.at(
+            "experts.use", found=f"`{twice[0]}` twice", wanted="each expert once", fix="delete one of the two"
+        )
+
+
+def _by_domain(config: PipelineConfig, experts: Mapping[str, Expert]) -> dict[str, Expert]:
+    """One expert for each domain of the pipeline and no expert without one."""
+    by_domain: dict[str, Expert] = {}
+    for name, expert in experts.items():
+        domain = expert.teacher.domain
+        if domain not in config.domains:
+            raise ConfigError.at(
+                f"experts.{name}.domain",
+                found=domain,
+                wanted=f"one of the pipeline's domains: {', '.join(config.domains)}",
+                fix=f"add `{domain}` under `domains` or leave the expert out",
+            )
+        if domain in by_domain:
+            raise ConfigError.at(
+                f"experts.{name}.domain",
+                found=f"{domain}, which {by_domain[domain].teacher.name} has already",
+                wanted="one expert a domain",
+                fix="leave one of the two out",
+            )
+        by_domain[domain] = expert
+    for domain in config.domains:
+        if domain not in by_domain:
+            served = ", ".join(f"{n} → {e.teacher.domain}" for n, e in experts.items()) or "none"
+            raise ConfigError.at(
+                f"domains.{domain}",
+                found=f"no expert (experts: {served})",
+                wanted="one expert for each domain",
+                fix=f"register one with `opd experts add NAME --model DIR --domain {domain}`",
+            )
+    return {domain: by_domain[domain] for domain in config.domains}
+
+
+def _prompts_file(name: str, domain: DomainConfig, expert: Expert) -> Path:
+    path = domain.prompts or expert.prompts
+    if path is None:
+        raise ConfigError.at(
+            f"domains.{name}.prompts",
+            found="nothing, and the expert was registered without prompts",
+            wanted="a JSONL file of prompts",
+            fix=f"set domains.{name}.prompts",
+        )
+    return path
+
+
+def _refuse_softcapping(info: ModelInfo, where: str) -> None:
+    if info.final_logit_softcapping is not None:
+        raise ModelError.at(
+            where,
+            found=f"{info.architecture} caps its logits (final_logit_softcapping)",
+            wanted="a model whose logits are its head times its hidden state",
+            fix="not supported yet; choose another model",
+        )

@@ -1,0 +1,1 @@
+"""The teacher pool: scores the student's tokens with the expert of each row's domain."""

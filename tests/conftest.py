@@ -1,0 +1,104 @@
+"""Tiny real models for every test: a character-level tokenizer and a Llama that transformers and vLLM both run."""
+
+from __future__ import annotations
+
+import os
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SPECIALS = ["<pad>", "<bos>", "<eos>", "<unk>"]
+CHARACTERS = [*string.ascii_lowercase, *string.ascii_uppercase, *string.digits, " ", *"=,+-.:<>?"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def build_tokenizer(permute_vocab: bool = False, eos: str = "<eos>") -> PreTrainedTokenizerFast:
+    """One token a character, nothing added on encode; `permute_vocab` reverses the ids of the characters."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = CHARACTERS[::-1] if permute_vocab else CHARACTERS
+    vocab = {token: i for i, token in enumerate(SPECIALS + characters)}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(SPECIALS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token=eos,
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model_dir(
+    path: Path,
+    *,
+    seed: int = 0,
+    tie: bool = True,
+    hidden: int = 64,
+    heads: int = 2,
+    layers: int = 2,
+    permute_vocab: bool = False,
+    eos: str = "<eos>",
+) -> Path:
+    """Save a float32 Llama with random weights of `seed`, its tokenizer and generation config; returns `path`.
+
+    vLLM's CPU attention needs heads of 32. Weights are wide (0.1) so that distributions are not nearly uniform.
+    """
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    assert hidden // heads == 32, "vLLM's CPU attention does not run other small head sizes"
+    tokenizer = build_tokenizer(permute_vocab, eos)
+    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=tie,
+        initializer_range=0.1,
+        **ids,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of all tiny models: 4 specials, then letters, digits and signs; 76 tokens."""
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def make_model_dir() -> Callable[..., Path]:
+    """`build_model_dir`: make_model_dir(path, *, seed, tie, hidden, heads, layers, permute_vocab, eos)."""
+    return build_model_dir
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied two-layer model of seed 0, shared by the whole session: read it, never write to it."""
+    return build_model_dir(tmp_path_factory.mktemp("models") / "tiny")
