@@ -16,11 +16,12 @@ LOCAL = "local"
 
 @contextmanager
 def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
-    """Connect to the cluster, or start Ray on this machine (loopback only, no dashboard); stop it on exit."""
+    """Connect to the cluster, or start Ray on this machine; stop it on exit.
+
+    A local Ray listens on loopback only, has no dashboard, and keeps its default token authentication.
+    """
     import ray
 
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if config.address == LOCAL:
         # CPUs are counted in workers, not cores: the phases take turns on the same cores.
         ray.init(
