@@ -37,11 +37,7 @@ def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> Example
     """
     prompt = list(encode_prompt(tokenizer, line.prompt))
     completion = tokenizer.encode(_completion_text(tokenizer, line), add_special_tokens=False)
-    eos = tokenizer.eos_token_id
-    if eos in completion:  # what a template writes after the end token is never generated
-        completion = completion[: len(completion) - completion[::-1].index(eos)]
-    else:
-        completion = [*completion, eos]
+    completion = _until_end(completion, tokenizer.eos_token_id)
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
 
 
@@ -125,6 +121,13 @@ def _collate(batch: list[Example]) -> dict[str, torch.Tensor]:
         "labels": padded([example["labels"] for example in batch], IGNORED),
         "attention_mask": padded([[1] * len(example["input_ids"]) for example in batch], 0),
     }
+
+
+def _until_end(ids: list[int], eos: int) -> list[int]:
+    """Up to the last end token, put there if missing: what a template writes after it is never generated."""
+    if eos not in ids:
+        return [*ids, eos]
+    return ids[: len(ids) - ids[::-1].index(eos)]
 
 
 def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> str:

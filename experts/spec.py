@@ -6,6 +6,7 @@ Paths are relative to the directory that `opd` was started in.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +62,7 @@ class BaseSpec(Strict):
     """Hugging Face directory, safetensors only."""
     from_scratch: FromScratch | None = None
     """A new model, written to OUTPUT_DIR/base."""
-    data: list[Path] = []
+    data: tuple[Path, ...] = ()
     """Prompt files with completions that a new model is first trained on, mixed; without them it stays random."""
     train: TrainSettings | None = None
     """How; what is not said is as in the spec's `train`."""
@@ -129,7 +130,13 @@ class ExpertsSpec(Strict):
         return self
 
 
-def load_experts_spec(path: Path, overrides: list[str] | None = None) -> ExpertsSpec:
+def find_spec(name_or_path: str) -> Path:
+    """A shipped spec's file, or the path as it is (whoever loads it says if it is missing)."""
+    shipped = files("experts").joinpath(f"{name_or_path}.yaml")
+    return Path(str(shipped)) if shipped.is_file() else Path(name_or_path)
+
+
+def load_spec(path: Path, overrides: list[str] | None = None) -> ExpertsSpec:
     """Read, override and check one training spec. Raises: ConfigError."""
     return validate(ExpertsSpec, apply_overrides(load_yaml(path), overrides or []), path)
 

@@ -158,6 +158,7 @@ class TrainerConfig(Strict):
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
@@ -354,5 +355,4 @@ def _explain(error: ErrorDetails, source: object) -> ConfigError:
             wanted=error["msg"],
             fix="`opd pipelines schema` lists every key with its type",
         )
-    assert isinstance(message, ConfigError)
     return message

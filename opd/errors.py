@@ -13,6 +13,8 @@ Our own bugs are `assert`s, not members of this tree.
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class OpdError(ValueError):
     """A mistake in what the user gave: says where, what was found, what is wanted and the way out.
@@ -21,7 +23,7 @@ class OpdError(ValueError):
     """
 
     @classmethod
-    def at(cls, where: object, *, found: str, wanted: str, fix: str) -> OpdError:
+    def at(cls, where: object, *, found: str, wanted: str, fix: str) -> Self:
         """`where` is the field or file; the three sentences become one message of four lines."""
         return cls(f"{where}\n  found:  {found}\n  wanted: {wanted}\n  fix:    {fix}")
 

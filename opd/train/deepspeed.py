@@ -92,6 +92,7 @@ def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         chunk=config.objective.chunk,
         vocab_size=vocab_size,
         adam_betas=(trainer.adam_beta1, trainer.adam_beta2),
+        adam_epsilon=trainer.adam_epsilon,
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
         gradient_checkpointing=trainer.gradient_checkpointing,

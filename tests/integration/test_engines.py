@@ -1,0 +1,296 @@
+"""Trainer, teachers and engine against each other and against a plain transformers forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opd import cluster
+from opd.config import PipelineConfig, validate
+from opd.interfaces import TargetSet
+from opd.rollouts.vllm import VLLMRolloutEngine
+from opd.rollouts.worker import VLLMWorker
+from opd.stream.schema import read_stream
+from opd.sync.shared_memory import SharedMemorySync
+from opd.train.deepspeed import DeepSpeedTrainer
+from opd.types import Prompt, Rollout, Segment, Teacher
+from teachers.pool import Pool
+
+Make = Callable[..., Path]
+PROBE = [tuple(range(5 + i, 26 + i)) for i in range(4)]
+EOS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray() -> Iterator[None]:
+    from opd.config import ClusterConfig
+
+    with cluster.ray_session(ClusterConfig(), 8):
+        yield
+
+
+def config(student: Path, **trainer: Any) -> PipelineConfig:
+    return validate(
+        PipelineConfig,
+        {
+            "name": "test",
+            "student": {"model": student},
+            "experts": {"left": {"model": student, "domain": "left"}},
+            "domains": {"left": {}, "right": {}},
+            "rollout": {"max_new_tokens": 8, "max_model_len": 64},
+            "trainer": {"steps": 10, "samples_per_step": 16, "lr": 1e-3, **trainer},
+        },
+        "test",
+    )
+
+
+def plain_logprobs(model_dir: Path, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    out = []
+    for ids in sequences:
+        with torch.no_grad():
+            logp_T_V = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        out.append([float(logp_T_V[t - 1, ids[t]]) for t in range(1, len(ids))])
+    return out
+
+
+def mean_gap(a: list[list[float]], b: list[list[float]]) -> float:
+    pairs = [(x, y) for s, t in zip(a, b, strict=True) for x, y in zip(s, t, strict=True)]
+    return sum(abs(x - y) for x, y in pairs) / len(pairs)
+
+
+def rollouts(num: int = 16, *, seed: int = 0) -> list[Rollout]:
+    """Responses with made-up tokens: scoring and training do not care who wrote them."""
+    rng = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(num):
+        response = tuple(torch.randint(4, 70, (3 + i % 6,), generator=rng).tolist())
+        made.append(
+            Rollout(
+                sample_id=f"000001/{'left' if i % 2 else 'right'}/{i}",
+                step=1,
+                domain="left" if i % 2 else "right",
+                policy_version=0,
+                prompt_ids=tuple(torch.randint(4, 70, (4 + i % 5,), generator=rng).tolist()),
+                response_ids=response,
+                behaviour_logprobs=(-1.0,) * len(response),
+                segments=(Segment(length=len(response), trained=True),),
+                truncated=False,
+            )
+        )
+    return made
+
+
+def start_pool(cfg: PipelineConfig, teachers: Mapping[str, Path]) -> Pool:
+    pool = Pool(cfg, {d: Teacher(name=f"{d}-expert", domain=d, model_dir=p) for d, p in teachers.items()})
+    pool.wait_ready()
+    return pool
+
+
+def start_trainer(cfg: PipelineConfig, vocab_size: int = 76) -> DeepSpeedTrainer:
+    trainer = DeepSpeedTrainer(cfg, vocab_size)
+    trainer.wait_ready()
+    return trainer
+
+
+def start_engine(cfg: PipelineConfig, model_dir: Path, tokenizer: Any) -> VLLMRolloutEngine:
+    engine = VLLMRolloutEngine(cfg, model_dir, (EOS,), tokenizer)
+    engine.wait_ready()
+    return engine
+
+
+def weights(trainer: DeepSpeedTrainer, path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    path.mkdir()
+    trainer.export(path)
+    return load_file(path / "model.safetensors")
+
+
+def stop(*parts: Any) -> None:
+    """Free the actors' memory before the next test starts its own."""
+    import ray as ray_module
+
+    for part in parts:
+        for actor in getattr(part, "_workers", None) or part._ranks:
+            ray_module.kill(actor)
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_a_push_reaches_the_engine(tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any, tie: bool) -> None:
+    """After a training step and a push, 80 probe tokens agree within 0.02 nats; before the push they do not."""
+    student = make_model_dir(tmp_path / "student", seed=0, tie=tie)
+    expert = make_model_dir(tmp_path / "expert", seed=1, tie=tie)
+    cfg = config(student, lr=3e-2)
+    engine, trainer = start_engine(cfg, student, tiny_tokenizer), start_trainer(cfg)
+    pool = start_pool(cfg, {"left": expert, "right": expert})
+    sync = SharedMemorySync(trainer, engine, PROBE, tolerance=0.02, nbytes=1 << 20)
+    assert sync.measure() < 1e-4
+    rows = rollouts()
+    trainer.train_step(1, rows, pool.score(rows))
+    assert sync.measure() > 0.1, "the step was too small to show anything"
+    assert sync.push(1).gap < 0.02
+    exported = tmp_path / "exported"
+    weights(trainer, exported)
+    assert mean_gap(trainer.logprobs(PROBE), plain_logprobs(exported, PROBE)) < 1e-4
+    stop(engine, trainer, pool)
+
+
+def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_model_dir: Make) -> None:
+    """The repair is what makes the push arrive: without it the same probe sees the old head."""
+    import opd.rollouts.worker as worker_module
+
+    class WithoutRepair(VLLMWorker):
+        def load(self, model_dir: Path) -> None:
+            worker_module.repack_output_head = lambda model: None
+            super().load(model_dir)
+
+    from opd.rollouts.vllm import ENGINE_ENV
+    from opd.rollouts.worker import EngineOptions
+
+    old, new = make_model_dir(tmp_path / "old", seed=0), make_model_dir(tmp_path / "new", seed=1)
+    options = EngineOptions(
+        model_dir=old, dtype="float32", max_model_len=64, max_num_seqs=8, gpu_memory_utilization=0.8
+    )
+    env = cluster.worker_env(2) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    truth = plain_logprobs(new, PROBE)
+    gaps = {}
+    for cls in (VLLMWorker, WithoutRepair):
+        worker = cluster.spawn(cls, options, (EOS,), name=cls.__name__, env=env)
+        cluster.call([worker], "load", [[new]], timeout_s=200)
+        (scored,) = cluster.call([worker], "logprobs", [[PROBE]], timeout_s=200)
+        gaps[cls.__name__] = mean_gap(scored, truth)
+        import ray as ray_module
+
+        ray_module.kill(worker)
+    assert gaps["VLLMWorker"] < 1e-4
+    assert gaps["WithoutRepair"] > 0.02
+
+
+def test_an_engine_takes_weights_of_another_architecture(
+    tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any
+) -> None:
+    small, large = make_model_dir(tmp_path / "small"), make_model_dir(tmp_path / "large", hidden=96, heads=3, seed=3)
+    engine = start_engine(config(small), small, tiny_tokenizer)
+    for model_dir in (large, small):
+        engine.load(model_dir)
+        assert mean_gap(engine.logprobs(PROBE)[0], plain_logprobs(model_dir, PROBE)) < 1e-4
+    stop(engine)
+
+
+def test_rollouts_report_the_log_probs_of_what_they_sampled(tiny_model_dir: Path, tiny_tokenizer: Any) -> None:
+    engine = start_engine(config(tiny_model_dir), tiny_model_dir, tiny_tokenizer)
+    prompts = [Prompt(id=f"left/{i}", domain="left", token_ids=tuple(range(5 + i, 11 + i))) for i in range(6)]
+    too_long = Prompt(id="left/long", domain="left", token_ids=(5,) * 64)
+    batch = engine.generate([*prompts, too_long], step=1, policy_version=7)
+    assert [q.prompt_id for q in batch.quarantined] == ["left/long"]
+    assert [r.sample_id for r in batch.rollouts] == [f"000001/left/{i}" for i in range(6)]
+    assert {r.policy_version for r in batch.rollouts} == {7}
+    whole = plain_logprobs(tiny_model_dir, [(*r.prompt_ids, *r.response_ids) for r in batch.rollouts])
+    for rollout, logprobs in zip(batch.rollouts, whole, strict=True):
+        assert 1 <= len(rollout.response_ids) <= 8
+        assert rollout.truncated == (rollout.response_ids[-1] != EOS)
+        assert rollout.behaviour_logprobs == pytest.approx(logprobs[len(rollout.prompt_ids) - 1 :], abs=1e-4)
+    again = engine.generate(prompts, step=1, policy_version=7)
+    assert [r.response_ids for r in again.rollouts] == [r.response_ids for r in batch.rollouts], "seeds decide"
+    other = engine.generate(prompts, step=2, policy_version=7)
+    assert [r.response_ids for r in other.rollouts] != [r.response_ids for r in batch.rollouts]
+    stop(engine)
+
+
+def test_teachers_score_each_row_with_its_own_expert(tmp_path: Path, make_model_dir: Make) -> None:
+    """Hidden state times head equals the expert's own logits, for experts of different width, on two workers."""
+    from opd.stream.heads import head_tensor
+
+    left, right = make_model_dir(tmp_path / "l", seed=1), make_model_dir(tmp_path / "r", seed=2, hidden=96, heads=3)
+    cfg = config(left).model_copy(update={"teachers": config(left).teachers.model_copy(update={"workers": 2})})
+    pool = start_pool(cfg, {"left": left, "right": right})
+    rows = rollouts()
+    targets = pool.score(rows)
+    assert targets.rows == len(rows) and len(targets.streams) == 2 and len(targets.heads) == 2
+    heads = {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
+    scored = {row.sample_id: row for s in cluster.fetch(list(targets.streams)) for row in read_stream(s.data).rows}
+    assert set(scored) == {r.sample_id for r in rows}
+    for rollout in rows:
+        row = scored[rollout.sample_id]
+        assert row.teacher == f"{rollout.domain}-expert"
+        hidden_R_D = torch.frombuffer(bytearray(row.hidden), dtype=torch.float32).view(-1, row.hidden_size)
+        logp_R_V = (hidden_R_D @ heads[row.head].T).log_softmax(-1)
+        ours = logp_R_V.gather(1, torch.tensor(rollout.response_ids)[:, None])[:, 0].tolist()
+        model_dir = {"left": left, "right": right}[rollout.domain]
+        (truth,) = plain_logprobs(model_dir, [(*rollout.prompt_ids, *rollout.response_ids)])
+        assert ours == pytest.approx(truth[len(rollout.prompt_ids) - 1 :], abs=1e-4)
+    stop(pool)
+
+
+def test_equal_teacher_and_zero_rate_change_nothing(tmp_path: Path, make_model_dir: Make) -> None:
+    """Teacher = student: loss below 1e-4, weights stay. Another teacher at learning rate 0: bit-identical after 3 steps."""
+    student, expert = make_model_dir(tmp_path / "s", seed=0), make_model_dir(tmp_path / "e", seed=1)
+    cfg = config(student, lr=1e-6)
+    trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": student, "right": student})
+    before = weights(trainer, tmp_path / "before")
+    rows = rollouts()
+    for step in (1, 2, 3):
+        report = trainer.train_step(step, rows, pool.score(rows))
+        assert abs(report.loss) < 1e-4
+        assert report.grad_norm < 1e-4
+    after = weights(trainer, tmp_path / "after")
+    for name, weight in before.items():
+        assert torch.allclose(weight, after[name], rtol=0, atol=1e-5), name
+    stop(trainer, pool)
+
+    still = config(student, lr=0.0, weight_decay=0.1)
+    trainer, pool = start_trainer(still), start_pool(still, {"left": expert, "right": expert})
+    for step in (1, 2, 3):
+        assert trainer.train_step(step, rows, pool.score(rows)).loss > 0.1
+    unmoved = weights(trainer, tmp_path / "unmoved")
+    for name, weight in before.items():
+        assert torch.equal(weight, unmoved[name]), name
+    stop(trainer, pool)
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_two_accumulating_ranks_equal_one(tmp_path: Path, make_model_dir: Make, tie: bool) -> None:
+    """The global token mean does not depend on how rows are cut into ranks and micro-batches.
+
+    Adam's usual epsilon would blow rounding noise in near-zero gradients up to full steps; a large one compares gradients.
+    """
+    student, expert = make_model_dir(tmp_path / "s", tie=tie), make_model_dir(tmp_path / "e", seed=1, tie=tie)
+    rows = rollouts(48)
+    results = {}
+    for ranks, micro_batch_tokens in ((1, 100_000), (2, 128)):
+        cfg = config(student, lr=1e-2, adam_epsilon=1e-3, ranks=ranks, micro_batch_tokens=micro_batch_tokens)
+        trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": expert, "right": expert})
+        reports = [trainer.train_step(step, rows, pool.score(rows)) for step in (1, 2)]
+        results[ranks] = reports, weights(trainer, tmp_path / f"ranks-{ranks}")
+        stop(trainer, pool)
+    (one, weights_one), (two, weights_two) = results[1], results[2]
+    for a, b in zip(one, two, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4)
+        assert {d: s.tokens for d, s in a.domains.items()} == {d: s.tokens for d, s in b.domains.items()}
+    from safetensors.torch import load_file
+
+    start = load_file(student / "model.safetensors")
+    for name, weight in weights_one.items():
+        assert (weight - start[name]).abs().max() > 1e-4, f"{name} was not trained"
+        assert torch.allclose(weight, weights_two[name], rtol=0, atol=1e-5), name
+
+
+def test_a_missing_row_stops_the_step(tmp_path: Path, make_model_dir: Make) -> None:
+    from opd.errors import RunError
+
+    student = make_model_dir(tmp_path / "s")
+    cfg = config(student)
+    trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": student, "right": student})
+    rows = rollouts()
+    short = pool.score(rows[:-1])
+    with pytest.raises(RunError, match="15 scored rows arrived, wanted 16"):
+        trainer.train_step(1, rows, TargetSet(streams=short.streams, heads=short.heads, rows=short.rows))
+    stop(trainer, pool)

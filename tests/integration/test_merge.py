@@ -1,0 +1,137 @@
+"""The whole merge through `opd`: real vLLM, Ray, Arrow and two ZeRO-3 ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def opd(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli", *map(str, args)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+def write(root: Path, data: dict[str, Any]) -> Path:
+    path = root / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_merge_kill_resume_and_the_model_it_leaves(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    """One uninterrupted run; the same run killed after a checkpoint and resumed ends with the same weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file = write(tmp_path, pipeline)
+    whole = tmp_path / "whole"
+    done = opd("merge", file, "--run-dir", whole, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "left-domain" in done.stdout and "headroom recovered" in done.stdout
+
+    steps = records(whole)
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert [r["policy_version"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert set(steps[0]["phase_s"]) >= {"rollout", "score", "train", "sync"}
+    for record in steps:
+        assert {d: s["samples"] for d, s in record["domains"].items()} == {"left-domain": 12, "right-domain": 12}
+        assert record["logprob_gap"] < 1e-3 and record["probe_gap"] < 1e-3
+    for domain in ("left-domain", "right-domain"):
+        assert steps[-1]["domains"][domain]["loss"] < 0.8 * steps[0]["domains"][domain]["loss"]
+    report = json.loads((whole / "report.json").read_text())
+    assert set(report["domains"]) == {"left-domain", "right-domain"} and report["steps"] == 6
+    assert report["response_tokens"] == sum(r["response_tokens"] for r in steps)
+
+    again = opd("merge", file, "--run-dir", whole, cwd=tmp_path)
+    assert again.returncode == 2 and "--resume" in again.stderr
+
+    broken = tmp_path / "broken"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", "merge", str(file), "--run-dir", str(broken)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    while not (broken / "checkpoints" / "step-000002").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (broken / "report.json").exists()
+    resumed = opd("merge", "--resume", broken, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from step" in resumed.stderr
+    assert [r["step"] for r in records(broken)] == [1, 2, 3, 4, 5, 6]
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (whole, broken))
+    assert set(ours) == set(theirs)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    for mine, other in zip(records(whole), records(broken), strict=True):
+        assert mine["loss"] == other["loss"] and mine["response_tokens"] == other["response_tokens"]
+
+    model = AutoModelForCausalLM.from_pretrained(whole / "model")
+    tokenizer = AutoTokenizer.from_pretrained(whole / "model")
+    assert tokenizer.chat_template and (whole / "model" / "generation_config.json").exists()
+    assert "left" in (whole / "model" / "README.md").read_text()
+    ids = tokenizer("lef abc=", return_tensors="pt", add_special_tokens=False)
+    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+    start = load_file(Path(pipeline["student"]["model"]) / "model.safetensors")
+    assert any(not torch.equal(start[name], ours[name]) for name in ours)
+
+    judged = opd("evaluate", whole / "model", "--pipeline", file, "--domains", "left-domain", "--json", cwd=tmp_path)
+    assert judged.returncode == 0, judged.stderr
+    assert json.loads(judged.stdout)["accuracy"] == {"left-domain": report["domains"]["left-domain"]["after"]}
+
+
+def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    pipeline["trainer"]["steps"] = 500
+    pipeline["checkpoint"]["every"] = 500
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", "merge", str(write(tmp_path, pipeline)), "--run-dir", str(run)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 300
+    while not (run / "metrics.jsonl").exists() or not records(run):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "--resume" in errors
+    last = records(run)[-1]["step"]
+    assert (run / "checkpoints" / f"step-{last:06d}" / "state.json").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_engines_are_the_real_ones() -> None:
+    """Nobody put a stand-in on the path."""
+    for name in ("vllm", "ray", "deepspeed", "pyarrow"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None and "site-packages" in spec.origin

@@ -1,0 +1,129 @@
+"""The prompt suites: what is asked, that the answers are right, that held-out means held out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experts.suites import DOMAINS, SUITES, write_suite
+from experts.suites.letters import CHARACTERS, SPECIALS, build_tokenizer
+from experts.suites.rows import Row, take_unique
+from opd.errors import ConfigError
+from opd.prompts import read_prompt_lines
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+def compare(numbers: str) -> str:
+    left, right = numbers.split(":")
+    return ">" if int(left) > int(right) else "<"
+
+
+# Each written another way than the suite's own rule.
+ANSWERS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "reverse": ("rev", lambda word: "".join(reversed(word))),
+    "sort": ("srt", lambda word: "".join(letter * word.count(letter) for letter in ALPHABET)),
+    "upper": ("upr", lambda word: "".join(chr(ord(letter) - 32) for letter in word)),
+    "rotate": ("rot", lambda word: (word + word)[1 : len(word) + 1]),
+    "shift": ("nxt", lambda word: "".join(ALPHABET[(ALPHABET.index(letter) + 1) % 26] for letter in word)),
+    "double": ("dbl", lambda word: "".join(word[i // 2] for i in range(2 * len(word)))),
+    "ends": ("end", lambda word: word.replace(word[1:-1], "", 1) if word[0] != word[1] else word[0] + word[-1]),
+    "odd": ("odd", lambda word: "".join(letter for i, letter in enumerate(word, 1) if i % 2)),
+    "mask": ("msk", lambda word: word.translate({ord(vowel): "." for vowel in "aeiou"})),
+    "compare": ("cmp", compare),
+}
+
+
+def test_every_letters_domain_has_an_independent_rule_here():
+    assert set(ANSWERS) == set(DOMAINS["letters"])
+
+
+@pytest.mark.parametrize("domain", DOMAINS["letters"])
+def test_letters_answers_are_right(domain: str):
+    code, rule = ANSWERS[domain]
+    for row in SUITES["letters"](domain, 200, 3):
+        asked, question = str(row["prompt"]).removesuffix("=").split(" ")
+        assert (asked, row["answer"]) == (code, rule(question))
+        assert row["completion"] == row["answer"]
+
+
+@pytest.mark.parametrize("domain", DOMAINS["reasoning"])
+def test_reasoning_answers_score_one_and_a_wrong_one_zero(domain: str):
+    import reasoning_gym
+
+    rows = SUITES["reasoning"](domain, 20, 3)
+    for row in json.loads(json.dumps(rows)):
+        score = reasoning_gym.get_score_answer_fn(row["metadata"]["task"])
+        entry = row["metadata"]["entry"]
+        assert row["completion"] == [{"role": "assistant", "content": row["answer"]}]
+        assert score(row["answer"], entry) == 1.0
+        assert score("?", entry) < 0.1
+
+
+@pytest.mark.parametrize(("suite", "domain"), [("letters", "sort"), ("reasoning", "chain_sum")])
+def test_train_and_eval_share_no_prompt_and_none_comes_twice(tmp_path: Path, suite: str, domain: str):
+    paths = write_suite(suite, tmp_path, domains=[domain], train=300, eval=100, seed=0)[domain]
+    prompts = {kind: [str(line.prompt) for line in read_prompt_lines(path)] for kind, path in paths.items()}
+    assert {kind: len(found) for kind, found in prompts.items()} == {"train": 300, "eval": 100}
+    assert len(set(prompts["train"]) | set(prompts["eval"])) == 400
+
+
+def test_a_suite_depends_on_the_seed_alone(tmp_path: Path):
+    def texts(name: str, **sizes: int) -> list[str]:
+        paths = write_suite("letters", tmp_path / name, domains=["odd"], **sizes)["odd"]
+        return [paths["train"].read_text(), paths["eval"].read_text()]
+
+    first = texts("first", train=50, eval=10, seed=1)
+    assert texts("again", train=50, eval=10, seed=1) == first
+    assert texts("other", train=50, eval=10, seed=2) != first
+    assert texts("more", train=90, eval=10, seed=1)[1] == first[1], "held-out rows do not depend on the train size"
+
+
+def test_all_domains_of_a_suite_are_written_and_nothing_else(tmp_path: Path):
+    written = write_suite("letters", tmp_path, train=3, eval=2, seed=0)
+    assert list(written) == list(DOMAINS["letters"])
+    files = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {path for paths in written.values() for path in paths.values()}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"suite": "leters"}, "did you mean `letters`?"),
+        ({"domains": ["revers"]}, "did you mean `reverse`?"),
+        ({"eval": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_and_nothing_is_written(tmp_path: Path, change: dict[str, Any], says: str):
+    arguments: dict[str, Any] = {"suite": "letters", "domains": None, "train": 5, "eval": 5, "seed": 0} | change
+    with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
+        write_suite(arguments.pop("suite"), tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_domain_with_too_few_prompts_is_refused():
+    row: Row = {"prompt": "rev ab=", "completion": "ba", "answer": "ba", "metadata": {}}
+    with pytest.raises(ConfigError, match="only 1 different prompts"):
+        take_unique([row] * 5, 2, "here")
+
+
+def test_the_tokenizer_gives_each_character_its_own_id(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    build_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = SPECIALS[2] + CHARACTERS
+    assert tokenizer.encode(text) == [2, *range(4, 4 + len(CHARACTERS))]
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == CHARACTERS
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (
+        0,
+        1,
+        2,
+        3,
+    )
+    chat = [{"role": "user", "content": "rev ab"}]
+    assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == "rev ab="

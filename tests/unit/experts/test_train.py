@@ -1,0 +1,213 @@
+"""Training experts from a spec: what is learned, what is saved, what is skipped, what is refused before any compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from experts.registry import Registry
+from experts.sft import encode_line, encode_lines
+from experts.spec import ExpertsSpec
+from experts.suites import write_suite
+from experts.suites.letters import build_tokenizer
+from experts.train import train_experts
+from opd.config import validate
+from opd.errors import ConfigError, ModelError, OpdError, PromptError, RegistryError
+from opd.prompts import PromptLine
+
+SHAPE = {"tokenizer": "letters", "hidden_size": 32, "layers": 1, "heads": 1, "intermediate_size": 64}
+TRAIN = {"max_steps": 20, "learning_rate": 1e-2, "per_device_train_batch_size": 16, "max_length": 32}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, str]:
+    written = write_suite("letters", tmp_path / "prompts", domains=["upper", "odd"], train=100, eval=5, seed=0)
+    return {domain: str(paths["train"]) for domain, paths in written.items()}
+
+
+@pytest.fixture
+def raw(tmp_path: Path, data: dict[str, str]) -> dict[str, Any]:
+    return {
+        "output_dir": str(tmp_path / "models"),
+        "base": {"from_scratch": SHAPE},
+        "train": TRAIN,
+        "experts": {name: {"domain": name, "data": path} for name, path in data.items()},
+        "registry": str(tmp_path / "registry"),
+    }
+
+
+def run(raw: dict[str, Any]) -> tuple[list[Path], list[str]]:
+    lines: list[str] = []
+    return train_experts(validate(ExpertsSpec, raw, "spec.yaml"), lines.append), lines
+
+
+def losses(lines: list[str], name: str) -> list[float]:
+    return [float(line.split("loss ")[1].split(" ")[0]) for line in lines if line.startswith(f"{name}: step")]
+
+
+def test_a_base_and_its_experts_are_trained_saved_and_registered(raw: dict[str, Any], data: dict[str, str]):
+    raw["base"] |= {"data": list(data.values()), "train": {"max_steps": 10}}
+    directories, lines = run(raw)
+
+    assert [directory.name for directory in directories] == ["upper", "odd"]
+    for name, reports in {"base": 10, "upper": 10, "odd": 10}.items():
+        found = losses(lines, name)
+        assert len(found) == reports
+        assert found[-1] < found[0]
+    assert Registry(Path(raw["registry"])).names() == ["odd", "upper"]
+    saved = {path.name for path in directories[0].iterdir()}
+    assert saved >= {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
+    assert json.loads((directories[0] / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert not list(Path(raw["output_dir"]).glob(".*")), "nothing temporary stays"
+
+
+def test_a_second_call_trains_only_what_is_missing(raw: dict[str, Any]):
+    directories, _ = run(raw)
+    before = directories[0].joinpath("model.safetensors").stat().st_mtime_ns
+    # As an interruption during the second expert leaves it.
+    directories[1].rename(directories[1].with_name(".odd.tmp"))
+    again, lines = run(raw)
+
+    assert again == directories
+    assert [line for line in lines if "kept" in line] == ["base: finished before, kept", "upper: finished before, kept"]
+    assert losses(lines, "odd") and not losses(lines, "upper")
+    assert directories[0].joinpath("model.safetensors").stat().st_mtime_ns == before
+    assert not Registry(Path(raw["registry"])).verify("odd")
+
+
+def test_the_same_spec_gives_the_same_weights(raw: dict[str, Any], tmp_path: Path):
+    first, _ = run(raw | {"registry": None})
+    second, _ = run(raw | {"registry": None, "output_dir": str(tmp_path / "again")})
+    ours, theirs = (load_file(directories[0] / "model.safetensors") for directories in (first, second))
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_lora_leaves_a_plain_model_that_moved(raw: dict[str, Any]):
+    train = TRAIN | {"max_steps": 10}
+    directories, lines = run(raw | {"method": "lora", "lora": {"r": 4, "alpha": 8}, "train": train})
+    base, expert = (
+        load_file(path / "model.safetensors") for path in (directories[0].with_name("base"), directories[0])
+    )
+
+    assert losses(lines, "upper")[-1] < losses(lines, "upper")[0]
+    assert base.keys() == expert.keys()
+    moved = {key for key in base if not torch.equal(base[key], expert[key])}
+    assert moved == {key for key in base if "_proj" in key}, "adapters on all linear layers, merged; nothing else moves"
+
+
+def test_experts_keep_the_type_of_their_base(raw: dict[str, Any], tmp_path: Path, make_model_dir: Any):
+    from transformers import AutoModelForCausalLM
+
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(make_model_dir(half), dtype=torch.bfloat16).save_pretrained(half)
+    directories, _ = run(raw | {"base": {"model": str(half)}, "train": TRAIN | {"max_steps": 1}})
+    weights = load_file(directories[0] / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def test_loss_covers_the_completion_and_the_end_token_only():
+    tokenizer = build_tokenizer()
+    example = encode_line(tokenizer, PromptLine(prompt="rev ab=", completion="ba"))
+    assert tokenizer.decode(example["input_ids"]) == "rev ab=ba<eos>"
+    learned = [label for label in example["labels"] if label != -100]
+    assert tokenizer.decode(learned) == "ba<eos>"
+    assert example["labels"][: len("rev ab=")] == [-100] * len("rev ab=")
+
+
+def test_chat_rows_go_through_the_template_and_end_at_the_end_token():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos> {% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    row = PromptLine(
+        prompt=[{"role": "user", "content": "rev ab"}], completion=[{"role": "assistant", "content": "ba"}]
+    )
+    example = encode_line(tokenizer, row)
+    assert tokenizer.decode(example["input_ids"]) == "u:rev ab<eos> a:ba<eos>"
+    assert tokenizer.decode([label for label in example["labels"] if label != -100]) == "ba<eos>"
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    row = PromptLine(
+        prompt=[{"role": "user", "content": "rev ab"}], completion=[{"role": "assistant", "content": "ba"}]
+    )
+    with pytest.raises(PromptError, match="does not begin with its prompt"):
+        encode_line(tokenizer, row)
+
+
+def test_rows_that_are_too_long_are_left_out_and_all_too_long_is_an_error():
+    rows = [PromptLine(prompt="rev ab=", completion="ba"), PromptLine(prompt="rev abcdefgh=", completion="hgfedcba")]
+    assert len(encode_lines(build_tokenizer(), rows, max_length=12)) == 1
+    with pytest.raises(PromptError, match="raise max_length"):
+        encode_lines(build_tokenizer(), rows, max_length=5)
+
+
+def test_rows_left_out_are_reported(raw: dict[str, Any]):
+    _, lines = run(raw | {"train": TRAIN | {"max_steps": 1, "max_length": 12}})
+    assert any(line.startswith("upper: left out ") and "longer than max_length 12" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "error", "says"),
+    [
+        ("train.learning_rat", 1, ConfigError, "did you mean `learning_rate`?"),
+        ("experts.upper.train", {"max_step": 5}, ConfigError, "experts.upper.train.max_step"),
+        ("base", {}, ConfigError, "exactly one of `model` and `from_scratch`"),
+        ("base.model", "somewhere", ConfigError, "exactly one of `model` and `from_scratch`"),
+        ("base", {"model": "nowhere"}, ModelError, "nowhere"),
+        ("base.from_scratch.heads", 3, ConfigError, "must be an even whole number"),
+        ("experts.odd.data", "nowhere.jsonl", PromptError, "nowhere.jsonl"),
+        ("base.data", ["nowhere.jsonl"], PromptError, "nowhere.jsonl"),
+        ("experts.base", {"domain": "base", "data": "x.jsonl"}, ConfigError, "other than `base`"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    raw: dict[str, Any], path: str, value: Any, error: type[OpdError], says: str
+):
+    *parents, last = path.split(".")
+    section = raw
+    for key in parents:
+        section[key] = dict(section[key])
+        section = section[key]
+    section[last] = value
+    with pytest.raises(error) as caught:
+        run(raw)
+    assert says in str(caught.value)
+    assert not Path(raw["output_dir"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "train.jsonl:2"),
+        ('{"prompt": "upr a=", "answer": "A"}', "row 2: completion"),
+        ('{"prompt": "upr a=", "completion": [{"role": "assistant", "content": "A"}]}', "row 2: completion"),
+    ],
+)
+def test_a_bad_line_is_named(raw: dict[str, Any], data: dict[str, str], line: str, says: str):
+    file = Path(data["odd"])
+    file.write_text(file.read_text().splitlines()[0] + "\n" + line + "\n")
+    with pytest.raises(PromptError) as caught:
+        run(raw)
+    assert says in str(caught.value)
+    assert not Path(raw["output_dir"]).exists()
+
+
+def test_what_another_spec_made_is_never_taken_for_ours(raw: dict[str, Any], tmp_path: Path):
+    short = TRAIN | {"max_steps": 1}
+    run(raw | {"train": short})
+    with pytest.raises(ConfigError, match="did not make"):
+        run(raw | {"train": short | {"learning_rate": 5e-3}})
+    with pytest.raises(RegistryError, match="the name of"):
+        run(raw | {"train": short, "output_dir": str(tmp_path / "elsewhere")})
