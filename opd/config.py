@@ -7,7 +7,7 @@ Paths in a pipeline are relative to the directory that `opd` was started in.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -251,6 +251,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, f"key {key} is no name", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is given twice", key_node.start_mark)
             seen.add(key)
@@ -274,7 +276,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
             wanted="a YAML file or a shipped pipeline",
             fix="`opd pipelines list` names the shipped ones",
         ) from None
-    except (IsADirectoryError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (IsADirectoryError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date like 2024-99-99
         raise ConfigError.at(
             path, found=str(error), wanted="one YAML mapping", fix="correct the file at that line"
         ) from None
@@ -314,7 +316,7 @@ def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any
             node[key] = node = dict(child)  # a copy, so that the caller's data stays as it was
         try:
             node[keys[-1]] = yaml.load(text, Loader=_UniqueKeyLoader)
-        except yaml.YAMLError as error:
+        except (ValueError, yaml.YAMLError) as error:
             raise ConfigError.at(
                 f"--set {item}", found=str(error), wanted="a YAML value", fix="quote the value"
             ) from None

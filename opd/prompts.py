@@ -94,16 +94,26 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages) -> tuple[int, ..
 
 def load_prompts(path: Path, domain: str, tokenizer: Tokenizer) -> list[Prompt]:
     """All prompts of one domain, tokenised. Raises: PromptError."""
-    return [
-        Prompt(
-            id=f"{domain}/{index}",
-            domain=domain,
-            token_ids=encode_prompt(tokenizer, line.prompt),
-            answer=line.answer,
-            metadata=line.metadata,
+    from jinja2 import TemplateError
+
+    prompts = []
+    for index, line in enumerate(read_prompt_lines(path)):
+        try:
+            token_ids = encode_prompt(tokenizer, line.prompt)
+        except (TemplateError, ValueError, TypeError) as error:
+            # No chat template, roles that the template refuses, or text that is not Unicode.
+            raise PromptError.at(
+                f"{path}: prompt {domain}/{index}",
+                found=str(error),
+                wanted="a prompt that the student's tokenizer and chat template take",
+                fix="correct this prompt, give text instead of messages, or choose a student with a chat template",
+            ) from None
+        prompts.append(
+            Prompt(
+                id=f"{domain}/{index}", domain=domain, token_ids=token_ids, answer=line.answer, metadata=line.metadata
+            )
         )
-        for index, line in enumerate(read_prompt_lines(path))
-    ]
+    return prompts
 
 
 def split_samples(total: int, weights: Mapping[str, float]) -> dict[str, int]:

@@ -1,0 +1,329 @@
+"""A pipeline file is refused with the key, what was found and what is wanted, or read exactly as written."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from opd.config import PipelineConfig, RegisteredExperts, apply_overrides, load_pipeline, load_yaml, validate
+from opd.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted((ROOT / "pipelines").glob("*.yaml"))
+
+VALID: dict[str, Any] = {
+    "name": "two",
+    "student": {"model": "base"},
+    "experts": {"math": {"model": "m", "domain": "math"}, "code": {"model": "c", "domain": "code"}},
+    "domains": {"math": {"prompts": "math.jsonl", "eval": {"prompts": "e.jsonl"}}, "code": {"prompts": "code.jsonl"}},
+    "trainer": {"steps": 3, "samples_per_step": 4},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """VALID with one key set; `path` is dotted."""
+    data = copy.deepcopy(VALID)
+    *parents, last = path.split(".")
+    node = data
+    for key in parents:
+        node = node.setdefault(key, {})
+    node[last] = value
+    return data
+
+
+def refusal(data: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        validate(PipelineConfig, data, "p.yaml")
+    message = str(error.value)
+    assert all(f"\n  {part}" in message for part in ("found:  ", "wanted: ", "fix:    ")), message
+    return message
+
+
+def test_a_minimal_pipeline_gets_the_defaults() -> None:
+    config = validate(PipelineConfig, VALID, "p.yaml")
+    assert config.rollout.temperature == 1.0
+    assert config.domains["math"].eval is not None
+    assert config.domains["math"].eval.verifier == "exact_match"
+    assert config.domains["code"].eval is None
+    assert config.cluster.address == "local"
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("studnt", "student"),
+        ("trainer.step", "steps"),
+        ("trainer.samples_per_steps", "samples_per_step"),
+        ("rollout.temprature", "temperature"),
+        ("experts.math.domian", "domain"),
+        ("domains.math.prompt", "prompts"),
+        ("domains.math.eval.verifer", "verifier"),
+        ("objective.chunks", "chunk"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(path: str, nearest: str) -> None:
+    message = refusal(changed(path, 1))
+    assert message.startswith(f"p.yaml: {path}\n")
+    assert f"did you mean `{nearest}`?" in message
+
+
+def test_a_key_like_no_other_is_refused_with_all_known_ones() -> None:
+    message = refusal(changed("checkpoint.zzz", 1))
+    assert "checkpoint.zzz" in message
+    assert "one of: every, keep" in message
+    assert "did you mean" not in message
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "found"),
+    [
+        ("trainer.steps", "many", "'many'"),
+        ("trainer.steps", 0, "0"),
+        ("trainer.steps", 1.5, "1.5"),
+        ("trainer.lr", -1, "-1"),
+        ("rollout.dtype", "float8", "'float8'"),
+        ("rollout.temperature", 0, "0"),
+        ("domains.math.weight", -2, "-2"),
+        ("domains.math.weight", "heavy", "'heavy'"),
+        ("experts.math", "m", "'m'"),
+        ("experts.math.model", 7, "7"),
+        ("name", "../up", "'../up'"),
+        ("name", "a/b", "'a/b'"),
+        ("experts.math.domain", "a/b", "'a/b'"),
+        ("student", ["base"], "['base']"),
+        ("experts", {}, "{}"),
+        ("domains", {}, "{}"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key_and_itself(path: str, value: Any, found: str) -> None:
+    message = refusal(changed(path, value))
+    assert message.startswith(f"p.yaml: {path}"), message
+    assert f"found:  {found}" in message
+
+
+@pytest.mark.parametrize("path", ["name", "student", "experts", "domains", "trainer", "trainer.steps"])
+def test_a_missing_key_is_named(path: str) -> None:
+    data = copy.deepcopy(VALID)
+    *parents, last = path.split(".")
+    node = data
+    for key in parents:
+        node = node[key]
+    del node[last]
+    message = refusal(data)
+    assert message.startswith(f"p.yaml: {path}\n")
+    assert "found:  nothing" in message
+
+
+def test_too_few_samples_for_the_domains() -> None:
+    message = refusal(changed("trainer.samples_per_step", 1))
+    assert "each of the 2 domains" in message
+    assert "trainer.samples_per_step" in message
+    assert "found:  1" in message
+    assert validate(PipelineConfig, changed("trainer.samples_per_step", 2), "p").trainer.samples_per_step == 2
+
+
+# Experts: from the registry or written out
+
+
+@pytest.mark.parametrize("use", ["all", ["math"], ["math", "code"]])
+def test_experts_from_the_registry(use: Any) -> None:
+    config = validate(PipelineConfig, changed("experts", {"use": use}), "p.yaml")
+    assert isinstance(config.experts, RegisteredExperts)
+    assert config.experts.use == use
+
+
+def test_experts_written_out() -> None:
+    config = validate(PipelineConfig, VALID, "p.yaml")
+    assert isinstance(config.experts, dict)
+    assert config.experts["math"].model == Path("m")
+
+
+@pytest.mark.parametrize("use", [[], "some", ["a/b"], ["../x"], 3])
+def test_a_wrong_use_is_refused(use: Any) -> None:
+    assert "experts.use" in refusal(changed("experts", {"use": use}))
+
+
+def test_use_beside_written_out_experts_is_refused() -> None:
+    assert "experts.math" in refusal(changed("experts", {"use": "all", "math": {"model": "m", "domain": "math"}}))
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "../x", "", "x y"])
+def test_an_expert_name_is_no_path(name: str) -> None:
+    message = refusal(changed("experts", {name: {"model": "m", "domain": "math"}}))
+    assert message.startswith("p.yaml: experts")
+    assert repr(name) in message
+
+
+def test_a_config_is_frozen() -> None:
+    config = validate(PipelineConfig, VALID, "p.yaml")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.name = "other"
+    with pytest.raises(ValidationError, match="frozen"):
+        config.trainer.steps = 5
+
+
+# Files
+
+
+def write(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "p.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("name: a\nname: b\n", "key `name` is given twice"),
+        ("trainer:\n  lr: 1\n  steps: 2\n  lr: 3\n", "key `lr` is given twice"),
+        ("name: [a\n", "line 2"),
+        ("name: a\n\tb: c\n", "line 2"),
+        ("name: {{ name }}\n", "line 1"),
+        ("name: 2024-99-99\n", "month"),
+        ("- a\n- b\n", "list"),
+        ("just words\n", "str"),
+        ("", "NoneType"),
+        ("name: !!python/object/apply:os.system [echo]\n", "python/object"),
+        (b"name: \xff\xfe\n", "utf-8"),
+    ],
+)
+def test_a_file_that_is_not_one_mapping_is_refused(text: str | bytes, word: str, tmp_path: Path) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load_yaml(path)
+    assert str(error.value).startswith(str(path))
+    assert word in str(error.value)
+
+
+def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml\n  found:  no such file"):
+        load_pipeline(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load_pipeline(tmp_path)
+
+
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+    assert load_yaml(write(tmp_path, b"\xef\xbb\xbfname: a\r\nseed: 1\r\n")) == {"name": "a", "seed": 1}
+
+
+# --set
+
+
+@pytest.mark.parametrize(
+    ("item", "value"),
+    [
+        ("trainer.steps=10", 10),
+        ("trainer.lr=1.0e-5", 1e-5),
+        ("trainer.gradient_checkpointing=true", True),
+        ("evaluate.max_new_tokens=null", None),
+        ("experts.use=[a, b]", ["a", "b"]),
+        ("name=a=b", "a=b"),
+        ("name=", None),
+    ],
+)
+def test_an_override_is_read_as_yaml(item: str, value: Any) -> None:
+    data: Any = apply_overrides({}, [item])
+    for key in item.partition("=")[0].split("."):
+        data = data[key]
+    assert data == value
+    assert type(data) is type(value)
+
+
+def test_overrides_reach_deep_keys_and_leave_the_callers_data(tmp_path: Path) -> None:
+    before = copy.deepcopy(VALID)
+    data = apply_overrides(
+        VALID, ["experts.math.model=other", "domains.math.eval.verifier=last_line", "rollout.workers=2", "seed=1"]
+    )
+    assert before == VALID
+    config = validate(PipelineConfig, data, "p.yaml")
+    assert isinstance(config.experts, dict)
+    assert config.experts["math"].model == Path("other")
+    assert config.experts["code"].model == Path("c")
+    assert config.domains["math"].eval is not None
+    assert config.domains["math"].eval.verifier == "last_line"
+    assert (config.rollout.workers, config.seed) == (2, 1)
+
+
+def test_the_last_override_of_a_key_wins() -> None:
+    assert apply_overrides({}, ["a.b=1", "a.b=2", "a.c=3"]) == {"a": {"b": 2, "c": 3}}
+
+
+@pytest.mark.parametrize("item", ["trainer.steps", "=1", "trainer.=1", ".steps=1", "name.first=x", "a=[1", "a={{b}}"])
+def test_a_bad_override_is_refused_and_quoted(item: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        apply_overrides(VALID, [item])
+    assert str(error.value).startswith(f"--set {item}\n")
+
+
+def test_an_override_of_an_unknown_key_is_refused_with_the_nearest() -> None:
+    assert "did you mean `steps`?" in refusal(apply_overrides(VALID, ["trainer.stepz=1"]))
+
+
+# What ships
+
+
+def test_something_ships() -> None:
+    assert "quickstart.yaml" in [p.name for p in SHIPPED]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
+def test_every_shipped_pipeline_is_valid(path: Path) -> None:
+    config = load_pipeline(path)
+    assert len(config.domains) >= 10
+    assert config.trainer.samples_per_step >= len(config.domains)
+    assert config.name == path.stem
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
+def test_a_resolved_pipeline_reads_back_as_itself(path: Path) -> None:
+    config = load_pipeline(path)
+    assert validate(PipelineConfig, config.model_dump(mode="json"), path) == config
+
+
+def test_the_schema_documents_its_keys() -> None:
+    schema = PipelineConfig.model_json_schema()
+    trainer = schema["$defs"]["TrainerConfig"]
+    assert trainer["additionalProperties"] is False
+    assert set(trainer["required"]) == {"steps", "samples_per_step"}
+    assert trainer["properties"]["samples_per_step"]["description"].startswith("Responses in one optimiser step")
+    assert {"name", "student", "experts", "domains", "trainer"} == set(schema["required"])
+    refs = _refs(schema)
+    assert len(refs) > 10
+    assert refs <= {f"#/$defs/{name}" for name in schema["$defs"]}
+
+
+def _refs(node: Any) -> set[str]:
+    if isinstance(node, list):
+        return set().union(*map(_refs, node))
+    if isinstance(node, dict):
+        own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        return own.union(*map(_refs, node.values()))
+    return set()
+
+
+# Light imports
+
+
+def test_the_command_line_imports_no_engine() -> None:
+    code = (
+        "import cli, opd.config, sys; found = {'torch', 'vllm', 'ray', 'transformers', 'deepspeed'} & set(sys.modules); "
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_help_is_quick() -> None:
+    def seconds() -> float:
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-m", "cli", "--help"], cwd=ROOT, check=True, capture_output=True, timeout=60)
+        return time.monotonic() - began
+
+    assert median(seconds() for _ in range(3)) < 2

@@ -1,0 +1,196 @@
+"""Prompt files are refused by file and line; the mix of each step depends on nothing but seed and step."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.errors import PromptError
+from opd.prompts import MixedPrompts, encode_prompt, load_prompts, read_prompt_lines, split_samples
+from opd.types import Prompt
+
+
+def write(tmp_path: Path, content: str | bytes) -> Path:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(PromptError) as error:
+        read_prompt_lines(path)
+    return str(error.value)
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ('{"prompt": "a"', "column"),
+        ("not json", "not json"),
+        ('"text"', "line"),
+        ("[1]", "line"),
+        ('{"answer": "b"}', "column `prompt`"),
+        ('{"prompt": ""}', "column `prompt"),
+        ('{"prompt": []}', "column `prompt"),
+        ('{"prompt": 3}', "column `prompt"),
+        ('{"prompt": null}', "column `prompt"),
+        ('{"prompt": "a", "answer": 4}', "column `answer`"),
+        ('{"prompt": "a", "metadata": []}', "column `metadata`"),
+        ('{"prompt": [{"role": 1}]}', "column `prompt"),
+    ],
+)
+def test_a_broken_line_is_named_by_file_and_number(line: str, word: str, tmp_path: Path) -> None:
+    path = write(tmp_path, f'{{"prompt": "a"}}\n\n{line}\n{{"prompt": "b"}}\n')
+    message = refusal(path)
+    assert message.startswith(f"{path}:3\n")
+    assert word in message
+    assert all(f"\n  {part}" in message for part in ("found:  ", "wanted: ", "fix:    "))
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", b"\xef\xbb\xbf"])
+def test_an_empty_file_is_refused(content: str | bytes, tmp_path: Path) -> None:
+    path = write(tmp_path, content)
+    assert refusal(path).startswith(f"{path}\n  found:  no prompts")
+
+
+def test_a_missing_file_a_directory_and_bytes_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    assert "found:  no such file" in refusal(tmp_path / "none.jsonl")
+    assert str(tmp_path) in refusal(tmp_path)
+    path = write(tmp_path, '{"prompt": "é"}'.encode("latin-1"))
+    assert refusal(path).startswith(f"{path}\n  found:  'utf-8' codec")
+
+
+def test_a_byte_order_mark_and_windows_line_ends_change_nothing(tmp_path: Path) -> None:
+    text = '{"prompt": "a", "answer": "é"}\n{"prompt": "b"}\n'
+    plain = read_prompt_lines(write(tmp_path, text))
+    assert read_prompt_lines(write(tmp_path, b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())) == plain
+    assert [line.prompt for line in plain] == ["a", "b"]
+    assert plain[0].answer == "é"
+
+
+def test_a_line_separator_inside_a_string_is_no_new_line(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
+    assert [line.prompt for line in read_prompt_lines(path)] == ["a\u2028b\x85c"]
+
+
+def test_other_columns_are_ignored(tmp_path: Path) -> None:
+    (line,) = read_prompt_lines(write(tmp_path, '{"prompt": "a", "source": 3, "metadata": {"k": [1]}}'))
+    assert line.metadata == {"k": [1]}
+
+
+def test_prompts_are_tokenised_as_written(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "rev ab"}]
+    path = write(tmp_path, json.dumps({"prompt": "rev ab=", "answer": "ba"}) + "\n" + json.dumps({"prompt": messages}))
+    text, chat = load_prompts(path, "reverse", tiny_tokenizer)
+    assert (text.id, chat.id, text.domain, text.answer) == ("reverse/0", "reverse/1", "reverse", "ba")
+    # The tests' chat template writes the contents and then `=`.
+    assert text.token_ids == chat.token_ids == tuple(tiny_tokenizer.convert_tokens_to_ids(list("rev ab=")))
+    assert encode_prompt(tiny_tokenizer, "") == ()
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('roles must alternate') }}"])
+def test_messages_that_the_tokenizer_refuses_are_named(template: str | None, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = template
+    path = write(tmp_path, '{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "b"}]}\n')
+    with pytest.raises(PromptError) as error:
+        load_prompts(path, "d", tokenizer)
+    assert f"{path}: prompt d/1\n" in str(error.value)
+    assert ("roles must alternate" if template else "chat_template is not set") in str(error.value)
+
+
+def test_text_that_is_not_unicode_is_refused(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="prompt d/0"):
+        load_prompts(write(tmp_path, '{"prompt": "a\\ud800"}'), "d", tiny_tokenizer)
+
+
+# Shares of a step
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "counts"),
+    [
+        (4, {"a": 1, "b": 1}, {"a": 2, "b": 2}),
+        (5, {"a": 1, "b": 1, "c": 1}, {"a": 2, "b": 2, "c": 1}),
+        (3, {"a": 1, "b": 100, "c": 1}, {"a": 1, "b": 1, "c": 1}),
+        (12, {"a": 3, "b": 1}, None),
+        (7, {"a": 0.001, "b": 1000.0}, {"a": 1, "b": 6}),
+        (1, {"a": 0.5}, {"a": 1}),
+    ],
+)
+def test_samples_are_dealt_out_by_weight(total: int, weights: dict[str, float], counts: dict[str, int] | None) -> None:
+    found = split_samples(total, weights)
+    assert sum(found.values()) == total
+    assert list(found) == list(weights)
+    assert min(found.values()) >= 1
+    if counts:
+        assert found == counts
+    else:
+        assert found["a"] > 2 * found["b"]
+
+
+def test_every_split_is_whole() -> None:
+    weights = {f"d{i}": 1 / (1 + i) for i in range(10)}
+    for total in range(10, 200):
+        counts = split_samples(total, weights)
+        assert sum(counts.values()) == total
+        assert min(counts.values()) >= 1
+        assert list(counts.values()) == sorted(counts.values(), reverse=True)
+
+
+# The mix
+
+
+def prompts(domain: str, num: int) -> list[Prompt]:
+    return [Prompt(id=f"{domain}/{i}", domain=domain, token_ids=(i,)) for i in range(num)]
+
+
+def mixed(seed: int = 0) -> MixedPrompts:
+    return MixedPrompts({"a": prompts("a", 7), "b": prompts("b", 30)}, {"a": 3, "b": 2}, seed)
+
+
+def ids(source: MixedPrompts, step: int) -> list[str]:
+    return [p.id for p in source.take(step)]
+
+
+def test_a_step_depends_on_seed_and_step_alone() -> None:
+    forward, backward, jumping = mixed(), mixed(), mixed()
+    want = {step: ids(forward, step) for step in range(1, 40)}
+    assert {step: ids(backward, step) for step in range(39, 0, -1)} == want
+    assert ids(jumping, 37) == want[37]
+    assert ids(jumping, 2) == want[2]
+    assert ids(jumping, 2) == want[2]
+
+
+def test_every_domain_is_in_every_step() -> None:
+    source = mixed()
+    for step in range(1, 50):
+        assert Counter(p.domain for p in source.take(step)) == {"a": 3, "b": 2}
+
+
+def test_an_epoch_covers_every_prompt_once_and_the_next_has_another_order() -> None:
+    source = mixed()
+    stream = [i for step in range(1, 100) for i in ids(source, step) if i.startswith("a/")]
+    epochs = [stream[i : i + 7] for i in range(0, 7 * 40, 7)]
+    assert all(sorted(epoch) == [f"a/{i}" for i in range(7)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 30
+
+
+def test_seeds_and_domains_have_orders_of_their_own() -> None:
+    assert [ids(mixed(0), s) for s in range(1, 9)] != [ids(mixed(1), s) for s in range(1, 9)]
+    twins = MixedPrompts({"a": prompts("x", 30), "b": prompts("x", 30)}, {"a": 15, "b": 15}, 0)
+    first = ids(twins, 1)
+    assert first[:15] != first[15:]
+
+
+def test_the_order_is_the_same_in_every_process_and_release() -> None:
+    # A resumed run must see the prompts that the first run would have seen.
+    assert ids(mixed(), 1) == RECORDED_HERE
