@@ -57,7 +57,15 @@ def latest(root: Path) -> Checkpoint | None:
     if not found:
         return None
     path = found[-1]
-    state = json.loads((path / STATE).read_text())
+    try:
+        state = json.loads((path / STATE).read_text())
+    except (FileNotFoundError, json.JSONDecodeError) as error:
+        raise RunDirError.at(
+            path / STATE,
+            found=str(error),
+            wanted="the record of a complete checkpoint",
+            fix=f"delete {path}; the one before it is used then",
+        ) from None
     for name, digest in state["files"].items():
         actual = blake3_file(path / name) if (path / name).exists() else "no such file"
         if actual != digest:

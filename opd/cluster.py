@@ -120,4 +120,6 @@ def _result(actors: Sequence[Any], refs: Sequence[Any], ref: Any, method: str) -
     except ray.exceptions.RayTaskError as error:
         raise error.as_instanceof_cause() from None
     except ray.exceptions.RayActorError as error:
-        raise RunError(f"{name}: the worker died during `{method}`: {error}") from None
+        raise RunError(
+            f"{name}: the worker died during `{method}`: {error}\nits output is under /tmp/ray/session_latest/logs"
+        ) from None

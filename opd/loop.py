@@ -111,6 +111,7 @@ def _record(
         "prompt_tokens": sum(len(r.prompt_ids) for r in batch.rollouts),
         "truncated": sum(r.truncated for r in batch.rollouts),
         "quarantined": dict(Counter(q.domain for q in batch.quarantined)),
+        "quarantined_prompts": {q.prompt_id: q.reason for q in batch.quarantined},
         "skipped": trained.skipped,
         "grad_norm": trained.grad_norm,
         "lr": trained.lr,

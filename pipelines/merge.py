@@ -17,9 +17,10 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from experts.registry import default_root
 from opd import __version__, checkpoints, loop
 from opd.cluster import ray_session
-from opd.config import PipelineConfig, load_pipeline
+from opd.config import PipelineConfig, RegisteredExperts, load_pipeline
 from opd.errors import RunDirError
 from opd.evaluation.evaluator import Baseline, measure_baseline
 from opd.files import atomic_write_text, blake3_file, replace_dir
@@ -61,12 +62,14 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
             fix=f"`opd merge --resume {root}` goes on with it; --run-dir names another",
         )
     inputs = check(config)
-    paths = RunPaths(root)
-    root.mkdir(parents=True)
+    temporary = root.with_name(f".tmp-{root.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    paths = RunPaths(temporary)
     atomic_write_text(paths.manifest, json.dumps(_manifest(config, inputs), indent=2))
-    # Last: a directory with a pipeline in it can be resumed.
-    atomic_write_text(paths.pipeline, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    return _run(config, inputs, paths)
+    atomic_write_text(paths.pipeline, yaml.safe_dump(_resolved(config), sort_keys=False))
+    replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
+    return _run(config, inputs, RunPaths(root))
 
 
 def resume(root: Path) -> dict[str, Any]:
@@ -92,7 +95,6 @@ def _run(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> dict[str, A
     with (
         _locked(paths.root),
         display(config.trainer.steps, done) as shown,
-        _polite_interrupt(shown) as stop,
         ray_session(config.cluster, num_workers(config)),
     ):
         for warning in inputs.warnings:
@@ -114,7 +116,8 @@ def _run(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> dict[str, A
             checkpoint_every=config.checkpoint.every,
             evaluate_every=config.evaluate.every,
         )
-        last = loop.run(parts, plan, stop) if done < config.trainer.steps else done
+        with _polite_interrupt(shown) as stop:
+            last = loop.run(parts, plan, stop) if done < config.trainer.steps else done
         if last < config.trainer.steps:
             raise Interrupted(last, paths.root)
         _export(parts, config, inputs, paths)
@@ -188,6 +191,22 @@ def _manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
         },
         "prompts": {name: {str(path): blake3_file(path) for path in paths} for name, paths in files.items()},
     }
+
+
+def _resolved(config: PipelineConfig) -> dict[str, Any]:
+    """The pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
+    data = config.model_dump()
+    if isinstance(config.experts, RegisteredExperts):
+        data["registry"] = config.registry or default_root()
+    return _absolute(data)
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if isinstance(value, dict):
+        return {k: _absolute(v) for k, v in value.items()}
+    return value
 
 
 def _prompt_files(config: PipelineConfig, inputs: Inputs, name: str) -> list[Path]:

@@ -64,7 +64,7 @@ def reverse_kl(
 
 class _ReverseKL(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden_N_D: Tensor,
         head_V_D: Tensor,
@@ -98,7 +98,9 @@ class _ReverseKL(torch.autograd.Function):
                 kl_N[start:stop] = kl_C
                 if need_hidden or need_head:
                     scale_C = weight_N[start:stop].to(acc)
-                    grad_C_V = ratio_C_V.sub_(kl_C[:, None]).mul_(p_C_V).mul_(scale_C[:, None]).to(h_C_D.dtype)
+                    grad_C_V = ratio_C_V.sub_(kl_C[:, None]).mul_(p_C_V).mul_(scale_C[:, None])
+                    # A token without weight must not reach a sum: 0 * NaN is NaN.
+                    grad_C_V = grad_C_V.masked_fill_(scale_C[:, None] == 0, 0).to(h_C_D.dtype)
                     if grad_hidden_N_D is not None:
                         grad_hidden_N_D[start:stop] = grad_C_V @ head_v_D
                     if grad_head_V_D is not None:
@@ -107,12 +109,11 @@ class _ReverseKL(torch.autograd.Function):
         ctx.save_for_backward(grad_hidden_N_D, grad_head_V_D)
         ctx.head_dtype = head_V_D.dtype
         ctx.mark_non_differentiable(kl_N, logprob_N)
-        # A token without weight must not reach the sum: 0 * NaN is NaN.
         loss = torch.where(weight_N != 0, kl_N * weight_N.to(acc), torch.zeros_like(kl_N)).sum()
         return loss, kl_N, logprob_N
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
         grad_hidden_N_D, grad_head_V_D = ctx.saved_tensors
         hidden = None if grad_hidden_N_D is None else grad_hidden_N_D * grad_loss.to(grad_hidden_N_D.dtype)
         head = None if grad_head_V_D is None else (grad_head_V_D * grad_loss).to(ctx.head_dtype)

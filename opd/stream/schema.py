@@ -152,9 +152,10 @@ def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int) -> Iterator[Ta
         num_batches += 1
     if end is None:
         raise StreamError(f"target stream: ends after {num_rows} rows without its end-of-step record: it was cut")
-    if (int(end["opd.rows"]), int(end["opd.batches"])) != (num_rows, num_batches):
+    promised = (end.get("opd.rows"), end.get("opd.batches"))
+    if promised != (str(num_rows), str(num_batches)):
         raise StreamError(
-            f"target stream: {num_rows} rows in {num_batches} batches, its end-of-step record says {end['opd.rows']} in {end['opd.batches']}"
+            f"target stream: {num_rows} rows in {num_batches} batches, its end-of-step record says {promised[0]} in {promised[1]}"
         )
 
 

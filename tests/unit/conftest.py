@@ -75,9 +75,7 @@ def expert_dirs(make_model_dir: Callable[..., Path], tmp_path_factory: pytest.Te
 
 
 @pytest.fixture
-def world(
-    tmp_path: Path, tiny_model_dir: Path, expert_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> World:
+def world(tmp_path: Path, tiny_model_dir: Path, expert_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> World:
     """The current directory of the test; `opd merge pipeline.yaml` would work in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OPD_REGISTRY", raising=False)
@@ -91,9 +89,7 @@ def world(
         "name": "two",
         "student": {"model": "base"},
         "experts": {"rev": {"model": "rev", "domain": "reverse"}, "up": {"model": "up", "domain": "upper"}},
-        "domains": {
-            d: {"prompts": f"{d}.jsonl", "eval": {"prompts": f"{d}.jsonl"}} for d in ("reverse", "upper")
-        },
+        "domains": {d: {"prompts": f"{d}.jsonl", "eval": {"prompts": f"{d}.jsonl"}} for d in ("reverse", "upper")},
         "rollout": {"max_model_len": 32, "max_new_tokens": 8},
         "trainer": {"steps": 2, "samples_per_step": 4},
     }

@@ -97,7 +97,9 @@ def test_prompts_are_tokenised_as_written(tiny_tokenizer: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('roles must alternate') }}"])
-def test_messages_that_the_tokenizer_refuses_are_named(template: str | None, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_messages_that_the_tokenizer_refuses_are_named(
+    template: str | None, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = template
     path = write(tmp_path, '{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "b"}]}\n')
@@ -193,4 +195,4 @@ def test_seeds_and_domains_have_orders_of_their_own() -> None:
 
 def test_the_order_is_the_same_in_every_process_and_release() -> None:
     # A resumed run must see the prompts that the first run would have seen.
-    assert ids(mixed(), 1) == RECORDED_HERE
+    assert ids(mixed(), 1) == ["a/6", "a/3", "a/5", "b/27", "b/15"]
