@@ -228,7 +228,7 @@ class TrainerRank:
     def _head(self, key: str, heads: Mapping[str, np.ndarray]) -> Tensor:
         """The head as a tensor on this device, kept while the least recently used ones make room."""
         if key not in self._heads:
-            self._heads[key] = head_tensor(heads[key]).to(self._device, self._dtype)
+            self._heads[key] = head_tensor(heads[key]).to(self._device)
             while len(self._heads) > 1 and sum(h.nbytes for h in self._heads.values()) > HEAD_CACHE_BYTES:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)

@@ -16,7 +16,9 @@ from opd.stream.schema import FIELDS, Stream, StreamError, TargetRow, read_strea
 D = 3
 
 
-def row(i: int = 0, *, prompt: int = 2, response: int = 3, width: int = D, itemsize: int = 4, **changes: Any) -> TargetRow:
+def row(
+    i: int = 0, *, prompt: int = 2, response: int = 3, width: int = D, itemsize: int = 4, **changes: Any
+) -> TargetRow:
     values = {
         "sample_id": f"000012/reverse/{i}",
         "step": 12,
@@ -52,7 +54,7 @@ def test_a_stream_is_read_from_any_kind_of_bytes(kind: Any) -> None:
     assert len(read_stream(kind(write_stream(BATCHES, "float32"))).rows) == 3
 
 
-@pytest.mark.parametrize("batches", [[], [[]]])
+@pytest.mark.parametrize("batches", [[], [[]], [[], [], []]])
 def test_a_step_without_rows_is_a_whole_stream(batches: Any) -> None:
     assert read_stream(write_stream(batches, "bfloat16")) == Stream("bfloat16", ())
 
@@ -217,10 +219,25 @@ def test_hidden_states_of_the_other_dtype_are_refused() -> None:
         read_stream(write_stream([[row(0, itemsize=2)]], "float32"))
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * 64, b"\xff" * 64, b"PK\x03\x04", b"ARROW1\0\0", random.Random(0).randbytes(4096)])
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 64, b"\xff" * 64, b"PK\x03\x04", b"ARROW1\0\0", random.Random(0).randbytes(4096)]
+)
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(StreamError):
         read_stream(data)
+
+
+def test_a_flipped_bit_is_refused_or_harmless_to_the_reader() -> None:
+    whole, rng = write_stream(BATCHES, "float32").to_pybytes(), random.Random(1)
+    refused = 0
+    for _ in range(1500):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        try:
+            assert len(read_stream(damaged).rows) == 3
+        except StreamError:
+            refused += 1
+    assert refused > 500
 
 
 def test_a_stream_error_ends_a_run() -> None:
