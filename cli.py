@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -230,6 +231,8 @@ def experts_train(
     from experts.spec import find_spec, load_spec
 
     loaded = load_spec(find_spec(spec), overrides)
+    # Read when torch loads its OpenMP: spinning threads slow down 10-fold as soon as anything else wants a core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from experts.train import train_experts
 
     for path in train_experts(loaded, lambda line: typer.echo(line, err=True)):
