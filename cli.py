@@ -40,6 +40,8 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. trainer.steps=10.")
 ]
 
+REPORT_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -142,7 +144,12 @@ def evaluate(
 
 @app.command()
 @fails_clearly
-def report(run_dir: Annotated[Path, typer.Argument(help="Run directory of a finished merge.")]) -> None:
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory of a finished merge.")],
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="As a Markdown table, to paste into a document.")
+    ] = False,
+) -> None:
     """Print the table of a finished merge again."""
     from opd.errors import RunDirError
 
@@ -154,7 +161,14 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run directory of a fini
             wanted="the report of a finished merge",
             fix=f"finish it with `opd merge --resume {run_dir}`",
         )
-    _print_report(json.loads(file.read_text()))
+    found = json.loads(file.read_text())
+    if markdown:
+        from opd.report import table_rows
+
+        rows = [REPORT_COLUMNS, ("---", *["---:"] * 4), *table_rows(found)]
+        typer.echo("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    else:
+        _print_report(found)
 
 
 @experts_app.command("add")
@@ -321,9 +335,7 @@ def _registry(root: Path | None) -> Any:
 def _print_report(report: dict[str, Any]) -> None:
     from opd.report import table_rows
 
-    _print_table(
-        report["name"], ("domain", "student before", "expert", "merged", "headroom recovered"), table_rows(report)
-    )
+    _print_table(report["name"], REPORT_COLUMNS, table_rows(report))
 
 
 def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
