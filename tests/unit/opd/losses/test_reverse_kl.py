@@ -13,7 +13,9 @@ V, D = 23, 6
 Case = tuple[Tensor, Tensor, list[TeacherBlock], Tensor, Tensor]
 
 
-def case(sizes: tuple[int, ...] = (5, 9, 3), dtype: torch.dtype = torch.float64, vocab: int = V, scale: float = 1.0) -> Case:
+def case(
+    sizes: tuple[int, ...] = (5, 9, 3), dtype: torch.dtype = torch.float64, vocab: int = V, scale: float = 1.0
+) -> Case:
     """Student states and head, one teacher block a size (widths differ), weights with zeros, sampled ids."""
     gen = torch.Generator().manual_seed(3)
 
@@ -190,8 +192,12 @@ def test_the_loss_is_reverse_and_not_forward() -> None:
     hidden = torch.ones(1, 1, dtype=torch.float64)
     head = torch.tensor([[0.9], [0.1]], dtype=torch.float64).log()
     teacher = TeacherBlock(hidden, torch.zeros(2, 1, dtype=torch.float64))
-    _, stats = reverse_kl(hidden, head, [teacher], torch.ones(1), torch.zeros(1, dtype=torch.long), chunk=8, vocab_size=2)
-    assert float(stats.kl_N[0]) == pytest.approx(0.9 * torch.log(torch.tensor(1.8)) + 0.1 * torch.log(torch.tensor(0.2)))
+    _, stats = reverse_kl(
+        hidden, head, [teacher], torch.ones(1), torch.zeros(1, dtype=torch.long), chunk=8, vocab_size=2
+    )
+    assert float(stats.kl_N[0]) == pytest.approx(
+        0.9 * torch.log(torch.tensor(1.8)) + 0.1 * torch.log(torch.tensor(0.2))
+    )
 
 
 def test_following_the_gradient_brings_the_student_to_the_teacher() -> None:

@@ -16,7 +16,9 @@ from opd.stream.schema import FIELDS, Stream, StreamError, TargetRow, read_strea
 D = 3
 
 
-def row(i: int = 0, *, prompt: int = 2, response: int = 3, width: int = D, itemsize: int = 4, **changes: Any) -> TargetRow:
+def row(
+    i: int = 0, *, prompt: int = 2, response: int = 3, width: int = D, itemsize: int = 4, **changes: Any
+) -> TargetRow:
     values = {
         "sample_id": f"000012/reverse/{i}",
         "step": 12,
@@ -217,7 +219,9 @@ def test_hidden_states_of_the_other_dtype_are_refused() -> None:
         read_stream(write_stream([[row(0, itemsize=2)]], "float32"))
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * 64, b"\xff" * 64, b"PK\x03\x04", b"ARROW1\0\0", random.Random(0).randbytes(4096)])
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 64, b"\xff" * 64, b"PK\x03\x04", b"ARROW1\0\0", random.Random(0).randbytes(4096)]
+)
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(StreamError):
         read_stream(data)

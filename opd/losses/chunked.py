@@ -1,0 +1,340 @@
+"""What all objectives share: logits of a few tokens at a time, gradients formed in the forward pass.
+
+Every objective is a function of the student's distribution p at fixed states, L = sum_n w_n f(p_n). With the
+vocabulary-wise derivative f'_v = df/dp_v an objective only has to say its value and p * f'; softmax does the rest:
+
+    dL/dz_v = w p_v (f'_v - sum_u p_u f'_u),     z = rule(h W^T)
+
+Only [chunk, V] logits exist at a time. Because the gradients are ready when the forward pass ends, the backward pass
+needs no head: under ZeRO-3 the student's head is gathered once. Teacher quantities carry no gradient.
+
+Shapes: N response tokens, C tokens of a chunk, D student width, E a teacher's width, V vocabulary rows, K of a top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """What an architecture does to head times hidden state: Cohere and Granite scale it, Gemma caps it."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, raw_C_V: Tensor) -> Tensor:
+        """logits = softcap * tanh(scale * raw / softcap), or scale * raw without a cap."""
+        if self.scale != 1.0:
+            raw_C_V = raw_C_V * self.scale
+        return raw_C_V if self.softcap is None else (raw_C_V / self.softcap).tanh() * self.softcap
+
+    def pull_back(self, grad_C_V: Tensor, logits_C_V: Tensor) -> Tensor:
+        """Gradient by the raw products, from the gradient by the logits."""
+        if self.softcap is not None:
+            grad_C_V = grad_C_V * (1 - (logits_C_V / self.softcap).square())
+        return grad_C_V if self.scale == 1.0 else grad_C_V * self.scale
+
+    @property
+    def is_identity(self) -> bool:
+        return self.scale == 1.0 and self.softcap is None
+
+
+IDENTITY = LogitRule()
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherBlock:
+    """Consecutive tokens of a micro-batch scored exactly by one teacher."""
+
+    hidden_N_E: Tensor
+    head_V_E: Tensor
+    rule: LogitRule = IDENTITY
+
+    def __len__(self) -> int:
+        return len(self.hidden_N_E)
+
+    def logits(self, part: slice, vocab_size: int) -> Tensor:
+        """[C, V] in the hidden states' type."""
+        return self.rule.apply(self.hidden_N_E[part] @ self.head_V_E[:vocab_size].T)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureBlock:
+    """Consecutive tokens scored by several teachers, weights summing to one: sum_k w_k KL(p || q_k).
+
+    Equals KL against the unnormalised log-measure zbar - sum_k w_k lse_k with zbar = sum_k w_k z_k (DeepSeek-V4,
+    arXiv 2606.19348, states the objective), so one [C, V] accumulator and one backward do for any number of teachers.
+    """
+
+    teachers: tuple[TeacherBlock, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.teachers) == len(self.weights) and len({len(t) for t in self.teachers}) == 1
+        assert abs(sum(self.weights) - 1) < 1e-6 and min(self.weights) >= 0
+
+    def __len__(self) -> int:
+        return len(self.teachers[0])
+
+    def folded(self, lse_N: Tensor) -> FoldedBlock | None:
+        """One averaged hidden vector and one number a token instead of K vectors, if all teachers share one linear head.
+
+        `lse_N` is sum_k w_k logsumexp(z_k), which each teacher can send along; it moves the value, not the gradient.
+        """
+        first = self.teachers[0]
+        if any(t.head_V_E is not first.head_V_E or not t.rule.is_identity for t in self.teachers):
+            return None
+        hidden_N_E = torch.zeros_like(first.hidden_N_E)
+        for weight, teacher in zip(self.weights, self.teachers, strict=True):
+            hidden_N_E += weight * teacher.hidden_N_E
+        return FoldedBlock(hidden_N_E, first.head_V_E, lse_N)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedBlock:
+    """A mixture over one common head, see `MixtureBlock.folded`."""
+
+    hidden_N_E: Tensor
+    head_V_E: Tensor
+    lse_N: Tensor
+    """sum_k w_k logsumexp(z_k)."""
+
+    def __len__(self) -> int:
+        return len(self.hidden_N_E)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledBlock:
+    """Consecutive tokens of which the teacher said only the sampled token's log-prob."""
+
+    logprob_N: Tensor
+
+    def __len__(self) -> int:
+        return len(self.logprob_N)
+
+
+@dataclass(frozen=True, slots=True)
+class TopKBlock:
+    """Consecutive tokens of which the teacher gave its K likeliest tokens, true (not renormalised) log-probs."""
+
+    ids_N_K: Tensor
+    logprob_N_K: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids_N_K)
+
+
+Block = TeacherBlock | MixtureBlock | FoldedBlock | SampledBlock | TopKBlock
+
+
+@dataclass(frozen=True, slots=True)
+class StudentChunk:
+    """C tokens as the student sees them; detached."""
+
+    logp_C_V: Tensor
+    token_C: Tensor
+    """Sampled ids."""
+    logp_C: Tensor
+    """Log-prob of the sampled ids."""
+    behaviour_C: Tensor
+    """Log-prob of the sampled ids when they were sampled."""
+    weight_C: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherChunk:
+    """The same C tokens as the teacher sees them; what its payload does not hold is None."""
+
+    logq_C_V: Tensor | None
+    """Log-probs; for a mixture the unnormalised log-measure."""
+    logq_C: Tensor | None
+    """Log-prob of the sampled ids."""
+    topk: TopKBlock | None
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """An objective on C tokens: f(p), p * df/dp, and whether a clip was active."""
+
+    value_C: Tensor
+    p_slope_C_V: Tensor
+    clipped_C: Tensor | None = None
+
+
+class Objective(Protocol):
+    """One way to measure how far the student is from the teacher."""
+
+    needs: str
+    """`logits`: a teacher's whole distribution; `sampled`: its log-prob of the sampled token; `top_k`."""
+
+    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Per response token, detached, float32 (or float64); NaN where the payload does not tell."""
+
+    kl_N: Tensor
+    """The objective's value, nats; KL(student || teacher) for `reverse_kl`."""
+    logprob_N: Tensor
+    """Student's log-prob of the sampled token."""
+    entropy_N: Tensor
+    """Student's entropy, nats."""
+    teacher_entropy_N: Tensor
+    agree_N: Tensor
+    """1 where both rank the same token first."""
+    teacher_top1_N: Tensor
+    """1 where the sampled token is the teacher's first."""
+    clipped_N: Tensor
+    """1 where the objective clipped the token."""
+
+
+def chunked_objective(
+    objective: Objective,
+    hidden_N_D: Tensor,
+    head_V_D: Tensor,
+    teachers: Sequence[Block],
+    weight_N: Tensor,
+    token_N: Tensor,
+    behaviour_N: Tensor | None = None,
+    *,
+    chunk: int,
+    vocab_size: int,
+    rule: LogitRule = IDENTITY,
+) -> tuple[Tensor, TokenStats]:
+    """sum_n weight_n f(p_n) as a scalar with gradients for `hidden_N_D` and `head_V_D`, and per-token numbers.
+
+    `teachers` cover the N tokens in order; `weight_N` is 0 where a token carries no loss, and whatever the teacher says
+    there, NaN included, has no effect; `token_N` are the sampled ids, `behaviour_N` their log-probs when sampled.
+    Both vocabularies are cut to the first `vocab_size` rows: rows beyond the tokenizer are padding and have no
+    probability. Computes in float32, in float64 if the student's hidden states are float64.
+    """
+    assert chunk > 0
+    assert sum(map(len, teachers)) == len(hidden_N_D) == len(weight_N) == len(token_N)
+    _check_widths(hidden_N_D, head_V_D, teachers)
+    if behaviour_N is None:
+        behaviour_N = torch.zeros_like(weight_N)
+    loss, *stats = _Chunked.apply(
+        hidden_N_D, head_V_D, objective, tuple(teachers), weight_N, token_N, behaviour_N, (chunk, vocab_size, rule)
+    )
+    return loss, TokenStats(*stats)
+
+
+def _check_widths(hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block]) -> None:
+    pairs = [(hidden_N_D, head_V_D, "student")]
+    for block in teachers:
+        parts = block.teachers if isinstance(block, MixtureBlock) else (block,)
+        pairs += [(t.hidden_N_E, t.head_V_E, "teacher") for t in parts if isinstance(t, TeacherBlock | FoldedBlock)]
+    for hidden, head, who in pairs:
+        if hidden.shape[-1] != head.shape[-1]:
+            raise ValueError(f"{who}: hidden states of width {hidden.shape[-1]}, output head of width {head.shape[-1]}")
+
+
+def _spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block, slice, slice]]:
+    """Block, its part, and where that part lies among the N tokens."""
+    start = 0
+    for block in teachers:
+        for first in range(0, len(block), chunk):
+            last = min(first + chunk, len(block))
+            yield block, slice(first, last), slice(start + first, start + last)
+        start += len(block)
+
+
+def _teacher_chunk(block: Block, part: slice, token_C: Tensor, vocab_size: int, acc: torch.dtype) -> TeacherChunk:
+    if isinstance(block, SampledBlock):
+        return TeacherChunk(None, block.logprob_N[part].to(acc), None)
+    if isinstance(block, TopKBlock):
+        return TeacherChunk(None, None, TopKBlock(block.ids_N_K[part], block.logprob_N_K[part].to(acc)))
+    if isinstance(block, TeacherBlock):
+        logq_C_V = block.logits(part, vocab_size).to(acc).log_softmax(-1)
+    elif isinstance(block, FoldedBlock):
+        raw_C_V = (block.hidden_N_E[part] @ block.head_V_E[:vocab_size].T).to(acc)
+        logq_C_V = raw_C_V - block.lse_N[part, None].to(acc)
+    else:
+        logq_C_V = torch.zeros(part.stop - part.start, vocab_size, dtype=acc, device=token_C.device)
+        for weight, teacher in zip(block.weights, block.teachers, strict=True):
+            logq_C_V += weight * teacher.logits(part, vocab_size).to(acc).log_softmax(-1)
+    return TeacherChunk(logq_C_V, logq_C_V.gather(1, token_C[:, None])[:, 0], None)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_N_D: Tensor,
+        head_V_D: Tensor,
+        objective: Objective,
+        teachers: tuple[Block, ...],
+        weight_N: Tensor,
+        token_N: Tensor,
+        behaviour_N: Tensor,
+        options: tuple[int, int, LogitRule],
+    ) -> tuple[Tensor, ...]:
+        chunk, vocab_size, rule = options
+        acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
+        head_v_D = head_V_D[:vocab_size]
+        stats = [torch.full((len(hidden_N_D),), torch.nan, dtype=acc, device=hidden_N_D.device) for _ in range(7)]
+        grad_hidden_N_D = torch.zeros_like(hidden_N_D) if ctx.needs_input_grad[0] else None
+        grad_head_V_D = (
+            torch.zeros(head_V_D.shape, dtype=acc, device=head_V_D.device) if ctx.needs_input_grad[1] else None
+        )
+        for block, part, span in _spans(teachers, chunk):
+            h_C_D, token_C, weight_C = hidden_N_D[span], token_N[span], weight_N[span].to(acc)
+            logits_C_V = rule.apply(h_C_D @ head_v_D.T).to(acc)
+            logp_C_V = logits_C_V.log_softmax(-1)
+            logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
+            student = StudentChunk(logp_C_V, token_C, logp_C, behaviour_N[span].to(acc), weight_C)
+            teacher = _teacher_chunk(block, part, token_C, vocab_size, acc)
+            slope = objective(student, teacher)
+            for column, values in zip(stats, _token_stats(student, teacher, slope), strict=True):
+                if values is not None:
+                    column[span] = values.to(acc)
+            if grad_hidden_N_D is None and grad_head_V_D is None:
+                continue
+            inner_C_V = slope.p_slope_C_V - logp_C_V.exp() * slope.p_slope_C_V.sum(-1, keepdim=True)
+            # where, not a product: 0 * NaN is NaN, and a quarantined teacher may say NaN
+            grad_C_V = torch.where(weight_C[:, None] != 0, inner_C_V * weight_C[:, None], 0)
+            grad_C_V = rule.pull_back(grad_C_V, logits_C_V).to(h_C_D.dtype)
+            if grad_hidden_N_D is not None:
+                grad_hidden_N_D[span] = grad_C_V @ head_v_D
+            if grad_head_V_D is not None:
+                grad_head_V_D[:vocab_size] += grad_C_V.T @ h_C_D
+        ctx.save_for_backward(grad_hidden_N_D, grad_head_V_D)
+        ctx.head_dtype = head_V_D.dtype
+        ctx.mark_non_differentiable(*stats)
+        loss = torch.where(weight_N != 0, stats[0] * weight_N.to(acc), 0).sum()
+        return (loss, *stats)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
+        grad_hidden_N_D, grad_head_V_D = ctx.saved_tensors
+        hidden = None if grad_hidden_N_D is None else grad_hidden_N_D * grad_loss.to(grad_hidden_N_D.dtype)
+        head = None if grad_head_V_D is None else (grad_head_V_D * grad_loss).to(ctx.head_dtype)
+        return (hidden, head, *[None] * 6)
+
+
+def _token_stats(student: StudentChunk, teacher: TeacherChunk, slope: Slope) -> tuple[Tensor | None, ...]:
+    """In the order of `TokenStats`."""
+    entropy_C = -(student.logp_C_V.exp() * student.logp_C_V).sum(-1)
+    first_C = None
+    teacher_entropy_C = None
+    if teacher.logq_C_V is not None:
+        first_C = teacher.logq_C_V.argmax(-1)
+        teacher_entropy_C = -(teacher.logq_C_V.exp() * teacher.logq_C_V).sum(-1)
+    elif teacher.topk is not None:
+        first_C = teacher.topk.ids_N_K.gather(1, teacher.topk.logprob_N_K.argmax(-1, keepdim=True))[:, 0]
+    return (
+        slope.value_C,
+        student.logp_C,
+        entropy_C,
+        teacher_entropy_C,
+        None if first_C is None else first_C == student.logp_C_V.argmax(-1),
+        None if first_C is None else first_C == student.token_C,
+        slope.clipped_C,
+    )
