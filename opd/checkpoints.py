@@ -59,14 +59,17 @@ def latest(root: Path) -> Checkpoint | None:
     path = found[-1]
     try:
         state = json.loads((path / STATE).read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
+        checkpoint, files = Checkpoint(path, state["step"], state["policy_version"]), state["files"].items()
+        if path.name != f"step-{checkpoint.step:06d}":
+            raise ValueError(f"step {checkpoint.step}")
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunDirError.at(
             path / STATE,
             found=str(error),
             wanted="the record of a complete checkpoint",
             fix=f"delete {path}; the one before it is used then",
         ) from None
-    for name, digest in state["files"].items():
+    for name, digest in files:
         actual = blake3_file(path / name) if (path / name).exists() else "no such file"
         if actual != digest:
             raise RunDirError.at(
@@ -75,4 +78,4 @@ def latest(root: Path) -> Checkpoint | None:
                 wanted=f"BLAKE3 {digest[:16]}",
                 fix=f"delete {path} to resume from the checkpoint before it",
             )
-    return Checkpoint(path, state["step"], state["policy_version"])
+    return checkpoint

@@ -189,7 +189,7 @@ def _manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
         "experts": {
             e.teacher.name: {"domain": domain, "weights": e.info.weight_files} for domain, e in inputs.experts.items()
         },
-        "prompts": {name: {str(path): blake3_file(path) for path in paths} for name, paths in files.items()},
+        "prompts": {name: {str(path.absolute()): blake3_file(path) for path in paths} for name, paths in files.items()},
     }
 
 

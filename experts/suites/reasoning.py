@@ -54,6 +54,8 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "leap_years": ("calendar_arithmetic", {"tasks": ["is_leap_year"], "leap_year_range": 2000}),
     "fractions": ("fraction_simplification", {"max_value": 60, "max_factor": 10, "styles": ("plain",)}),
+    "needle": ("needle_haystack", {"min_num_statements": 2, "max_num_statements": 4}),
+    "family": ("family_relationships", {"min_family_size": 4, "max_family_size": 5}),
     "isomorphic_strings": ("isomorphic_strings", {"min_string_length": 2, "max_string_length": 5}),
 }
 

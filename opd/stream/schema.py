@@ -125,7 +125,7 @@ def read_stream(source: pa.Buffer | bytes | memoryview) -> Stream:
         with pa.ipc.open_stream(source) as reader:
             dtype, payload = _check_schema(reader.schema)
             rows = tuple(_read_rows(reader, DTYPE_BYTES[dtype], payload))
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: text that is not UTF-8
         raise StreamError(f"target stream: not a whole Arrow stream: {error}") from None
     return Stream(dtype, payload, rows)
 
@@ -175,10 +175,16 @@ def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int, payload: str) 
 
 
 def _rows_of(batch: pa.RecordBatch) -> Iterator[TargetRow]:
-    hidden = batch.column(batch.schema.get_field_index("hidden"))
+    hidden = batch.column("hidden")
+    # Through the buffers: a scalar's `as_buffer` copies.
+    _, raw_offsets, data = hidden.buffers()
+    offsets = memoryview(raw_offsets)[8 * hidden.offset : 8 * (hidden.offset + len(hidden) + 1)].cast("q")
+    payload = memoryview(data if data is not None else b"")
     light = {name: batch.column(name).to_pylist() for name in FIELDS.names if name != "hidden"}
     for i in range(batch.num_rows):
-        yield TargetRow(hidden=memoryview(hidden[i].as_buffer()), **{name: values[i] for name, values in light.items()})
+        yield TargetRow(
+            hidden=payload[offsets[i] : offsets[i + 1]], **{name: values[i] for name, values in light.items()}
+        )
 
 
 def _check_lengths(row: TargetRow, itemsize: int, payload: str) -> None:

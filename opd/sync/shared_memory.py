@@ -6,6 +6,7 @@ copies, which can be stale while the parameters are new.
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -51,7 +52,8 @@ class SharedMemorySync:
         for worker in self._engine.logprobs(self._probe):
             theirs = [x for sequence in worker for x in sequence]
             gaps.append(sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours))
-        return max(gaps)
+        # `max` passes over a NaN that is not the first.
+        return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
     def _place(self) -> Path | None:
         """Shared memory if it has room twice over, else the temporary directory (containers often get 64 MiB)."""

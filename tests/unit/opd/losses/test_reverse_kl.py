@@ -269,4 +269,4 @@ def test_no_logit_matrix_larger_than_a_chunk_exists() -> None:
 
 
 def test_the_objective_is_found_by_its_name() -> None:
-    assert OBJECTIVES == {"reverse_kl": reverse_kl}
+    assert {"reverse_kl": reverse_kl} == OBJECTIVES

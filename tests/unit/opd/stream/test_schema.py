@@ -54,7 +54,7 @@ def test_a_stream_is_read_from_any_kind_of_bytes(kind: Any) -> None:
     assert len(read_stream(kind(write_stream(BATCHES, "float32"))).rows) == 3
 
 
-@pytest.mark.parametrize("batches", [[], [[]]])
+@pytest.mark.parametrize("batches", [[], [[]], [[], [], []]])
 def test_a_step_without_rows_is_a_whole_stream(batches: Any) -> None:
     assert read_stream(write_stream(batches, "bfloat16")) == Stream("bfloat16", ())
 
@@ -225,6 +225,19 @@ def test_hidden_states_of_the_other_dtype_are_refused() -> None:
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(StreamError):
         read_stream(data)
+
+
+def test_a_flipped_bit_is_refused_or_harmless_to_the_reader() -> None:
+    whole, rng = write_stream(BATCHES, "float32").to_pybytes(), random.Random(1)
+    refused = 0
+    for _ in range(1500):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        try:
+            assert len(read_stream(damaged).rows) == 3
+        except StreamError:
+            refused += 1
+    assert refused > 500
 
 
 def test_a_stream_error_ends_a_run() -> None:

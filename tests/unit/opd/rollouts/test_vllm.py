@@ -1,0 +1,186 @@
+"""What surrounds vLLM: which prompts go to it, with which limits and seeds, and whose answer is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.config import PipelineConfig
+from opd.errors import RunError
+from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed
+from opd.rollouts.worker import Request, Sampled, _sampled
+from opd.types import Prompt
+
+ROOM, LIMIT = 16, 6
+
+
+class FakeWorker:
+    """Stands for a vLLM process: writes the prompt's first token as often as it may."""
+
+    def __init__(self, options: Any, stop: Sequence[int]) -> None:
+        self.options, self.stop = options, stop
+        self.requests: list[Request] = []
+
+    def generate(self, requests: Sequence[Request]) -> list[Sampled]:
+        self.requests += requests
+        return [
+            Sampled(token_ids=(r.token_ids[0],) * r.max_tokens, logprobs=(-1.0,) * r.max_tokens, truncated=True)
+            for r in requests
+        ]
+
+    def load(self, model_dir: Path) -> None:
+        self.model_dir = model_dir
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-1.0] * (len(s) - 1) for s in sequences]
+
+
+class Letters:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(chr(97 + t) for t in token_ids)
+
+
+def engine(in_process: Any, workers: int = 2, seed: int = 0, **rollout: Any) -> VLLMRolloutEngine:
+    in_process.replace = FakeWorker
+    config = PipelineConfig.model_validate(
+        {
+            "name": "n",
+            "seed": seed,
+            "student": {"model": "base"},
+            "experts": {"e": {"model": "m", "domain": "d"}},
+            "domains": {"d": {}},
+            "trainer": {"steps": 1, "samples_per_step": 2},
+            "rollout": {"workers": workers, "max_model_len": ROOM, "max_new_tokens": LIMIT} | rollout,
+        }
+    )
+    return VLLMRolloutEngine(config, Path("base"), (2,), Letters())
+
+
+def prompt(i: int, length: int = 3) -> Prompt:
+    return Prompt(id=f"d/{i}", domain="d", token_ids=tuple(range(i, i + length)))
+
+
+def test_every_prompt_gets_its_own_answer_whoever_wrote_it(in_process: Any) -> None:
+    prompts = [prompt(i) for i in range(7)]
+    for workers in (1, 2, 3, 10):
+        batch = engine(in_process, workers).generate(prompts, step=12, policy_version=11)
+        assert [r.prompt_ids for r in batch.rollouts] == [p.token_ids for p in prompts]
+        assert [r.response_ids for r in batch.rollouts] == [(i,) * LIMIT for i in range(7)]
+        assert [r.sample_id for r in batch.rollouts] == [f"000012/d/{i}" for i in range(7)]
+        assert {(r.step, r.policy_version, r.domain, r.truncated) for r in batch.rollouts} == {(12, 11, "d", True)}
+        assert all(r.loss_mask == (True,) * LIMIT for r in batch.rollouts)
+        assert all(len(r.behaviour_logprobs) == LIMIT for r in batch.rollouts)
+        assert batch.quarantined == ()
+
+
+def test_requests_are_spread_evenly(in_process: Any) -> None:
+    engine(in_process, 3).generate([prompt(i) for i in range(8)], step=1, policy_version=0)
+    assert sorted(len(w.requests) for w in in_process.workers) == [2, 3, 3]
+
+
+@pytest.mark.parametrize("length", [0, ROOM, ROOM + 1, 500])
+def test_a_prompt_that_leaves_no_room_is_quarantined_with_the_reason(length: int, in_process: Any) -> None:
+    batch = engine(in_process).generate([prompt(0), prompt(1, length), prompt(2)], step=1, policy_version=0)
+    assert [r.sample_id for r in batch.rollouts] == ["000001/d/0", "000001/d/2"]
+    (left_out,) = batch.quarantined
+    assert (left_out.prompt_id, left_out.domain) == ("d/1", "d")
+    assert (f"{length} tokens" if length else "no tokens") in left_out.reason
+    assert length == 0 or f"rollout.max_model_len is {ROOM}" in left_out.reason
+    assert all(len(r.token_ids) < ROOM for w in in_process.workers for r in w.requests)
+
+
+@pytest.mark.parametrize(
+    ("length", "limit"), [(1, LIMIT), (ROOM - LIMIT, LIMIT), (ROOM - LIMIT + 1, LIMIT - 1), (ROOM - 1, 1)]
+)
+def test_the_answer_ends_where_the_context_does(length: int, limit: int, in_process: Any) -> None:
+    (rollout,) = engine(in_process).generate([prompt(0, length)], step=1, policy_version=0).rollouts
+    assert len(rollout.response_ids) == limit
+
+
+def test_a_batch_of_nothing_but_over_long_prompts(in_process: Any) -> None:
+    batch = engine(in_process).generate([prompt(0, ROOM)], step=1, policy_version=0)
+    assert batch.rollouts == ()
+    assert len(batch.quarantined) == 1
+
+
+def test_a_prompt_that_comes_twice_gives_two_samples(in_process: Any) -> None:
+    prompts = [prompt(0), prompt(1), prompt(0), prompt(0)]
+    assert _sample_ids(prompts, 7) == ["000007/d/0", "000007/d/1", "000007/d/0#2", "000007/d/0#3"]
+    batch = engine(in_process, 1).generate(prompts, step=7, policy_version=0)
+    assert len({r.sample_id for r in batch.rollouts}) == 4
+    assert len({r.seed for r in in_process.workers[-1].requests}) == 4
+
+
+def test_a_samples_seed_depends_on_run_seed_step_and_prompt_alone(in_process: Any) -> None:
+    def seeds(
+        prompts: list[Prompt], step: int = 1, workers: int = 1, seed: int = 0
+    ) -> dict[tuple[int, ...], int | None]:
+        in_process.workers.clear()
+        engine(in_process, workers, seed).generate(prompts, step=step, policy_version=0)
+        return {r.token_ids: r.seed for w in in_process.workers for r in w.requests}
+
+    prompts = [prompt(i) for i in range(6)]
+    want = seeds(prompts)
+    assert len(set(want.values())) == 6
+    assert seeds(prompts[::-1], workers=3) == want
+    assert seeds([*prompts[:3], prompt(9, ROOM), *prompts[3:]]) == want
+    assert not set(seeds(prompts, step=2).values()) & set(want.values())
+    assert not set(seeds(prompts, seed=1).values()) & set(want.values())
+
+
+def test_seeds_are_the_same_in_every_release() -> None:
+    # A resumed run must sample what the first run would have sampled.
+    assert _seed(0, "000001/reverse/17") == 1134780518
+    assert 0 <= _seed(3, "x") < 2**32
+
+
+def test_sampling_is_the_pipelines(in_process: Any) -> None:
+    engine(in_process, temperature=0.7).generate([prompt(0)], step=1, policy_version=0)
+    engine(in_process, temperature=0.7).answer([prompt(0)])
+    sampled, greedy = (r for w in in_process.workers for r in w.requests)
+    assert (sampled.temperature, greedy.temperature, greedy.seed) == (0.7, 0.0, None)
+    assert all(tuple(w.stop) == (2,) and w.options.model_dir.is_absolute() for w in in_process.workers)
+
+
+def test_greedy_answers_come_in_order_and_an_over_long_prompt_gets_none(in_process: Any) -> None:
+    prompts = [prompt(3), prompt(1, ROOM), prompt(2)]
+    answers = engine(in_process).answer(prompts)
+    assert [a.prompt for a in answers] == prompts
+    assert [a.text for a in answers] == ["d" * LIMIT, "", "c" * LIMIT]
+    assert [a.num_tokens for a in answers] == [LIMIT, 0, LIMIT]
+
+
+def test_every_worker_loads_and_scores(in_process: Any) -> None:
+    engines = engine(in_process, 3)
+    engines.load(Path("new"))
+    assert {w.model_dir for w in in_process.workers} == {Path("new").absolute()}
+    assert engines.logprobs([[1, 2, 3]]) == [[[-1.0, -1.0]]] * 3
+    engines.wait_ready()
+
+
+# The worker's own reading of vLLM's answers
+
+
+class Output:
+    def __init__(self, logprobs: list[float], finish_reason: str = "stop") -> None:
+        class Logprob:
+            def __init__(self, value: float) -> None:
+                self.logprob = value
+
+        self.token_ids = list(range(len(logprobs)))
+        self.logprobs = [{i: Logprob(x), 999: Logprob(-9.0)} for i, x in enumerate(logprobs)]
+        self.finish_reason = finish_reason
+
+
+def test_the_sampled_tokens_own_log_prob_is_read() -> None:
+    assert _sampled(Output([-0.5, -1.5])) == Sampled(token_ids=(0, 1), logprobs=(-0.5, -1.5), truncated=False)
+    assert _sampled(Output([-0.5], "length")).truncated
+
+
+def test_nan_log_probs_stop_the_run() -> None:
+    with pytest.raises(RunError, match="NaN log-probs"):
+        _sampled(Output([-0.5, float("nan")]))

@@ -1,0 +1,137 @@
+"""A push is believed only when the engine's log-probs say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.errors import RunError
+from opd.sync import SYNCS
+from opd.sync.shared_memory import SharedMemorySync, probe_sequences
+from opd.types import Prompt
+
+NAN = float("nan")
+PROBE = [[1, 2, 3], [4, 5]]
+
+
+class FakeTrainer:
+    def export(self, path: Path) -> None:
+        (path / "model.safetensors").write_bytes(b"new")
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-1.0] * (len(ids) - 1) for ids in token_ids]
+
+
+class FakeEngine:
+    """Each worker's log-probs are the trainer's plus its own gap on the last token."""
+
+    def __init__(self, *gaps: float) -> None:
+        self.gaps = gaps
+        self.loaded: list[tuple[Path, bytes]] = []
+
+    def load(self, model_dir: Path) -> None:
+        self.loaded.append((model_dir, (model_dir / "model.safetensors").read_bytes()))
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        rows = [[[-1.0] * (len(ids) - 1) for ids in token_ids] for _ in self.gaps]
+        for row, gap in zip(rows, self.gaps, strict=True):
+            row[-1][-1] += gap
+        return rows
+
+
+def sync(engine: FakeEngine, tolerance: float = 0.02, nbytes: int = 10) -> SharedMemorySync:
+    trainer: Any = FakeTrainer()
+    fake: Any = engine
+    return SharedMemorySync(trainer, fake, PROBE, tolerance=tolerance, nbytes=nbytes)
+
+
+def test_a_push_loads_what_the_trainer_wrote_and_leaves_nothing_behind() -> None:
+    engine = FakeEngine(0.0, 0.003)
+    report = sync(engine).push(7)
+    assert (report.version, report.gap) == (7, pytest.approx(0.001))  # three probe tokens
+    ((path, content),) = engine.loaded
+    assert content == b"new"
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("gaps", [(0.3,), (-0.3,), (0.3, 0.0), (0.0, 0.3), (0.0, 0.0, -0.3)])
+def test_any_engine_that_holds_other_weights_stops_the_run(gaps: tuple[float, ...]) -> None:
+    engine = FakeEngine(*gaps)
+    with pytest.raises(RunError, match=r"weight push 7: .* 0\.1000 nats .* sync.tolerance is 0\.02"):
+        sync(engine).push(7)
+    assert not engine.loaded[0][0].exists()
+
+
+@pytest.mark.parametrize("gaps", [(NAN,), (NAN, 0.0), (0.0, NAN), (0.0, NAN, 0.0)])
+def test_nan_from_any_engine_stops_the_run(gaps: tuple[float, ...]) -> None:
+    with pytest.raises(RunError, match="weight push 1"):
+        sync(FakeEngine(*gaps)).push(1)
+
+
+def test_the_tolerance_is_the_pipelines() -> None:
+    assert sync(FakeEngine(0.3), tolerance=0.11).push(1).gap == pytest.approx(0.1)
+    with pytest.raises(RunError):
+        sync(FakeEngine(0.3), tolerance=0.09).push(1)
+
+
+def test_a_failed_load_leaves_nothing_behind() -> None:
+    class Refuses(FakeEngine):
+        def load(self, model_dir: Path) -> None:
+            super().load(model_dir)
+            raise RunError("vLLM refused")
+
+    engine = Refuses(0.0)
+    with pytest.raises(RunError, match="refused"):
+        sync(engine).push(1)
+    assert not engine.loaded[0][0].exists()
+
+
+def test_weights_too_large_for_shared_memory_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opd.sync.shared_memory.tempfile.tempdir", str(tmp_path / "disk"))
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr("opd.sync.shared_memory.SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    places = []
+    for nbytes in (10, 2**62):
+        engine = FakeEngine(0.0)
+        sync(engine, nbytes=nbytes).push(1)
+        places.append(engine.loaded[0][0].parent)
+    assert places == [tmp_path / "shm", tmp_path / "disk"]
+
+
+def test_ways_are_found_by_name() -> None:
+    assert {"shared_memory": SharedMemorySync} == SYNCS
+
+
+# Probe
+
+
+def prompts(*lengths: int) -> list[Prompt]:
+    return [Prompt(id=f"d/{i}", domain="d", token_ids=tuple(range(n))) for i, n in enumerate(lengths)]
+
+
+def test_the_probe_is_just_long_enough() -> None:
+    chosen = probe_sequences(prompts(5, 5, 5, 5), tokens=8, room=100)
+    assert [len(ids) for ids in chosen] == [5, 5]
+    assert chosen[0] == (0, 1, 2, 3, 4)
+
+
+def test_prompts_without_a_scored_token_are_passed_over() -> None:
+    assert [len(ids) for ids in probe_sequences(prompts(1, 0, 4, 1, 4), tokens=6, room=100)] == [4, 4]
+
+
+@pytest.mark.parametrize("room", [9, 50])
+def test_a_probe_sequence_fits_the_engines_context(room: int) -> None:
+    (ids, *_) = probe_sequences(prompts(500, 500), tokens=64, room=room)
+    assert len(ids) == room - 1  # the engine writes one token after it
+
+
+def test_a_long_prompt_is_cut_to_what_the_probe_needs() -> None:
+    assert [len(ids) for ids in probe_sequences(prompts(500), tokens=64, room=1000)] == [65]
+
+
+def test_few_prompts_make_a_short_probe() -> None:
+    assert [len(ids) for ids in probe_sequences(prompts(3), tokens=64, room=1000)] == [3]

@@ -1,0 +1,204 @@
+"""The order of things in a merge, told by fakes that write down what happens to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.errors import RunError
+from opd.interfaces import TargetSet
+from opd.loop import Parts, Plan, run
+from opd.types import (
+    DomainStats,
+    Prompt,
+    PushReport,
+    Quarantined,
+    Rollout,
+    RolloutBatch,
+    Segment,
+    StepReport,
+)
+
+PROMPTS = [Prompt(id=f"{d}/0", domain=d, token_ids=(1, 2)) for d in ("a", "b")]
+
+
+@dataclass
+class Events:
+    """Every part of a merge in one; each call is one line of `seen`."""
+
+    seen: list[str] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    push_fails_at: int = 0
+
+    def take(self, step: int) -> list[Prompt]:
+        self.seen.append(f"take {step}")
+        return PROMPTS
+
+    def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
+        assert list(prompts) == PROMPTS
+        self.seen.append(f"generate {step} v{policy_version}")
+        rollout = Rollout(
+            sample_id=f"{step:06d}/a/0", step=step, domain="a", policy_version=policy_version, prompt_ids=(1, 2),
+            response_ids=(3, 4, 5), behaviour_logprobs=(0.0,) * 3, segments=(Segment(length=3, trained=True),),
+            truncated=True,
+        )  # fmt: skip
+        return RolloutBatch(rollouts=(rollout,), quarantined=(Quarantined(prompt_id="b/0", domain="b", reason="long"),))
+
+    def score(self, rollouts: Sequence[Rollout]) -> TargetSet:
+        self.seen.append(f"score {rollouts[0].sample_id}")
+        return TargetSet(streams=(rollouts[0].step,), heads={}, rows=1)
+
+    def write(self, step: int, targets: TargetSet) -> Path:
+        assert targets.streams == (step,)
+        self.seen.append(f"log {step}")
+        return Path()
+
+    def prune(self, step: int) -> None:
+        self.seen.append(f"prune {step}")
+
+    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetSet) -> StepReport:
+        assert [r.step for r in rollouts] == [step]
+        assert targets.streams == (step,)
+        self.seen.append(f"train {step}")
+        stats = {"a": DomainStats(tokens=4, kl_sum=2.0, samples=1), "b": DomainStats(tokens=0, kl_sum=0.0)}
+        return StepReport(step=step, loss=0.5, grad_norm=1.5, lr=0.1, logprob_gap=1e-6, domains=stats)
+
+    def push(self, version: int) -> PushReport:
+        self.seen.append(f"push {version}")
+        if self.push_fails_at == version:
+            raise RunError("did not arrive")
+        return PushReport(version=version, gap=2e-6)
+
+    def evaluate(self, domains: Sequence[str] | None = None) -> dict[str, float]:
+        self.seen.append("evaluate")
+        return {"a": 0.5}
+
+    def save(self, step: int, policy_version: int) -> None:
+        self.seen.append(f"save {step} v{policy_version}")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self.seen.append(f"record {record['step']}")
+        self.records.append(dict(record))
+
+    def parts(self) -> Parts:
+        every: Any = self
+        return Parts(
+            prompts=every, engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
+            checkpoints=every, reporter=every,
+        )  # fmt: skip
+
+    def of(self, kind: str) -> list[str]:
+        return [line for line in self.seen if line.split()[0] == kind]
+
+
+def plan(**changes: int) -> Plan:
+    values = {"first_step": 1, "last_step": 4, "policy_version": 0, "checkpoint_every": 100, "evaluate_every": 0}
+    return Plan(**values | changes)
+
+
+def test_the_order_within_a_step() -> None:
+    events = Events()
+    assert run(events.parts(), plan(last_step=1, evaluate_every=1)) == 1
+    assert events.seen == [
+        "take 1",
+        "generate 1 v0",
+        "score 000001/a/0",
+        "log 1",
+        "train 1",
+        "push 1",
+        "evaluate",
+        "record 1",
+        "save 1 v1",
+        "prune 1",
+    ]
+
+
+def test_versions_count_pushes_and_the_engine_writes_with_the_last_one() -> None:
+    events = Events()
+    assert run(events.parts(), plan(first_step=7, last_step=9, policy_version=20)) == 9
+    assert events.of("generate") == ["generate 7 v20", "generate 8 v21", "generate 9 v22"]
+    assert events.of("push") == ["push 21", "push 22", "push 23"]
+    assert [r["policy_version"] for r in events.records] == [21, 22, 23]
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "saved"),
+    [(1, 3, [1, 2, 3]), (2, 5, [2, 4, 5]), (2, 4, [2, 4]), (100, 3, [3])],
+)
+def test_checkpoints_come_every_so_often_and_once_at_the_end(every: int, last: int, saved: list[int]) -> None:
+    events = Events()
+    run(events.parts(), plan(last_step=last, checkpoint_every=every))
+    assert events.of("save") == [f"save {step} v{step}" for step in saved]
+    assert events.of("prune") == [f"prune {step}" for step in saved]
+
+
+def test_a_resumed_run_keeps_the_cadence() -> None:
+    events = Events()
+    run(events.parts(), plan(first_step=4, last_step=7, policy_version=3, checkpoint_every=3, evaluate_every=3))
+    assert events.of("save") == ["save 6 v6", "save 7 v7"]
+    assert [r["step"] for r in events.records if "accuracy" in r] == [6]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4]), (3, [3])])
+def test_evaluations_come_every_so_often(every: int, steps: list[int]) -> None:
+    events = Events()
+    run(events.parts(), plan(evaluate_every=every))
+    assert [r["step"] for r in events.records if "accuracy" in r] == steps
+    assert len(events.of("evaluate")) == len(steps)
+
+
+def stop_after(step: int) -> Callable[[], bool]:
+    calls = iter(range(1, 100))
+    return lambda: next(calls) >= step
+
+
+def test_stop_ends_after_the_step_with_a_checkpoint() -> None:
+    events = Events()
+    assert run(events.parts(), plan(last_step=10), stop_after(3)) == 3
+    assert events.of("take") == ["take 1", "take 2", "take 3"]
+    assert events.seen[-3:] == ["record 3", "save 3 v3", "prune 3"]
+    assert events.of("save") == ["save 3 v3"]
+
+
+def test_nothing_left_to_do() -> None:
+    events = Events()
+    assert run(events.parts(), plan(first_step=5, last_step=4)) == 4
+    assert events.seen == []
+
+
+def test_a_push_that_did_not_arrive_leaves_no_record_and_no_checkpoint() -> None:
+    events = Events(push_fails_at=2)
+    with pytest.raises(RunError, match="did not arrive"):
+        run(events.parts(), plan(checkpoint_every=1))
+    assert events.of("record") == ["record 1"]
+    assert events.of("save") == ["save 1 v1"]
+
+
+def test_the_record_of_a_step() -> None:
+    events = Events()
+    run(events.parts(), plan(last_step=2, evaluate_every=2, checkpoint_every=1))
+    first, second = events.records
+    assert {k: v for k, v in first.items() if k != "phase_s"} == {
+        "step": 1,
+        "loss": 0.5,
+        "domains": {"a": {"loss": 0.5, "tokens": 4, "samples": 1}, "b": {"loss": 0.0, "tokens": 0, "samples": 0}},
+        "response_tokens": 3,
+        "prompt_tokens": 2,
+        "truncated": 1,
+        "quarantined": {"b": 1},
+        "quarantined_prompts": {"b/0": "long"},
+        "skipped": False,
+        "grad_norm": 1.5,
+        "lr": 0.1,
+        "logprob_gap": 1e-6,
+        "policy_version": 1,
+        "probe_gap": 2e-6,
+    }
+    assert set(first["phase_s"]) == {"rollout", "score", "train", "sync"}
+    # A checkpoint is written after its step's record: its time is in the next one.
+    assert set(second["phase_s"]) == {"rollout", "score", "train", "sync", "checkpoint", "evaluate"}
+    assert second["accuracy"] == {"a": 0.5}

@@ -1,0 +1,70 @@
+"""A run's numbers survive a kill and are rewound on a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opd.metrics import MetricsFile, PhaseClock
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "m.jsonl")
+    assert metrics.read() == []
+    records = [{"step": 1, "loss": 0.1 + 0.2, "name": "é\n"}, {"step": 2, "domains": {"a": {"loss": 1e-9}}}]
+    for record in records:
+        metrics.write(record)
+    assert metrics.read() == records
+    assert MetricsFile(tmp_path / "m.jsonl").read() == records
+    assert (tmp_path / "m.jsonl").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_last_line_that_was_cut_is_left_out(cut: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    metrics = MetricsFile(path)
+    metrics.write({"step": 1})
+    metrics.write({"step": 2})
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert metrics.read() == [{"step": 1}]
+
+
+@pytest.mark.parametrize(("step", "left"), [(0, []), (2, [1, 2]), (9, [1, 2, 3])])
+def test_rewind_forgets_later_steps(step: int, left: list[int], tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "m.jsonl")
+    for i in (1, 2, 3):
+        metrics.write({"step": i})
+    metrics.rewind(step)
+    assert [r["step"] for r in metrics.read()] == left
+    metrics.write({"step": step + 1})
+    assert [r["step"] for r in metrics.read()] == [*left, step + 1]
+
+
+def test_after_a_rewind_a_cut_line_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    metrics = MetricsFile(path)
+    metrics.rewind(1)
+    metrics.write({"step": 2})
+    assert metrics.read() == [{"step": 1}, {"step": 2}]
+
+
+def test_rewind_of_a_run_without_records(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "m.jsonl")
+    metrics.rewind(0)
+    assert metrics.read() == []
+
+
+def test_the_clock_adds_up_a_phase_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0, 1, 10, 12.5, 20, 20.25])
+    monkeypatch.setattr("opd.metrics.time.monotonic", lambda: next(ticks))
+    clock = PhaseClock()
+    with clock("rollout"):
+        pass
+    with clock("rollout"):
+        pass
+    with pytest.raises(KeyError), clock("train"):
+        raise KeyError
+    assert clock.take() == {"rollout": 3.5, "train": 0.25}
+    assert clock.take() == {}

@@ -1,0 +1,60 @@
+"""Every row is trained once, and no rank waits long for another."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from opd.train.plan import RowSize, plan_micro_batches
+
+
+def rows(num: int, seed: int = 0, longest: int = 300) -> list[RowSize]:
+    rng = random.Random(seed)
+    return [RowSize(f"s{i:03d}", f"d{rng.randrange(5)}", rng.randint(2, longest)) for i in range(num)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("num", [1, 2, 7, 60, 200])
+@pytest.mark.parametrize("tokens", [64, 1000, 100_000])
+def test_all_rows_once_in_step_and_balanced(num: int, ranks: int, tokens: int) -> None:
+    given = rows(num)
+    plan = plan_micro_batches(given, ranks, tokens)
+    assert len(plan) == ranks
+    assert len({len(parts) for parts in plan}) == 1
+    assert sorted(i for parts in plan for ids in parts for i in ids) == sorted(r.sample_id for r in given)
+    length = {r.sample_id: r.length for r in given}
+    loads = [sum(length[i] for ids in parts for i in ids) for parts in plan]
+    assert max(loads) - min(loads) <= max(length.values())
+
+
+def test_a_ranks_rows_are_ordered_by_domain() -> None:
+    given = rows(200)
+    domain = {r.sample_id: r.domain for r in given}
+    for parts in plan_micro_batches(given, 3, 1000):
+        order = [domain[i] for ids in parts for i in ids]
+        assert order == sorted(order)
+
+
+def test_micro_batches_are_about_as_large_as_asked() -> None:
+    given = rows(200)
+    length = {r.sample_id: r.length for r in given}
+    for parts in plan_micro_batches(given, 2, 2000):
+        assert len(parts) > 3
+        for ids in parts:
+            assert sum(length[i] for i in ids) <= 2000 + max(length.values())
+
+
+def test_without_rows_every_rank_still_runs_once() -> None:
+    assert plan_micro_batches([], 3, 100) == [[[]], [[]], [[]]]
+
+
+def test_more_ranks_than_rows_leave_empty_micro_batches() -> None:
+    plan = plan_micro_batches([RowSize("a", "d", 250)], 2, 100)
+    assert [len(parts) for parts in plan] == [3, 3]
+    assert sorted(i for parts in plan for ids in parts for i in ids) == ["a"]
+
+
+def test_a_plan_does_not_depend_on_the_order_of_the_rows() -> None:
+    given = rows(60)
+    assert plan_micro_batches(given, 3, 500) == plan_micro_batches(given[::-1], 3, 500)

@@ -1,0 +1,207 @@
+"""What preflight makes of inputs that are all right, and the refusals that need no command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experts.registry import Registry
+from opd.config import PipelineConfig, load_pipeline, validate
+from opd.errors import ConfigError, ModelError, OpdError, PromptError
+from pipelines.preflight import check, inspect_student, load_exams, load_tokenizer
+
+
+def config(world: Any) -> PipelineConfig:
+    return load_pipeline(world.write())
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def register(world: Any, **prompts: Path | None) -> Registry:
+    """Both experts in ./registry; the pipeline uses them by name."""
+    registry = Registry(world.root / "registry")
+    for name, domain in (("rev", "reverse"), ("up", "upper")):
+        registry.add(name, world.root / name, domain, prompts.get(name, world.root / f"{domain}.jsonl"))
+    world.data["experts"] = {"use": ["rev", "up"]}
+    return registry
+
+
+def test_inputs_by_domain(world: Any) -> None:
+    inputs = check(config(world))
+    assert list(inputs.teachers) == list(inputs.prompts) == list(inputs.exams) == ["reverse", "upper"]
+    assert {d: (t.name, t.domain, t.model_dir) for d, t in inputs.teachers.items()} == {
+        "reverse": ("rev", "reverse", world.root / "rev"),
+        "upper": ("up", "upper", world.root / "up"),
+    }
+    first = inputs.prompts["upper"][0]
+    assert (first.id, first.domain, first.answer) == ("upper/0", "upper", "aaa")
+    assert inputs.tokenizer.decode(first.token_ids) == "upp aaa="
+    assert inputs.student.vocab_size == 76
+    assert inputs.warnings == ()
+    assert inputs.exams["upper"].verifier == "exact_match"
+
+
+def test_the_order_of_experts_does_not_matter(world: Any) -> None:
+    world.data["experts"] = dict(reversed(world.data["experts"].items()))
+    assert list(check(config(world)).teachers) == ["reverse", "upper"]
+
+
+def test_exams_are_the_first_prompts(world: Any) -> None:
+    world.data["evaluate"] = {"samples": 2}
+    inputs = check(config(world))
+    assert [p.id for p in inputs.exams["reverse"].prompts] == ["reverse/0", "reverse/1"]
+    assert len(inputs.prompts["reverse"]) == 6
+
+
+def test_a_domain_without_an_exam_is_trained_but_not_scored(world: Any) -> None:
+    del world.data["domains"]["upper"]["eval"]
+    inputs = check(config(world))
+    assert list(inputs.exams) == ["reverse"]
+    assert list(inputs.prompts) == ["reverse", "upper"]
+
+
+def test_exams_of_the_named_domains_only(world: Any) -> None:
+    pipeline = config(world)
+    assert list(load_exams(pipeline, load_tokenizer(pipeline.student.model), ["upper"])) == ["upper"]
+
+
+# Experts from the registry
+
+
+@pytest.mark.parametrize("use", ["all", ["rev", "up"], ["up", "rev"]])
+def test_registered_experts(use: Any, world: Any) -> None:
+    register(world)
+    world.data["experts"] = {"use": use}
+    inputs = check(config(world))
+    assert {d: t.name for d, t in inputs.teachers.items()} == {"reverse": "rev", "upper": "up"}
+
+
+def test_prompts_default_to_those_the_expert_was_registered_with(world: Any) -> None:
+    register(world)
+    for domain in world.data["domains"].values():
+        del domain["prompts"]
+    assert len(check(config(world)).prompts["upper"]) == 6
+
+
+def test_the_pipelines_own_registry_comes_before_the_environments(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(world)
+    (world.root / "registry").rename(world.root / "elsewhere")
+    with pytest.raises(OpdError, match="no such expert"):
+        check(config(world))
+    monkeypatch.setenv("OPD_REGISTRY", str(world.root / "elsewhere"))
+    assert len(check(config(world)).experts) == 2
+    monkeypatch.setenv("OPD_REGISTRY", str(world.root / "nowhere"))
+    world.data["registry"] = "elsewhere"
+    assert len(check(config(world)).experts) == 2
+
+
+def test_an_expert_used_twice_is_refused(world: Any) -> None:
+    register(world)
+    world.data["experts"]["use"] = ["rev", "up", "rev"]
+    with pytest.raises(OpdError, match="`rev` twice"):
+        check(config(world))
+
+
+def test_a_registered_expert_whose_weights_changed_is_refused(world: Any) -> None:
+    register(world)
+    file = world.root / "rev" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ModelError) as error:
+        check(config(world))
+    assert "expert rev" in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_registered_experts_leave_no_domain_out(world: Any) -> None:
+    register(world)
+    world.data["experts"]["use"] = ["rev"]
+    with pytest.raises(ConfigError, match=r"domains\.upper\n  found:  no expert .*rev → reverse"):
+        check(config(world))
+
+
+def test_all_of_an_empty_registry(world: Any) -> None:
+    world.data["experts"] = {"use": "all"}
+    with pytest.raises(ConfigError, match="no expert"):
+        check(config(world))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("domain", ["upper", "lower"])
+def test_an_expert_without_a_domain_of_its_own_is_refused(domain: str, world: Any) -> None:
+    world.data["experts"]["third"] = {"model": "up", "domain": domain}
+    with pytest.raises(ConfigError) as error:
+        check(config(world))
+    assert str(error.value).startswith("experts.third.domain\n")
+    assert ("which up has already" if domain == "upper" else "reverse, upper") in str(error.value)
+
+
+def test_a_context_longer_than_the_models_is_refused(world: Any) -> None:
+    world.data["rollout"]["max_model_len"] = 513
+    with pytest.raises(ConfigError, match=r"rollout\.max_model_len\n  found:  513\n  wanted: at most 512"):
+        inspect_student(config(world))
+    world.data["rollout"]["max_model_len"] = 512
+    assert inspect_student(config(world)).context == 512
+
+
+@pytest.mark.parametrize("who", ["base", "up"])
+def test_capped_logits_are_refused(who: str, world: Any) -> None:
+    edit(world.root / who / "config.json", final_logit_softcapping=30.0)
+    with pytest.raises(ModelError, match="final_logit_softcapping") as error:
+        check(config(world))
+    assert str(error.value).startswith("student.model" if who == "base" else "experts.up")
+
+
+def test_another_chat_template_is_a_warning(world: Any) -> None:
+    (world.root / "up" / "chat_template.jinja").write_text("other")
+    (warning,) = check(config(world)).warnings
+    assert "`up`" in warning
+
+
+def test_experts_may_be_wider_and_untied(world: Any, make_model_dir: Any) -> None:
+    shutil.rmtree(world.root / "up")
+    make_model_dir(world.root / "up", seed=5, hidden=96, heads=3, layers=1, tie=False)
+    inputs = check(config(world))
+    assert (inputs.experts["upper"].info.hidden_size, inputs.student.hidden_size) == (96, 64)
+    assert inputs.warnings == ()
+
+
+def test_a_few_prompts_longer_than_the_context_are_left_to_the_run(world: Any) -> None:
+    file = world.root / "upper.jsonl"
+    file.write_text(file.read_text() + json.dumps({"prompt": "a" * 500}) + "\n")
+    inputs = check(config(world))
+    assert max(len(p.token_ids) for p in inputs.prompts["upper"]) == 500
+
+
+def test_a_domain_of_nothing_but_long_prompts_is_refused(world: Any) -> None:
+    (world.root / "upper.jsonl").write_text(json.dumps({"prompt": "a" * 32}) + "\n")
+    with pytest.raises(PromptError, match=r"upper\.jsonl\n.*32 tokens"):
+        check(config(world))
+
+
+def test_preflight_writes_nothing(world: Any) -> None:
+    def tree() -> dict[Path, int]:
+        return {p: p.stat().st_mtime_ns for p in world.root.rglob("*")}
+
+    pipeline = config(world)
+    before = tree()
+    check(pipeline)
+    assert tree() == before
+
+
+def test_an_unknown_verifier_is_refused_with_the_known_ones(world: Any) -> None:
+    world.data["domains"]["upper"]["eval"]["verifier"] = "exact_mach"
+    with pytest.raises(ConfigError) as error:
+        check(validate(PipelineConfig, world.data, "p.yaml"))
+    assert "domains.upper.eval.verifier" in str(error.value)
+    assert "exact_mach" in str(error.value)
+    assert "exact_match" in str(error.value)

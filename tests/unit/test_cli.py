@@ -1,0 +1,512 @@
+"""The command line: a mistake ends with exit code 2, says where, what, what instead and how, and writes nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+import pipelines.merge
+from cli import app
+from experts.registry import Registry
+from opd import __version__
+from opd.config import PipelineConfig
+from opd.errors import RunError
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [
+    ["merge"],
+    ["evaluate"],
+    ["report"],
+    *(["experts", c] for c in ("add", "list", "show", "verify", "remove", "train")),
+    *(["pipelines", c] for c in ("list", "show", "schema")),
+    ["prompts", "make"],
+    ["models", "from-gguf"],
+]
+
+
+def opd(*args: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+@pytest.fixture(autouse=True)
+def no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that gets past the checks must not start Ray."""
+
+    def started(*_: Any) -> dict[str, Any]:
+        raise AssertionError("the run started")
+
+    monkeypatch.setattr(pipelines.merge, "_run", started)
+
+
+def refused(result: Result, *words: str | Path) -> None:
+    """Exit code 2 and a message of four lines, with these words in it."""
+    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
+    assert re.match(r"error: .+\n  found:  .+\n(?s:.*)  wanted: .+\n(?s:.*)  fix:    .+\n", result.stderr), (
+        result.stderr
+    )
+    assert result.stdout == ""
+    for word in words:
+        assert str(word) in result.stderr, result.stderr
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+# Mistakes in what a merge is given
+
+
+def unknown_key(world: Any) -> list[str]:
+    world.data["trainer"]["step"] = 3
+    return ["pipeline.yaml: trainer.step\n", "did you mean `steps`?"]
+
+
+def wrong_type(world: Any) -> list[str]:
+    world.data["trainer"]["steps"] = "many"
+    return ["pipeline.yaml: trainer.steps\n", "found:  'many'"]
+
+
+def too_few_samples(world: Any) -> list[str]:
+    world.data["trainer"]["samples_per_step"] = 1
+    return ["trainer.samples_per_step", "2 domains"]
+
+
+def unknown_verifier(world: Any) -> list[str]:
+    world.data["domains"]["upper"]["eval"]["verifier"] = "regex"
+    return ["domains.upper.eval.verifier", "regex", "exact_match"]
+
+
+def missing_student(world: Any) -> list[str]:
+    shutil.rmtree(world.root / "base")
+    return ["base\n", "no such directory"]
+
+
+def missing_expert(world: Any) -> list[str]:
+    shutil.rmtree(world.root / "up")
+    return ["up\n", "no such directory"]
+
+
+def pickled_weights(world: Any) -> list[str]:
+    (world.root / "up" / "model.safetensors").rename(world.root / "up" / "pytorch_model.bin")
+    return ["up/pytorch_model.bin\n", "only pytorch_model.bin", "safetensors"]
+
+
+def no_weights(world: Any) -> list[str]:
+    (world.root / "base" / "model.safetensors").unlink()
+    return ["base\n", "no weights"]
+
+
+def truncated_weights(world: Any) -> list[str]:
+    file = world.root / "up" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return ["up/model.safetensors\n", "bytes", "truncated"]
+
+
+def damaged_config(world: Any) -> list[str]:
+    (world.root / "up" / "config.json").write_text("{")
+    return ["up/config.json\n"]
+
+
+def custom_code(world: Any) -> list[str]:
+    edit(world.root / "up" / "config.json", auto_map={"AutoModel": "modeling.Evil"})
+    return ["up/config.json: auto_map\n", "modeling.Evil"]
+
+
+def other_vocabulary(world: Any) -> list[str]:
+    edit(
+        world.root / "up" / "tokenizer.json",
+        added_tokens=[*_added(world), {**_added(world)[0], "id": 75, "content": "<extra>"}],
+    )
+    return ["expert `up`", "tokenizer.json", "<extra>"]
+
+
+def smaller_vocabulary(world: Any) -> list[str]:
+    file = world.root / "up" / "tokenizer.json"
+    data = json.loads(file.read_text())
+    (last,) = (t for t, i in data["model"]["vocab"].items() if i == 75)
+    del data["model"]["vocab"][last]
+    file.write_text(json.dumps(data))
+    return ["expert `up`", "tokenizer.json", "75 tokens, the student has 76"]
+
+
+def _added(world: Any) -> list[dict[str, Any]]:
+    return json.loads((world.root / "up" / "tokenizer.json").read_text())["added_tokens"]
+
+
+def other_end(world: Any) -> list[str]:
+    for name in ("config.json", "generation_config.json"):
+        edit(world.root / "up" / name, eos_token_id=1)
+    edit(world.root / "up" / "tokenizer_config.json", eos_token="<bos>")
+    return ["expert `up`", "eos_token_id", "1 ('<bos>')", "2 ('<eos>')"]
+
+
+def domain_without_expert(world: Any) -> list[str]:
+    del world.data["experts"]["up"]
+    return ["domains.upper\n", "no expert", "rev → reverse"]
+
+
+def expert_without_domain(world: Any) -> list[str]:
+    del world.data["domains"]["upper"]
+    return ["experts.up.domain\n", "found:  upper"]
+
+
+def domain_without_prompts(world: Any) -> list[str]:
+    del world.data["domains"]["upper"]["prompts"]
+    return ["domains.upper.prompts\n"]
+
+
+def missing_prompts(world: Any) -> list[str]:
+    (world.root / "upper.jsonl").unlink()
+    return ["upper.jsonl\n", "no such file"]
+
+
+def broken_prompts(world: Any) -> list[str]:
+    (world.root / "upper.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    return ["upper.jsonl:2\n", "column"]
+
+
+def empty_prompts(world: Any) -> list[str]:
+    (world.root / "upper.jsonl").write_text("")
+    return ["upper.jsonl\n", "no prompts"]
+
+
+def broken_exam(world: Any) -> list[str]:
+    world.data["domains"]["upper"]["eval"]["prompts"] = "exam.jsonl"
+    (world.root / "exam.jsonl").write_text('{"question": "a"}\n')
+    return ["exam.jsonl:1\n", "`prompt`"]
+
+
+def long_context(world: Any) -> list[str]:
+    world.data["rollout"]["max_model_len"] = 4096
+    return ["rollout.max_model_len\n", "found:  4096", "at most 512"]
+
+
+def unregistered_expert(world: Any) -> list[str]:
+    Registry(world.root / "registry").add("reverse", world.root / "rev", "reverse")
+    world.data["experts"] = {"use": ["revers"]}
+    return ["'revers'", "did you mean `reverse`?"]
+
+
+def bad_name(world: Any) -> list[str]:
+    world.data["name"] = "../elsewhere"
+    return ["pipeline.yaml: name\n", "'../elsewhere'"]
+
+
+MISTAKES = [
+    unknown_key, wrong_type, too_few_samples, unknown_verifier, missing_student, missing_expert, pickled_weights,
+    no_weights, truncated_weights, damaged_config, custom_code, other_vocabulary, smaller_vocabulary, other_end,
+    domain_without_expert, expert_without_domain, domain_without_prompts, missing_prompts, broken_prompts,
+    empty_prompts, broken_exam, long_context, unregistered_expert, bad_name,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
+def test_a_mistake_is_refused_before_anything_is_written(mistake: Callable[[Any], list[str]], world: Any) -> None:
+    words = mistake(world)
+    pipeline = world.write()
+    before = sorted(world.root.rglob("*"))
+    refused(opd("merge", pipeline.name), *words)
+    refused(opd("merge", pipeline.name, "--run-dir", "here"), *words)
+    assert sorted(world.root.rglob("*")) == before
+
+
+def test_permuted_ids_of_an_equal_size_are_refused(world: Any, make_model_dir: Any) -> None:
+    shutil.rmtree(world.root / "up")
+    make_model_dir(world.root / "up", seed=2, permute_vocab=True)
+    refused(opd("merge", "pipeline.yaml"), "expert `up`", "tokenizer.json", "permuted ids: id 4 is '?'")
+    assert not (world.root / "runs").exists()
+
+
+def test_all_right_gets_as_far_as_the_run(world: Any) -> None:
+    result = opd("merge", "pipeline.yaml")
+    assert isinstance(result.exception, AssertionError)
+    assert "the run started" in str(result.exception)
+    assert sorted(p.name for p in (world.root / "runs").iterdir()) == ["two"]
+    resolved = yaml.safe_load((world.root / "runs" / "two" / "pipeline.yaml").read_text())
+    config = PipelineConfig.model_validate(resolved)
+    assert config.student.model == world.root / "base"
+    assert config.domains["upper"].prompts == world.root / "upper.jsonl"
+    manifest = json.loads((world.root / "runs" / "two" / "manifest.json").read_text())
+    assert set(manifest["experts"]) == {"rev", "up"}
+
+
+@pytest.fixture
+def started(world: Any) -> Path:
+    """The run directory of a merge that was interrupted at once."""
+    opd("merge", "pipeline.yaml")
+    return Path("runs/two")
+
+
+def test_a_run_directory_that_exists_is_refused(started: Path) -> None:
+    before = {p: p.read_bytes() for p in started.rglob("*") if p.is_file()}
+    refused(opd("merge", "pipeline.yaml"), "runs/two\n", "exists", "opd merge --resume runs/two", "--run-dir")
+    assert {p: p.read_bytes() for p in started.rglob("*") if p.is_file()} == before
+
+
+def test_any_directory_that_exists_is_refused(world: Any) -> None:
+    (world.root / "here").mkdir()
+    refused(opd("merge", "pipeline.yaml", "--run-dir", "here"), "here\n", "--resume")
+    assert list((world.root / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_resume_reads_the_runs_own_pipeline(
+    elsewhere: bool, started: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (world.root / "pipeline.yaml").unlink()
+    if elsewhere:
+        monkeypatch.chdir("/")
+    result = opd("merge", "--resume", world.root / started if elsewhere else started)
+    assert "the run started" in str(result.exception), result.output
+
+
+def test_a_resume_of_no_run_is_refused(world: Any) -> None:
+    for path in ("nowhere", "base"):
+        refused(opd("merge", "--resume", path), f"{path}\n", "no pipeline.yaml")
+    assert not (world.root / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "word", "name"),
+    [("upper.jsonl", "prompts", "upper\n"), ("up", "experts", "up\n"), ("base", "student", "model.safetensors\n")],
+)
+def test_a_resume_with_other_inputs_is_refused(
+    what: str, word: str, name: str, started: Path, world: Any, make_model_dir: Any
+) -> None:
+    path = world.root / what
+    if path.is_dir():
+        shutil.rmtree(path)
+        make_model_dir(path, seed=9)
+    else:
+        path.write_text('{"prompt": "other"}\n')
+    refused(opd("merge", "--resume", started), "manifest.json", f"{word} changed since the run began: {name}")
+
+
+def test_a_missing_pipeline_is_refused(world: Any) -> None:
+    refused(opd("merge", "nowhere.yaml"), "nowhere.yaml\n", "no such file", "opd pipelines list")
+    assert not (world.root / "runs").exists()
+
+
+def test_set_reaches_the_run_and_is_checked(world: Any) -> None:
+    refused(opd("merge", "pipeline.yaml", "--set", "trainer.stepz=3"), "trainer.stepz", "did you mean `steps`?")
+    refused(opd("merge", "pipeline.yaml", "--set", "trainer.steps"), "--set trainer.steps", "found:  no key=value")
+    opd("merge", "pipeline.yaml", "--set", "trainer.steps=7", "--set", "name=seven")
+    assert yaml.safe_load(Path("runs/seven/pipeline.yaml").read_text())["trainer"]["steps"] == 7
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["pipeline.yaml", "--resume", "runs/two"],
+        ["--resume", "r", "--set", "a=1"],
+        ["--resume", "r", "--run-dir", "x"],
+    ],
+)
+def test_arguments_that_contradict_each_other(args: list[str], world: Any) -> None:
+    result = opd("merge", *args)
+    assert result.exit_code == 2
+    assert "--resume" in result.stderr
+
+
+# Runs that fail
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (RunError("teacher worker 0: the worker died"), 1, ["failed: teacher worker 0: the worker died"]),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/two/x"), 1, ["No space left on device: runs/two/x"]),
+        (KeyboardInterrupt(), 130, ["Ctrl-C"]),
+        (pipelines.merge.Interrupted(5, Path("runs/two")), 130, ["after step 5", "opd merge --resume runs/two"]),
+    ],
+)
+def test_how_a_run_ends(
+    error: BaseException, code: int, words: list[str], world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(pipelines.merge, "_run", fails)
+    result = opd("merge", "pipeline.yaml")
+    assert result.exit_code == code
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_a_bug_of_ours_keeps_its_traceback(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pipelines.merge, "_run", fails)
+    result = opd("merge", "pipeline.yaml")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+REPORT = {
+    "name": "two",
+    "domains": {"reverse": {"before": 0.25, "after": 0.75, "expert": 1.0, "headroom": 2 / 3}},
+    "mean_headroom": 2 / 3,
+}
+
+
+def test_a_merge_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelines.merge, "_run", lambda *_: REPORT)
+    result = opd("merge", "pipeline.yaml")
+    assert result.exit_code == 0
+    assert re.search(r"reverse +│ +0\.25 +│ +1\.00 +│ +0\.75 +│ +67 %", result.stdout)
+    assert "model: runs/two/model" in result.stdout
+
+
+def test_report_prints_it_again(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(REPORT))
+    result = opd("report", tmp_path)
+    assert result.exit_code == 0
+    assert "67 %" in result.stdout
+    refused(opd("report", tmp_path / "none"), "report.json\n", "--resume")
+
+
+# Experts
+
+
+def add(name: str, *more: str) -> Result:
+    return opd("experts", "add", name, "--model", "rev", "--domain", "reverse", *more)
+
+
+def test_an_expert_is_registered_listed_shown_verified_and_removed(world: Any) -> None:
+    result = add("rev", "--prompts", "reverse.jsonl")
+    assert result.exit_code == 0, result.output
+    assert "registered rev: LlamaForCausalLM" in result.stdout
+    assert json.loads(opd("experts", "list", "--json").stdout)[0]["name"] == "rev"
+    assert "reverse" in opd("experts", "list").stdout
+    assert json.loads(opd("experts", "show", "rev").stdout)["prompts_count"] == 6
+    assert opd("experts", "verify").stdout == "rev: ok\n"
+    (world.root / "reverse.jsonl").write_text('{"prompt": "a"}\n')
+    verified = opd("experts", "verify", "rev")
+    assert verified.exit_code == 1
+    assert "changed prompts" in verified.stdout
+    assert opd("experts", "remove", "rev").exit_code == 0
+    assert json.loads(opd("experts", "list", "--json").stdout) == []
+    assert (world.root / "rev" / "model.safetensors").exists()
+
+
+def test_two_experts_of_one_name_are_refused(world: Any) -> None:
+    assert add("rev").exit_code == 0
+    before = (world.root / "registry" / "rev" / "manifest.json").read_bytes()
+    refused(add("rev", "--prompts", "reverse.jsonl"), "expert `rev`", "taken", "opd experts remove rev")
+    assert (world.root / "registry" / "rev" / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "../rev", "/rev", "a b", ""])
+def test_a_name_that_is_a_path_is_refused(name: str, world: Any) -> None:
+    refused(add(name), "name\n", repr(name))
+    assert not (world.root / "registry").exists()
+
+
+def test_twins_are_a_warning(world: Any) -> None:
+    add("first")
+    result = add("second")
+    assert result.exit_code == 0
+    assert "warning: first has the same weights" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "remove", "verify"])
+def test_an_unknown_expert_is_refused(command: str, world: Any) -> None:
+    add("reverse")
+    refused(opd("experts", command, "revers"), "did you mean `reverse`?")
+
+
+@pytest.mark.parametrize("damage", ["missing", "pickle", "truncated"])
+def test_a_bad_model_is_not_registered(damage: str, world: Any) -> None:
+    file = world.root / "rev" / "model.safetensors"
+    if damage == "missing":
+        shutil.rmtree(world.root / "rev")
+    elif damage == "pickle":
+        file.rename(world.root / "rev" / "pytorch_model.bin")
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    refused(add("rev"), "rev")
+    assert not (world.root / "registry").exists()
+
+
+def test_the_registry_is_where_the_user_says(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPD_REGISTRY", "by-env")
+    assert add("rev").exit_code == 0
+    assert add("rev", "--registry", "by-option").exit_code == 0
+    assert (world.root / "by-env" / "rev" / "manifest.json").exists()
+    assert (world.root / "by-option" / "rev" / "manifest.json").exists()
+    assert not (world.root / "registry").exists()
+
+
+# Pipelines and prompts
+
+
+def test_shipped_pipelines_are_listed_and_can_be_copied(tmp_path: Path) -> None:
+    assert "quickstart" in opd("pipelines", "list").stdout
+    shown = opd("pipelines", "show", "quickstart").stdout
+    assert shown == (ROOT / "pipelines" / "quickstart.yaml").read_text()
+    resolved = yaml.safe_load(opd("pipelines", "show", "quickstart", "--set", "seed=5").stdout)
+    assert PipelineConfig.model_validate(resolved).seed == 5
+    assert resolved["rollout"]["temperature"] == 1.0
+    refused(opd("pipelines", "show", "quickstrat"), "quickstrat\n", "opd pipelines list")
+
+
+def test_the_schema_is_json() -> None:
+    assert json.loads(opd("pipelines", "schema").stdout)["properties"]["trainer"]
+
+
+def test_prompts_are_made_and_read_back(tmp_path: Path) -> None:
+    result = opd("prompts", "make", "letters", "--output", tmp_path, "--train", "5", "--eval", "3")
+    assert result.exit_code == 0, result.output
+    files = sorted(tmp_path.rglob("*.jsonl"))
+    assert {f.name for f in files} == {"train.jsonl", "eval.jsonl"}
+    assert len((files[0]).read_text().splitlines()) == 3
+    assert len((files[1]).read_text().splitlines()) == 5
+
+
+def test_evaluate_refuses_a_domain_without_an_exam(world: Any) -> None:
+    refused(opd("evaluate", "base", "--pipeline", "pipeline.yaml", "--domains", "upper,lower"), "--domains", "lower")
+
+
+def test_evaluate_refuses_a_model_that_is_not_there(world: Any) -> None:
+    refused(opd("evaluate", "nowhere", "--pipeline", "pipeline.yaml"), "nowhere\n")
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
+def test_every_command_has_help(command: list[str]) -> None:
+    result = opd(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+def test_version() -> None:
+    assert opd("--version").stdout == f"{__version__}\n"
+
+
+def test_exit_codes_reach_the_shell(world: Any) -> None:
+    (world.root / "pipeline.yaml").write_text("name: [\n")
+    done = subprocess.run(
+        [sys.executable, ROOT / "cli.py", "merge", "pipeline.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: pipeline.yaml\n")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
