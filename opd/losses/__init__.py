@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from opd.config import (
-    ForwardKLConfig,
-    JSDConfig,
-    ObjectiveConfig,
-    ReverseKLConfig,
-    SampledConfig,
-    SkewConfig,
-    TopKConfig,
-)
+from opd.config import ObjectiveConfig
 from opd.losses.chunked import Objective
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD

@@ -13,6 +13,9 @@ Shapes: N response tokens, C tokens of a chunk, D student width, E a teacher's w
 
 from __future__ import annotations
 
+import functools
+import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -207,6 +210,7 @@ def chunked_objective(
     chunk: int,
     vocab_size: int,
     rule: LogitRule = IDENTITY,
+    compiled: bool = False,
 ) -> tuple[Tensor, TokenStats]:
     """sum_n weight_n f(p_n) as a scalar with gradients for `hidden_N_D` and `head_V_D`, and per-token numbers.
 
@@ -214,16 +218,27 @@ def chunked_objective(
     there, NaN included, has no effect; `token_N` are the sampled ids, `behaviour_N` their log-probs when sampled.
     Both vocabularies are cut to the first `vocab_size` rows: rows beyond the tokenizer are padding and have no
     probability. Computes in float32, in float64 if the student's hidden states are float64.
+    `compiled` fuses the elementwise part with torch.compile; it needs a C++ compiler when it first runs.
+
+    Raises: ValueError if hidden states and head differ in width.
     """
     assert chunk > 0
     assert sum(map(len, teachers)) == len(hidden_N_D) == len(weight_N) == len(token_N)
     _check_widths(hidden_N_D, head_V_D, teachers)
     if behaviour_N is None:
         behaviour_N = torch.zeros_like(weight_N)
-    loss, *stats = _Chunked.apply(
-        hidden_N_D, head_V_D, objective, tuple(teachers), weight_N, token_N, behaviour_N, (chunk, vocab_size, rule)
-    )
+    options = _Options(objective, chunk, vocab_size, rule, compiled)
+    loss, *stats = _Chunked.apply(hidden_N_D, head_V_D, tuple(teachers), weight_N, token_N, behaviour_N, options)
     return loss, TokenStats(*stats)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    objective: Objective
+    chunk: int
+    vocab_size: int
+    rule: LogitRule
+    compiled: bool
 
 
 def _check_widths(hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block]) -> None:
@@ -246,65 +261,37 @@ def _spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block, slice
         start += len(block)
 
 
-def _teacher_chunk(block: Block, part: slice, token_C: Tensor, vocab_size: int, acc: torch.dtype) -> TeacherChunk:
-    if isinstance(block, SampledBlock):
-        return TeacherChunk(None, block.logprob_N[part].to(acc), None)
-    if isinstance(block, TopKBlock):
-        return TeacherChunk(None, None, TopKBlock(block.ids_N_K[part], block.logprob_N_K[part].to(acc)))
-    if isinstance(block, TeacherBlock):
-        logq_C_V = block.logits(part, vocab_size).to(acc).log_softmax(-1)
-    elif isinstance(block, FoldedBlock):
-        raw_C_V = (block.hidden_N_E[part] @ block.head_V_E[:vocab_size].T).to(acc)
-        logq_C_V = raw_C_V - block.lse_N[part, None].to(acc)
-    else:
-        logq_C_V = torch.zeros(part.stop - part.start, vocab_size, dtype=acc, device=token_C.device)
-        for weight, teacher in zip(block.weights, block.teachers, strict=True):
-            logq_C_V += weight * teacher.logits(part, vocab_size).to(acc).log_softmax(-1)
-    return TeacherChunk(logq_C_V, logq_C_V.gather(1, token_C[:, None])[:, 0], None)
-
-
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden_N_D: Tensor,
         head_V_D: Tensor,
-        objective: Objective,
         teachers: tuple[Block, ...],
         weight_N: Tensor,
         token_N: Tensor,
         behaviour_N: Tensor,
-        options: tuple[int, int, LogitRule],
+        options: _Options,
     ) -> tuple[Tensor, ...]:
-        chunk, vocab_size, rule = options
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
-        head_v_D = head_V_D[:vocab_size]
+        head_v_D = head_V_D[: options.vocab_size]
         stats = [torch.full((len(hidden_N_D),), torch.nan, dtype=acc, device=hidden_N_D.device) for _ in range(7)]
         grad_hidden_N_D = torch.zeros_like(hidden_N_D) if ctx.needs_input_grad[0] else None
-        grad_head_V_D = (
-            torch.zeros(head_V_D.shape, dtype=acc, device=head_V_D.device) if ctx.needs_input_grad[1] else None
-        )
-        for block, part, span in _spans(teachers, chunk):
-            h_C_D, token_C, weight_C = hidden_N_D[span], token_N[span], weight_N[span].to(acc)
-            logits_C_V = rule.apply(h_C_D @ head_v_D.T).to(acc)
-            logp_C_V = logits_C_V.log_softmax(-1)
-            logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
-            student = StudentChunk(logp_C_V, token_C, logp_C, behaviour_N[span].to(acc), weight_C)
-            teacher = _teacher_chunk(block, part, token_C, vocab_size, acc)
-            slope = objective(student, teacher)
-            for column, values in zip(stats, _token_stats(student, teacher, slope), strict=True):
-                if values is not None:
-                    column[span] = values.to(acc)
-            if grad_hidden_N_D is None and grad_head_V_D is None:
-                continue
-            inner_C_V = slope.p_slope_C_V - logp_C_V.exp() * slope.p_slope_C_V.sum(-1, keepdim=True)
-            # where, not a product: 0 * NaN is NaN, and a quarantined teacher may say NaN
-            grad_C_V = torch.where(weight_C[:, None] != 0, inner_C_V * weight_C[:, None], 0)
-            grad_C_V = rule.pull_back(grad_C_V, logits_C_V).to(h_C_D.dtype)
+        grad_head_V_D = None
+        if ctx.needs_input_grad[1]:
+            grad_head_V_D = torch.zeros(head_V_D.shape, dtype=acc, device=head_V_D.device)
+        for block, part, span in _spans(teachers, options.chunk):
+            h_C_D = hidden_N_D[span]
+            raw_C_V = h_C_D @ head_v_D.T
+            columns = (token_N[span], behaviour_N[span].to(acc), weight_N[span].to(acc))
+            values, grad_C_V = _chunk(options, raw_C_V, _teacher_inputs(block, part, options.vocab_size), columns)
+            for column, value in zip(stats, values, strict=True):
+                if value is not None:
+                    column[span] = value.to(acc)
             if grad_hidden_N_D is not None:
                 grad_hidden_N_D[span] = grad_C_V @ head_v_D
             if grad_head_V_D is not None:
-                grad_head_V_D[:vocab_size] += grad_C_V.T @ h_C_D
+                grad_head_V_D[: options.vocab_size] += grad_C_V.T @ h_C_D
         ctx.save_for_backward(grad_hidden_N_D, grad_head_V_D)
         ctx.head_dtype = head_V_D.dtype
         ctx.mark_non_differentiable(*stats)
@@ -316,7 +303,107 @@ class _Chunked(torch.autograd.Function):
         grad_hidden_N_D, grad_head_V_D = ctx.saved_tensors
         hidden = None if grad_hidden_N_D is None else grad_hidden_N_D * grad_loss.to(grad_hidden_N_D.dtype)
         head = None if grad_head_V_D is None else (grad_head_V_D * grad_loss).to(ctx.head_dtype)
-        return (hidden, head, *[None] * 6)
+        return (hidden, head, *[None] * 5)
+
+
+Columns = tuple[Tensor, Tensor, Tensor]
+"""token_C, behaviour_C, weight_C."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TeacherInputs:
+    """What is left of a block once its matrix products are done; the rest is elementwise."""
+
+    logits_C_V: Tensor | None = None
+    """One teacher's logits, not normalised yet."""
+    measure_C_V: Tensor | None = None
+    """A mixture's log-measure, ready."""
+    sampled_C: Tensor | None = None
+    topk: TopKBlock | None = None
+
+
+def _teacher_inputs(block: Block, part: slice, vocab_size: int) -> _TeacherInputs:
+    if isinstance(block, SampledBlock):
+        return _TeacherInputs(sampled_C=block.logprob_N[part])
+    if isinstance(block, TopKBlock):
+        return _TeacherInputs(topk=TopKBlock(block.ids_N_K[part], block.logprob_N_K[part]))
+    if isinstance(block, TeacherBlock):
+        return _TeacherInputs(logits_C_V=block.logits(part, vocab_size))
+    if isinstance(block, FoldedBlock):
+        raw_C_V = block.hidden_N_E[part] @ block.head_V_E[:vocab_size].T
+        return _TeacherInputs(measure_C_V=raw_C_V - block.lse_N[part, None])
+    terms = (
+        w * _upcast(t.logits(part, vocab_size)).log_softmax(-1)
+        for w, t in zip(block.weights, block.teachers, strict=True)
+    )
+    return _TeacherInputs(measure_C_V=functools.reduce(torch.add, terms))
+
+
+def _upcast(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _chunk(
+    options: _Options, raw_C_V: Tensor, teacher: _TeacherInputs, columns: Columns
+) -> tuple[tuple[Tensor | None, ...], Tensor]:
+    """Elementwise part of one chunk, compiled if that is wanted and possible."""
+    if not (options.compiled and teacher.logits_C_V is not None and _can_compile()):
+        return _elementwise(options.objective, options.rule, raw_C_V, teacher, columns)
+    # One shape per (chunk, V, dtype): the last chunk is padded, so that it does not compile again.
+    num, pad = len(raw_C_V), options.chunk - len(raw_C_V)
+    padded = _TeacherInputs(logits_C_V=_pad(teacher.logits_C_V, pad))
+    token_C, behaviour_C, weight_C = (_pad(column, pad) for column in columns)
+    values, grad_C_V = _compiled_elementwise()(
+        options.objective, options.rule, _pad(raw_C_V, pad), padded, (token_C, behaviour_C, weight_C)
+    )
+    return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
+
+
+def _pad(values: Tensor, rows: int) -> Tensor:
+    return values if rows == 0 else torch.cat([values, values.new_zeros(rows, *values.shape[1:])])
+
+
+@functools.cache
+def _can_compile() -> bool:
+    found = bool(shutil.which("c++") or shutil.which("g++"))
+    if not found:
+        warnings.warn("objective.compile: no C++ compiler (g++), the loss runs eagerly", stacklevel=2)
+    return found
+
+
+@functools.cache
+def _compiled_elementwise() -> Any:
+    return torch.compile(_elementwise, dynamic=False)
+
+
+def _elementwise(
+    objective: Objective, rule: LogitRule, raw_C_V: Tensor, given: _TeacherInputs, columns: Columns
+) -> tuple[tuple[Tensor | None, ...], Tensor]:
+    """Per-token numbers, and the gradient by the student's raw products in their own type."""
+    token_C, behaviour_C, weight_C = columns
+    logits_C_V = _upcast(rule.apply(raw_C_V))
+    logp_C_V = logits_C_V.log_softmax(-1)
+    logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
+    student = StudentChunk(logp_C_V, token_C, logp_C, behaviour_C, weight_C)
+    teacher = _teacher_chunk(given, token_C, logp_C_V.dtype)
+    slope = objective(student, teacher)
+    inner_C_V = slope.p_slope_C_V - logp_C_V.exp() * slope.p_slope_C_V.sum(-1, keepdim=True)
+    # where, not a product: 0 * NaN is NaN, and what a teacher says on an untrained token must not matter
+    grad_C_V = torch.where(weight_C[:, None] != 0, inner_C_V * weight_C[:, None], 0)
+    return _token_stats(student, teacher, slope), rule.pull_back(grad_C_V, logits_C_V).to(raw_C_V.dtype)
+
+
+def _teacher_chunk(given: _TeacherInputs, token_C: Tensor, acc: torch.dtype) -> TeacherChunk:
+    if given.sampled_C is not None:
+        return TeacherChunk(None, given.sampled_C.to(acc), None)
+    if given.topk is not None:
+        return TeacherChunk(None, None, TopKBlock(given.topk.ids_N_K, given.topk.logprob_N_K.to(acc)))
+    if given.logits_C_V is not None:
+        logq_C_V = given.logits_C_V.to(acc).log_softmax(-1)
+    else:
+        assert given.measure_C_V is not None
+        logq_C_V = given.measure_C_V.to(acc)
+    return TeacherChunk(logq_C_V, logq_C_V.gather(1, token_C[:, None])[:, 0], None)
 
 
 def _token_stats(student: StudentChunk, teacher: TeacherChunk, slope: Slope) -> tuple[Tensor | None, ...]:

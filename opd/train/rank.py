@@ -292,7 +292,9 @@ def _start_engine(options: RankOptions) -> Any:
     if options.gradient_checkpointing:
         lm.gradient_checkpointing_enable()
     objective = build_objective(options.objective)
-    student = Student(lm, objective, chunk=options.objective.chunk, vocab_size=options.vocab_size).train()
+    student = Student(
+        lm, objective, chunk=options.objective.chunk, vocab_size=options.vocab_size, compiled=options.objective.compile
+    ).train()
     optimizer = torch.optim.AdamW(
         _parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas, eps=options.adam_epsilon
     )

@@ -21,13 +21,11 @@ from opd.train.batch import MicroBatch, Packed
 class LossHead(nn.Module):
     """Owns the output head; computes the objective or plain log-probs from hidden states."""
 
-    def __init__(
-        self, weight_V_D: nn.Parameter, objective: Objective, *, chunk: int, vocab_size: int, rule: LogitRule
-    ) -> None:
+    def __init__(self, weight_V_D: nn.Parameter, objective: Objective, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.weight = weight_V_D
         self._objective = objective
-        self._options: dict[str, Any] = {"chunk": chunk, "vocab_size": vocab_size, "rule": rule}
+        self._options = dict(options)
 
     def forward(
         self,
@@ -37,7 +35,7 @@ class LossHead(nn.Module):
         weight_N: Tensor | None,
         token_N: Tensor,
     ) -> Any:
-        if batch is None:
+        if batch is None or weight_N is None:
             return token_logprobs(hidden_N_D, self.weight, token_N, self._options["rule"])
         return chunked_objective(
             self._objective, hidden_N_D, self.weight, blocks, weight_N, token_N, batch.behaviour_N, **self._options
@@ -47,11 +45,11 @@ class LossHead(nn.Module):
 class Student(nn.Module):
     """`lm` is a transformers causal LM; only its body is called, its head lives in `loss_head`."""
 
-    def __init__(self, lm: Any, objective: Objective, *, chunk: int, vocab_size: int) -> None:
+    def __init__(self, lm: Any, objective: Objective, *, chunk: int, vocab_size: int, compiled: bool = False) -> None:
         super().__init__()
         self.lm = lm
-        weight_V_D = lm.get_output_embeddings().weight
-        self.loss_head = LossHead(weight_V_D, objective, chunk=chunk, vocab_size=vocab_size, rule=logit_rule(lm.config))
+        options = {"chunk": chunk, "vocab_size": vocab_size, "rule": logit_rule(lm.config), "compiled": compiled}
+        self.loss_head = LossHead(lm.get_output_embeddings().weight, objective, options)
 
     def forward(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Tensor, TokenStats]:
         """The micro-batch's share of the loss, and per-token numbers."""
