@@ -252,7 +252,7 @@ class TrainerConfig(Strict):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: int = Field(4096, ge=16)
-    """Packed tokens, padding included, that a rank pushes through the model at a time."""
+    """Prompt and response tokens that a rank pushes through the model at a time, give or take one response."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -390,7 +390,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
             wanted="a YAML file or a shipped pipeline",
             fix="`opd pipelines list` names the shipped ones",
         ) from None
-    except (IsADirectoryError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date like 2024-99-99
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date like 2024-99-99
         raise ConfigError.at(
             path, found=str(error), wanted="one YAML mapping", fix="correct the file at that line"
         ) from None

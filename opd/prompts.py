@@ -53,7 +53,7 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
             wanted="a JSONL file of prompts",
             fix="check the path; it is relative to the current directory",
         ) from None
-    except (IsADirectoryError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise PromptError.at(
             path, found=str(error), wanted="a UTF-8 JSONL file of prompts", fix="convert the file to UTF-8"
         ) from None

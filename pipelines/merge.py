@@ -90,49 +90,59 @@ def resume(root: Path) -> dict[str, Any]:
 
 def _run(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> dict[str, Any]:
     began = time.monotonic()
-    checkpoint = checkpoints.latest(paths.checkpoints)
-    done = checkpoint.step if checkpoint else 0
-    with (
-        _locked(paths.root),
-        display(config.trainer.steps, done) as shown,
-        ray_session(config.cluster, num_workers(config)),
-    ):
-        for warning in inputs.warnings:
-            shown.say(f"warning: {warning}")
-        shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
-        parts = build(config, inputs, paths, shown)
-        baseline = _baseline(parts, inputs, paths, config, shown)
+    with _locked(paths.root):
+        checkpoint = checkpoints.latest(paths.checkpoints)
+        done = checkpoint.step if checkpoint else 0
         metrics = MetricsFile(paths.metrics)
         metrics.rewind(done)
         earlier_s = sum(sum(record["phase_s"].values()) for record in metrics.read())
-        if checkpoint:
-            parts.trainer.load(checkpoint.path.absolute())
-            pushed = parts.sync.push(checkpoint.policy_version)
-            shown.say(f"resumed from step {done}, engine and trainer agree to {pushed.gap:.1e} nats")
-        plan = loop.Plan(
-            first_step=done + 1,
-            last_step=config.trainer.steps,
-            policy_version=checkpoint.policy_version if checkpoint else 0,
-            checkpoint_every=config.checkpoint.every,
-            evaluate_every=config.evaluate.every,
-        )
-        with _polite_interrupt(shown) as stop:
-            last = loop.run(parts, plan, stop) if done < config.trainer.steps else done
-        if last < config.trainer.steps:
-            raise Interrupted(last, paths.root)
-        _export(parts, config, inputs, paths)
-        parts.engine.load(paths.model)
-        report = build_report(
-            name=config.name,
-            before=baseline.before,
-            expert=baseline.expert,
-            after=parts.evaluator.evaluate(),
-            records=metrics.read(),
-            wall_s=time.monotonic() - began + earlier_s,
-            versions=_versions(),
-        )
+        with display(config.trainer.steps, done) as shown, ray_session(config.cluster, num_workers(config)):
+            for warning in inputs.warnings:
+                shown.say(f"warning: {warning}")
+            shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
+            parts = build(config, inputs, paths, shown)
+            baseline = _baseline(parts, inputs, paths, config, shown)
+            _train(parts, config, checkpoint, paths, shown)
+            _export(parts, config, inputs, paths)
+            parts.engine.load(paths.model)
+            report = build_report(
+                name=config.name,
+                before=baseline.before,
+                expert=baseline.expert,
+                after=parts.evaluator.evaluate(),
+                records=metrics.read(),
+                wall_s=time.monotonic() - began + earlier_s,
+                versions=_versions(),
+            )
         atomic_write_text(paths.report, json.dumps(report, indent=2))
         return report
+
+
+def _train(
+    parts: loop.Parts,
+    config: PipelineConfig,
+    checkpoint: checkpoints.Checkpoint | None,
+    paths: RunPaths,
+    shown: Display,
+) -> None:
+    """The steps that are left. Raises: Interrupted if Ctrl-C came before the last one."""
+    if checkpoint:
+        parts.trainer.load(checkpoint.path.absolute())
+        pushed = parts.sync.push(checkpoint.policy_version)
+        shown.say(f"resumed from step {checkpoint.step}, engine and trainer agree to {pushed.gap:.1e} nats")
+        if checkpoint.step >= config.trainer.steps:
+            return
+    plan = loop.Plan(
+        first_step=checkpoint.step + 1 if checkpoint else 1,
+        last_step=config.trainer.steps,
+        policy_version=checkpoint.policy_version if checkpoint else 0,
+        checkpoint_every=config.checkpoint.every,
+        evaluate_every=config.evaluate.every,
+    )
+    with _polite_interrupt(shown) as stop:
+        last = loop.run(parts, plan, stop)
+    if last < config.trainer.steps:
+        raise Interrupted(last, paths.root)
 
 
 def _baseline(parts: loop.Parts, inputs: Inputs, paths: RunPaths, config: PipelineConfig, shown: Display) -> Baseline:

@@ -99,8 +99,22 @@ def load_exams(config: PipelineConfig, tokenizer: Any, domains: list[str] | None
         if domain.eval is None or (domains is not None and name not in domains):
             continue
         prompts = load_prompts(domain.eval.prompts, name, tokenizer)[: config.evaluate.samples]
+        if domain.eval.verifier == "reasoning_gym":
+            _refuse_without_entry(domain.eval.prompts, prompts)
         exams[name] = DomainExam(tuple(prompts), domain.eval.verifier)
     return exams
+
+
+def _refuse_without_entry(file: Path, prompts: list[Prompt]) -> None:
+    for prompt in prompts:
+        missing = [key for key in ("task", "entry") if key not in prompt.metadata]
+        if missing:
+            raise PromptError.at(
+                f"{file}: prompt {prompt.id}",
+                found=f"no metadata.{missing[0]}",
+                wanted="reasoning-gym's task name and entry, which its verifier reads",
+                fix="make the file with `opd prompts make reasoning`, or choose another verifier",
+            )
 
 
 def _experts(config: PipelineConfig) -> dict[str, Expert]:

@@ -4,7 +4,7 @@
     sort     srt hxkq=     hkqx        ends     end hxkq=     hq
     upper    upr hxkq=     HXKQ        odd      odd hxkq=     hk
     rotate   rot hxkq=     xkqh        mask     msk haki=     h.k.
-    shift    nxt hxkq=     iylr        compare  cmp 57:312=   <
+    shift    nxt hxkq=     iylr        compare  cmp 57:31=    >
 
 Every character is one token, so lengths in tokens are lengths in characters.
 """
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
 
-WORD_LENGTHS = (3, 5)
+WORD_LENGTHS = (3, 4)
 DRAWS_PER_ROW = 50
 Task = Callable[[random.Random], tuple[str, str]]
 
@@ -96,7 +96,7 @@ def _mask(word: str) -> str:
 
 
 def _compare(rng: random.Random) -> tuple[str, str]:
-    left, right = rng.sample(range(1000), 2)
+    left, right = rng.sample(range(100), 2)
     return f"cmp {left}:{right}=", "<" if left < right else ">"
 
 

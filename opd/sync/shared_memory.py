@@ -70,4 +70,5 @@ def probe_sequences(prompts: Sequence[Prompt], tokens: int, room: int) -> list[t
             break
         if len(prompt.token_ids) > 1:
             chosen.append(prompt.token_ids[: min(room - 1, tokens + 1)])
-    return chosen
+    # Prompts of one token have nothing to score; side by side they do.
+    return chosen or [tuple(t for prompt in prompts for t in prompt.token_ids)[: min(room - 1, tokens + 1)]]
