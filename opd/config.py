@@ -102,7 +102,7 @@ class DomainConfig(Strict):
     """How the domain is measured; without it the domain is trained but not scored."""
     weight: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """Share of each step's samples; `auto` gives every domain the same."""
-    loss_weight: float = Field(1.0, gt=0)
+    loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """How much a token (or response) of this domain counts in the mean that is optimised."""
 
 
@@ -140,7 +140,7 @@ class TeachersConfig(Strict):
 
 
 class _Objective(Strict):
-    chunk: int = Field(512, ge=1)
+    chunk: int = Field(128, ge=1)
     """Response tokens whose logits exist at one time."""
     compile: bool = False
     """Compile the elementwise part with torch.compile; without a C++ compiler it runs eagerly, with one warning."""

@@ -47,9 +47,13 @@ class TransformersScorer:
         return self._model.get_output_embeddings().weight.detach().cpu()
 
     def head_key(self, teacher: Teacher) -> str:
-        """BLAKE3 of the head's bytes, type and logit rule: equal heads have one key."""
+        """BLAKE3 of the head's bytes, type and logit rule: equal heads have one key.
+
+        Raises: RunError if the head is not finite, or if head and rule do not give the model's own logits.
+        """
         if teacher.model_dir not in self._head_keys:
             head = self.head(teacher).contiguous()
+            self._check_head(teacher, head)
             rule = logit_rule(self._model.config)
             digest = blake3(str((head.dtype, tuple(head.shape), rule)).encode())
             digest.update(head.view(torch.uint8).numpy().data)
@@ -61,6 +65,23 @@ class TransformersScorer:
         self._load(teacher)
         return logit_rule(self._model.config)
 
+    @torch.no_grad()
+    def _check_head(self, teacher: Teacher, head_V_D: Tensor) -> None:
+        """Some architectures add a bias to their logits, or scale them in a way of their own; all of this is cheap."""
+        if not bool(torch.isfinite(head_V_D[: self._vocab_size]).all()):
+            raise RunError(f"teacher {teacher.name}: output head is not finite")
+        ids_B_T = torch.arange(min(8, self._vocab_size), device=self._device)[None]
+        wanted_T_V = self._model(input_ids=ids_B_T, use_cache=False).logits[0].float()
+        hidden_T_D = self._model.base_model(input_ids=ids_B_T, use_cache=False).last_hidden_state[0]
+        head_V_D = self._model.get_output_embeddings().weight
+        found_T_V = logit_rule(self._model.config).apply(hidden_T_D @ head_V_D.T).float()
+        worst, size = (found_T_V - wanted_T_V).abs().max(), wanted_T_V.abs().max()
+        if bool(worst > 0.02 * size):  # NaN is not: hidden states that are not finite are judged row by row
+            raise RunError(
+                f"teacher {teacher.name}: {type(self._model).__name__} computes its logits otherwise than by head, "
+                "factor and soft-cap; such a teacher is not supported"
+            )
+
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         """Target rows in batches, shortest rows first.
 
@@ -69,11 +90,16 @@ class TransformersScorer:
         self._load(teacher)
         key = self.head_key(teacher)
         for batch in _batches(rollouts):
-            scored = list(zip(batch, self._hidden(batch), strict=True))
-            for rollout, hidden_R_D in scored:
+            rows = []
+            for rollout, hidden_R_D in zip(batch, self._hidden(batch), strict=True):
                 if not bool(torch.isfinite(hidden_R_D).all()):
+                    # Alone: in a packed row a masked neighbour's NaN still comes through, as 0 * NaN.
+                    (hidden_R_D,) = self._hidden([rollout])
+                if bool(torch.isfinite(hidden_R_D).all()):
+                    rows.append(_row(rollout, teacher, key, self._answer(rollout, hidden_R_D)))
+                else:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: hidden states are not finite"
-            yield [_row(r, teacher, key, self._answer(r, h)) for r, h in scored if r.sample_id not in broken]
+            yield rows
 
     @torch.no_grad()
     def _answer(self, rollout: Rollout, hidden_R_D: Tensor) -> dict[str, Any]:

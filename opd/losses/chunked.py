@@ -141,6 +141,7 @@ class StudentChunk:
     """C tokens as the student sees them; detached."""
 
     logp_C_V: Tensor
+    p_C_V: Tensor
     token_C: Tensor
     """Sampled ids."""
     logp_C: Tensor
@@ -173,8 +174,10 @@ class Slope:
 class Objective(Protocol):
     """One way to measure how far the student is from the teacher."""
 
-    needs: str
-    """`logits`: a teacher's whole distribution; `sampled`: its log-prob of the sampled token; `top_k`."""
+    @property
+    def needs(self) -> str:
+        """`logits`: a teacher's whole distribution; `sampled`: its log-prob of the sampled token; `top_k`."""
+        ...
 
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope: ...
 
@@ -190,6 +193,7 @@ class TokenStats:
     entropy_N: Tensor
     """Student's entropy, nats."""
     teacher_entropy_N: Tensor
+    """Nats; for a mixture that of its normalised product prod_k q_k^w_k."""
     agree_N: Tensor
     """1 where both rank the same token first."""
     teacher_top1_N: Tensor
@@ -302,7 +306,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
         grad_hidden_N_D, grad_head_V_D = ctx.saved_tensors
         hidden = None if grad_hidden_N_D is None else grad_hidden_N_D * grad_loss.to(grad_hidden_N_D.dtype)
-        head = None if grad_head_V_D is None else (grad_head_V_D * grad_loss).to(ctx.head_dtype)
+        # Rounded before it is scaled: a second float32 copy would be the largest tensor of the whole step.
+        head = None if grad_head_V_D is None else grad_head_V_D.to(ctx.head_dtype) * grad_loss.to(ctx.head_dtype)
         return (hidden, head, *[None] * 5)
 
 
@@ -383,14 +388,19 @@ def _elementwise(
     token_C, behaviour_C, weight_C = columns
     logits_C_V = _upcast(rule.apply(raw_C_V))
     logp_C_V = logits_C_V.log_softmax(-1)
+    if rule.softcap is None:
+        logits_C_V = raw_C_V  # only a cap's derivative looks at the logits again
     logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
-    student = StudentChunk(logp_C_V, token_C, logp_C, behaviour_C, weight_C)
+    student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, behaviour_C, weight_C)
     teacher = _teacher_chunk(given, token_C, logp_C_V.dtype)
     slope = objective(student, teacher)
-    inner_C_V = slope.p_slope_C_V - logp_C_V.exp() * slope.p_slope_C_V.sum(-1, keepdim=True)
-    # where, not a product: 0 * NaN is NaN, and what a teacher says on an untrained token must not matter
-    grad_C_V = torch.where(weight_C[:, None] != 0, inner_C_V * weight_C[:, None], 0)
-    return _token_stats(student, teacher, slope), rule.pull_back(grad_C_V, logits_C_V).to(raw_C_V.dtype)
+    stats = _token_stats(student, teacher, slope, given.measure_C_V is not None)
+    # In place from here on: [chunk, V] temporaries are what the loss costs in memory.
+    grad_C_V = slope.p_slope_C_V
+    grad_C_V.addcmul_(student.p_C_V, grad_C_V.sum(-1, keepdim=True), value=-1.0).mul_(weight_C[:, None])
+    # filled, not multiplied: 0 * NaN is NaN, and what a teacher says on an untrained token must not matter
+    grad_C_V.masked_fill_((weight_C == 0)[:, None], 0.0)
+    return stats, rule.pull_back(grad_C_V, logits_C_V).to(raw_C_V.dtype)
 
 
 def _teacher_chunk(given: _TeacherInputs, token_C: Tensor, acc: torch.dtype) -> TeacherChunk:
@@ -406,14 +416,17 @@ def _teacher_chunk(given: _TeacherInputs, token_C: Tensor, acc: torch.dtype) -> 
     return TeacherChunk(logq_C_V, logq_C_V.gather(1, token_C[:, None])[:, 0], None)
 
 
-def _token_stats(student: StudentChunk, teacher: TeacherChunk, slope: Slope) -> tuple[Tensor | None, ...]:
+def _token_stats(
+    student: StudentChunk, teacher: TeacherChunk, slope: Slope, mixture: bool
+) -> tuple[Tensor | None, ...]:
     """In the order of `TokenStats`."""
-    entropy_C = -(student.logp_C_V.exp() * student.logp_C_V).sum(-1)
+    entropy_C = torch.special.entr(student.p_C_V).sum(-1)
     first_C = None
     teacher_entropy_C = None
     if teacher.logq_C_V is not None:
         first_C = teacher.logq_C_V.argmax(-1)
-        teacher_entropy_C = -(teacher.logq_C_V.exp() * teacher.logq_C_V).sum(-1)
+        logq_C_V = teacher.logq_C_V.log_softmax(-1) if mixture else teacher.logq_C_V
+        teacher_entropy_C = torch.special.entr(logq_C_V.exp()).sum(-1)
     elif teacher.topk is not None:
         first_C = teacher.topk.ids_N_K.gather(1, teacher.topk.logprob_N_K.argmax(-1, keepdim=True))[:, 0]
     return (

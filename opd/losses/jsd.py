@@ -31,6 +31,6 @@ class JSD:
         assert teacher.logq_C_V is not None
         logp_C_V, logq_C_V = student.logp_C_V, teacher.logq_C_V
         logm_C_V = torch.logaddexp(logq_C_V + math.log(self.beta), logp_C_V + math.log1p(-self.beta))
-        p_slope_C_V = (1 - self.beta) * logp_C_V.exp() * (logp_C_V - logm_C_V)
+        p_slope_C_V = (1 - self.beta) * student.p_C_V * (logp_C_V - logm_C_V)
         value_C = self.beta * (logq_C_V.exp() * (logq_C_V - logm_C_V)).sum(-1) + p_slope_C_V.sum(-1)
         return Slope(value_C, p_slope_C_V)

@@ -28,5 +28,5 @@ class Skew:
         assert teacher.logq_C_V is not None
         logp_C_V = student.logp_C_V
         logm_C_V = torch.logaddexp(teacher.logq_C_V + math.log1p(-self.alpha), logp_C_V + math.log(self.alpha))
-        p_C_V, ratio_C_V = logp_C_V.exp(), logp_C_V - logm_C_V
+        p_C_V, ratio_C_V = student.p_C_V, logp_C_V - logm_C_V
         return Slope((p_C_V * ratio_C_V).sum(-1), p_C_V * (ratio_C_V - self.alpha * ratio_C_V.exp()))

@@ -19,8 +19,9 @@ import torch
 
 from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
 
-TINY = 1e-12
-"""Smallest tail mass: a float32 sum of K probabilities can reach 1."""
+TINY = 1e-6
+"""Smallest tail mass: below it, 1 minus a float32 sum of K probabilities is rounding noise, and may be negative. A
+teacher's tail taken as heavier than it is can only lower the value, so that it stays a lower bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,6 @@ class TopK:
             return Slope(inside_C - mass_p_C + mass_q_C, p_slope_C_V)
         tail_p_C, tail_q_C = (1 - mass_p_C).clamp(min=TINY), (1 - mass_q_C).clamp(min=TINY)
         tail_ratio_C = tail_p_C.log() - tail_q_C.log()
-        p_slope_C_V = logp_C_V.exp() * tail_ratio_C[:, None]
+        p_slope_C_V = student.p_C_V * tail_ratio_C[:, None]
         p_slope_C_V.scatter_(1, ids_C_K, p_C_K * ratio_C_K)
         return Slope(inside_C + tail_p_C * tail_ratio_C, p_slope_C_V)

@@ -22,6 +22,7 @@ class Head:
 
 def logit_rule(config: Any) -> LogitRule:
     """What a transformers config says about its logits: Gemma's cap, Cohere's factor, Granite's divisor."""
+    config = config.get_text_config(decoder=True)  # of a model that also sees or hears, the part that writes
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return LogitRule(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 

@@ -150,6 +150,7 @@ def _check_schema(schema: pa.Schema) -> tuple[str, str]:
 
 def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int, payload: str) -> Iterator[TargetRow]:
     num_rows = num_batches = 0
+    widths: set[int] = set()
     end: dict[str, str] | None = None
     while True:
         try:
@@ -161,7 +162,7 @@ def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int, payload: str) 
             break
         batch.validate(full=True)
         for row in _rows_of(batch):
-            _check_lengths(row, itemsize, payload)
+            _check_lengths(row, itemsize, payload, widths)
             yield row
         num_rows += batch.num_rows
         num_batches += 1
@@ -187,7 +188,8 @@ def _rows_of(batch: pa.RecordBatch) -> Iterator[TargetRow]:
         )
 
 
-def _check_lengths(row: TargetRow, itemsize: int, payload: str) -> None:
+def _check_lengths(row: TargetRow, itemsize: int, payload: str, widths: set[int]) -> None:
+    """`widths` collects the K of top-k rows: a stream has one."""
     num = len(row.response_ids)
     width = {
         "hidden_states": len(row.hidden),
@@ -197,8 +199,11 @@ def _check_lengths(row: TargetRow, itemsize: int, payload: str) -> None:
     fits = {
         "hidden_states": width["hidden_states"] == num * row.hidden_size * itemsize,
         "sampled_logprobs": width["sampled_logprobs"] == num,
-        "top_k": len(row.topk_ids) == len(row.topk_logprobs) and (num == 0 or len(row.topk_ids) % num == 0),
+        "top_k": len(row.topk_ids) == len(row.topk_logprobs) and (num == 0) == (len(row.topk_ids) == 0),
     }
+    if payload == "top_k" and num and fits["top_k"]:
+        widths.add(len(row.topk_ids) // num)
+        fits["top_k"] = len(row.topk_ids) % num == 0 and len(widths) == 1
     if not (num == len(row.loss_mask) == len(row.behaviour_logprobs) and fits[payload]):
         raise StreamError(
             f"target stream: row {row.sample_id}: {num} response tokens, {len(row.loss_mask)} mask values, "

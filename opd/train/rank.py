@@ -262,11 +262,9 @@ def _select(work: RankWork, arrays: Sequence[np.ndarray]) -> _Stream:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a (possibly nested) record; a no-op on the CPU."""
+    """Move every tensor of a (possibly nested) record; tensors that are there already are not copied."""
     import dataclasses
 
-    if device.type == "cpu":
-        return batch
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, tuple):
