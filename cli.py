@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -38,6 +39,8 @@ RegistryOption = Annotated[
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. trainer.steps=10.")
 ]
+
+REPORT_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -141,7 +144,12 @@ def evaluate(
 
 @app.command()
 @fails_clearly
-def report(run_dir: Annotated[Path, typer.Argument(help="Run directory of a finished merge.")]) -> None:
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory of a finished merge.")],
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="As a Markdown table, to paste into a document.")
+    ] = False,
+) -> None:
     """Print the table of a finished merge again."""
     from opd.errors import RunDirError
 
@@ -153,7 +161,14 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run directory of a fini
             wanted="the report of a finished merge",
             fix=f"finish it with `opd merge --resume {run_dir}`",
         )
-    _print_report(json.loads(file.read_text()))
+    found = json.loads(file.read_text())
+    if markdown:
+        from opd.report import table_rows
+
+        rows = [REPORT_COLUMNS, ("---", *["---:"] * 4), *table_rows(found)]
+        typer.echo("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    else:
+        _print_report(found)
 
 
 @experts_app.command("add")
@@ -230,6 +245,8 @@ def experts_train(
     from experts.spec import find_spec, load_spec
 
     loaded = load_spec(find_spec(spec), overrides)
+    # Read when torch loads its OpenMP: spinning threads slow down 10-fold as soon as anything else wants a core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from experts.train import train_experts
 
     for path in train_experts(loaded, lambda line: typer.echo(line, err=True)):
@@ -318,9 +335,7 @@ def _registry(root: Path | None) -> Any:
 def _print_report(report: dict[str, Any]) -> None:
     from opd.report import table_rows
 
-    _print_table(
-        report["name"], ("domain", "student before", "expert", "merged", "headroom recovered"), table_rows(report)
-    )
+    _print_table(report["name"], REPORT_COLUMNS, table_rows(report))
 
 
 def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

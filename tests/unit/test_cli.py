@@ -374,6 +374,7 @@ def test_report_prints_it_again(tmp_path: Path) -> None:
     result = opd("report", tmp_path)
     assert result.exit_code == 0
     assert "67 %" in result.stdout
+    assert "| reverse | 0.25 | 1.00 | 0.75 | 67 % |" in opd("report", tmp_path, "--markdown").stdout.splitlines()
     refused(opd("report", tmp_path / "none"), "report.json\n", "--resume")
 
 
