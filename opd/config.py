@@ -75,15 +75,15 @@ class RegisteredExperts(Strict):
 
 def _experts_kind(value: Any) -> str:
     return (
-        "registered"
+        "~registered"
         if isinstance(value, RegisteredExperts) or (isinstance(value, Mapping) and "use" in value)
-        else "inline"
+        else "~inline"
     )
 
 
 ExpertsConfig = Annotated[
-    Annotated[RegisteredExperts, Tag("registered")]
-    | Annotated[dict[Name, ExpertConfig], Field(min_length=1), Tag("inline")],
+    Annotated[RegisteredExperts, Tag("~registered")]
+    | Annotated[dict[Name, ExpertConfig], Field(min_length=1), Tag("~inline")],
     Discriminator(_experts_kind),
 ]
 
@@ -102,6 +102,8 @@ class DomainConfig(Strict):
     """How the domain is measured; without it the domain is trained but not scored."""
     weight: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """Share of each step's samples; `auto` gives every domain the same."""
+    loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """How much a token (or response) of this domain counts in the mean that is optimised."""
 
 
 class RolloutConfig(Strict):
@@ -128,17 +130,96 @@ class RolloutConfig(Strict):
 class TeachersConfig(Strict):
     workers: int = Field(1, ge=1)
     """Scoring workers; each teacher's rows of a step go to one of them."""
-    payload: Literal["hidden_states"] = "hidden_states"
-    """What is sent per response token: the last hidden state after the final norm."""
+    payload: Literal["hidden_states", "sampled_logprobs", "top_k"] = "hidden_states"
+    """What is sent per response token: the last hidden state after the final norm, from which any objective but `top_k`
+    can be computed; the sampled token's log-prob; or the likeliest tokens' log-probs (`objective.k` of them)."""
+    max_quarantined: float = Field(0.001, ge=0, le=1)
+    """Share of a step's responses that may be left out because a teacher's states are not finite, before the run stops."""
     dtype: DType = "float32"
     """Teachers compute in it, and hidden states and heads are sent in it."""
 
 
-class ReverseKLConfig(Strict):
+class _Objective(Strict):
+    chunk: int = Field(128, ge=1)
+    """Response tokens whose logits exist at one time."""
+    compile: bool = False
+    """Compile the elementwise part with torch.compile; without a C++ compiler it runs eagerly, with one warning."""
+    normalize: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over the trained tokens of the whole step, or over its responses, each counted once however long."""
+
+
+class ReverseKLConfig(_Objective):
     kind: Literal["reverse_kl"] = "reverse_kl"
     """Exact KL(student || teacher) over the whole vocabulary."""
-    chunk: int = Field(512, ge=1)
-    """Response tokens whose logits exist at one time."""
+
+
+class ForwardKLConfig(_Objective):
+    kind: Literal["forward_kl"]
+    """Exact KL(teacher || student) over the whole vocabulary."""
+
+
+class JSDConfig(_Objective):
+    kind: Literal["jsd"]
+    """Generalised Jensen-Shannon divergence over the whole vocabulary."""
+    beta: float = Field(0.5, ge=0, le=1)
+    """Weight of the teacher in the mixture; 0 means forward, 1 reverse KL."""
+
+
+class SkewConfig(_Objective):
+    kind: Literal["skew"]
+    """Reverse KL against the teacher with a little of the student mixed in."""
+    alpha: float = Field(0.1, gt=0, lt=1)
+    """Share of the student in the mixture."""
+
+
+class SampledConfig(_Objective):
+    kind: Literal["sampled"]
+    """Policy gradient from the log-prob of the sampled token alone (k1)."""
+    ratio_clip: float | None = Field(None, gt=0)
+    """Upper bound of the importance weight p / mu; default: none."""
+    advantage_clip: float | None = Field(None, gt=0)
+    """Bound of |log q - log p|, nats; default: none."""
+    baseline: Literal["none", "leave_one_out"] = "none"
+    """Subtracted from the advantage to lower its variance."""
+
+
+class TopKConfig(_Objective):
+    kind: Literal["top_k"]
+    """Reverse KL on the teacher's likeliest tokens, the rest accounted for."""
+    k: int = Field(64, ge=1)
+    """Tokens the teacher sends for each position."""
+    tail: Literal["bucket", "unnormalised"] = "bucket"
+    """One bucket for all other tokens, or the generalised KL that needs none."""
+
+
+def _objective_kind(value: Any) -> str:
+    kind = value.get("kind", "reverse_kl") if isinstance(value, Mapping) else getattr(value, "kind", "reverse_kl")
+    return f"~{kind}"
+
+
+ObjectiveConfig = Annotated[
+    Annotated[ReverseKLConfig, Tag("~reverse_kl")]
+    | Annotated[ForwardKLConfig, Tag("~forward_kl")]
+    | Annotated[JSDConfig, Tag("~jsd")]
+    | Annotated[SkewConfig, Tag("~skew")]
+    | Annotated[SampledConfig, Tag("~sampled")]
+    | Annotated[TopKConfig, Tag("~top_k")],
+    Discriminator(
+        _objective_kind,
+        custom_error_type="objective_kind",
+        custom_error_message="`kind` is one of: reverse_kl, forward_kl, jsd, skew, sampled, top_k",
+    ),
+]
+
+PAYLOADS_FOR = {
+    "reverse_kl": ("hidden_states",),
+    "forward_kl": ("hidden_states",),
+    "jsd": ("hidden_states",),
+    "skew": ("hidden_states",),
+    "sampled": ("sampled_logprobs", "hidden_states"),
+    "top_k": ("top_k",),
+}
+"""Payloads that hold what an objective needs; the first is the cheapest."""
 
 
 class TrainerConfig(Strict):
@@ -238,7 +319,7 @@ class PipelineConfig(Strict):
     """On which prompts; each domain has exactly one expert."""
     rollout: RolloutConfig = RolloutConfig()
     teachers: TeachersConfig = TeachersConfig()
-    objective: ReverseKLConfig = ReverseKLConfig()
+    objective: ObjectiveConfig = ReverseKLConfig()
     trainer: TrainerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     sync: SyncConfig = SyncConfig()
@@ -247,12 +328,32 @@ class PipelineConfig(Strict):
     cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
+    def _payload_holds_what_the_objective_needs(self) -> PipelineConfig:
+        wanted = PAYLOADS_FOR[self.objective.kind]
+        if self.teachers.payload not in wanted:
+            raise PydanticCustomError(
+                "payload",
+                "objective.kind {kind} needs teachers.payload {wanted}",
+                {
+                    "kind": self.objective.kind,
+                    "wanted": " or ".join(wanted),
+                    "where": "objective.kind",
+                    "found": f"{self.objective.kind} with teachers.payload {self.teachers.payload}",
+                },
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_domain_in_every_step(self) -> PipelineConfig:
         if self.trainer.samples_per_step < len(self.domains):
             raise PydanticCustomError(
                 "too_few_samples",
                 "at least one sample for each of the {domains} domains; raise trainer.samples_per_step",
-                {"domains": len(self.domains), "found": self.trainer.samples_per_step},
+                {
+                    "domains": len(self.domains),
+                    "found": self.trainer.samples_per_step,
+                    "where": "trainer.samples_per_step",
+                },
             )
         return self
 
@@ -353,9 +454,11 @@ def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineCon
 
 
 def _explain(error: ErrorDetails, source: object) -> ConfigError:
-    # Tags of our unions are not keys that the user wrote.
-    keys = [str(k) for k in error["loc"] if k not in ("registered", "inline", "[key]")]
+    # Tags of our unions (~) are not keys that the user wrote.
+    keys = [str(k) for k in error["loc"] if not str(k).startswith("~") and k != "[key]"]
     context = error.get("ctx", {})
+    if "where" in context:
+        keys = [context["where"]]
     if error["type"] == "unknown_key":
         where = ".".join([*keys, context["key"]])
         message = ConfigError.at(

@@ -18,6 +18,10 @@ class TargetSet:
     """One handle per scoring worker to an Arrow IPC stream (see `opd.stream.schema`)."""
     heads: Mapping[str, Any]
     """Content hash of an output head -> handle to the head matrix [V, D], for every head the rows name."""
+    head_rules: Mapping[str, Any]
+    """Content hash of an output head -> its `LogitRule`."""
+    quarantined: Mapping[str, str]
+    """Sample id -> why its teacher's scores cannot be used; such a sample has no row."""
     rows: int
     """Rows over all streams; the reader checks it against the end-of-step records."""
 

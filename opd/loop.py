@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 from opd.interfaces import (
@@ -27,12 +28,13 @@ from opd.interfaces import (
     Reporter,
     RolloutEngine,
     TargetLog,
+    TargetSet,
     TeacherPool,
     Trainer,
     WeightSync,
 )
 from opd.metrics import PhaseClock
-from opd.types import PushReport, RolloutBatch, StepReport
+from opd.types import DomainStats, PushReport, RolloutBatch, StepReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +76,9 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         with clock("score"):
             targets = parts.teachers.score(batch.rollouts)
             parts.log.write(step, targets)
+        scored = [r for r in batch.rollouts if r.sample_id not in targets.quarantined]
         with clock("train"):
-            trained = parts.trainer.train_step(step, batch.rollouts, targets)
+            trained = parts.trainer.train_step(step, scored, targets)
         with clock("sync"):
             version += 1
             pushed = parts.sync.push(version)
@@ -84,7 +87,7 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         if plan.evaluate_every and step % plan.evaluate_every == 0:
             with clock("evaluate"):
                 accuracy = parts.evaluator.evaluate()
-        parts.reporter.step(_record(batch, trained, pushed, accuracy, clock.take()))
+        parts.reporter.step(_record(batch, targets, trained, pushed, accuracy, clock.take()))
         leaving = stop() or step == plan.last_step
         # After the record: a kill in between resumes from the checkpoint before, and that rewinds the records.
         if leaving or step % plan.checkpoint_every == 0:
@@ -97,21 +100,25 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
 
 
 def _record(
-    batch: RolloutBatch, trained: StepReport, pushed: PushReport, accuracy: dict[str, float], phase_s: dict[str, float]
+    batch: RolloutBatch,
+    targets: TargetSet,
+    trained: StepReport,
+    pushed: PushReport,
+    accuracy: dict[str, float],
+    phase_s: dict[str, float],
 ) -> dict[str, Any]:
     """One line of metrics.jsonl."""
+    domain_of = {r.sample_id: r.domain for r in batch.rollouts}
+    left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
     return {
         "step": trained.step,
         "loss": trained.loss,
-        "domains": {
-            name: {"loss": stats.kl_sum / max(1, stats.tokens), "tokens": stats.tokens, "samples": stats.samples}
-            for name, stats in trained.domains.items()
-        },
+        "domains": {name: _domain_record(stats) for name, stats in trained.domains.items()},
         "response_tokens": sum(len(r.response_ids) for r in batch.rollouts),
         "prompt_tokens": sum(len(r.prompt_ids) for r in batch.rollouts),
         "truncated": sum(r.truncated for r in batch.rollouts),
-        "quarantined": dict(Counter(q.domain for q in batch.quarantined)),
-        "quarantined_prompts": {q.prompt_id: q.reason for q in batch.quarantined},
+        "quarantined": dict(left_out),
+        "quarantined_reasons": {**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
         "skipped": trained.skipped,
         "grad_norm": trained.grad_norm,
         "lr": trained.lr,
@@ -121,3 +128,17 @@ def _record(
         "phase_s": phase_s,
         **({"accuracy": accuracy} if accuracy else {}),
     }
+
+
+def _domain_record(stats: DomainStats) -> dict[str, Any]:
+    """Means over the domain's trained tokens; what the teachers' payload does not tell is left out."""
+    means = {
+        "loss": stats.kl_sum,
+        "student_entropy": stats.entropy_sum,
+        "teacher_entropy": stats.teacher_entropy_sum,
+        "argmax_agreement": stats.agree_sum,
+        "teacher_top1": stats.teacher_top1_sum,
+        "clip_rate": stats.clipped_sum,
+    }
+    known = {name: total / max(1, stats.tokens) for name, total in means.items() if not isnan(total)}
+    return {**known, "tokens": stats.tokens, "samples": stats.samples}

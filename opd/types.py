@@ -7,7 +7,7 @@ Nothing in this file imports torch, so the command line stays light.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +111,28 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainStats:
-    """Sums over one domain's trained tokens in one step; means are taken by whoever reports."""
+    """Sums over one domain's trained tokens in one step; NaN where the teachers' payload does not tell."""
 
     tokens: int
     """Response tokens that carried loss."""
+    samples: int
+    """Responses they belong to."""
     kl_sum: float
-    """Sum over those tokens of KL(student || teacher), nats."""
-    samples: int = 0
-    """Responses that carried loss."""
+    """The objective's value, nats: KL(student || teacher) for `reverse_kl`."""
+    gap_sum: float
+    """|trainer - engine| log-prob of the sampled token, nats."""
+    entropy_sum: float
+    """Student's entropy, nats."""
+    teacher_entropy_sum: float
+    agree_sum: float
+    """Tokens where student and teacher rank the same token first."""
+    teacher_top1_sum: float
+    """Tokens where the sampled token is the teacher's first."""
+    clipped_sum: float
+    """Tokens where the objective clipped."""
+
+    def __add__(self, other: DomainStats) -> DomainStats:
+        return DomainStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +141,7 @@ class StepReport:
 
     step: int
     loss: float
-    """The optimised scalar: mean reverse KL per trained token over the global batch, nats."""
+    """The optimised scalar: the objective's (weighted) mean over the global batch, nats."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float

@@ -56,7 +56,6 @@ def check(config: PipelineConfig) -> Inputs:
     warnings: list[str] = []
     for name, expert in by_name.items():
         warnings += check_fits(student, expert.info, name)
-        _refuse_softcapping(expert.info, f"experts.{name}")
     by_domain = _by_domain(config, by_name)
     tokenizer = load_tokenizer(config.student.model)
     files = {d: _prompts_file(d, c, by_domain[d]) for d, c in config.domains.items()}
@@ -76,7 +75,6 @@ def check(config: PipelineConfig) -> Inputs:
 def inspect_student(config: PipelineConfig) -> ModelInfo:
     """The student's facts. Raises: ModelError, ConfigError if the rollout context is longer than the model's."""
     student = inspect_model(config.student.model)
-    _refuse_softcapping(student, "student.model")
     if student.context is not None and config.rollout.max_model_len > student.context:
         raise ConfigError.at(
             "rollout.max_model_len",
@@ -213,14 +211,4 @@ def _refuse_all_too_long(file: Path, prompts: list[Prompt], room: int) -> None:
             found=f"no prompt shorter than {shortest} tokens",
             wanted=f"prompts below rollout.max_model_len = {room}",
             fix="raise rollout.max_model_len or shorten the prompts",
-        )
-
-
-def _refuse_softcapping(info: ModelInfo, where: str) -> None:
-    if info.final_logit_softcapping is not None:
-        raise ModelError.at(
-            where,
-            found=f"{info.architecture} caps its logits (final_logit_softcapping)",
-            wanted="a model whose logits are its head times its hidden state",
-            fix="not supported yet; choose another model",
         )

@@ -16,6 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from opd.errors import RunError
+from opd.losses.chunked import LogitRule
+from opd.stream.heads import logit_rule
 from opd.stream.schema import TargetRow
 from opd.train.batch import pack_sequences, predict_positions
 from opd.types import Rollout, Teacher
@@ -27,8 +29,12 @@ SCORE_TOKENS = 4096
 class TransformersScorer:
     """Holds one teacher at a time."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, payload: str, top_k: int, vocab_size: int) -> None:
+        """`top_k` matters to the payload of that name; `vocab_size` cuts a head's padding rows off."""
         self._dtype = getattr(torch, dtype)
+        self._payload = payload
+        self._top_k = top_k
+        self._vocab_size = vocab_size
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._skeletons: dict[str, Any] = {}
         self._loaded: Teacher | None = None
@@ -41,24 +47,75 @@ class TransformersScorer:
         return self._model.get_output_embeddings().weight.detach().cpu()
 
     def head_key(self, teacher: Teacher) -> str:
-        """BLAKE3 of the head's bytes and type: equal heads have one key."""
+        """BLAKE3 of the head's bytes, type and logit rule: equal heads have one key.
+
+        Raises: RunError if the head is not finite, or if head and rule do not give the model's own logits.
+        """
         if teacher.model_dir not in self._head_keys:
             head = self.head(teacher).contiguous()
-            digest = blake3(str((head.dtype, tuple(head.shape))).encode())
+            self._check_head(teacher, head)
+            rule = logit_rule(self._model.config)
+            digest = blake3(str((head.dtype, tuple(head.shape), rule)).encode())
             digest.update(head.view(torch.uint8).numpy().data)
             self._head_keys[teacher.model_dir] = digest.hexdigest()
         return self._head_keys[teacher.model_dir]
 
-    def score(self, teacher: Teacher, rollouts: Sequence[Rollout]) -> Iterator[list[TargetRow]]:
-        """Target rows in batches, shortest rows first. Raises: RunError if the teacher's hidden states are not finite."""
+    def head_rule(self, teacher: Teacher) -> LogitRule:
+        """What the teacher's architecture does to its logits."""
+        self._load(teacher)
+        return logit_rule(self._model.config)
+
+    @torch.no_grad()
+    def _check_head(self, teacher: Teacher, head_V_D: Tensor) -> None:
+        """Some architectures add a bias to their logits, or scale them in a way of their own; all of this is cheap."""
+        if not bool(torch.isfinite(head_V_D[: self._vocab_size]).all()):
+            raise RunError(f"teacher {teacher.name}: output head is not finite")
+        ids_B_T = torch.arange(min(8, self._vocab_size), device=self._device)[None]
+        wanted_T_V = self._model(input_ids=ids_B_T, use_cache=False).logits[0].float()
+        hidden_T_D = self._model.base_model(input_ids=ids_B_T, use_cache=False).last_hidden_state[0]
+        head_V_D = self._model.get_output_embeddings().weight
+        found_T_V = logit_rule(self._model.config).apply(hidden_T_D @ head_V_D.T).float()
+        worst, size = (found_T_V - wanted_T_V).abs().max(), wanted_T_V.abs().max()
+        if bool(worst > 0.02 * size):  # NaN is not: hidden states that are not finite are judged row by row
+            raise RunError(
+                f"teacher {teacher.name}: {type(self._model).__name__} computes its logits otherwise than by head, "
+                "factor and soft-cap; such a teacher is not supported"
+            )
+
+    def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
+        """Target rows in batches, shortest rows first.
+
+        A response whose hidden states are not finite gets no row but an entry in `broken`: sample id -> reason.
+        """
         self._load(teacher)
         key = self.head_key(teacher)
         for batch in _batches(rollouts):
-            hidden_parts = self._hidden(batch)
-            for rollout, hidden_R_D in zip(batch, hidden_parts, strict=True):
+            rows = []
+            for rollout, hidden_R_D in zip(batch, self._hidden(batch), strict=True):
                 if not bool(torch.isfinite(hidden_R_D).all()):
-                    raise RunError(f"teacher {teacher.name}: hidden states of {rollout.sample_id} are not finite")
-            yield [_row(r, teacher, key, h) for r, h in zip(batch, hidden_parts, strict=True)]
+                    # Alone: in a packed row a masked neighbour's NaN still comes through, as 0 * NaN.
+                    (hidden_R_D,) = self._hidden([rollout])
+                if bool(torch.isfinite(hidden_R_D).all()):
+                    rows.append(_row(rollout, teacher, key, self._answer(rollout, hidden_R_D)))
+                else:
+                    broken[rollout.sample_id] = f"teacher {teacher.name}: hidden states are not finite"
+            yield rows
+
+    @torch.no_grad()
+    def _answer(self, rollout: Rollout, hidden_R_D: Tensor) -> dict[str, Any]:
+        """The payload columns of one row."""
+        if self._payload == "hidden_states":
+            raw = hidden_R_D.contiguous().view(torch.uint8).numpy().tobytes()
+            return {"hidden_size": hidden_R_D.shape[1], "hidden": raw}
+        head_V_D = self._model.get_output_embeddings().weight[: self._vocab_size]
+        logits_R_V = logit_rule(self._model.config).apply(hidden_R_D.to(self._device) @ head_V_D.T)
+        logq_R_V = logits_R_V.float().log_softmax(-1).cpu()
+        if self._payload == "sampled_logprobs":
+            token_R = torch.tensor(rollout.response_ids)
+            return {"hidden_size": 0, "teacher_logprobs": logq_R_V.gather(1, token_R[:, None])[:, 0].tolist()}
+        top = logq_R_V.topk(min(self._top_k, logq_R_V.shape[1]), dim=-1)
+        ids, logprobs = top.indices.flatten().tolist(), top.values.flatten().tolist()
+        return {"hidden_size": 0, "topk_ids": ids, "topk_logprobs": logprobs}
 
     @torch.no_grad()
     def _hidden(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
@@ -125,7 +182,7 @@ def _batches(rollouts: Sequence[Rollout]) -> Iterator[list[Rollout]]:
         yield batch
 
 
-def _row(rollout: Rollout, teacher: Teacher, head_key: str, hidden_R_D: Tensor) -> TargetRow:
+def _row(rollout: Rollout, teacher: Teacher, head_key: str, answer: dict[str, Any]) -> TargetRow:
     return TargetRow(
         sample_id=rollout.sample_id,
         step=rollout.step,
@@ -137,6 +194,5 @@ def _row(rollout: Rollout, teacher: Teacher, head_key: str, hidden_R_D: Tensor) 
         loss_mask=rollout.loss_mask,
         behaviour_logprobs=rollout.behaviour_logprobs,
         head=head_key,
-        hidden_size=hidden_R_D.shape[1],
-        hidden=hidden_R_D.contiguous().view(torch.uint8).numpy().tobytes(),
+        **answer,
     )

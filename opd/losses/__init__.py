@@ -1,5 +1,27 @@
-"""Objectives: pure tensor functions behind one dictionary."""
+"""Objectives: one small file each, behind one dictionary from `objective.kind` to what computes it."""
 
-from opd.losses.reverse_kl import reverse_kl
+from __future__ import annotations
 
-OBJECTIVES = {"reverse_kl": reverse_kl}
+from opd.config import ObjectiveConfig
+from opd.losses.chunked import Objective
+from opd.losses.forward_kl import ForwardKL
+from opd.losses.jsd import JSD
+from opd.losses.reverse_kl import ReverseKL
+from opd.losses.sampled import Sampled
+from opd.losses.skew import Skew
+from opd.losses.top_k import TopK
+
+OBJECTIVES: dict[str, type] = {
+    "reverse_kl": ReverseKL,
+    "forward_kl": ForwardKL,
+    "jsd": JSD,
+    "skew": Skew,
+    "sampled": Sampled,
+    "top_k": TopK,
+}
+
+
+def build_objective(config: ObjectiveConfig) -> Objective:
+    """The objective with the options that are its own: everything but `kind` and how it is computed."""
+    options = config.model_dump(exclude={"kind", "chunk", "compile", "normalize"})
+    return OBJECTIVES[config.kind](**options)

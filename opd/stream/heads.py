@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from opd.losses.chunked import LogitRule
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """An output head and what its architecture does to the logits."""
+
+    weight_V_D: Tensor
+    rule: LogitRule
+
+
+def logit_rule(config: Any) -> LogitRule:
+    """What a transformers config says about its logits: Gemma's cap, Cohere's factor, Granite's divisor."""
+    config = config.get_text_config(decoder=True)  # of a model that also sees or hears, the part that writes
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return LogitRule(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 
 def head_tensor(raw: np.ndarray) -> Tensor:

@@ -16,6 +16,7 @@ from opd.errors import RunError
 
 VERSION = "1"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+PAYLOADS = ("hidden_states", "sampled_logprobs", "top_k")
 
 FIELDS = pa.schema(
     [
@@ -31,6 +32,9 @@ FIELDS = pa.schema(
         pa.field("head", pa.string(), nullable=False),
         pa.field("hidden_size", pa.int32(), nullable=False),
         pa.field("hidden", pa.large_binary(), nullable=False),
+        pa.field("teacher_logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("topk_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("topk_logprobs", pa.list_(pa.float32()), nullable=False),
     ]
 )
 
@@ -65,23 +69,30 @@ class TargetRow:
     """BLAKE3 of the teacher's output head; the matrix itself travels once, apart from the rows."""
     hidden_size: int
     """D"""
-    hidden: memoryview | bytes
+    hidden: memoryview | bytes = b""
     """[R, D] little-endian, in the stream's dtype: the teacher's last hidden state after the final norm, at the
-    position that predicts response token r (one before it)."""
+    position that predicts response token r (one before it). Empty under other payloads."""
+    teacher_logprobs: Sequence[float] = ()
+    """[R] teacher's log-prob of each response token; payload `sampled_logprobs`."""
+    topk_ids: Sequence[int] = ()
+    """[R, K] the teacher's likeliest tokens, row after row; payload `top_k`."""
+    topk_logprobs: Sequence[float] = ()
+    """[R, K] their log-probs under the whole distribution."""
 
 
-def stream_schema(dtype: str) -> pa.Schema:
+def stream_schema(dtype: str, payload: str) -> pa.Schema:
     """The schema with this stream's metadata; `dtype` is that of the hidden states."""
     assert dtype in DTYPE_BYTES, dtype
+    assert payload in PAYLOADS, payload
     return FIELDS.with_metadata(
-        {"opd.version": VERSION, "opd.payload": "hidden_states", "opd.norm": "after", "opd.dtype": dtype}
+        {"opd.version": VERSION, "opd.payload": payload, "opd.norm": "after", "opd.dtype": dtype}
     )
 
 
-def write_stream(batches: Iterable[Sequence[TargetRow]], dtype: str) -> pa.Buffer:
+def write_stream(batches: Iterable[Sequence[TargetRow]], dtype: str, payload: str = "hidden_states") -> pa.Buffer:
     """Encode batches of rows, and the end-of-step record, as one Arrow IPC stream."""
     sink = pa.BufferOutputStream()
-    schema = stream_schema(dtype)
+    schema = stream_schema(dtype, payload)
     num_rows = num_batches = 0
     with pa.ipc.new_stream(sink, schema) as writer:
         for rows in batches:
@@ -101,6 +112,7 @@ class Stream:
     """A stream that was read to its end-of-step record."""
 
     dtype: str
+    payload: str
     rows: tuple[TargetRow, ...]
 
 
@@ -111,14 +123,14 @@ def read_stream(source: pa.Buffer | bytes | memoryview) -> Stream:
     """
     try:
         with pa.ipc.open_stream(source) as reader:
-            dtype = _check_schema(reader.schema)
-            rows = tuple(_read_rows(reader, DTYPE_BYTES[dtype]))
+            dtype, payload = _check_schema(reader.schema)
+            rows = tuple(_read_rows(reader, DTYPE_BYTES[dtype], payload))
     except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: text that is not UTF-8
         raise StreamError(f"target stream: not a whole Arrow stream: {error}") from None
-    return Stream(dtype, rows)
+    return Stream(dtype, payload, rows)
 
 
-def _check_schema(schema: pa.Schema) -> str:
+def _check_schema(schema: pa.Schema) -> tuple[str, str]:
     metadata = {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
     version = metadata.get("opd.version")
     if version != VERSION:
@@ -130,11 +142,15 @@ def _check_schema(schema: pa.Schema) -> str:
     dtype = metadata.get("opd.dtype", "")
     if dtype not in DTYPE_BYTES:
         raise StreamError(f"target stream: dtype {dtype!r}, wanted one of {', '.join(DTYPE_BYTES)}")
-    return dtype
+    payload = metadata.get("opd.payload", "")
+    if payload not in PAYLOADS:
+        raise StreamError(f"target stream: payload {payload!r}, wanted one of {', '.join(PAYLOADS)}")
+    return dtype, payload
 
 
-def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int) -> Iterator[TargetRow]:
+def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int, payload: str) -> Iterator[TargetRow]:
     num_rows = num_batches = 0
+    widths: set[int] = set()
     end: dict[str, str] | None = None
     while True:
         try:
@@ -146,7 +162,7 @@ def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int) -> Iterator[Ta
             break
         batch.validate(full=True)
         for row in _rows_of(batch):
-            _check_lengths(row, itemsize)
+            _check_lengths(row, itemsize, payload, widths)
             yield row
         num_rows += batch.num_rows
         num_batches += 1
@@ -172,13 +188,25 @@ def _rows_of(batch: pa.RecordBatch) -> Iterator[TargetRow]:
         )
 
 
-def _check_lengths(row: TargetRow, itemsize: int) -> None:
+def _check_lengths(row: TargetRow, itemsize: int, payload: str, widths: set[int]) -> None:
+    """`widths` collects the K of top-k rows: a stream has one."""
     num = len(row.response_ids)
-    if (
-        not (num == len(row.loss_mask) == len(row.behaviour_logprobs))
-        or len(row.hidden) != num * row.hidden_size * itemsize
-    ):
+    width = {
+        "hidden_states": len(row.hidden),
+        "sampled_logprobs": len(row.teacher_logprobs),
+        "top_k": len(row.topk_ids),
+    }
+    fits = {
+        "hidden_states": width["hidden_states"] == num * row.hidden_size * itemsize,
+        "sampled_logprobs": width["sampled_logprobs"] == num,
+        "top_k": len(row.topk_ids) == len(row.topk_logprobs) and (num == 0) == (len(row.topk_ids) == 0),
+    }
+    if payload == "top_k" and num and fits["top_k"]:
+        widths.add(len(row.topk_ids) // num)
+        fits["top_k"] = len(row.topk_ids) % num == 0 and len(widths) == 1
+    if not (num == len(row.loss_mask) == len(row.behaviour_logprobs) and fits[payload]):
         raise StreamError(
             f"target stream: row {row.sample_id}: {num} response tokens, {len(row.loss_mask)} mask values, "
-            f"{len(row.behaviour_logprobs)} log-probs, {len(row.hidden)} bytes of hidden states of width {row.hidden_size}"
+            f"{len(row.behaviour_logprobs)} log-probs, payload {payload} of {width[payload]} "
+            f"(hidden width {row.hidden_size})"
         )

@@ -5,13 +5,15 @@ Shapes: B packed rows, T columns, N response tokens of the micro-batch in row or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from opd.losses.chunked import Block, SampledBlock, TeacherBlock, TopKBlock
 from opd.packing import pack
+from opd.stream.heads import Head
 from opd.stream.schema import TargetRow
 
 
@@ -26,12 +28,40 @@ class Packed:
     """Flat index (row * T + column) of each sequence's first token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRun:
+@dataclass(frozen=True, slots=True)
+class HiddenRun:
     """Consecutive response tokens scored by teachers that share one output head."""
 
     head: str
     hidden_N_D: Tensor
+
+    def block(self, heads: Mapping[str, Head]) -> Block:
+        head = heads[self.head]
+        return TeacherBlock(self.hidden_N_D, head.weight_V_D, head.rule)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRun:
+    """Consecutive response tokens with the teacher's log-prob of each."""
+
+    logprob_N: Tensor
+
+    def block(self, heads: Mapping[str, Head]) -> Block:
+        return SampledBlock(self.logprob_N)
+
+
+@dataclass(frozen=True, slots=True)
+class TopKRun:
+    """Consecutive response tokens with the teacher's K likeliest tokens at each."""
+
+    ids_N_K: Tensor
+    logprob_N_K: Tensor
+
+    def block(self, heads: Mapping[str, Head]) -> Block:
+        return TopKBlock(self.ids_N_K, self.logprob_N_K)
+
+
+Run = HiddenRun | SampledRun | TopKRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +77,7 @@ class MicroBatch:
     """True where the token is trained."""
     behaviour_N: Tensor
     """Log-prob under the rollout engine."""
-    runs: tuple[HeadRun, ...]
+    runs: tuple[Run, ...]
     row_lengths: tuple[int, ...]
     """Response tokens of each row, in the order of `domains`."""
     domains: tuple[str, ...]
@@ -73,7 +103,7 @@ def predict_positions(packed: Packed, spans: Sequence[tuple[int, int]]) -> Tenso
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
 
 
-def micro_batch(rows: Sequence[TargetRow], dtype: torch.dtype) -> MicroBatch:
+def micro_batch(rows: Sequence[TargetRow], payload: str, dtype: torch.dtype) -> MicroBatch:
     """Tensors for these rows, which the caller ordered by teacher; `dtype` is that of the stream's hidden states.
 
     Without rows it is one padding token and no response token: a rank with nothing to do still has to run in step.
@@ -88,18 +118,30 @@ def micro_batch(rows: Sequence[TargetRow], dtype: torch.dtype) -> MicroBatch:
         token_N=torch.tensor([t for r in rows for t in r.response_ids], dtype=torch.long),
         mask_N=torch.tensor([m for r in rows for m in r.loss_mask], dtype=torch.bool),
         behaviour_N=torch.tensor([x for r in rows for x in r.behaviour_logprobs], dtype=torch.float32),
-        runs=_head_runs(rows, dtype),
+        runs=_runs(rows, payload, dtype),
         row_lengths=tuple(len(r.response_ids) for r in rows),
         domains=tuple(r.domain for r in rows),
     )
 
 
-def _head_runs(rows: Sequence[TargetRow], dtype: torch.dtype) -> tuple[HeadRun, ...]:
+def _runs(rows: Sequence[TargetRow], payload: str, dtype: torch.dtype) -> tuple[Run, ...]:
+    if not rows:
+        return ()
+    if payload == "sampled_logprobs":
+        return (SampledRun(torch.tensor([x for r in rows for x in r.teacher_logprobs], dtype=torch.float32)),)
+    if payload == "top_k":
+        width = max(len(r.topk_ids) // max(1, len(r.response_ids)) for r in rows)
+        ids_N_K = torch.tensor([x for r in rows for x in r.topk_ids], dtype=torch.long).view(-1, width)
+        logprobs = torch.tensor([x for r in rows for x in r.topk_logprobs], dtype=torch.float32)
+        return (TopKRun(ids_N_K, logprobs.view(-1, width)),)
+    return _hidden_runs(rows, dtype)
+
+
+def _hidden_runs(rows: Sequence[TargetRow], dtype: torch.dtype) -> tuple[HiddenRun, ...]:
     runs: list[tuple[str, list[Tensor]]] = []
     for row in rows:
         if not runs or runs[-1][0] != row.head:
             runs.append((row.head, []))
         # bytearray copies: the stream's buffer is read-only shared memory, which torch does not accept silently.
-        hidden_R_D = torch.frombuffer(bytearray(row.hidden), dtype=dtype).view(-1, row.hidden_size)
-        runs[-1][1].append(hidden_R_D)
-    return tuple(HeadRun(head=head, hidden_N_D=torch.cat(parts)) for head, parts in runs)
+        runs[-1][1].append(torch.frombuffer(bytearray(row.hidden), dtype=dtype).view(-1, row.hidden_size))
+    return tuple(HiddenRun(head, torch.cat(parts)) for head, parts in runs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from opd.interfaces import TargetSet
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import learning_rate
+from opd.train.totals import row_weights
 from opd.types import DomainStats, Rollout, StepReport
 
 
@@ -20,6 +21,8 @@ class DeepSpeedTrainer:
 
     def __init__(self, config: PipelineConfig, vocab_size: int) -> None:
         self._config = config.trainer
+        self._normalize = config.objective.normalize
+        self._domain_weights = {name: domain.loss_weight for name, domain in config.domains.items()}
         self._timeout_s = config.cluster.phase_timeout_s
         options = _rank_options(config, vocab_size)
         env = cluster.worker_env(config.trainer.ranks)
@@ -46,25 +49,24 @@ class DeepSpeedTrainer:
     def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetSet) -> StepReport:
         """One optimiser step over all rows; skipped, and said so, if no token is trained."""
         lr = learning_rate(step, self._config)
-        total_tokens = sum(sum(r.loss_mask) for r in rollouts)
-        if not total_tokens:
+        weights = row_weights(rollouts, self._normalize, self._domain_weights)
+        if not weights:
             return StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
         sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
         plan = plan_micro_batches(sizes, len(self._ranks), self._config.micro_batch_tokens)
+        arrays = [*targets.heads.values(), *targets.streams]
         works = [
             RankWork(
                 step=step,
                 lr=lr,
                 micro_batches=tuple(map(tuple, part)),
-                total_tokens=total_tokens,
+                weights={i: weights[i] for ids in part for i in ids},
                 total_rows=len(rollouts),
             )
             for part in plan
         ]
-        results = self._call(
-            "train_step", [[work, tuple(targets.heads), *targets.heads.values(), *targets.streams] for work in works]
-        )
-        return _report(step, lr, total_tokens, results)
+        rules = {key: targets.head_rules[key] for key in targets.heads}
+        return _report(step, lr, self._call("train_step", [[work, rules, *arrays] for work in works]))
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._call("logprobs", [[token_ids]] * len(self._ranks))[0]
@@ -88,8 +90,7 @@ def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         model_dir=config.student.model.absolute(),
         dtype=trainer.dtype,
         world_size=trainer.ranks,
-        objective=config.objective.kind,
-        chunk=config.objective.chunk,
+        objective=config.objective,
         vocab_size=vocab_size,
         adam_betas=(trainer.adam_beta1, trainer.adam_beta2),
         adam_epsilon=trainer.adam_epsilon,
@@ -100,22 +101,16 @@ def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
     )
 
 
-def _report(step: int, lr: float, total_tokens: int, results: Sequence[RankResult]) -> StepReport:
+def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
+    domains: dict[str, DomainStats] = {}
+    for name, stats in (item for result in results for item in result.domains.items()):
+        domains[name] = domains[name] + stats if name in domains else stats
+    tokens = sum(stats.tokens for stats in domains.values())
     return StepReport(
         step=step,
-        loss=sum(r.loss_sum for r in results),
+        loss=sum(r.loss for r in results),
         grad_norm=results[0].grad_norm,
         lr=lr,
-        logprob_gap=sum(r.gap_sum for r in results) / total_tokens,
-        domains=_merge_domains([r.domains for r in results]),
+        logprob_gap=sum(stats.gap_sum for stats in domains.values()) / tokens,
+        domains=dict(sorted(domains.items())),
     )
-
-
-def _merge_domains(parts: Sequence[Mapping[str, tuple[int, float, int]]]) -> dict[str, DomainStats]:
-    names = sorted({name for part in parts for name in part})
-    sums = {
-        name: [sum(column) for column in zip(*(p[name] for p in parts if name in p), strict=True)] for name in names
-    }
-    return {
-        name: DomainStats(tokens=int(t), kl_sum=float(kl), samples=int(rows)) for name, (t, kl, rows) in sums.items()
-    }

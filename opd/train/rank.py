@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -18,12 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.config import ObjectiveConfig
 from opd.errors import RunError
-from opd.losses import OBJECTIVES
-from opd.stream.heads import head_tensor
+from opd.losses import build_objective
+from opd.losses.chunked import LogitRule
+from opd.stream.heads import Head, head_tensor
 from opd.stream.schema import TargetRow, read_stream
-from opd.train.batch import MicroBatch, micro_batch, pack_sequences, predict_positions
+from opd.train.batch import HiddenRun, micro_batch, pack_sequences, predict_positions
 from opd.train.student import Student
+from opd.train.totals import Totals, token_weights
+from opd.types import DomainStats
 
 STATE_FILE = "trainer.safetensors"
 STATE_META = "trainer.json"
@@ -38,8 +41,7 @@ class RankOptions:
     model_dir: Path
     dtype: str
     world_size: int
-    objective: str
-    chunk: int
+    objective: ObjectiveConfig
     vocab_size: int
     """Ids that the tokenizer knows; rows of a head beyond them are padding."""
     adam_betas: tuple[float, float]
@@ -58,8 +60,8 @@ class RankWork:
     lr: float
     micro_batches: tuple[tuple[str, ...], ...]
     """Sample ids of each micro-batch; every rank has the same number of them."""
-    total_tokens: int
-    """Trained tokens over all ranks: the loss is their mean."""
+    weights: Mapping[str, float]
+    """Sample id -> weight of each of its trained tokens in the loss; over all ranks they make it a mean."""
     total_rows: int
     """Rows over all streams of the step; fewer means that something was lost."""
 
@@ -68,13 +70,10 @@ class RankWork:
 class RankResult:
     """Sums over one rank's rows."""
 
-    loss_sum: float
-    """Sum of KL over trained tokens divided by `total_tokens`."""
+    loss: float
+    """This rank's share of the optimised mean."""
     grad_norm: float
-    gap_sum: float
-    """Sum of |trainer - engine| log-prob over trained tokens."""
-    domains: dict[str, tuple[int, float, int]]
-    """Domain -> (trained tokens, KL sum, rows)."""
+    domains: dict[str, DomainStats]
 
 
 class TrainerRank:
@@ -84,7 +83,7 @@ class TrainerRank:
         self._options = options
         self._rank = rank
         self._dtype = getattr(torch, options.dtype)
-        self._heads: OrderedDict[str, Tensor] = OrderedDict()
+        self._heads: OrderedDict[str, Head] = OrderedDict()
 
     def meeting_point(self, loopback: bool) -> tuple[str, int]:
         """An address of this machine and a free port; rank 0's is where all ranks meet."""
@@ -105,35 +104,35 @@ class TrainerRank:
         self._engine = _start_engine(self._options)
         self._device = self._engine.device
 
-    def train_step(self, work: RankWork, head_keys: Sequence[str], *arrays: np.ndarray) -> RankResult:
+    def train_step(self, work: RankWork, head_rules: Mapping[str, LogitRule], *arrays: np.ndarray) -> RankResult:
         """Accumulate gradients over the micro-batches, then step once. Raises: RunError on a non-finite gradient.
 
-        `arrays` are the heads named by `head_keys`, then the streams: arguments of their own, because that is what Ray
+        `arrays` are the heads that `head_rules` names, in its order, then the streams: arguments of their own, because that is what Ray
         hands over as views into shared memory.
         """
-        heads = dict(zip(head_keys, arrays[: len(head_keys)], strict=True))
-        rows, dtype = _select(work, arrays[len(head_keys) :])
+        raw_heads = dict(zip(head_rules, arrays[: len(head_rules)], strict=True))
+        stream = _select(work, arrays[len(head_rules) :])
         for group in self._engine.optimizer.param_groups:
             group["lr"] = work.lr
-        totals = _Totals()
+        totals = Totals()
         for index, ids in enumerate(work.micro_batches):
-            batch = micro_batch([rows[i] for i in ids], dtype)
-            loss_heads = {run.head: self._head(run.head, heads) for run in batch.runs}
-            # DeepSpeed averages gradients over ranks; the objective is a mean over the global batch.
-            weight_N = batch.mask_N.float() * (self._options.world_size / work.total_tokens)
+            rows = [stream.rows[i] for i in ids]
+            batch = micro_batch(rows, stream.payload, stream.dtype)
+            heads = {r.head: self._head(r.head, raw_heads, head_rules) for r in batch.runs if isinstance(r, HiddenRun)}
+            # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
+            weight_N = token_weights(batch, [work.weights[i] for i in ids])
             self._engine.set_gradient_accumulation_boundary(index == len(work.micro_batches) - 1)
-            loss, stats = self._engine(_to(batch, self._device), loss_heads, weight_N.to(self._device))
+            scaled_N = (weight_N * self._options.world_size).to(self._device)
+            loss, stats = self._engine(_to(batch, self._device), heads, scaled_N)
             self._engine.backward(loss)
-            totals.add(batch, stats.kl_N.cpu(), stats.logprob_N.cpu())
+            totals.add(batch, weight_N, _to(stats, torch.device("cpu")))
         self._engine.step()
         grad_norm = float(self._engine.get_global_grad_norm())
         if not math.isfinite(grad_norm):
             raise RunError(
-                f"step {work.step}: gradient norm {grad_norm}: a teacher's hidden states or the student's weights are not finite"
+                f"step {work.step}: gradient norm {grad_norm}: the student's weights or the learning rate broke"
             )
-        return RankResult(
-            loss_sum=totals.kl / work.total_tokens, grad_norm=grad_norm, gap_sum=totals.gap, domains=totals.domains
-        )
+        return RankResult(loss=totals.loss, grad_norm=grad_norm, domains=totals.domains)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, from the current weights."""
@@ -143,7 +142,7 @@ class TrainerRank:
         with torch.no_grad():
             student = self._engine.module
             hidden_N_D = student.hidden(_to(packed, self._device))[predict_N]
-            logprob_N = student.loss_head(hidden_N_D, token_N.to(self._device), None, None)
+            logprob_N = student.loss_head(hidden_N_D, None, (), None, token_N.to(self._device))
         return [part.tolist() for part in logprob_N.cpu().split([len(s) - 1 for s in sequences])]
 
     def export(self, path: Path) -> None:
@@ -225,40 +224,30 @@ class TrainerRank:
                 **{kind: torch.zeros_like(flat) for kind in MOMENTS},
             }
 
-    def _head(self, key: str, heads: Mapping[str, np.ndarray]) -> Tensor:
-        """The head as a tensor on this device, kept while the least recently used ones make room."""
+    def _head(self, key: str, raw: Mapping[str, np.ndarray], rules: Mapping[str, LogitRule]) -> Head:
+        """The head on this device, in the type it was sent, kept while the least recently used ones make room."""
         if key not in self._heads:
-            self._heads[key] = head_tensor(heads[key]).to(self._device)
-            while len(self._heads) > 1 and sum(h.nbytes for h in self._heads.values()) > HEAD_CACHE_BYTES:
+            self._heads[key] = Head(head_tensor(raw[key]).to(self._device), rules[key])
+            while len(self._heads) > 1 and sum(h.weight_V_D.nbytes for h in self._heads.values()) > HEAD_CACHE_BYTES:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
         return self._heads[key]
 
 
-class _Totals:
-    """Sums over a rank's micro-batches."""
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """This rank's rows of a step."""
 
-    def __init__(self) -> None:
-        self.kl = 0.0
-        self.gap = 0.0
-        self.domains: dict[str, tuple[int, float, int]] = {}
-
-    def add(self, batch: MicroBatch, kl_N: Tensor, logprob_N: Tensor) -> None:
-        mask_N = batch.mask_N
-        self.gap += float((logprob_N - batch.behaviour_N).abs()[mask_N].sum())
-        lengths = list(batch.row_lengths)
-        for domain, kl_R, mask_R in zip(batch.domains, kl_N.split(lengths), mask_N.split(lengths), strict=True):
-            kl = float(kl_R[mask_R].sum())
-            tokens, kl_sum, rows = self.domains.get(domain, (0, 0.0, 0))
-            self.domains[domain] = (tokens + int(mask_R.sum()), kl_sum + kl, rows + 1)
-            self.kl += kl
+    rows: Mapping[str, TargetRow]
+    payload: str
+    dtype: torch.dtype
 
 
-def _select(work: RankWork, streams: Sequence[np.ndarray]) -> tuple[dict[str, TargetRow], torch.dtype]:
+def _select(work: RankWork, arrays: Sequence[np.ndarray]) -> _Stream:
     """This rank's rows of a step by sample id. Raises: RunError if rows are missing."""
     import pyarrow as pa
 
-    decoded = [read_stream(pa.py_buffer(s)) for s in streams]
+    decoded = [read_stream(pa.py_buffer(s)) for s in arrays]
     num = sum(len(s.rows) for s in decoded)
     if num != work.total_rows:
         raise RunError(f"step {work.step}: {num} scored rows arrived, wanted {work.total_rows}")
@@ -266,17 +255,16 @@ def _select(work: RankWork, streams: Sequence[np.ndarray]) -> tuple[dict[str, Ta
     rows = {row.sample_id: row for stream in decoded for row in stream.rows if row.sample_id in mine}
     if len(rows) != len(mine):
         raise RunError(f"step {work.step}: no teacher scored {sorted(mine - set(rows))[:3]}")
-    dtypes = {s.dtype for s in decoded}
-    assert len(dtypes) == 1, dtypes
-    return rows, getattr(torch, dtypes.pop())
+    kinds = {(s.payload, s.dtype) for s in decoded}
+    assert len(kinds) == 1, kinds
+    payload, dtype = kinds.pop()
+    return _Stream(rows, payload, getattr(torch, dtype))
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a (possibly nested) record; a no-op on the CPU."""
+    """Move every tensor of a (possibly nested) record; tensors that are there already are not copied."""
     import dataclasses
 
-    if device.type == "cpu":
-        return batch
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, tuple):
@@ -301,8 +289,10 @@ def _start_engine(options: RankOptions) -> Any:
     )
     if options.gradient_checkpointing:
         lm.gradient_checkpointing_enable()
-    objective = functools.partial(OBJECTIVES[options.objective], chunk=options.chunk, vocab_size=options.vocab_size)
-    student = Student(lm, objective).train()
+    objective = build_objective(options.objective)
+    student = Student(
+        lm, objective, chunk=options.objective.chunk, vocab_size=options.vocab_size, compiled=options.objective.compile
+    ).train()
     optimizer = torch.optim.AdamW(
         _parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas, eps=options.adam_epsilon
     )

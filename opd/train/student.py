@@ -7,47 +7,55 @@ of both uses of a tied weight arrives in one accumulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opd.losses.reverse_kl import TeacherBlock, TokenStats
+from opd.losses.chunked import Block, LogitRule, Objective, TokenStats, chunked_objective
+from opd.stream.heads import Head, logit_rule
 from opd.train.batch import MicroBatch, Packed
-
-Objective = Callable[..., tuple[Tensor, TokenStats]]
 
 
 class LossHead(nn.Module):
     """Owns the output head; computes the objective or plain log-probs from hidden states."""
 
-    def __init__(self, weight_V_D: nn.Parameter, objective: Objective) -> None:
+    def __init__(self, weight_V_D: nn.Parameter, objective: Objective, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.weight = weight_V_D
         self._objective = objective
+        self._options = dict(options)
 
     def forward(
-        self, hidden_N_D: Tensor, token_N: Tensor, teachers: Sequence[TeacherBlock] | None, weight_N: Tensor | None
+        self,
+        hidden_N_D: Tensor,
+        batch: MicroBatch | None,
+        blocks: Sequence[Block],
+        weight_N: Tensor | None,
+        token_N: Tensor,
     ) -> Any:
-        if teachers is None:
-            return token_logprobs(hidden_N_D, self.weight, token_N)
-        return self._objective(hidden_N_D, self.weight, teachers, weight_N, token_N)
+        if batch is None or weight_N is None:
+            return token_logprobs(hidden_N_D, self.weight, token_N, self._options["rule"])
+        return chunked_objective(
+            self._objective, hidden_N_D, self.weight, blocks, weight_N, token_N, batch.behaviour_N, **self._options
+        )
 
 
 class Student(nn.Module):
     """`lm` is a transformers causal LM; only its body is called, its head lives in `loss_head`."""
 
-    def __init__(self, lm: Any, objective: Objective) -> None:
+    def __init__(self, lm: Any, objective: Objective, *, chunk: int, vocab_size: int, compiled: bool = False) -> None:
         super().__init__()
         self.lm = lm
-        self.loss_head = LossHead(lm.get_output_embeddings().weight, objective)
+        options = {"chunk": chunk, "vocab_size": vocab_size, "rule": logit_rule(lm.config), "compiled": compiled}
+        self.loss_head = LossHead(lm.get_output_embeddings().weight, objective, options)
 
-    def forward(self, batch: MicroBatch, heads: Mapping[str, Tensor], weight_N: Tensor) -> tuple[Tensor, TokenStats]:
+    def forward(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Tensor, TokenStats]:
         """The micro-batch's share of the loss, and per-token numbers."""
         hidden_N_D = self.hidden(batch.packed)[batch.predict_N]
-        blocks = [TeacherBlock(run.hidden_N_D, heads[run.head]) for run in batch.runs]
-        return self.loss_head(hidden_N_D, batch.token_N, blocks, weight_N)
+        blocks = [run.block(heads) for run in batch.runs]
+        return self.loss_head(hidden_N_D, batch, blocks, weight_N, batch.token_N)
 
     def hidden(self, packed: Packed) -> Tensor:
         """[B*T, D] last hidden state after the final norm."""
@@ -56,10 +64,10 @@ class Student(nn.Module):
         return out.last_hidden_state.flatten(0, 1)
 
 
-def token_logprobs(hidden_N_D: Tensor, head_V_D: Tensor, token_N: Tensor, chunk: int = 512) -> Tensor:
+def token_logprobs(hidden_N_D: Tensor, head_V_D: Tensor, token_N: Tensor, rule: LogitRule, chunk: int = 512) -> Tensor:
     """[N] log-prob of each token, float32, a chunk of logits at a time."""
     parts = [
-        (h @ head_V_D.T).float().log_softmax(-1).gather(1, t[:, None])[:, 0]
+        rule.apply(h @ head_V_D.T).float().log_softmax(-1).gather(1, t[:, None])[:, 0]
         for h, t in zip(hidden_N_D.split(chunk), token_N.split(chunk), strict=True)
     ]
     return torch.cat(parts) if parts else torch.zeros(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 
 from opd import cluster
 from opd.config import PipelineConfig, validate
-from opd.interfaces import TargetSet
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import VLLMWorker
 from opd.stream.schema import read_stream
@@ -23,6 +23,7 @@ from teachers.pool import Pool
 Make = Callable[..., Path]
 PROBE = [tuple(range(5 + i, 26 + i)) for i in range(4)]
 EOS = 2
+VOCABULARY = 76
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +34,9 @@ def ray() -> Iterator[None]:
         yield
 
 
-def config(student: Path, **trainer: Any) -> PipelineConfig:
+def config(
+    student: Path, *, objective: dict[str, Any] | None = None, payload: str = "hidden_states", **trainer: Any
+) -> PipelineConfig:
     return validate(
         PipelineConfig,
         {
@@ -42,6 +45,8 @@ def config(student: Path, **trainer: Any) -> PipelineConfig:
             "experts": {"left": {"model": student, "domain": "left"}},
             "domains": {"left": {}, "right": {}},
             "rollout": {"max_new_tokens": 8, "max_model_len": 64},
+            "objective": objective or {},
+            "teachers": {"payload": payload},
             "trainer": {"steps": 10, "samples_per_step": 16, "lr": 1e-3, **trainer},
         },
         "test",
@@ -88,12 +93,13 @@ def rollouts(num: int = 16, *, seed: int = 0) -> list[Rollout]:
 
 
 def start_pool(cfg: PipelineConfig, teachers: Mapping[str, Path]) -> Pool:
-    pool = Pool(cfg, {d: Teacher(name=f"{d}-expert", domain=d, model_dir=p) for d, p in teachers.items()})
+    by_domain = {d: Teacher(name=f"{d}-expert", domain=d, model_dir=p) for d, p in teachers.items()}
+    pool = Pool(cfg, by_domain, VOCABULARY)
     pool.wait_ready()
     return pool
 
 
-def start_trainer(cfg: PipelineConfig, vocab_size: int = 76) -> DeepSpeedTrainer:
+def start_trainer(cfg: PipelineConfig, vocab_size: int = VOCABULARY) -> DeepSpeedTrainer:
     trainer = DeepSpeedTrainer(cfg, vocab_size)
     trainer.wait_ready()
     return trainer
@@ -292,5 +298,69 @@ def test_a_missing_row_stops_the_step(tmp_path: Path, make_model_dir: Make) -> N
     rows = rollouts()
     short = pool.score(rows[:-1])
     with pytest.raises(RunError, match="15 scored rows arrived, wanted 16"):
-        trainer.train_step(1, rows, TargetSet(streams=short.streams, heads=short.heads, rows=short.rows))
+        trainer.train_step(1, rows, short)
     stop(trainer, pool)
+
+
+@pytest.mark.parametrize(
+    ("payload", "objective"),
+    [
+        ("sampled_logprobs", {"kind": "sampled", "baseline": "leave_one_out"}),
+        ("top_k", {"kind": "top_k", "k": 8}),
+        ("hidden_states", {"kind": "jsd", "beta": 0.5, "normalize": "sequence_mean", "compile": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["kind"],
+)
+def test_every_payload_trains(tmp_path: Path, make_model_dir: Make, payload: str, objective: dict[str, Any]) -> None:
+    """Through real workers: the numbers of the stream are the teacher's own, and the student moves toward it."""
+    student, expert = make_model_dir(tmp_path / "s", seed=0), make_model_dir(tmp_path / "e", seed=1)
+    cfg = config(student, objective=objective, payload=payload, lr=3e-3)
+    trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": expert, "right": expert})
+    rows = rollouts()
+    truth = plain_logprobs(student, [(*r.prompt_ids, *r.response_ids) for r in rows])
+    rows = [
+        dataclasses.replace(r, behaviour_logprobs=tuple(t[len(r.prompt_ids) - 1 :]))
+        for r, t in zip(rows, truth, strict=True)
+    ]
+    targets = pool.score(rows)
+    assert bool(targets.heads) == (payload == "hidden_states")
+    if payload == "sampled_logprobs":
+        scored = {r.sample_id: r for s in cluster.fetch(list(targets.streams)) for r in read_stream(s.data).rows}
+        for rollout in rows:
+            (own,) = plain_logprobs(expert, [(*rollout.prompt_ids, *rollout.response_ids)])
+            assert scored[rollout.sample_id].teacher_logprobs == pytest.approx(
+                own[len(rollout.prompt_ids) - 1 :], abs=1e-4
+            )
+    reports = [trainer.train_step(step, rows, targets) for step in range(1, 13)]
+    assert reports[0].logprob_gap < 1e-4
+    assert reports[-1].logprob_gap > 1e-3, "the student moved away from where it sampled"
+    if payload != "sampled_logprobs":  # on fixed samples k1 itself need not fall
+        assert reports[-1].loss < 0.9 * reports[0].loss
+    stop(trainer, pool)
+
+
+def test_a_teacher_with_broken_weights_is_quarantined_up_to_a_budget(tmp_path: Path, make_model_dir: Make) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from opd.errors import RunError
+
+    good, bad = make_model_dir(tmp_path / "good", seed=1), make_model_dir(tmp_path / "bad", seed=2)
+    file = bad / "model.safetensors"
+    state = load_file(file)
+    state["model.norm.weight"][:] = float("nan")
+    save_file(state, file, metadata={"format": "pt"})
+    tolerant = config(good).model_copy(
+        update={"teachers": config(good).teachers.model_copy(update={"max_quarantined": 0.5})}
+    )
+    rows = rollouts()
+    trainer, pool = start_trainer(tolerant), start_pool(tolerant, {"left": good, "right": bad})
+    targets = pool.score(rows)
+    assert set(targets.quarantined) == {r.sample_id for r in rows if r.domain == "right"}
+    kept = [r for r in rows if r.sample_id not in targets.quarantined]
+    report = trainer.train_step(1, kept, targets)
+    assert set(report.domains) == {"left"} and report.loss < float("inf")
+    stop(pool)
+    strict = start_pool(config(good), {"left": good, "right": bad})
+    with pytest.raises(RunError, match=r"8 of 16 responses could not be scored.*max_quarantined is 0.001"):
+        strict.score(rows)
+    stop(trainer, strict)

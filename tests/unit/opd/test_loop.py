@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,17 @@ from opd.types import (
 PROMPTS = [Prompt(id=f"{d}/0", domain=d, token_ids=(1, 2)) for d in ("a", "b")]
 
 
+def domain_stats(**changes: Any) -> DomainStats:
+    values: dict[str, Any] = {"tokens": 4, "samples": 1, "kl_sum": 2.0}
+    sums = {"gap_sum": 0, "entropy_sum": 4.0, "teacher_entropy_sum": 1, "agree_sum": 3, "teacher_top1_sum": 2}
+    return DomainStats(**values | sums | {"clipped_sum": nan} | changes)
+
+
+NOTHING = domain_stats(
+    tokens=0, samples=0, kl_sum=0.0, entropy_sum=0.0, teacher_entropy_sum=nan, agree_sum=nan, teacher_top1_sum=nan
+)
+
+
 @dataclass
 class Events:
     """Every part of a merge in one; each call is one line of `seen`."""
@@ -33,6 +45,10 @@ class Events:
     seen: list[str] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     push_fails_at: int = 0
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """By the teachers, of two rollouts; without any there is only one."""
+    written: list[str] = field(default_factory=list)
+    """Rollouts of the step."""
 
     def take(self, step: int) -> list[Prompt]:
         self.seen.append(f"take {step}")
@@ -46,11 +62,20 @@ class Events:
             response_ids=(3, 4, 5), behaviour_logprobs=(0.0,) * 3, segments=(Segment(length=3, trained=True),),
             truncated=True,
         )  # fmt: skip
-        return RolloutBatch(rollouts=(rollout,), quarantined=(Quarantined(prompt_id="b/0", domain="b", reason="long"),))
+        other = replace(rollout, sample_id=f"{step:06d}/a/1")
+        rollouts = (rollout, other) if self.quarantined else (rollout,)
+        self.written = [r.sample_id for r in rollouts]
+        return RolloutBatch(rollouts=rollouts, quarantined=(Quarantined(prompt_id="b/0", domain="b", reason="long"),))
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetSet:
         self.seen.append(f"score {rollouts[0].sample_id}")
-        return TargetSet(streams=(rollouts[0].step,), heads={}, rows=1)
+        return TargetSet(
+            streams=(rollouts[0].step,),
+            heads={},
+            head_rules={},
+            quarantined=self.quarantined,
+            rows=1 - len(self.quarantined),
+        )
 
     def write(self, step: int, targets: TargetSet) -> Path:
         assert targets.streams == (step,)
@@ -61,10 +86,10 @@ class Events:
         self.seen.append(f"prune {step}")
 
     def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetSet) -> StepReport:
-        assert [r.step for r in rollouts] == [step]
+        assert [r.sample_id for r in rollouts] == [i for i in self.written if i not in self.quarantined]
         assert targets.streams == (step,)
         self.seen.append(f"train {step}")
-        stats = {"a": DomainStats(tokens=4, kl_sum=2.0, samples=1), "b": DomainStats(tokens=0, kl_sum=0.0)}
+        stats = {"a": domain_stats(), "b": NOTHING}
         return StepReport(step=step, loss=0.5, grad_norm=1.5, lr=0.1, logprob_gap=1e-6, domains=stats)
 
     def push(self, version: int) -> PushReport:
@@ -185,12 +210,25 @@ def test_the_record_of_a_step() -> None:
     assert {k: v for k, v in first.items() if k != "phase_s"} == {
         "step": 1,
         "loss": 0.5,
-        "domains": {"a": {"loss": 0.5, "tokens": 4, "samples": 1}, "b": {"loss": 0.0, "tokens": 0, "samples": 0}},
+        # What the payload does not tell is left out.
+        "domains": {
+            "a": {
+                "loss": 0.5,
+                "student_entropy": 1.0,
+                "teacher_entropy": 0.25,
+                "argmax_agreement": 0.75,
+                "teacher_top1": 0.5,
+                "tokens": 4,
+                "samples": 1,
+            },
+            # What the payload does not tell is left out.
+            "b": {"loss": 0.0, "student_entropy": 0.0, "tokens": 0, "samples": 0},
+        },
         "response_tokens": 3,
         "prompt_tokens": 2,
         "truncated": 1,
         "quarantined": {"b": 1},
-        "quarantined_prompts": {"b/0": "long"},
+        "quarantined_reasons": {"b/0": "long"},
         "skipped": False,
         "grad_norm": 1.5,
         "lr": 0.1,
@@ -202,3 +240,15 @@ def test_the_record_of_a_step() -> None:
     # A checkpoint is written after its step's record: its time is in the next one.
     assert set(second["phase_s"]) == {"rollout", "score", "train", "sync", "checkpoint", "evaluate"}
     assert second["accuracy"] == {"a": 0.5}
+
+
+def test_what_a_teacher_could_not_score_is_not_trained_but_counted() -> None:
+    events = Events(quarantined={"000001/a/0": "teacher t: hidden states are not finite"})
+    run(events.parts(), plan(last_step=1))  # the fake trainer refuses a rollout that was quarantined
+    (record,) = events.records
+    assert events.of("train") == ["train 1"]
+    assert record["quarantined"] == {"a": 1, "b": 1}
+    assert record["quarantined_reasons"] == {
+        "b/0": "long",
+        "000001/a/0": "teacher t: hidden states are not finite",
+    }

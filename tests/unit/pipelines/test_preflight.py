@@ -154,11 +154,9 @@ def test_a_context_longer_than_the_models_is_refused(world: Any) -> None:
 
 
 @pytest.mark.parametrize("who", ["base", "up"])
-def test_capped_logits_are_refused(who: str, world: Any) -> None:
+def test_capped_logits_are_fine(who: str, world: Any) -> None:
     edit(world.root / who / "config.json", final_logit_softcapping=30.0)
-    with pytest.raises(ModelError, match="final_logit_softcapping") as error:
-        check(config(world))
-    assert str(error.value).startswith("student.model" if who == "base" else "experts.up")
+    assert check(config(world)).warnings == ()
 
 
 def test_another_chat_template_is_a_warning(world: Any) -> None:

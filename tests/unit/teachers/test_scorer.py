@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
 import shutil
 from collections.abc import Sequence
@@ -15,11 +17,18 @@ from safetensors.torch import load_file, save_file
 
 from opd.config import PipelineConfig
 from opd.errors import RunError
+from opd.losses.chunked import IDENTITY
 from opd.stream.heads import head_tensor
-from opd.stream.schema import read_stream
+from opd.stream.schema import read_stream, write_stream
 from opd.types import Rollout, Segment, Teacher
 from teachers.pool import Pool, _share_out
 from teachers.scorer import TransformersScorer, _batches
+
+VOCABULARY = 76
+
+
+def scorer(dtype: str = "float32", payload: str = "hidden_states", top_k: int = 4, vocab_size: int = VOCABULARY) -> Any:
+    return TransformersScorer(dtype, payload, top_k, vocab_size)
 
 
 def rollout(i: int, domain: str = "reverse", prompt: int = 4, response: int = 5) -> Rollout:
@@ -56,15 +65,15 @@ def check_rows(rows: Sequence[Any], heads: dict[str, torch.Tensor], dirs: dict[s
 def test_states_and_head_give_the_teachers_log_probs(
     teachers: dict[str, Teacher], expert_dirs: dict[str, Path]
 ) -> None:
-    scorer = TransformersScorer("float32")
+    scoring = scorer()
     rows, heads = [], {}
     for turn in range(2):  # back and forth: weights are swapped in place
         for domain, teacher in teachers.items():
             rollouts = [rollout(10 * turn + i, domain, prompt=1 + 3 * i, response=1 + i) for i in range(6)]
-            scored = [row for batch in scorer.score(teacher, rollouts) for row in batch]
+            scored = [row for batch in scoring.score(teacher, rollouts, {}) for row in batch]
             assert {r.sample_id for r in scored} == {r.sample_id for r in rollouts}
             rows += scored
-            heads[scorer.head_key(teacher)] = scorer.head(teacher)
+            heads[scoring.head_key(teacher)] = scoring.head(teacher)
     assert {r.teacher for r in rows} == {"rev", "up"}
     assert len(heads) == 2
     check_rows(rows, heads, expert_dirs)
@@ -72,7 +81,7 @@ def test_states_and_head_give_the_teachers_log_probs(
 
 def test_a_row_carries_its_rollout(teachers: dict[str, Teacher]) -> None:
     given = rollout(3)
-    ((row,),) = TransformersScorer("float32").score(teachers["reverse"], [given])
+    ((row,),) = scorer().score(teachers["reverse"], [given], {})
     for name in ("sample_id", "step", "domain", "policy_version", "prompt_ids", "response_ids", "behaviour_logprobs"):
         assert getattr(row, name) == getattr(given, name)
     assert (row.teacher, row.loss_mask, row.hidden_size) == ("rev", given.loss_mask, 64)
@@ -80,20 +89,182 @@ def test_a_row_carries_its_rollout(teachers: dict[str, Teacher]) -> None:
 
 def test_equal_heads_have_one_key(teachers: dict[str, Teacher], tmp_path: Path) -> None:
     copy = Path(shutil.copytree(teachers["reverse"].model_dir, tmp_path / "copy"))
-    scorer = TransformersScorer("float32")
-    keys = [scorer.head_key(t) for t in teachers.values()]
+    scoring = scorer()
+    keys = [scoring.head_key(t) for t in teachers.values()]
     assert len(set(keys)) == 2
-    assert scorer.head_key(Teacher(name="other", domain="other", model_dir=copy)) == keys[0]
-    assert TransformersScorer("bfloat16").head_key(teachers["reverse"]) not in keys
+    assert scoring.head_key(Teacher(name="other", domain="other", model_dir=copy)) == keys[0]
+    assert scorer(dtype="bfloat16").head_key(teachers["reverse"]) not in keys
 
 
-def test_states_that_are_not_finite_stop_the_run(teachers: dict[str, Teacher], tmp_path: Path) -> None:
-    broken = Path(shutil.copytree(teachers["reverse"].model_dir, tmp_path / "broken"))
-    state = load_file(broken / "model.safetensors")
-    state["model.norm.weight"][3] = torch.nan
-    save_file(state, broken / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RunError, match=r"teacher bad: hidden states of 000001/reverse/3 are not finite"):
-        list(TransformersScorer("float32").score(Teacher(name="bad", domain="d", model_dir=broken), [rollout(3)]))
+def damaged(teacher: Teacher, tmp_path: Path, name: str, row: int, *, tie: bool = True) -> Teacher:
+    """A copy of the teacher with NaN in one row of one tensor."""
+    path = Path(shutil.copytree(teacher.model_dir, tmp_path / "broken"))
+    state = load_file(path / "model.safetensors")
+    if not tie:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state[name][row] = torch.nan
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    return Teacher(name="bad", domain=teacher.domain, model_dir=path)
+
+
+@pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs", "top_k"])
+def test_responses_whose_states_are_not_finite_are_left_out_and_named(
+    payload: str, teachers: dict[str, Teacher], tmp_path: Path
+) -> None:
+    bad = damaged(teachers["reverse"], tmp_path, "model.norm.weight", 3)
+    scoring, broken = scorer(payload=payload, vocab_size=VOCABULARY), {}
+    rollouts = [rollout(i) for i in range(3)]
+    assert [row for batch in scoring.score(bad, rollouts, broken) for row in batch] == []
+    assert broken == {r.sample_id: "teacher bad: hidden states are not finite" for r in rollouts}
+    other: dict[str, str] = {}
+    rows = [row for batch in scoring.score(teachers["upper"], rollouts, other) for row in batch]
+    assert ({r.sample_id for r in rows}, other) == ({r.sample_id for r in rollouts}, {})
+
+
+def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
+    teachers: dict[str, Teacher], tmp_path: Path
+) -> None:
+    # Packed side by side: a masked neighbour's NaN would still come through, as 0 * NaN.
+    scoring, broken = scorer(vocab_size=VOCABULARY), {}
+    bad = damaged(teachers["reverse"], tmp_path, "model.embed_tokens.weight", 70, tie=False)
+    rollouts = [dataclasses.replace(rollout(i), prompt_ids=(5 + i, 6), response_ids=(7, 8, 9)) for i in range(5)]
+    rollouts[2] = dataclasses.replace(rollouts[2], prompt_ids=(70, 6))
+    rows = [row for batch in scoring.score(bad, rollouts, broken) for row in batch]
+    assert list(broken) == [rollouts[2].sample_id]
+    assert {r.sample_id for r in rows} == {r.sample_id for r in rollouts} - set(broken)
+    again = [row for batch in scoring.score(bad, [rollouts[3]], {}) for row in batch]
+    (same,) = (r for r in rows if r.sample_id == rollouts[3].sample_id)
+    states = [torch.frombuffer(bytearray(r.hidden), dtype=torch.float32) for r in (same, again[0])]
+    torch.testing.assert_close(*states, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_head_that_is_not_finite_stops_the_run(tie: bool, teachers: dict[str, Teacher], tmp_path: Path) -> None:
+    name = "model.embed_tokens.weight" if tie else "lm_head.weight"
+    bad = damaged(teachers["reverse"], tmp_path, name, 40, tie=tie)
+    with pytest.raises(RunError, match="teacher bad: output head is not finite"):
+        scorer().head_key(bad)
+
+
+# Other payloads
+
+
+@torch.no_grad()
+def plain_log_probs(path: Path, row: Any) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    ids = [*row.prompt_ids, *row.response_ids]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return logits.log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
+
+
+def test_sampled_log_probs_are_those_of_a_plain_forward(
+    teachers: dict[str, Teacher], expert_dirs: dict[str, Path]
+) -> None:
+    scoring = scorer(payload="sampled_logprobs")
+    for domain, teacher in teachers.items():
+        rollouts = [rollout(i, domain, prompt=1 + 3 * i, response=1 + i) for i in range(5)]
+        for row in (row for batch in scoring.score(teacher, rollouts, {}) for row in batch):
+            want = plain_log_probs(expert_dirs[teacher.name], row)[range(len(row.response_ids)), list(row.response_ids)]
+            torch.testing.assert_close(torch.tensor(row.teacher_logprobs), want, rtol=0, atol=1e-5)
+            assert (bytes(row.hidden), row.hidden_size, list(row.topk_ids)) == (b"", 0, [])
+
+
+@pytest.mark.parametrize("k", [1, 5, 76, 1000])
+def test_top_k_is_that_of_a_plain_forward(k: int, teachers: dict[str, Teacher], expert_dirs: dict[str, Path]) -> None:
+    teacher = teachers["upper"]
+    rollouts = [rollout(i, "upper", prompt=2 + 3 * i, response=1 + i) for i in range(5)]
+    rows = [row for batch in scorer(payload="top_k", top_k=k).score(teacher, rollouts, {}) for row in batch]
+    for row in rows:
+        want = plain_log_probs(expert_dirs["up"], row).topk(min(k, VOCABULARY))
+        found = torch.tensor(row.topk_logprobs).view(len(row.response_ids), -1)
+        torch.testing.assert_close(found, want.values, rtol=0, atol=1e-5)
+        assert row.topk_ids == want.indices.flatten().tolist()
+        assert (bytes(row.hidden), row.hidden_size, list(row.teacher_logprobs)) == (b"", 0, [])
+    assert len(read_stream(write_stream([rows], "float32", "top_k")).rows) == 5
+
+
+def test_rows_of_the_head_beyond_the_vocabulary_are_padding(
+    teachers: dict[str, Teacher], expert_dirs: dict[str, Path]
+) -> None:
+    small = dataclasses.replace(rollout(0), prompt_ids=(1, 2), response_ids=(3, 4, 5))
+    ((row,),) = scorer(payload="top_k", top_k=100, vocab_size=60).score(teachers["reverse"], [small], {})
+    want = plain_log_probs(expert_dirs["rev"], row)[:, :60].log_softmax(-1)
+    assert sorted(set(row.topk_ids)) == list(range(60))
+    found = torch.full_like(want, torch.nan).scatter(
+        1, torch.tensor(row.topk_ids).view(3, -1), torch.tensor(row.topk_logprobs).view(3, -1)
+    )
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+
+
+# Architectures that do something to their logits
+
+
+def built(architecture: str, path: Path, **changes: Any) -> Teacher:
+    """A tiny model of that architecture with random, wide weights."""
+    import transformers
+
+    sizes = {"vocab_size": 76, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.3}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}
+    config = getattr(transformers, f"{architecture}Config")(**sizes | heads | ids | changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(path)
+    return Teacher(name="odd", domain="reverse", model_dir=path)
+
+
+ODD = {
+    "capped": ("Gemma2", {"final_logit_softcapping": 2.0}),
+    "scaled": ("Cohere", {"logit_scale": 0.25}),
+    "divided": ("Granite", {"logits_scaling": 4.0}),
+}
+
+
+@pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs"])
+@pytest.mark.parametrize("kind", ODD)
+def test_scaled_and_capped_logits_are_those_of_transformers(kind: str, payload: str, tmp_path: Path) -> None:
+    architecture, changes = ODD[kind]
+    teacher = built(architecture, tmp_path / "odd", **changes)
+    scoring = scorer(payload=payload)
+    ((row,),) = scoring.score(teacher, [rollout(1)], {})
+    want = plain_log_probs(teacher.model_dir, row)
+    picked = want[range(5), list(row.response_ids)]
+    if payload == "sampled_logprobs":
+        torch.testing.assert_close(torch.tensor(row.teacher_logprobs), picked, rtol=0, atol=1e-4)
+        return
+    rule = scoring.head_rule(teacher)
+    assert not rule.is_identity
+    states = torch.frombuffer(bytearray(row.hidden), dtype=torch.float32).view(-1, row.hidden_size)
+    found = rule.apply(states @ scoring.head(teacher).T).log_softmax(-1)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-4)
+    plain = (states @ scoring.head(teacher).T).log_softmax(-1)
+    assert float((plain - want).abs().max()) > 0.1, "the rule does nothing, the test shows nothing"
+
+
+def test_equal_heads_under_other_rules_have_two_keys(tmp_path: Path) -> None:
+    keys = {scorer().head_key(built("Granite", tmp_path / str(factor), logits_scaling=factor)) for factor in (1.0, 4.0)}
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("HyperCLOVAX", {"logits_scaling": 0.25}), ("Phi", {})],
+    ids=["a factor where others divide", "a head with a bias"],
+)
+def test_an_architecture_whose_logits_we_cannot_rebuild_stops_the_run(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    teacher = built(architecture, tmp_path / "odd", **changes)
+    if architecture == "Phi":
+        state = load_file(teacher.model_dir / "model.safetensors")
+        state["lm_head.bias"] += torch.randn(76, generator=torch.Generator().manual_seed(0))
+        save_file(state, teacher.model_dir / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError, match=f"teacher odd: {architecture}ForCausalLM computes its logits"):
+        scorer().head_key(teacher)
 
 
 @pytest.mark.parametrize("damage", ["missing", "unexpected"])
@@ -108,13 +279,13 @@ def test_weights_that_do_not_fit_their_config_stop_the_run(
         state["model.layers.9.mlp.up_proj.weight"] = torch.zeros(1)
     state["model.norm.weight"] *= 2
     save_file(state, broken / "model.safetensors", {"format": "pt"})
-    scorer = TransformersScorer("float32")
-    (want,) = scorer.score(teachers["reverse"], [rollout(1)])
+    scoring = scorer()
+    (want,) = scoring.score(teachers["reverse"], [rollout(1)], {})
     bad = Teacher(name="bad", domain="d", model_dir=broken)
     for _ in range(2):  # a half-loaded teacher must not pass for the whole one the second time
         with pytest.raises(RunError, match=f"teacher bad: .*{damage} .*up_proj"):
-            list(scorer.score(bad, [rollout(1)]))
-    (again,) = scorer.score(teachers["reverse"], [rollout(1)])
+            list(scoring.score(bad, [rollout(1)], {}))
+    (again,) = scoring.score(teachers["reverse"], [rollout(1)], {})
     assert bytes(again[0].hidden) == bytes(want[0].hidden)
 
 
@@ -130,7 +301,7 @@ def test_batches_hold_every_row_once_and_stay_small() -> None:
 # The pool
 
 
-def pool(teachers: dict[str, Teacher], workers: int) -> Pool:
+def pool(teachers: dict[str, Teacher], workers: int, **changes: Any) -> Pool:
     config = PipelineConfig.model_validate(
         {
             "name": "n",
@@ -138,10 +309,11 @@ def pool(teachers: dict[str, Teacher], workers: int) -> Pool:
             "experts": {"e": {"model": "m", "domain": "d"}},
             "domains": {"d": {}},
             "trainer": {"steps": 1, "samples_per_step": 2},
-            "teachers": {"workers": workers},
+            "objective": changes.pop("objective", {}),
+            "teachers": {"workers": workers} | changes,
         }
     )
-    made = Pool(config, teachers)
+    made = Pool(config, teachers, VOCABULARY)
     made.wait_ready()
     return made
 
@@ -157,6 +329,9 @@ def test_every_rollout_goes_to_the_teacher_of_its_domain(
         r.sample_id: {"upper": "up", "reverse": "rev"}[r.domain] for r in rollouts
     }
     assert targets.rows == len(rows) == 8
+    assert targets.quarantined == {}
+    assert set(targets.head_rules) == set(targets.heads)
+    assert set(targets.head_rules.values()) == {IDENTITY}
     assert len(targets.streams) == workers
 
     def head(value: Any) -> torch.Tensor:
@@ -169,6 +344,51 @@ def test_only_heads_that_rows_need_are_sent(teachers: dict[str, Teacher], in_pro
     scored = pool(teachers, 1)
     assert len(scored.score([rollout(0, "upper")]).heads) == 1
     assert len(scored.score([rollout(0, "upper"), rollout(1)]).heads) == 2
+
+
+@pytest.mark.parametrize(
+    ("payload", "objective"),
+    [("sampled_logprobs", {"kind": "sampled"}), ("top_k", {"kind": "top_k", "k": 3})],
+)
+def test_other_payloads_need_no_head(
+    payload: str, objective: dict[str, Any], teachers: dict[str, Teacher], in_process: Any
+) -> None:
+    targets = pool(teachers, 2, payload=payload, objective=objective).score([rollout(0, "upper"), rollout(1)])
+    streams = [read_stream(memoryview(s)) for s in targets.streams]
+    assert {s.payload for s in streams} == {payload}
+    assert (dict(targets.heads), dict(targets.head_rules), targets.rows) == ({}, {}, 2)
+    for row in (row for s in streams for row in s.rows):
+        assert len(row.teacher_logprobs) == (5 if payload == "sampled_logprobs" else 0)
+        assert len(row.topk_ids) == len(row.topk_logprobs) == (15 if payload == "top_k" else 0)
+
+
+def test_one_response_that_cannot_be_scored_is_left_out(
+    teachers: dict[str, Teacher], tmp_path: Path, in_process: Any
+) -> None:
+    bad = damaged(teachers["reverse"], tmp_path, "model.norm.weight", 0)
+    scoring = pool({"upper": teachers["upper"], "reverse": bad}, 2, max_quarantined=0)
+    rollouts = [rollout(0, "reverse"), *(rollout(i, "upper") for i in range(3))]
+    targets = scoring.score(rollouts)
+    assert targets.quarantined == {rollouts[0].sample_id: "teacher bad: hidden states are not finite"}
+    rows = [row for s in targets.streams for row in read_stream(memoryview(s)).rows]
+    assert {r.sample_id for r in rows} == {r.sample_id for r in rollouts[1:]}
+    assert targets.rows == 3
+    assert scoring.score(rollouts[1:]).quarantined == {}, "the last step's are forgotten"
+
+
+def test_too_many_responses_that_cannot_be_scored_stop_the_run(
+    teachers: dict[str, Teacher], tmp_path: Path, in_process: Any
+) -> None:
+    bad = damaged(teachers["reverse"], tmp_path, "model.norm.weight", 0)
+    rollouts = [rollout(i, domain) for i in range(3) for domain in ("reverse", "upper")]
+    by_domain = {"upper": teachers["upper"], "reverse": bad}
+    message = (
+        r"3 of 6 responses could not be scored, first 000001/reverse/\d: teacher bad: hidden states are not finite; "
+        r"teachers\.max_quarantined is 0\.49"
+    )
+    with pytest.raises(RunError, match=message):
+        pool(by_domain, 2, max_quarantined=0.49).score(rollouts)
+    assert len(pool(by_domain, 2, max_quarantined=0.5).score(rollouts).quarantined) == 3
 
 
 def test_a_domain_without_a_teacher_is_an_error(teachers: dict[str, Teacher], in_process: Any) -> None:

@@ -15,7 +15,13 @@ from opd.stream.log import ArrowTargetLog
 
 
 def targets(*streams: bytes) -> TargetSet:
-    return TargetSet(streams=tuple(np.frombuffer(s, dtype=np.uint8) for s in streams), heads={}, rows=1)
+    return TargetSet(
+        streams=tuple(np.frombuffer(s, dtype=np.uint8) for s in streams),
+        heads={},
+        head_rules={},
+        quarantined={},
+        rows=1,
+    )
 
 
 def test_streams_are_stored_as_they_are(tmp_path: Path, in_process: Any) -> None:
@@ -43,7 +49,7 @@ def test_a_failure_half_way_leaves_no_step(tmp_path: Path, in_process: Any) -> N
             raise OSError("the store is gone")
 
     log = ArrowTargetLog(tmp_path)
-    broken = TargetSet(streams=(np.zeros(3, np.uint8), Lost()), heads={}, rows=1)
+    broken = TargetSet(streams=(np.zeros(3, np.uint8), Lost()), heads={}, head_rules={}, quarantined={}, rows=1)
     with pytest.raises(OSError, match="gone"):
         log.write(1, broken)
     assert list(tmp_path.glob("step-*")) == []

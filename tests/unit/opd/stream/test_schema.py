@@ -32,6 +32,9 @@ def row(
         "head": "ab" * 32,
         "hidden_size": width,
         "hidden": bytes((i + k) % 256 for k in range(response * width * itemsize)),
+        "teacher_logprobs": [],
+        "topk_ids": [],
+        "topk_logprobs": [],
     }
     return TargetRow(**values | changes)
 
@@ -45,7 +48,7 @@ def plain(stream: Stream) -> list[dict[str, Any]]:
 
 def test_rows_come_back_as_they_were_written() -> None:
     stream = read_stream(write_stream(BATCHES, "float32"))
-    assert stream.dtype == "float32"
+    assert (stream.dtype, stream.payload) == ("float32", "hidden_states")
     assert plain(stream) == [dataclasses.asdict(r) for batch in BATCHES for r in batch]
 
 
@@ -56,7 +59,7 @@ def test_a_stream_is_read_from_any_kind_of_bytes(kind: Any) -> None:
 
 @pytest.mark.parametrize("batches", [[], [[]], [[], [], []]])
 def test_a_step_without_rows_is_a_whole_stream(batches: Any) -> None:
-    assert read_stream(write_stream(batches, "bfloat16")) == Stream("bfloat16", ())
+    assert read_stream(write_stream(batches, "bfloat16")) == Stream("bfloat16", "hidden_states", ())
 
 
 def test_hidden_states_are_read_without_a_copy_and_bit_by_bit() -> None:
@@ -76,6 +79,61 @@ def test_log_probs_lose_no_float32_digit() -> None:
     assert read.behaviour_logprobs == [value]
 
 
+# Other payloads
+
+
+def answered(payload: str, i: int = 0, *, response: int = 3, **changes: Any) -> TargetRow:
+    """A row with that payload and no hidden states."""
+    ids = [(7 * i + k) % 76 for k in range(2 * response)]
+    answers: dict[str, dict[str, Any]] = {
+        "sampled_logprobs": {"teacher_logprobs": [-0.125 * (i + k) for k in range(response)]},
+        "top_k": {"topk_ids": ids, "topk_logprobs": [-0.5 - k for k in range(2 * response)]},
+    }
+    return row(i, response=response, **{"hidden": b"", "hidden_size": 0} | answers[payload] | changes)
+
+
+LIGHT = ["sampled_logprobs", "top_k"]
+
+
+@pytest.mark.parametrize("payload", LIGHT)
+def test_other_payloads_come_back_as_they_were_written(payload: str) -> None:
+    batches = [[answered(payload, 0), answered(payload, 1, response=1)], [answered(payload, 2, response=4)]]
+    stream = read_stream(write_stream(batches, "bfloat16", payload))
+    assert (stream.dtype, stream.payload) == ("bfloat16", payload)
+    assert plain(stream) == [dataclasses.asdict(r) for batch in batches for r in batch]
+
+
+@pytest.mark.parametrize(
+    ("payload", "changes"),
+    [
+        ("sampled_logprobs", {"teacher_logprobs": []}),
+        ("sampled_logprobs", {"teacher_logprobs": [0.0] * 2}),
+        ("sampled_logprobs", {"teacher_logprobs": [0.0] * 6}),
+        ("sampled_logprobs", {"loss_mask": [True]}),
+        ("top_k", {"topk_ids": [], "topk_logprobs": []}),
+        ("top_k", {"topk_ids": [1] * 5}),
+        ("top_k", {"topk_ids": [1] * 5, "topk_logprobs": [0.0] * 5}),
+        ("top_k", {"topk_logprobs": [0.0] * 3}),
+        ("top_k", {"behaviour_logprobs": [0.0] * 4}),
+    ],
+)
+def test_a_row_whose_payload_does_not_fit_is_refused_by_name(payload: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(StreamError, match=f"row 000012/reverse/7: .* payload {payload} "):
+        read_stream(write_stream([[answered(payload), answered(payload, 7, **changes)]], "float32", payload))
+
+
+@pytest.mark.parametrize("payload", LIGHT)
+def test_a_stream_that_says_another_payload_is_refused(payload: str) -> None:
+    with pytest.raises(StreamError, match=f"payload {payload} of 0 "):
+        read_stream(write_stream(BATCHES, "float32", payload))
+
+
+def test_top_k_of_two_widths_is_refused() -> None:
+    wide = answered("top_k", 7, topk_ids=[1] * 9, topk_logprobs=[0.0] * 9)
+    with pytest.raises(StreamError, match=r"row 000012/reverse/7"):
+        read_stream(write_stream([[answered("top_k"), wide]], "float32", "top_k"))
+
+
 # Streams that were cut
 
 
@@ -93,7 +151,7 @@ def test_a_stream_cut_at_any_byte_is_refused() -> None:
 def rebuilt(batches: list[tuple[pa.RecordBatch, dict[str, str] | None]], schema: pa.Schema | None = None) -> pa.Buffer:
     """A well-formed Arrow stream of these batches."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema or stream_schema("float32")) as writer:
+    with pa.ipc.new_stream(sink, schema or stream_schema("float32", "hidden_states")) as writer:
         for batch, metadata in batches:
             writer.write_batch(batch, custom_metadata=metadata)
     return sink.getvalue()
@@ -172,6 +230,11 @@ def with_schema(schema: pa.Schema) -> pa.Buffer:
         (None, "version None"),
         ({"opd.version": "1", "opd.dtype": "float8"}, "dtype 'float8'"),
         ({"opd.version": "1"}, "dtype ''"),
+        ({"opd.version": "1", "opd.dtype": "float32"}, "payload ''"),
+        (
+            {"opd.version": "1", "opd.dtype": "float32", "opd.payload": "logits"},
+            "payload 'logits', wanted one of hidden",
+        ),
     ],
 )
 def test_another_version_or_dtype_is_refused(metadata: dict[str, str] | None, word: str) -> None:
@@ -195,7 +258,7 @@ def test_other_columns_are_refused(change: str) -> None:
     else:
         fields[0] = fields[0].with_nullable(True)
     with pytest.raises(StreamError, match="columns"):
-        read_stream(with_schema(pa.schema(fields, stream_schema("float32").metadata)))
+        read_stream(with_schema(pa.schema(fields, stream_schema("float32", "hidden_states").metadata)))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +278,7 @@ def test_a_row_whose_lengths_differ_is_refused_by_name(changes: dict[str, Any]) 
 
 
 def test_hidden_states_of_the_other_dtype_are_refused() -> None:
-    with pytest.raises(StreamError, match="bytes of hidden states"):
+    with pytest.raises(StreamError, match=r"payload hidden_states of 18 \(hidden width 3\)"):
         read_stream(write_stream([[row(0, itemsize=2)]], "float32"))
 
 

@@ -14,14 +14,16 @@ from torch import nn
 from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.interfaces import TargetSet
-from opd.losses.reverse_kl import reverse_kl
+from opd.losses.chunked import IDENTITY, LogitRule, TokenStats
+from opd.losses.reverse_kl import ReverseKL
 from opd.stream.schema import TargetRow, write_stream
 from opd.train import deepspeed, rank
 from opd.train.batch import micro_batch
 from opd.train.rank import RankResult, RankWork
-from opd.types import Rollout, Segment
+from opd.train.totals import Totals
+from opd.types import DomainStats, Rollout, Segment
 
-WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), total_tokens=4, total_rows=3)
+WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25}, total_rows=3)
 
 
 def row(sample_id: str, domain: str = "d", mask: tuple[bool, ...] = (True, True)) -> TargetRow:
@@ -37,9 +39,18 @@ def stream(*ids: str, dtype: str = "float32") -> np.ndarray:
 
 
 def test_a_rank_takes_its_own_rows_from_all_streams() -> None:
-    rows, dtype = rank._select(WORK, [stream("a", "b"), stream("c")])
-    assert set(rows) == {"a", "c"}
-    assert dtype == torch.float32
+    mine = rank._select(WORK, [stream("a", "b"), stream("c")])
+    assert set(mine.rows) == {"a", "c"}
+    assert (mine.payload, mine.dtype) == ("hidden_states", torch.float32)
+
+
+def test_streams_of_another_payload_are_taken_too() -> None:
+    def part(*ids: str) -> np.ndarray:
+        rows = [dataclasses.replace(row(i), hidden=b"", teacher_logprobs=[-0.5, -1.5]) for i in ids]
+        return np.frombuffer(write_stream([rows], "bfloat16", "sampled_logprobs"), dtype=np.uint8)
+
+    mine = rank._select(WORK, [part("a", "b"), part("c")])
+    assert (mine.payload, list(mine.rows["c"].teacher_logprobs)) == ("sampled_logprobs", [-0.5, -1.5])
 
 
 def test_a_missing_row_stops_the_step() -> None:
@@ -55,13 +66,27 @@ def test_a_row_that_came_twice_for_another_stops_the_step() -> None:
 
 
 def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
-    batch = micro_batch([row("a", "x", (True, False)), row("b", "y"), row("c", "x")], torch.float32)
-    totals = rank._Totals()
-    kl = torch.tensor([1.0, torch.nan, 2.0, 3.0, 4.0, 5.0])
-    totals.add(batch, kl, torch.tensor([-1.5, torch.nan, -1.0, -1.0, -0.5, -1.0]))
-    assert totals.domains == {"x": (3, 10.0, 2), "y": (2, 5.0, 1)}
-    assert totals.kl == 15.0
-    assert totals.gap == pytest.approx(1.0)
+    rows = [row("a", "x", (True, False)), row("b", "y"), row("c", "x")]
+    batch = micro_batch(rows, "hidden_states", torch.float32)
+    nan, totals = torch.nan, Totals()
+    stats = TokenStats(
+        kl_N=torch.tensor([1.0, nan, 2.0, 3.0, 4.0, 5.0]),
+        logprob_N=torch.tensor([-1.5, nan, -1.0, -1.0, -0.5, -1.0]),
+        entropy_N=torch.tensor([0.1, nan, 0.2, 0.3, 0.4, 0.5]),
+        teacher_entropy_N=torch.tensor([1.1, nan, 1.2, 1.3, 1.4, 1.5]),
+        agree_N=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0]),
+        teacher_top1_N=torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0]),
+        clipped_N=torch.full((6,), nan),
+    )
+    totals.add(batch, torch.tensor([0.1, 0.0, 0.2, 0.2, 0.1, 0.1]), stats)
+    want = {
+        "x": [3, 2, 10.0, 1.0, 1.0, 4.0, 2.0, 0.0, nan],
+        "y": [2, 1, 5.0, 0.0, 0.5, 2.5, 1.0, 2.0, nan],
+    }
+    assert {d: dataclasses.astuple(s) for d, s in totals.domains.items()} == {
+        d: pytest.approx(values, nan_ok=True) for d, values in want.items()
+    }
+    assert totals.loss == pytest.approx(0.1 * (1 + 4 + 5) + 0.2 * (2 + 3))
 
 
 def test_weight_decay_is_for_matrices_alone() -> None:
@@ -76,7 +101,7 @@ def test_a_head_shared_by_body_and_loss_is_trained_once(tiny_model_dir: Path) ->
     from opd.train.student import Student
 
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    student = Student(lm, reverse_kl)
+    student = Student(lm, ReverseKL(), chunk=16, vocab_size=76)
     params = [p for g in rank._parameter_groups(student, 0.0) for p in g["params"]]
     assert len(params) == len({id(p) for p in params}) == len(list(lm.parameters()))
     assert student.loss_head.weight is lm.get_input_embeddings().weight
@@ -96,11 +121,17 @@ class FakeRank:
 
     def start(self, address: str, port: int) -> None: ...
 
-    def train_step(self, work: RankWork, keys: tuple[str, ...], *arrays: Any) -> RankResult:
-        self.works.append((work, keys, arrays))
-        return RankResult(
-            loss_sum=0.5, grad_norm=2.0, gap_sum=3.0, domains={f"d{self.index}": (2, 1.5, 1), "d": (1, 1.0, 1)}
-        )
+    def train_step(self, work: RankWork, rules: dict[str, LogitRule], *arrays: Any) -> RankResult:
+        self.works.append((work, rules, arrays))
+        own, shared = domain_stats(2, 1.5, gap=2.0), domain_stats(1, 1.0, gap=1.0)
+        return RankResult(loss=0.5, grad_norm=2.0, domains={f"d{self.index}": own, "d": shared})
+
+
+def domain_stats(tokens: int, kl: float, *, gap: float = 0.0, samples: int = 1) -> DomainStats:
+    return DomainStats(
+        tokens=tokens, samples=samples, kl_sum=kl, gap_sum=gap, entropy_sum=0.25, teacher_entropy_sum=0.5,
+        agree_sum=1.0, teacher_top1_sum=2.0, clipped_sum=4.0,
+    )  # fmt: skip
 
 
 def config(**trainer: Any) -> PipelineConfig:
@@ -122,7 +153,8 @@ def rollout(sample_id: str, trained: bool = True) -> Rollout:
     )  # fmt: skip
 
 
-TARGETS = TargetSet(streams=("s0", "s1"), heads={"h0": "H0", "h1": "H1"}, rows=2)
+RULES = {"h1": LogitRule(scale=2.0), "h0": IDENTITY}
+TARGETS = TargetSet(streams=("s0", "s1"), heads={"h0": "H0", "h1": "H1"}, head_rules=RULES, quarantined={}, rows=2)
 
 
 def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
@@ -130,17 +162,33 @@ def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
     trainer = deepspeed.DeepSpeedTrainer(config(), vocab_size=9)
     report = trainer.train_step(1, [rollout("a"), rollout("b")], TARGETS)
     assert (report.loss, report.grad_norm, report.lr, report.skipped) == (1.0, 2.0, 0.5, False)
-    assert report.logprob_gap == pytest.approx(6.0 / 4)
-    assert {name: dataclasses.astuple(d) for name, d in report.domains.items()} == {
-        "d": (2, 2.0, 2),
-        "d0": (2, 1.5, 1),
-        "d1": (2, 1.5, 1),
+    assert report.logprob_gap == pytest.approx(6.0 / 6)
+    assert report.domains == {
+        "d": domain_stats(1, 1.0, gap=1.0) + domain_stats(1, 1.0, gap=1.0),
+        "d0": domain_stats(2, 1.5, gap=2.0),
+        "d1": domain_stats(2, 1.5, gap=2.0),
     }
+    assert (report.domains["d"].tokens, report.domains["d"].samples, report.domains["d"].agree_sum) == (2, 2, 2.0)
+    assert list(report.domains) == ["d", "d0", "d1"]
     works = [w.works[0] for w in in_process.workers]
     assert sorted(i for work, _, _ in works for part in work.micro_batches for i in part) == ["a", "b"]
-    for work, keys, arrays in works:
-        assert (work.total_tokens, work.total_rows, work.lr) == (4, 2, 0.5)
-        assert (keys, arrays) == (("h0", "h1"), ("H0", "H1", "s0", "s1"))
+    for work, rules, arrays in works:
+        assert (work.total_rows, work.lr) == (2, 0.5)
+        assert dict(work.weights) == {i: 0.25 for part in work.micro_batches for i in part}
+        # A rank takes the heads in the order of their rules.
+        assert (list(rules), arrays) == (["h0", "h1"], ("H0", "H1", "s0", "s1"))
+        assert rules == RULES
+
+
+def test_the_weights_follow_the_objective_and_the_domains(in_process: Any) -> None:
+    in_process.replace = FakeRank
+    data = config().model_dump(mode="json")
+    data["domains"] = {"d": {}, "e": {"loss_weight": 3.0}}
+    data["objective"]["normalize"] = "sequence_mean"
+    trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
+    trainer.train_step(1, [rollout("a"), dataclasses.replace(rollout("b"), domain="e")], TARGETS)
+    weights = {i: w for fake in in_process.workers for work, _, _ in fake.works for i, w in work.weights.items()}
+    assert weights == pytest.approx({"a": 1 / 4 / 2, "b": 3 / 4 / 2})
 
 
 @pytest.mark.parametrize("rollouts", [[], [rollout("a", trained=False)]])
@@ -150,3 +198,16 @@ def test_a_step_without_trained_tokens_is_skipped_and_says_so(rollouts: list[Rol
     assert report.skipped
     assert report.step == 3
     assert all(not w.works for w in in_process.workers)
+
+
+def test_numbers_come_back_from_the_device() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        there = TokenStats(*(torch.zeros(2, device="cuda") for _ in range(7)))
+        here = rank._to(there, torch.device("cpu"))
+        assert {getattr(here, name).device.type for name in TokenStats.__slots__} == {"cpu"}
+        batch = rank._to(micro_batch([row("a")], "hidden_states", torch.float32), torch.device("cuda"))
+        assert batch.mask_N.device.type == batch.runs[0].hidden_N_D.device.type == "cuda"
+        assert batch.packed.input_ids_B_T.device.type == "cuda"
+        assert batch.domains == ("d",)

@@ -1,0 +1,440 @@
+"""What all objectives share: logits of a few tokens at a time, gradients formed in the forward pass.
+
+Every objective is a function of the student's distribution p at fixed states, L = sum_n w_n f(p_n). With the
+vocabulary-wise derivative f'_v = df/dp_v an objective only has to say its value and p * f'; softmax does the rest:
+
+    dL/dz_v = w p_v (f'_v - sum_u p_u f'_u),     z = rule(h W^T)
+
+Only [chunk, V] logits exist at a time. Because the gradients are ready when the forward pass ends, the backward pass
+needs no head: under ZeRO-3 the student's head is gathered once. Teacher quantities carry no gradient.
+
+Shapes: N response tokens, C tokens of a chunk, D student width, E a teacher's width, V vocabulary rows, K of a top-k.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """What an architecture does to head times hidden state: Cohere and Granite scale it, Gemma caps it."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, raw_C_V: Tensor) -> Tensor:
+        """logits = softcap * tanh(scale * raw / softcap), or scale * raw without a cap."""
+        if self.scale != 1.0:
+            raw_C_V = raw_C_V * self.scale
+        return raw_C_V if self.softcap is None else (raw_C_V / self.softcap).tanh() * self.softcap
+
+    def pull_back(self, grad_C_V: Tensor, logits_C_V: Tensor) -> Tensor:
+        """Gradient by the raw products, from the gradient by the logits."""
+        if self.softcap is not None:
+            grad_C_V = grad_C_V * (1 - (logits_C_V / self.softcap).square())
+        return grad_C_V if self.scale == 1.0 else grad_C_V * self.scale
+
+    @property
+    def is_identity(self) -> bool:
+        return self.scale == 1.0 and self.softcap is None
+
+
+IDENTITY = LogitRule()
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherBlock:
+    """Consecutive tokens of a micro-batch scored exactly by one teacher."""
+
+    hidden_N_E: Tensor
+    head_V_E: Tensor
+    rule: LogitRule = IDENTITY
+
+    def __len__(self) -> int:
+        return len(self.hidden_N_E)
+
+    def logits(self, part: slice, vocab_size: int) -> Tensor:
+        """[C, V] in the hidden states' type."""
+        return self.rule.apply(self.hidden_N_E[part] @ self.head_V_E[:vocab_size].T)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureBlock:
+    """Consecutive tokens scored by several teachers, weights summing to one: sum_k w_k KL(p || q_k).
+
+    Equals KL against the unnormalised log-measure zbar - sum_k w_k lse_k with zbar = sum_k w_k z_k (DeepSeek-V4,
+    arXiv 2606.19348, states the objective), so one [C, V] accumulator and one backward do for any number of teachers.
+    """
+
+    teachers: tuple[TeacherBlock, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.teachers) == len(self.weights) and len({len(t) for t in self.teachers}) == 1
+        assert abs(sum(self.weights) - 1) < 1e-6 and min(self.weights) >= 0
+
+    def __len__(self) -> int:
+        return len(self.teachers[0])
+
+    def folded(self, lse_N: Tensor) -> FoldedBlock | None:
+        """One averaged hidden vector and one number a token instead of K vectors, if all teachers share one linear head.
+
+        `lse_N` is sum_k w_k logsumexp(z_k), which each teacher can send along; it moves the value, not the gradient.
+        """
+        first = self.teachers[0]
+        if any(t.head_V_E is not first.head_V_E or not t.rule.is_identity for t in self.teachers):
+            return None
+        hidden_N_E = torch.zeros_like(first.hidden_N_E)
+        for weight, teacher in zip(self.weights, self.teachers, strict=True):
+            hidden_N_E += weight * teacher.hidden_N_E
+        return FoldedBlock(hidden_N_E, first.head_V_E, lse_N)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedBlock:
+    """A mixture over one common head, see `MixtureBlock.folded`."""
+
+    hidden_N_E: Tensor
+    head_V_E: Tensor
+    lse_N: Tensor
+    """sum_k w_k logsumexp(z_k)."""
+
+    def __len__(self) -> int:
+        return len(self.hidden_N_E)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledBlock:
+    """Consecutive tokens of which the teacher said only the sampled token's log-prob."""
+
+    logprob_N: Tensor
+
+    def __len__(self) -> int:
+        return len(self.logprob_N)
+
+
+@dataclass(frozen=True, slots=True)
+class TopKBlock:
+    """Consecutive tokens of which the teacher gave its K likeliest tokens, true (not renormalised) log-probs."""
+
+    ids_N_K: Tensor
+    logprob_N_K: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids_N_K)
+
+
+Block = TeacherBlock | MixtureBlock | FoldedBlock | SampledBlock | TopKBlock
+
+
+@dataclass(frozen=True, slots=True)
+class StudentChunk:
+    """C tokens as the student sees them; detached."""
+
+    logp_C_V: Tensor
+    p_C_V: Tensor
+    token_C: Tensor
+    """Sampled ids."""
+    logp_C: Tensor
+    """Log-prob of the sampled ids."""
+    behaviour_C: Tensor
+    """Log-prob of the sampled ids when they were sampled."""
+    weight_C: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherChunk:
+    """The same C tokens as the teacher sees them; what its payload does not hold is None."""
+
+    logq_C_V: Tensor | None
+    """Log-probs; for a mixture the unnormalised log-measure."""
+    logq_C: Tensor | None
+    """Log-prob of the sampled ids."""
+    topk: TopKBlock | None
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """An objective on C tokens: f(p), p * df/dp, and whether a clip was active."""
+
+    value_C: Tensor
+    p_slope_C_V: Tensor
+    clipped_C: Tensor | None = None
+
+
+class Objective(Protocol):
+    """One way to measure how far the student is from the teacher."""
+
+    @property
+    def needs(self) -> str:
+        """`logits`: a teacher's whole distribution; `sampled`: its log-prob of the sampled token; `top_k`."""
+        ...
+
+    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Per response token, detached, float32 (or float64); NaN where the payload does not tell."""
+
+    kl_N: Tensor
+    """The objective's value, nats; KL(student || teacher) for `reverse_kl`."""
+    logprob_N: Tensor
+    """Student's log-prob of the sampled token."""
+    entropy_N: Tensor
+    """Student's entropy, nats."""
+    teacher_entropy_N: Tensor
+    """Nats; for a mixture that of its normalised product prod_k q_k^w_k."""
+    agree_N: Tensor
+    """1 where both rank the same token first."""
+    teacher_top1_N: Tensor
+    """1 where the sampled token is the teacher's first."""
+    clipped_N: Tensor
+    """1 where the objective clipped the token."""
+
+
+def chunked_objective(
+    objective: Objective,
+    hidden_N_D: Tensor,
+    head_V_D: Tensor,
+    teachers: Sequence[Block],
+    weight_N: Tensor,
+    token_N: Tensor,
+    behaviour_N: Tensor | None = None,
+    *,
+    chunk: int,
+    vocab_size: int,
+    rule: LogitRule = IDENTITY,
+    compiled: bool = False,
+) -> tuple[Tensor, TokenStats]:
+    """sum_n weight_n f(p_n) as a scalar with gradients for `hidden_N_D` and `head_V_D`, and per-token numbers.
+
+    `teachers` cover the N tokens in order; `weight_N` is 0 where a token carries no loss, and whatever the teacher says
+    there, NaN included, has no effect; `token_N` are the sampled ids, `behaviour_N` their log-probs when sampled.
+    Both vocabularies are cut to the first `vocab_size` rows: rows beyond the tokenizer are padding and have no
+    probability. Computes in float32, in float64 if the student's hidden states are float64.
+    `compiled` fuses the elementwise part with torch.compile; it needs a C++ compiler when it first runs.
+
+    Raises: ValueError if hidden states and head differ in width.
+    """
+    assert chunk > 0
+    assert sum(map(len, teachers)) == len(hidden_N_D) == len(weight_N) == len(token_N)
+    _check_widths(hidden_N_D, head_V_D, teachers)
+    if behaviour_N is None:
+        behaviour_N = torch.zeros_like(weight_N)
+    options = _Options(objective, chunk, vocab_size, rule, compiled)
+    loss, *stats = _Chunked.apply(hidden_N_D, head_V_D, tuple(teachers), weight_N, token_N, behaviour_N, options)
+    return loss, TokenStats(*stats)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    objective: Objective
+    chunk: int
+    vocab_size: int
+    rule: LogitRule
+    compiled: bool
+
+
+def _check_widths(hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block]) -> None:
+    pairs = [(hidden_N_D, head_V_D, "student")]
+    for block in teachers:
+        parts = block.teachers if isinstance(block, MixtureBlock) else (block,)
+        pairs += [(t.hidden_N_E, t.head_V_E, "teacher") for t in parts if isinstance(t, TeacherBlock | FoldedBlock)]
+    for hidden, head, who in pairs:
+        if hidden.shape[-1] != head.shape[-1]:
+            raise ValueError(f"{who}: hidden states of width {hidden.shape[-1]}, output head of width {head.shape[-1]}")
+
+
+def _spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block, slice, slice]]:
+    """Block, its part, and where that part lies among the N tokens."""
+    start = 0
+    for block in teachers:
+        for first in range(0, len(block), chunk):
+            last = min(first + chunk, len(block))
+            yield block, slice(first, last), slice(start + first, start + last)
+        start += len(block)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_N_D: Tensor,
+        head_V_D: Tensor,
+        teachers: tuple[Block, ...],
+        weight_N: Tensor,
+        token_N: Tensor,
+        behaviour_N: Tensor,
+        options: _Options,
+    ) -> tuple[Tensor, ...]:
+        acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
+        head_v_D = head_V_D[: options.vocab_size]
+        stats = [torch.full((len(hidden_N_D),), torch.nan, dtype=acc, device=hidden_N_D.device) for _ in range(7)]
+        grad_hidden_N_D = torch.zeros_like(hidden_N_D) if ctx.needs_input_grad[0] else None
+        grad_head_V_D = None
+        if ctx.needs_input_grad[1]:
+            grad_head_V_D = torch.zeros(head_V_D.shape, dtype=acc, device=head_V_D.device)
+        for block, part, span in _spans(teachers, options.chunk):
+            h_C_D = hidden_N_D[span]
+            raw_C_V = h_C_D @ head_v_D.T
+            columns = (token_N[span], behaviour_N[span].to(acc), weight_N[span].to(acc))
+            values, grad_C_V = _chunk(options, raw_C_V, _teacher_inputs(block, part, options.vocab_size), columns)
+            for column, value in zip(stats, values, strict=True):
+                if value is not None:
+                    column[span] = value.to(acc)
+            if grad_hidden_N_D is not None:
+                grad_hidden_N_D[span] = grad_C_V @ head_v_D
+            if grad_head_V_D is not None:
+                grad_head_V_D[: options.vocab_size] += grad_C_V.T @ h_C_D
+        ctx.save_for_backward(grad_hidden_N_D, grad_head_V_D)
+        ctx.head_dtype = head_V_D.dtype
+        ctx.mark_non_differentiable(*stats)
+        loss = torch.where(weight_N != 0, stats[0] * weight_N.to(acc), 0).sum()
+        return (loss, *stats)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
+        grad_hidden_N_D, grad_head_V_D = ctx.saved_tensors
+        hidden = None if grad_hidden_N_D is None else grad_hidden_N_D * grad_loss.to(grad_hidden_N_D.dtype)
+        # Rounded before it is scaled: a second float32 copy would be the largest tensor of the whole step.
+        head = None if grad_head_V_D is None else grad_head_V_D.to(ctx.head_dtype) * grad_loss.to(ctx.head_dtype)
+        return (hidden, head, *[None] * 5)
+
+
+Columns = tuple[Tensor, Tensor, Tensor]
+"""token_C, behaviour_C, weight_C."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TeacherInputs:
+    """What is left of a block once its matrix products are done; the rest is elementwise."""
+
+    logits_C_V: Tensor | None = None
+    """One teacher's logits, not normalised yet."""
+    measure_C_V: Tensor | None = None
+    """A mixture's log-measure, ready."""
+    sampled_C: Tensor | None = None
+    topk: TopKBlock | None = None
+
+
+def _teacher_inputs(block: Block, part: slice, vocab_size: int) -> _TeacherInputs:
+    if isinstance(block, SampledBlock):
+        return _TeacherInputs(sampled_C=block.logprob_N[part])
+    if isinstance(block, TopKBlock):
+        return _TeacherInputs(topk=TopKBlock(block.ids_N_K[part], block.logprob_N_K[part]))
+    if isinstance(block, TeacherBlock):
+        return _TeacherInputs(logits_C_V=block.logits(part, vocab_size))
+    if isinstance(block, FoldedBlock):
+        raw_C_V = block.hidden_N_E[part] @ block.head_V_E[:vocab_size].T
+        return _TeacherInputs(measure_C_V=raw_C_V - block.lse_N[part, None])
+    terms = (
+        w * _upcast(t.logits(part, vocab_size)).log_softmax(-1)
+        for w, t in zip(block.weights, block.teachers, strict=True)
+    )
+    return _TeacherInputs(measure_C_V=functools.reduce(torch.add, terms))
+
+
+def _upcast(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _chunk(
+    options: _Options, raw_C_V: Tensor, teacher: _TeacherInputs, columns: Columns
+) -> tuple[tuple[Tensor | None, ...], Tensor]:
+    """Elementwise part of one chunk, compiled if that is wanted and possible."""
+    if not (options.compiled and teacher.logits_C_V is not None and _can_compile()):
+        return _elementwise(options.objective, options.rule, raw_C_V, teacher, columns)
+    # One shape per (chunk, V, dtype): the last chunk is padded, so that it does not compile again.
+    num, pad = len(raw_C_V), options.chunk - len(raw_C_V)
+    padded = _TeacherInputs(logits_C_V=_pad(teacher.logits_C_V, pad))
+    token_C, behaviour_C, weight_C = (_pad(column, pad) for column in columns)
+    values, grad_C_V = _compiled_elementwise()(
+        options.objective, options.rule, _pad(raw_C_V, pad), padded, (token_C, behaviour_C, weight_C)
+    )
+    return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
+
+
+def _pad(values: Tensor, rows: int) -> Tensor:
+    return values if rows == 0 else torch.cat([values, values.new_zeros(rows, *values.shape[1:])])
+
+
+@functools.cache
+def _can_compile() -> bool:
+    found = bool(shutil.which("c++") or shutil.which("g++"))
+    if not found:
+        warnings.warn("objective.compile: no C++ compiler (g++), the loss runs eagerly", stacklevel=2)
+    return found
+
+
+@functools.cache
+def _compiled_elementwise() -> Any:
+    return torch.compile(_elementwise, dynamic=False)
+
+
+def _elementwise(
+    objective: Objective, rule: LogitRule, raw_C_V: Tensor, given: _TeacherInputs, columns: Columns
+) -> tuple[tuple[Tensor | None, ...], Tensor]:
+    """Per-token numbers, and the gradient by the student's raw products in their own type."""
+    token_C, behaviour_C, weight_C = columns
+    logits_C_V = _upcast(rule.apply(raw_C_V))
+    logp_C_V = logits_C_V.log_softmax(-1)
+    if rule.softcap is None:
+        logits_C_V = raw_C_V  # only a cap's derivative looks at the logits again
+    logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
+    student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, behaviour_C, weight_C)
+    teacher = _teacher_chunk(given, token_C, logp_C_V.dtype)
+    slope = objective(student, teacher)
+    stats = _token_stats(student, teacher, slope, given.measure_C_V is not None)
+    # In place from here on: [chunk, V] temporaries are what the loss costs in memory.
+    grad_C_V = slope.p_slope_C_V
+    grad_C_V.addcmul_(student.p_C_V, grad_C_V.sum(-1, keepdim=True), value=-1.0).mul_(weight_C[:, None])
+    # filled, not multiplied: 0 * NaN is NaN, and what a teacher says on an untrained token must not matter
+    grad_C_V.masked_fill_((weight_C == 0)[:, None], 0.0)
+    return stats, rule.pull_back(grad_C_V, logits_C_V).to(raw_C_V.dtype)
+
+
+def _teacher_chunk(given: _TeacherInputs, token_C: Tensor, acc: torch.dtype) -> TeacherChunk:
+    if given.sampled_C is not None:
+        return TeacherChunk(None, given.sampled_C.to(acc), None)
+    if given.topk is not None:
+        return TeacherChunk(None, None, TopKBlock(given.topk.ids_N_K, given.topk.logprob_N_K.to(acc)))
+    if given.logits_C_V is not None:
+        logq_C_V = given.logits_C_V.to(acc).log_softmax(-1)
+    else:
+        assert given.measure_C_V is not None
+        logq_C_V = given.measure_C_V.to(acc)
+    return TeacherChunk(logq_C_V, logq_C_V.gather(1, token_C[:, None])[:, 0], None)
+
+
+def _token_stats(
+    student: StudentChunk, teacher: TeacherChunk, slope: Slope, mixture: bool
+) -> tuple[Tensor | None, ...]:
+    """In the order of `TokenStats`."""
+    entropy_C = torch.special.entr(student.p_C_V).sum(-1)
+    first_C = None
+    teacher_entropy_C = None
+    if teacher.logq_C_V is not None:
+        first_C = teacher.logq_C_V.argmax(-1)
+        logq_C_V = teacher.logq_C_V.log_softmax(-1) if mixture else teacher.logq_C_V
+        teacher_entropy_C = torch.special.entr(logq_C_V.exp()).sum(-1)
+    elif teacher.topk is not None:
+        first_C = teacher.topk.ids_N_K.gather(1, teacher.topk.logprob_N_K.argmax(-1, keepdim=True))[:, 0]
+    return (
+        slope.value_C,
+        student.logp_C,
+        entropy_C,
+        teacher_entropy_C,
+        None if first_C is None else first_C == student.logp_C_V.argmax(-1),
+        None if first_C is None else first_C == student.token_C,
+        slope.clipped_C,
+    )

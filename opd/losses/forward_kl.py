@@ -1,0 +1,25 @@
+"""Exact forward KL over the whole vocabulary.
+
+    f(p) = KL(q || p) = sum_v q_v (log q_v - log p_v),     p_v f'_v = -q_v
+
+Mode-covering: the student keeps some probability wherever the teacher has any. With it dL/dz = p - q, the gradient of
+cross-entropy against the teacher (Hinton et al., arXiv 1503.02531).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardKL:
+    """KL(teacher || student)."""
+
+    needs: str = "logits"
+
+    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
+        assert teacher.logq_C_V is not None
+        q_C_V = teacher.logq_C_V.exp()
+        return Slope((q_C_V * (teacher.logq_C_V - student.logp_C_V)).sum(-1), -q_C_V)

@@ -1,0 +1,36 @@
+"""Generalised Jensen-Shannon divergence (Agarwal et al., GKD, arXiv 2306.13649, equation 1; beta as in TRL).
+
+    m = beta q + (1 - beta) p
+    f(p) = beta KL(q || m) + (1 - beta) KL(p || m),     f'_v = (1 - beta)(log p_v - log m_v)
+
+Bounded, between the two KLs. The limits 0 and 1 would be 0 everywhere; as in TRL, 0 means forward and 1 reverse KL.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
+from opd.losses.forward_kl import ForwardKL
+from opd.losses.reverse_kl import ReverseKL
+
+
+@dataclass(frozen=True, slots=True)
+class JSD:
+    """JSD_beta(teacher, student)."""
+
+    beta: float = 0.5
+    needs: str = "logits"
+
+    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
+        if self.beta in (0.0, 1.0):
+            return (ReverseKL() if self.beta else ForwardKL())(student, teacher)
+        assert teacher.logq_C_V is not None
+        logp_C_V, logq_C_V = student.logp_C_V, teacher.logq_C_V
+        logm_C_V = torch.logaddexp(logq_C_V + math.log(self.beta), logp_C_V + math.log1p(-self.beta))
+        p_slope_C_V = (1 - self.beta) * student.p_C_V * (logp_C_V - logm_C_V)
+        value_C = self.beta * (logq_C_V.exp() * (logq_C_V - logm_C_V)).sum(-1) + p_slope_C_V.sum(-1)
+        return Slope(value_C, p_slope_C_V)

@@ -1,0 +1,51 @@
+"""Reverse KL on the teacher's K likeliest tokens, with the rest accounted for.
+
+Bare truncation, sum over the K of p log(p/q), is unstable: moving student mass off the K tokens lowers it (verl PR
+5041). Two forms that cannot be cheated, S the K tokens, P = sum_S p, Q = sum_S q:
+
+    bucket:        f(p) = sum_S p_v log(p_v / q_v) + (1 - P) log((1 - P) / (1 - Q))
+                   f'_v = log(p_v / q_v) in S, log((1 - P) / (1 - Q)) outside (the constant 1 dropped)
+    unnormalised:  f(p) = sum_S p_v log(p_v / q_v) - p_v + q_v,   f'_v = log(p_v / q_v) in S, 0 outside
+                   (generalised KL, arXiv 2606.30406, equation 5)
+
+Both are lower bounds of the exact value and zero only where p = q on S (bucket: and the tails weigh the same).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
+
+TINY = 1e-6
+"""Smallest tail mass: below it, 1 minus a float32 sum of K probabilities is rounding noise, and may be negative. A
+teacher's tail taken as heavier than it is can only lower the value, so that it stays a lower bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """KL(student || teacher) from the teacher's top tokens."""
+
+    k: int = 64
+    tail: str = "bucket"
+    """`bucket` or `unnormalised`."""
+    needs: str = "top_k"
+
+    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
+        assert teacher.topk is not None
+        ids_C_K, logq_C_K = teacher.topk.ids_N_K, teacher.topk.logprob_N_K
+        logp_C_V = student.logp_C_V
+        logp_C_K = logp_C_V.gather(1, ids_C_K)
+        p_C_K, ratio_C_K = logp_C_K.exp(), logp_C_K - logq_C_K
+        inside_C = (p_C_K * ratio_C_K).sum(-1)
+        mass_p_C, mass_q_C = p_C_K.sum(-1), logq_C_K.exp().sum(-1)
+        if self.tail == "unnormalised":
+            p_slope_C_V = torch.zeros_like(logp_C_V).scatter_(1, ids_C_K, p_C_K * ratio_C_K)
+            return Slope(inside_C - mass_p_C + mass_q_C, p_slope_C_V)
+        tail_p_C, tail_q_C = (1 - mass_p_C).clamp(min=TINY), (1 - mass_q_C).clamp(min=TINY)
+        tail_ratio_C = tail_p_C.log() - tail_q_C.log()
+        p_slope_C_V = student.p_C_V * tail_ratio_C[:, None]
+        p_slope_C_V.scatter_(1, ids_C_K, p_C_K * ratio_C_K)
+        return Slope(inside_C + tail_p_C * tail_ratio_C, p_slope_C_V)

@@ -1,0 +1,66 @@
+"""Per-token numbers of a step summed per domain, and the weights that make the loss a mean.
+
+Weights are decided once in the driver from all rows of the step, so the mean does not depend on how rows are cut into
+ranks, micro-batches and gradient accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from opd.losses.chunked import TokenStats
+from opd.train.batch import MicroBatch
+from opd.types import DomainStats, Rollout
+
+
+def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]) -> dict[str, float]:
+    """Sample id -> weight of each of its trained tokens; 0 for a response without one. Empty if nothing is trained.
+
+    token_mean:    d_i / sum_j d_j T_j          over T_j trained tokens of response j
+    sequence_mean: d_i / (T_i sum_j d_j)        over responses with a trained token
+    with d the loss weight of the response's domain.
+    """
+    tokens = {r.sample_id: sum(r.loss_mask) for r in rollouts}
+    share = {r.sample_id: domain_weights.get(r.domain, 1.0) for r in rollouts if tokens[r.sample_id]}
+    if normalize == "token_mean":
+        total = sum(d * tokens[i] for i, d in share.items())
+        return {i: share[i] / total if i in share else 0.0 for i in tokens} if share else {}
+    total = sum(share.values())
+    return {i: share[i] / (tokens[i] * total) if i in share else 0.0 for i in tokens} if share else {}
+
+
+def token_weights(batch: MicroBatch, weights: Sequence[float]) -> Tensor:
+    """[N] each row's weight on its trained tokens, 0 elsewhere."""
+    row_N = torch.repeat_interleave(torch.tensor(weights), torch.tensor(batch.row_lengths, dtype=torch.long))
+    return torch.where(batch.mask_N, row_N.float(), 0.0)
+
+
+class Totals:
+    """Sums over a rank's micro-batches."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.domains: dict[str, DomainStats] = {}
+
+    def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats) -> None:
+        """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks."""
+        mask_N = batch.mask_N
+        self.loss += float(torch.where(weight_N != 0, stats.kl_N.float() * weight_N, 0.0).sum())
+        columns = {
+            "kl_sum": stats.kl_N,
+            "gap_sum": (stats.logprob_N - batch.behaviour_N).abs(),
+            "entropy_sum": stats.entropy_N,
+            "teacher_entropy_sum": stats.teacher_entropy_N,
+            "agree_sum": stats.agree_N,
+            "teacher_top1_sum": stats.teacher_top1_N,
+            "clipped_sum": stats.clipped_N,
+        }
+        lengths = list(batch.row_lengths)
+        parts = {name: column.split(lengths) for name, column in columns.items()}
+        for index, (domain, mask_R) in enumerate(zip(batch.domains, mask_N.split(lengths), strict=True)):
+            sums = {name: float(part[index][mask_R].sum()) for name, part in parts.items()}
+            row = DomainStats(tokens=int(mask_R.sum()), samples=1, **sums)
+            self.domains[domain] = self.domains[domain] + row if domain in self.domains else row

@@ -1,0 +1,168 @@
+"""The loss is a mean that depends on the step's responses alone, not on how they are cut up."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from opd.losses.chunked import IDENTITY
+from opd.losses.reverse_kl import ReverseKL
+from opd.stream.heads import Head
+from opd.stream.schema import TargetRow
+from opd.train.batch import micro_batch
+from opd.train.plan import RowSize, plan_micro_batches
+from opd.train.student import Student
+from opd.train.totals import Totals, row_weights, token_weights
+from opd.types import DomainStats, Rollout, Segment
+
+WIDTH = 64
+
+
+def rollout(sample_id: str, domain: str, segments: Sequence[tuple[int, bool]]) -> Rollout:
+    rng = random.Random(sample_id)
+    num = sum(n for n, _ in segments)
+    return Rollout(
+        sample_id=sample_id, step=1, domain=domain, policy_version=0,
+        prompt_ids=tuple(rng.choices(range(76), k=rng.randint(1, 9))),
+        response_ids=tuple(rng.choices(range(76), k=num)),
+        behaviour_logprobs=tuple(-rng.random() for _ in range(num)),
+        segments=tuple(Segment(length=n, trained=t) for n, t in segments), truncated=False,
+    )  # fmt: skip
+
+
+STEP = [
+    rollout("a", "math", [(10, True)]),
+    rollout("b", "math", [(3, True), (4, False), (2, True)]),
+    rollout("c", "code", [(1, True)]),
+    rollout("d", "code", [(6, False)]),
+    rollout("e", "code", [(30, True)]),
+    rollout("f", "chat", [(7, True)]),
+]
+TOKENS = {"a": 10, "b": 5, "c": 1, "d": 0, "e": 30, "f": 7}
+DOMAIN_WEIGHTS = {"math": 2.0, "code": 0.5}  # chat: 1
+
+
+def test_a_token_mean_counts_every_trained_token_once() -> None:
+    weights = row_weights(STEP, "token_mean", {})
+    assert weights == pytest.approx({i: 1 / 53 if n else 0 for i, n in TOKENS.items()})
+
+
+def test_a_sequence_mean_counts_every_response_once() -> None:
+    weights = row_weights(STEP, "sequence_mean", {})
+    assert weights == pytest.approx({i: 1 / (5 * n) if n else 0 for i, n in TOKENS.items()})
+    assert weights["a"] * 10 == pytest.approx(weights["c"] * 1)
+
+
+def test_domain_weights_weigh_tokens_or_responses() -> None:
+    tokens = row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
+    total = 2 * 15 + 0.5 * 31 + 7
+    assert tokens == pytest.approx(
+        {"a": 2 / total, "b": 2 / total, "c": 0.5 / total, "d": 0, "e": 0.5 / total, "f": 1 / total}
+    )
+    responses = row_weights(STEP, "sequence_mean", DOMAIN_WEIGHTS)
+    total = 2 + 2 + 0.5 + 0.5 + 1
+    assert responses == pytest.approx(
+        {"a": 2 / total / 10, "b": 2 / total / 5, "c": 0.5 / total, "d": 0, "e": 0.5 / total / 30, "f": 1 / total / 7}
+    )
+
+
+@pytest.mark.parametrize("normalize", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("domains", [{}, DOMAIN_WEIGHTS, {"math": 1e-3, "code": 1e3, "chat": 7.0}], ids=str)
+def test_weights_over_all_tokens_are_one(normalize: str, domains: dict[str, float]) -> None:
+    weights = row_weights(STEP, normalize, domains)
+    assert sum(weights[i] * n for i, n in TOKENS.items()) == pytest.approx(1)
+    scaled = row_weights(STEP, normalize, {d: 10 * domains.get(d, 1) for d in ("math", "code", "chat")})
+    assert scaled == pytest.approx(weights), "only the proportions matter"
+
+
+@pytest.mark.parametrize("normalize", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("step", [[], [STEP[3]]])
+def test_without_a_trained_token_there_are_no_weights(normalize: str, step: list[Rollout]) -> None:
+    assert row_weights(step, normalize, DOMAIN_WEIGHTS) == {}
+
+
+def scored(r: Rollout) -> TargetRow:
+    states = torch.randn(len(r.response_ids), WIDTH, generator=torch.Generator().manual_seed(ord(r.sample_id)))
+    return TargetRow(
+        sample_id=r.sample_id, step=1, domain=r.domain, teacher="t", policy_version=0, prompt_ids=r.prompt_ids,
+        response_ids=r.response_ids, loss_mask=r.loss_mask, behaviour_logprobs=r.behaviour_logprobs, head=r.domain,
+        hidden_size=WIDTH, hidden=states.numpy().tobytes(),
+    )  # fmt: skip
+
+
+ROWS = {r.sample_id: scored(r) for r in STEP}
+
+
+def test_only_trained_tokens_carry_weight() -> None:
+    batch = micro_batch([ROWS["b"], ROWS["d"], ROWS["c"]], "hidden_states", torch.float32)
+    weight = token_weights(batch, [0.25, 0.5, 0.125])
+    assert weight.tolist() == [0.25] * 3 + [0.0] * 4 + [0.25] * 2 + [0.0] * 6 + [0.125]
+    assert weight.dtype == torch.float32
+    assert token_weights(micro_batch([], "hidden_states", torch.float32), []).tolist() == []
+
+
+@pytest.fixture(scope="module")
+def student(tiny_model_dir: Any) -> Student:
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32, attn_implementation="sdpa")
+    return Student(lm, ReverseKL(), chunk=5, vocab_size=76)
+
+
+def heads() -> dict[str, Head]:
+    gen = torch.Generator().manual_seed(0)
+    return {d: Head(0.1 * torch.randn(76, WIDTH, generator=gen), IDENTITY) for d in ("math", "code", "chat")}
+
+
+def trained(student: Student, cuts: Sequence[Sequence[str]], weights: dict[str, float]) -> tuple[Totals, torch.Tensor]:
+    """All micro-batches one after the other, as a rank does: sums and the accumulated gradient."""
+    student.zero_grad()
+    totals = Totals()
+    for ids in cuts:
+        batch = micro_batch([ROWS[i] for i in ids], "hidden_states", torch.float32)
+        weight = token_weights(batch, [weights[i] for i in ids])
+        loss, stats = student(batch, heads(), weight)
+        loss.backward()
+        totals.add(batch, weight, stats)
+    return totals, torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
+
+
+def numbers(stats: DomainStats) -> list[float]:
+    return list(dataclasses.astuple(stats))
+
+
+@pytest.mark.parametrize("normalize", ["token_mean", "sequence_mean"])
+def test_the_cut_into_micro_batches_does_not_matter(normalize: str, student: Student) -> None:
+    weights = row_weights(STEP, normalize, DOMAIN_WEIGHTS)
+    sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in STEP]
+    planned = [[ids for part in plan_micro_batches(sizes, ranks, 32) for ids in part] for ranks in (1, 2, 5)]
+    by_hand = [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]], [["f", "a"], [], ["e", "d", "c", "b"]]
+    want, want_grad = trained(student, [list("abcdef")], weights)
+    for cuts in [*planned, *by_hand]:
+        totals, grad = trained(student, cuts, weights)
+        assert totals.loss == pytest.approx(want.loss, rel=1e-5)
+        assert float((grad - want_grad).norm()) < 1e-5 * float(want_grad.norm())
+        assert set(totals.domains) == {"math", "code", "chat"}
+        for name, stats in totals.domains.items():
+            assert numbers(stats) == pytest.approx(numbers(want.domains[name]), rel=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("normalize", ["token_mean", "sequence_mean"])
+def test_the_loss_is_the_weighted_mean_of_the_domains(normalize: str, student: Student) -> None:
+    alone = {i: trained(student, [[i]], {i: 1.0})[0].loss for i in "abcef"}  # sums over a response's tokens
+    factor = {r.sample_id: DOMAIN_WEIGHTS.get(r.domain, 1.0) for r in STEP}
+    totals, _ = trained(student, [list("abcdef")], row_weights(STEP, normalize, DOMAIN_WEIGHTS))
+    if normalize == "token_mean":
+        want = sum(factor[i] * x for i, x in alone.items()) / sum(factor[i] * TOKENS[i] for i in alone)
+    else:
+        want = sum(factor[i] * x / TOKENS[i] for i, x in alone.items()) / sum(factor[i] for i in alone)
+    assert totals.loss == pytest.approx(want, rel=1e-5)
+    tokens = {"math": 15, "code": 31, "chat": 7}
+    assert {d: s.tokens for d, s in totals.domains.items()} == tokens
+    assert totals.domains["math"].kl_sum == pytest.approx(alone["a"] + alone["b"], rel=1e-5)
+    assert totals.domains["code"].clipped_sum != totals.domains["code"].clipped_sum  # NaN: the payload does not tell
