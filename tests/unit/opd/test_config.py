@@ -343,7 +343,7 @@ def test_an_override_of_an_unknown_key_is_refused_with_the_nearest() -> None:
 
 def test_something_ships() -> None:
     assert "quickstart.yaml" in [p.name for p in SHIPPED]
-    assert sum(len(load_pipeline(p).domains) >= 10 for p in SHIPPED) > 1
+    assert any(len(load_pipeline(p).domains) >= 10 for p in SHIPPED)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)

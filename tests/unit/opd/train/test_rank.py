@@ -203,11 +203,16 @@ def test_a_step_without_trained_tokens_is_skipped_and_says_so(rollouts: list[Rol
 def test_numbers_come_back_from_the_device() -> None:
     from torch._subclasses import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode():  # tensors that only say that they are on a GPU
         there = TokenStats(*(torch.zeros(2, device="cuda") for _ in range(7)))
         here = rank._to(there, torch.device("cpu"))
         assert {getattr(here, name).device.type for name in TokenStats.__slots__} == {"cpu"}
-        batch = rank._to(micro_batch([row("a")], "hidden_states", torch.float32), torch.device("cuda"))
-        assert batch.mask_N.device.type == batch.runs[0].hidden_N_D.device.type == "cuda"
-        assert batch.packed.input_ids_B_T.device.type == "cuda"
-        assert batch.domains == ("d",)
+
+
+def test_every_tensor_of_a_micro_batch_goes_to_the_device() -> None:
+    batch = rank._to(micro_batch([row("a")], "hidden_states", torch.float32), torch.device("meta"))
+    (run,) = batch.runs
+    tensors = [batch.packed.input_ids_B_T, batch.packed.position_ids_B_T, batch.predict_N, batch.token_N]
+    tensors += [batch.mask_N, batch.behaviour_N, run.hidden_N_D]
+    assert {t.device.type for t in tensors} == {"meta"}
+    assert (batch.domains, batch.row_lengths, run.head) == (("d",), (2,), "h")
