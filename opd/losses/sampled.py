@@ -28,7 +28,8 @@ class Sampled:
     advantage_clip: float | None = None
     """Bound of |log q(y) - log p(y)|, nats; None: unbounded."""
     baseline: str = "none"
-    """`none` or `leave_one_out`: the mean of the other trained tokens' A in the chunk, which keeps it unbiased."""
+    """`none` or `leave_one_out`: the mean of the other trained tokens' A in the chunk. Later tokens of the same response
+    depend on this one, which leaves a bias of the order of response length / chunk."""
     needs: str = "sampled"
 
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
