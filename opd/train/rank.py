@@ -8,6 +8,7 @@ import os
 import socket
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -154,8 +155,9 @@ class TrainerRank:
             if self._rank == 0:
                 state[name] = weight
         if self._rank == 0:
-            save_torch_state_dict(state, path, max_shard_size="5GB")
-            self._engine.module.lm.config.save_pretrained(path)
+            with _writing(path):
+                save_torch_state_dict(state, path, max_shard_size="5GB")
+                self._engine.module.lm.config.save_pretrained(path)
 
     def save(self, path: Path) -> None:
         """Write float32 weights and both Adam moments, whole and by name, so any number of ranks can read them."""
@@ -175,8 +177,9 @@ class TrainerRank:
                     }
                 )
         if self._rank == 0:
-            save_file(tensors, path / STATE_FILE)
-            (path / STATE_META).write_text(json.dumps({"format": 1, "adam_step": self._adam_step()}))
+            with _writing(path):
+                save_file(tensors, path / STATE_FILE)
+                (path / STATE_META).write_text(json.dumps({"format": 1, "adam_step": self._adam_step()}))
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote, with the ranks of now."""
@@ -232,6 +235,17 @@ class TrainerRank:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
         return self._heads[key]
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A full disk in plain words: safetensors hides the error number in an exception of its own."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path}: could not be written: {error}; what was finished before is intact") from None
 
 
 @dataclass(frozen=True, slots=True)

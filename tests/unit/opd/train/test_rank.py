@@ -216,3 +216,19 @@ def test_every_tensor_of_a_micro_batch_goes_to_the_device() -> None:
     tensors += [batch.mask_N, batch.behaviour_N, run.hidden_N_D]
     assert {t.device.type for t in tensors} == {"meta"}
     assert (batch.domains, batch.row_lengths, run.head) == (("d",), (2,), "h")
+
+
+def test_a_full_disk_is_said_in_plain_words() -> None:
+    from safetensors.torch import save_file
+
+    from opd.train.rank import _writing
+
+    # /dev/full accepts no byte: what a disk does when it is full.
+    with (
+        pytest.raises(RunError, match=r"checkpoint: could not be written: .*No space left on device"),
+        _writing(Path("checkpoint")),
+        Path("/dev/full").open("w") as file,
+    ):
+        file.write("x")
+    with pytest.raises(RunError, match="could not be written"), _writing(Path("checkpoint")):
+        save_file({"x": torch.zeros(1)}, "/dev/full/x")
