@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from opd.config import ClusterConfig
-from opd.errors import RunError
+from opd.errors import OpdError, RunError
 
 LOCAL = "local"
 
@@ -118,7 +118,8 @@ def _result(actors: Sequence[Any], refs: Sequence[Any], ref: Any, method: str) -
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        raise error.as_instanceof_cause() from None
+        # A refusal that we worded ourselves is shown as it is; Ray would wrap the worker's traceback around it.
+        raise (error.cause if isinstance(error.cause, OpdError | RunError) else error.as_instanceof_cause()) from None
     except ray.exceptions.RayActorError as error:
         raise RunError(
             f"{name}: the worker died during `{method}`: {error}\nits output is under /tmp/ray/session_latest/logs"
