@@ -65,13 +65,6 @@ def spawn(cls: type, *args: Any, name: str, env: Mapping[str, str], gpus: float 
     return actor
 
 
-def put(value: Any) -> Any:
-    """Store a value once for many readers."""
-    import ray
-
-    return ray.put(value)
-
-
 def fetch(refs: Any) -> Any:
     """Values behind one handle or a list of handles, read without a copy where they are arrays."""
     import ray

@@ -174,11 +174,6 @@ class Slope:
 class Objective(Protocol):
     """One way to measure how far the student is from the teacher."""
 
-    @property
-    def needs(self) -> str:
-        """`logits`: a teacher's whole distribution; `sampled`: its log-prob of the sampled token; `top_k`."""
-        ...
-
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope: ...
 
 

@@ -17,8 +17,6 @@ from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
 class ForwardKL:
     """KL(teacher || student)."""
 
-    needs: str = "logits"
-
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
         assert teacher.logq_C_V is not None
         q_C_V = teacher.logq_C_V.exp()

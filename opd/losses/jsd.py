@@ -23,7 +23,6 @@ class JSD:
     """JSD_beta(teacher, student)."""
 
     beta: float = 0.5
-    needs: str = "logits"
 
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
         if self.beta in (0.0, 1.0):

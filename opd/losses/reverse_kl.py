@@ -17,8 +17,6 @@ from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
 class ReverseKL:
     """KL(student || teacher); with a mixture of teachers sum_k w_k KL(student || teacher_k)."""
 
-    needs: str = "logits"
-
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
         assert teacher.logq_C_V is not None
         p_slope_C_V = student.p_C_V * (student.logp_C_V - teacher.logq_C_V)

@@ -30,7 +30,6 @@ class Sampled:
     baseline: str = "none"
     """`none` or `leave_one_out`: the mean of the other trained tokens' A in the chunk. Later tokens of the same response
     depend on this one, which leaves a bias of the order of response length / chunk."""
-    needs: str = "sampled"
 
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
         assert teacher.logq_C is not None

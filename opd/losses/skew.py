@@ -22,7 +22,6 @@ class Skew:
     """KL(student || (1 - alpha) teacher + alpha student)."""
 
     alpha: float = 0.1
-    needs: str = "logits"
 
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
         assert teacher.logq_C_V is not None

@@ -31,7 +31,6 @@ class TopK:
     k: int = 64
     tail: str = "bucket"
     """`bucket` or `unnormalised`."""
-    needs: str = "top_k"
 
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
         assert teacher.topk is not None
