@@ -156,14 +156,19 @@ def _tiny_teacher(folder: Path, width: int) -> Teacher:
         max_position_embeddings=1024,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    return Teacher(name="chain_sum-expert", domain="chain_sum", model_dir=folder)
+    return Teacher(name="chain_sum-expert", model_dir=folder)
 
 
 def _scored_bytes(teacher: Teacher, payload: Payload, rollouts: Sequence[Rollout]) -> int:
     """All rows in one batch: the scorer cuts by tokens, and every batch has its own 1 to 2 kB of headers."""
-    from teachers.scorer import TransformersScorer
+    from teachers.scorers import ScorerOptions
+    from teachers.scorers.transformers import TransformersScorer
 
-    scorer = TransformersScorer(payload.dtype, payload.name, payload.width, SMALL_VOCAB)
+    scorer = TransformersScorer(
+        ScorerOptions(
+            dtype=payload.dtype, payload=payload.name, top_k=payload.width, vocab_size=SMALL_VOCAB, memory_bytes=1 << 30
+        )
+    )
     rows = [row for batch in scorer.score(teacher, rollouts, {}) for row in batch]
     return write_stream([rows], payload.dtype, payload.name).size
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import (
     BaseModel,
+    ByteSize,
     ConfigDict,
     Discriminator,
     Field,
@@ -100,6 +101,11 @@ class DomainConfig(Strict):
     """JSONL with `prompt` (text or chat messages) and `answer`; default: the file the expert was registered with."""
     eval: DomainEvalConfig | None = None
     """How the domain is measured; without it the domain is trained but not scored."""
+    teachers: (
+        Name | Annotated[dict[Name, Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1)] | None
+    ) = None
+    """Who scores the domain: an expert's name, or names with weights (normalised to add up to 1); default: the expert
+    whose `domain` it is. One expert may serve several domains."""
     weight: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """Share of each step's samples; `auto` gives every domain the same."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
@@ -128,11 +134,15 @@ class RolloutConfig(Strict):
 
 
 class TeachersConfig(Strict):
+    engine: Literal["transformers"] = "transformers"
+    """What scores: the model's body under transformers, many rows packed into one forward pass."""
     workers: int = Field(1, ge=1)
     """Scoring workers; each teacher's rows of a step go to one of them."""
     payload: Literal["hidden_states", "sampled_logprobs", "top_k"] = "hidden_states"
     """What is sent per response token: the last hidden state after the final norm, from which any objective but `top_k`
     can be computed; the sampled token's log-prob; or the likeliest tokens' log-probs (`objective.k` of them)."""
+    memory: ByteSize = Field("8GiB", validate_default=True, gt=0)
+    """Teachers kept in memory by each scoring worker, least recently used out; the one in use always stays."""
     max_quarantined: float = Field(0.001, ge=0, le=1)
     """Share of a step's responses that may be left out because a teacher's states are not finite, before the run stops."""
     dtype: DType = "float32"
@@ -316,7 +326,7 @@ class PipelineConfig(Strict):
     experts: ExpertsConfig
     """Either `{use: [names]}` from the registry or `{name: {model, domain}}`."""
     domains: dict[Name, DomainConfig] = Field(..., min_length=1)
-    """On which prompts; each domain has exactly one expert."""
+    """On which prompts, scored by which experts."""
     rollout: RolloutConfig = RolloutConfig()
     teachers: TeachersConfig = TeachersConfig()
     objective: ObjectiveConfig = ReverseKLConfig()

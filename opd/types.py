@@ -102,11 +102,24 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """An expert as the pool and the trainer see it."""
+    """An expert as the pool sees it; which domains it serves is the pipeline's business."""
 
     name: str
-    domain: str
     model_dir: Path
+    """Hugging Face directory; of a LoRA expert that of its base."""
+    adapter_dir: Path | None = None
+    """PEFT directory of a LoRA expert."""
+    digest: str = ""
+    """BLAKE3 of all its weight files: experts of equal digest are one teacher. Empty: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedTeacher:
+    """One of the teachers of a domain."""
+
+    teacher: Teacher
+    weight: float
+    """Share of this teacher in the domain's objective; the weights of a domain add up to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

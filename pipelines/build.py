@@ -69,7 +69,7 @@ def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Displa
     """Start every worker and put the merge together. Raises: RunError if one does not come up."""
     engine = VLLMRolloutEngine(config, config.student.model, inputs.student.eos_token_ids, inputs.tokenizer)
     trainer = DeepSpeedTrainer(config, inputs.student.vocab_size)
-    pool = Pool(config, inputs.teachers, inputs.student.vocab_size)
+    pool = Pool(config, inputs.routes, inputs.student.vocab_size)
     # Started side by side, waited for one after the other.
     engine.wait_ready()
     trainer.wait_ready()

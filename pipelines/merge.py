@@ -183,9 +183,12 @@ def _model_card(config: PipelineConfig, inputs: Inputs) -> str:
         "| Domain | Expert | Weights (BLAKE3) |",
         "|---|---|---|",
     ]
-    for domain, expert in inputs.experts.items():
-        hashes = ", ".join(h[:16] for h in expert.info.weight_files.values())
-        lines.append(f"| {domain} | {expert.teacher.name} | `{hashes}` |")
+    for domain, assigned in inputs.routes.items():
+        for part in assigned:
+            name = part.teacher.name
+            hashes = ", ".join(h[:16] for h in inputs.experts[name].info.weight_files.values())
+            share = "" if part.weight == 1 else f" ({part.weight:.3g})"
+            lines.append(f"| {domain} | {name}{share} | `{hashes}` |")
     return "\n".join(lines) + "\n"
 
 
@@ -197,7 +200,11 @@ def _manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
         "versions": _versions(),
         "student": inputs.student.weight_files,
         "experts": {
-            e.teacher.name: {"domain": domain, "weights": e.info.weight_files} for domain, e in inputs.experts.items()
+            name: {
+                "domains": [d for d, part in inputs.routes.items() if name in [a.teacher.name for a in part]],
+                "weights": expert.info.weight_files,
+            }
+            for name, expert in inputs.experts.items()
         },
         "prompts": {name: {str(path.absolute()): blake3_file(path) for path in paths} for name, paths in files.items()},
     }
@@ -222,7 +229,12 @@ def _absolute(value: Any) -> Any:
 def _prompt_files(config: PipelineConfig, inputs: Inputs, name: str) -> list[Path]:
     domain = config.domains[name]
     return [
-        p for p in (domain.prompts or inputs.experts[name].prompts, domain.eval.prompts if domain.eval else None) if p
+        p
+        for p in (
+            domain.prompts or inputs.experts[inputs.teachers[name].name].prompts,
+            domain.eval.prompts if domain.eval else None,
+        )
+        if p
     ]
 
 

@@ -5,10 +5,12 @@ Reads headers, JSON and prompts; never a weight tensor into a model, never a GPU
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from experts.checks import check_fits
 from experts.model_dir import ModelInfo, inspect_model
@@ -17,17 +19,8 @@ from opd.config import DomainConfig, PipelineConfig, RegisteredExperts
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import load_prompts
-from opd.types import Prompt, Teacher
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expert:
-    """An expert of this merge, from the registry or from the pipeline itself."""
-
-    teacher: Teacher
-    info: ModelInfo
-    prompts: Path | None
-    """File it was registered with."""
+from opd.types import Prompt, Teacher, WeightedTeacher
+from pipelines.routes import Expert, route_domains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +29,9 @@ class Inputs:
 
     student: ModelInfo
     experts: dict[str, Expert]
-    """By domain."""
+    """By name: those that score a domain."""
+    routes: dict[str, tuple[WeightedTeacher, ...]]
+    """By domain, the heaviest first."""
     prompts: dict[str, list[Prompt]]
     """Training prompts by domain."""
     exams: dict[str, DomainExam]
@@ -45,8 +40,8 @@ class Inputs:
 
     @property
     def teachers(self) -> dict[str, Teacher]:
-        """Domain -> teacher."""
-        return {domain: expert.teacher for domain, expert in self.experts.items()}
+        """Domain -> its teacher, of several the one with the largest weight: what the student is measured against."""
+        return {domain: assigned[0].teacher for domain, assigned in self.routes.items()}
 
 
 def check(config: PipelineConfig) -> Inputs:
@@ -56,19 +51,20 @@ def check(config: PipelineConfig) -> Inputs:
     warnings: list[str] = []
     for name, expert in by_name.items():
         warnings += check_fits(student, expert.info, name)
-    by_domain = _by_domain(config, by_name)
+    routes, notices = route_domains(config, by_name)
     tokenizer = load_tokenizer(config.student.model)
-    files = {d: _prompts_file(d, c, by_domain[d]) for d, c in config.domains.items()}
+    files = {d: _prompts_file(d, c, by_name[routes[d][0].teacher.name]) for d, c in config.domains.items()}
     prompts = {d: load_prompts(file, d, tokenizer) for d, file in files.items()}
     for domain, file in files.items():
         _refuse_all_too_long(file, prompts[domain], config.rollout.max_model_len)
     return Inputs(
         student=student,
-        experts=by_domain,
+        experts={a.teacher.name: by_name[a.teacher.name] for part in routes.values() for a in part},
+        routes=routes,
         prompts=prompts,
         exams=load_exams(config, tokenizer),
         tokenizer=tokenizer,
-        warnings=tuple(warnings),
+        warnings=(*warnings, *notices),
     )
 
 
@@ -121,11 +117,12 @@ def _experts(config: PipelineConfig) -> dict[str, Expert]:
     if not isinstance(config.experts, RegisteredExperts):
         return {
             name: Expert(
-                teacher=Teacher(name=name, domain=e.domain, model_dir=e.model.absolute()),
-                info=inspect_model(e.model),
+                teacher=_teacher(name, info),
+                domain=e.domain,
+                info=info,
                 prompts=None,
             )
-            for name, e in config.experts.items()
+            for name, e, info in ((n, e, inspect_model(e.model)) for n, e in config.experts.items())
         }
     registry = Registry(config.registry or default_root())
     names = registry.names() if config.experts.use == "all" else config.experts.use
@@ -144,10 +141,19 @@ def _registered(registry: Registry, name: str) -> Expert:
             fix=f"`opd experts remove {name}` and add it again",
         )
     return Expert(
-        teacher=Teacher(name=name, domain=manifest.domain, model_dir=Path(manifest.model)),
+        teacher=_teacher(name, manifest.info),
+        domain=manifest.domain,
         info=manifest.info,
         prompts=Path(manifest.prompts) if manifest.prompts else None,
     )
+
+
+def _teacher(name: str, info: ModelInfo) -> Teacher:
+    """The expert as the pool sees it: equal weights under an equal config are one teacher."""
+    model_dir = Path(info.path)
+    digest = blake3((model_dir / "config.json").read_bytes())
+    digest.update(json.dumps(sorted(info.weight_files.values())).encode())
+    return Teacher(name=name, model_dir=model_dir, digest=digest.hexdigest())
 
 
 def _refuse_twice(names: list[str]) -> None:
@@ -156,38 +162,6 @@ def _refuse_twice(names: list[str]) -> None:
         raise ConfigError.at(
             "experts.use", found=f"`{twice[0]}` twice", wanted="each expert once", fix="delete one of the two"
         )
-
-
-def _by_domain(config: PipelineConfig, experts: Mapping[str, Expert]) -> dict[str, Expert]:
-    """One expert for each domain of the pipeline and no expert without one."""
-    by_domain: dict[str, Expert] = {}
-    for name, expert in experts.items():
-        domain = expert.teacher.domain
-        if domain not in config.domains:
-            raise ConfigError.at(
-                f"experts.{name}.domain",
-                found=domain,
-                wanted=f"one of the pipeline's domains: {', '.join(config.domains)}",
-                fix=f"add `{domain}` under `domains` or leave the expert out",
-            )
-        if domain in by_domain:
-            raise ConfigError.at(
-                f"experts.{name}.domain",
-                found=f"{domain}, which {by_domain[domain].teacher.name} has already",
-                wanted="one expert a domain",
-                fix="leave one of the two out",
-            )
-        by_domain[domain] = expert
-    for domain in config.domains:
-        if domain not in by_domain:
-            served = ", ".join(f"{n} → {e.teacher.domain}" for n, e in experts.items()) or "none"
-            raise ConfigError.at(
-                f"domains.{domain}",
-                found=f"no expert (experts: {served})",
-                wanted="one expert for each domain",
-                fix=f"register one with `opd experts add NAME --model DIR --domain {domain}`",
-            )
-    return {domain: by_domain[domain] for domain in config.domains}
 
 
 def _prompts_file(name: str, domain: DomainConfig, expert: Expert) -> Path:

@@ -8,7 +8,7 @@ that end-of-step record. No extension types: nothing in a stream is ever unpickl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -24,6 +24,7 @@ FIELDS = pa.schema(
         pa.field("step", pa.int32(), nullable=False),
         pa.field("domain", pa.string(), nullable=False),
         pa.field("teacher", pa.string(), nullable=False),
+        pa.field("weight", pa.float32(), nullable=False),
         pa.field("policy_version", pa.int32(), nullable=False),
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
@@ -55,6 +56,8 @@ class TargetRow:
     domain: str
     teacher: str
     """Name of the expert that scored the row."""
+    weight: float = 1.0
+    """Share of this teacher among those of the row's domain; a sample has one row for each, and they add up to 1."""
     policy_version: int
     """Version of the student that wrote the response."""
     prompt_ids: Sequence[int]
@@ -78,6 +81,10 @@ class TargetRow:
     """[R, K] the teacher's likeliest tokens, row after row; payload `top_k`."""
     topk_logprobs: Sequence[float] = ()
     """[R, K] their log-probs under the whole distribution."""
+
+    def weighted(self, weight: float) -> TargetRow:
+        """The same row with another weight."""
+        return self if weight == self.weight else replace(self, weight=weight)
 
 
 def stream_schema(dtype: str, payload: str) -> pa.Schema:

@@ -17,7 +17,7 @@ from opd.rollouts.worker import VLLMWorker
 from opd.stream.schema import read_stream
 from opd.sync.shared_memory import SharedMemorySync
 from opd.train.deepspeed import DeepSpeedTrainer
-from opd.types import Prompt, Rollout, Segment, Teacher
+from opd.types import Prompt, Rollout, Segment, Teacher, WeightedTeacher
 from teachers.pool import Pool
 
 Make = Callable[..., Path]
@@ -93,8 +93,9 @@ def rollouts(num: int = 16, *, seed: int = 0) -> list[Rollout]:
 
 
 def start_pool(cfg: PipelineConfig, teachers: Mapping[str, Path]) -> Pool:
-    by_domain = {d: Teacher(name=f"{d}-expert", domain=d, model_dir=p) for d, p in teachers.items()}
-    pool = Pool(cfg, by_domain, VOCABULARY)
+    by_domain = {d: Teacher(name=f"{d}-expert", model_dir=p) for d, p in teachers.items()}
+    routes = {d: (WeightedTeacher(teacher=t, weight=1.0),) for d, t in by_domain.items()}
+    pool = Pool(cfg, routes, VOCABULARY)
     pool.wait_ready()
     return pool
 

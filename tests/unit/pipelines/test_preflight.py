@@ -35,7 +35,7 @@ def register(world: Any, **prompts: Path | None) -> Registry:
 def test_inputs_by_domain(world: Any) -> None:
     inputs = check(config(world))
     assert list(inputs.teachers) == list(inputs.prompts) == list(inputs.exams) == ["reverse", "upper"]
-    assert {d: (t.name, t.domain, t.model_dir) for d, t in inputs.teachers.items()} == {
+    assert {d: (t.name, inputs.experts[t.name].domain, t.model_dir) for d, t in inputs.teachers.items()} == {
         "reverse": ("rev", "reverse", world.root / "rev"),
         "upper": ("up", "upper", world.root / "up"),
     }
@@ -169,7 +169,7 @@ def test_experts_may_be_wider_and_untied(world: Any, make_model_dir: Any) -> Non
     shutil.rmtree(world.root / "up")
     make_model_dir(world.root / "up", seed=5, hidden=96, heads=3, layers=1, tie=False)
     inputs = check(config(world))
-    assert (inputs.experts["upper"].info.hidden_size, inputs.student.hidden_size) == (96, 64)
+    assert (inputs.experts["up"].info.hidden_size, inputs.student.hidden_size) == (96, 64)
     assert inputs.warnings == ()
 
 

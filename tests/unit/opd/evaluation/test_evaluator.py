@@ -66,7 +66,7 @@ def test_nothing_to_score_does_not_wake_the_engine(domains: list[str]) -> None:
 
 def test_the_baseline_is_the_student_everywhere_and_each_expert_on_its_own() -> None:
     engine = FakeEngine({"student": {"a/0"}, "ea": {"a/0", "a/1", "a/2"}, "eb": {"b/0", "b/1"}, "ec": set()})
-    teachers = {d: Teacher(name=f"expert-{d}", domain=d, model_dir=Path(f"/m/e{d}")) for d in ("a", "b", "c")}
+    teachers = {d: Teacher(name=f"expert-{d}", model_dir=Path(f"/m/e{d}")) for d in ("a", "b", "c")}
     told: list[str] = []
     baseline = measure_baseline(engine, evaluator(engine), Path("/m/student"), teachers, told.append)  # type: ignore[arg-type]
     assert baseline.before == {"a": 0.25, "b": 0.0}
@@ -79,7 +79,7 @@ def test_the_baseline_is_the_student_everywhere_and_each_expert_on_its_own() -> 
 def test_a_baseline_without_exams() -> None:
     engine = FakeEngine({"student": set()})
     told: list[str] = []
-    teachers = {"a": Teacher(name="e", domain="a", model_dir=Path("/m/e"))}
+    teachers = {"a": Teacher(name="e", model_dir=Path("/m/e"))}
     baseline = measure_baseline(engine, evaluator(engine, {}), Path("/m/student"), teachers, told.append)  # type: ignore[arg-type]
     assert (baseline.before, baseline.expert) == ({}, {})
     assert told == ["no domain has an exam"]

@@ -1,7 +1,7 @@
 """Scoring by a plain transformers body: the exact hidden states that the teacher's head would turn into logits.
 
-One skeleton per architecture; a teacher's weights are memory-mapped and assigned into it, so a swap costs milliseconds
-and memory does not grow with the number of teachers.
+One skeleton per architecture; a teacher's weights are mapped and assigned into it, so a swap costs milliseconds and
+memory does not grow with the number of teachers (see `teachers.weights`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from safetensors import safe_open
 from torch import Tensor
 
 from opd.errors import RunError
@@ -21,25 +20,32 @@ from opd.stream.heads import logit_rule
 from opd.stream.schema import TargetRow
 from opd.train.batch import pack_sequences, predict_positions
 from opd.types import Rollout, Teacher
+from teachers.scorers import ScorerOptions
+from teachers.weights import WeightCache, read_weights, weight_key
 
 SCORE_TOKENS = 4096
 """Tokens of one forward pass; more does not get faster on a CPU."""
 
 
 class TransformersScorer:
-    """Holds one teacher at a time."""
+    """Implements `teachers.scorers.Scorer`; one teacher is in a skeleton at a time."""
 
-    def __init__(self, dtype: str, payload: str, top_k: int, vocab_size: int) -> None:
-        """`top_k` matters to the payload of that name; `vocab_size` cuts a head's padding rows off."""
-        self._dtype = getattr(torch, dtype)
-        self._payload = payload
-        self._top_k = top_k
-        self._vocab_size = vocab_size
+    def __init__(self, options: ScorerOptions) -> None:
+        self._dtype = getattr(torch, options.dtype)
+        self._payload = options.payload
+        self._top_k = options.top_k
+        self._vocab_size = options.vocab_size
+        self._weights = WeightCache(self._dtype, options.memory_bytes, read_weights)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._skeletons: dict[str, Any] = {}
-        self._loaded: Teacher | None = None
+        self._configs: dict[Path, tuple[Any, str]] = {}
+        self._loaded = ""
         self._model: Any = None
-        self._head_keys: dict[Path, str] = {}
+        self._head_keys: dict[str, str] = {}
+
+    def prefetch(self, teacher: Teacher) -> None:
+        """Begin to map and read the teacher's weights."""
+        self._weights.prefetch(teacher)
 
     def head(self, teacher: Teacher) -> Tensor:
         """[V, D] the teacher's output head, on the CPU."""
@@ -51,14 +57,15 @@ class TransformersScorer:
 
         Raises: RunError if the head is not finite, or if head and rule do not give the model's own logits.
         """
-        if teacher.model_dir not in self._head_keys:
+        weights = weight_key(teacher)
+        if weights not in self._head_keys:
             head = self.head(teacher).contiguous()
             self._check_head(teacher, head)
             rule = logit_rule(self._model.config)
             digest = blake3(str((head.dtype, tuple(head.shape), rule)).encode())
             digest.update(head.view(torch.uint8).numpy().data)
-            self._head_keys[teacher.model_dir] = digest.hexdigest()
-        return self._head_keys[teacher.model_dir]
+            self._head_keys[weights] = digest.hexdigest()
+        return self._head_keys[weights]
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """What the teacher's architecture does to its logits."""
@@ -131,11 +138,14 @@ class TransformersScorer:
         return list(hidden_N_D.split([len(r.response_ids) for r in rollouts]))
 
     def _load(self, teacher: Teacher) -> None:
-        if self._loaded == teacher:
+        if self._loaded == weight_key(teacher):
             return
-        self._loaded = None  # half-assigned weights must not pass for a teacher if loading fails
-        self._model = self._skeleton(teacher.model_dir)
-        state = read_weights(teacher.model_dir, self._dtype)
+        self._loaded = ""  # half-assigned weights must not pass for a teacher if loading fails
+        skeleton = self._skeleton(teacher.model_dir)
+        if self._model is not None and self._model is not skeleton:
+            _let_go(self._model)
+        self._model = skeleton
+        state = self._weights.get(teacher)
         missing, unexpected = self._model.load_state_dict(state, strict=False, assign=True)
         self._model.tie_weights()
         tied = set(self._model._tied_weights_keys or ()) if self._model.config.tie_word_embeddings else set()
@@ -144,28 +154,28 @@ class TransformersScorer:
                 f"teacher {teacher.name}: weights do not fit its config: missing {missing[:3]}, unexpected {unexpected[:3]}"
             )
         self._model.to(self._device)
-        self._loaded = teacher
+        self._loaded = weight_key(teacher)
 
     def _skeleton(self, model_dir: Path) -> Any:
+        from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-        key = config.to_json_string(use_diff=False)
+        if model_dir not in self._configs:
+            read = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+            self._configs[model_dir] = (read, read.to_json_string(use_diff=False))
+        config, key = self._configs[model_dir]
         if key not in self._skeletons:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=self._dtype, attn_implementation="sdpa", trust_remote_code=False
-            )
+            with init_empty_weights(include_buffers=False):
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=self._dtype, attn_implementation="sdpa", trust_remote_code=False
+                )
             self._skeletons[key] = model.eval().requires_grad_(False)
         return self._skeletons[key]
 
 
-def read_weights(model_dir: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors of a directory's safetensors, memory-mapped where they already have `dtype`."""
-    state: dict[str, Tensor] = {}
-    for path in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            state.update({name: file.get_tensor(name).to(dtype) for name in file.keys()})  # noqa: SIM118 - not a dict
-    return state
+def _let_go(model: Any) -> None:
+    """Leave no weight in a skeleton that is not in use, or its teacher would stay in memory beyond the budget."""
+    model.load_state_dict({name: value.to("meta") for name, value in model.state_dict().items()}, assign=True)
 
 
 def _batches(rollouts: Sequence[Rollout]) -> Iterator[list[Rollout]]:

@@ -20,15 +20,18 @@ from opd.errors import RunError
 from opd.losses.chunked import IDENTITY
 from opd.stream.heads import head_tensor
 from opd.stream.schema import read_stream, write_stream
-from opd.types import Rollout, Segment, Teacher
-from teachers.pool import Pool, _share_out
-from teachers.scorer import TransformersScorer, _batches
+from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from teachers.pool import Pool, share_out
+from teachers.scorers import ScorerOptions
+from teachers.scorers.transformers import TransformersScorer, _batches
 
 VOCABULARY = 76
 
 
 def scorer(dtype: str = "float32", payload: str = "hidden_states", top_k: int = 4, vocab_size: int = VOCABULARY) -> Any:
-    return TransformersScorer(dtype, payload, top_k, vocab_size)
+    return TransformersScorer(
+        ScorerOptions(dtype=dtype, payload=payload, top_k=top_k, vocab_size=vocab_size, memory_bytes=1 << 30)
+    )
 
 
 def rollout(i: int, domain: str = "reverse", prompt: int = 4, response: int = 5) -> Rollout:
@@ -44,7 +47,7 @@ def rollout(i: int, domain: str = "reverse", prompt: int = 4, response: int = 5)
 def teachers(expert_dirs: dict[str, Path]) -> dict[str, Teacher]:
     """By domain."""
     names = {"reverse": "rev", "upper": "up"}
-    return {d: Teacher(name=n, domain=d, model_dir=expert_dirs[n]) for d, n in names.items()}
+    return {d: Teacher(name=n, model_dir=expert_dirs[n]) for d, n in names.items()}
 
 
 @torch.no_grad()
@@ -92,7 +95,7 @@ def test_equal_heads_have_one_key(teachers: dict[str, Teacher], tmp_path: Path) 
     scoring = scorer()
     keys = [scoring.head_key(t) for t in teachers.values()]
     assert len(set(keys)) == 2
-    assert scoring.head_key(Teacher(name="other", domain="other", model_dir=copy)) == keys[0]
+    assert scoring.head_key(Teacher(name="other", model_dir=copy)) == keys[0]
     assert scorer(dtype="bfloat16").head_key(teachers["reverse"]) not in keys
 
 
@@ -106,7 +109,7 @@ def damaged(teacher: Teacher, tmp_path: Path, name: str, row: int, *, tie: bool 
         state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
     state[name][row] = torch.nan
     save_file(state, path / "model.safetensors", {"format": "pt"})
-    return Teacher(name="bad", domain=teacher.domain, model_dir=path)
+    return Teacher(name="bad", model_dir=path)
 
 
 @pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs", "top_k"])
@@ -214,7 +217,7 @@ def built(architecture: str, path: Path, **changes: Any) -> Teacher:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(path)
-    return Teacher(name="odd", domain="reverse", model_dir=path)
+    return Teacher(name="odd", model_dir=path)
 
 
 ODD = {
@@ -281,7 +284,7 @@ def test_weights_that_do_not_fit_their_config_stop_the_run(
     save_file(state, broken / "model.safetensors", {"format": "pt"})
     scoring = scorer()
     (want,) = scoring.score(teachers["reverse"], [rollout(1)], {})
-    bad = Teacher(name="bad", domain="d", model_dir=broken)
+    bad = Teacher(name="bad", model_dir=broken)
     for _ in range(2):  # a half-loaded teacher must not pass for the whole one the second time
         with pytest.raises(RunError, match=f"teacher bad: .*{damage} .*up_proj"):
             list(scoring.score(bad, [rollout(1)], {}))
@@ -301,6 +304,11 @@ def test_batches_hold_every_row_once_and_stay_small() -> None:
 # The pool
 
 
+def alone(teachers: dict[str, Teacher]) -> dict[str, tuple[WeightedTeacher, ...]]:
+    """Each domain has one teacher."""
+    return {domain: (WeightedTeacher(teacher=teacher, weight=1.0),) for domain, teacher in teachers.items()}
+
+
 def pool(teachers: dict[str, Teacher], workers: int, **changes: Any) -> Pool:
     config = PipelineConfig.model_validate(
         {
@@ -313,7 +321,7 @@ def pool(teachers: dict[str, Teacher], workers: int, **changes: Any) -> Pool:
             "teachers": {"workers": workers} | changes,
         }
     )
-    made = Pool(config, teachers, VOCABULARY)
+    made = Pool(config, alone(teachers), VOCABULARY)
     made.wait_ready()
     return made
 
@@ -405,12 +413,13 @@ def test_a_step_without_rollouts(teachers: dict[str, Teacher], in_process: Any) 
 def test_a_teachers_rows_stay_together_and_workers_are_balanced() -> None:
     groups = [
         (
-            Teacher(name=f"t{i}", domain=f"d{i}", model_dir=Path(f"t{i}")),
+            Teacher(name=f"t{i}", model_dir=Path(f"t{i}")),
+            1.0,
             tuple(rollout(j, f"d{i}") for j in range(i + 1)),
         )
         for i in range(8)
     ]
-    shares = _share_out(groups, 3)
-    assert sorted(t.name for share in shares for t, _ in share) == [f"t{i}" for i in range(8)]
-    loads = [sum(9 * len(rows) for _, rows in share) for share in shares]
+    shares = share_out(groups, 3)
+    assert sorted(t.name for share in shares for t, _, _ in share) == [f"t{i}" for i in range(8)]
+    loads = [sum(9 * len(rows) for _, _, rows in share) for share in shares]
     assert max(loads) - min(loads) <= 9 * 8
