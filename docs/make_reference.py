@@ -70,7 +70,7 @@ class Tables:
             return self._mapping(option["$ref"], path)
         if "patternProperties" in option:
             (inner,) = option["patternProperties"].values()
-            return self._mapping(inner["$ref"], f"{path}.NAME")
+            return self._mapping(inner["$ref"], f"{path}.NAME") if "$ref" in inner else "mapping of names to numbers"
         return _scalar(option)
 
     def _mapping(self, ref: str, path: str) -> str:

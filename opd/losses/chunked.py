@@ -5,8 +5,9 @@ vocabulary-wise derivative f'_v = df/dp_v an objective only has to say its value
 
     dL/dz_v = w p_v (f'_v - sum_u p_u f'_u),     z = rule(h W^T)
 
-Only [chunk, V] logits exist at a time. Because the gradients are ready when the forward pass ends, the backward pass
-needs no head: under ZeRO-3 the student's head is gathered once. Teacher quantities carry no gradient.
+Only [chunk, V] logits exist at a time, and of the float32 quantities made from them only a few rows, which fit a CPU's
+cache; the gradient by the logits takes the logits' place. Because the gradients are ready when the forward pass ends,
+the backward pass needs no head: under ZeRO-3 the student's head is gathered once. Teacher quantities carry no gradient.
 
 Shapes: N response tokens, C tokens of a chunk, D student width, E a teacher's width, V vocabulary rows, K of a top-k.
 """
@@ -22,6 +23,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+SLICE_VALUES = 1 << 18
+"""Values of a [rows, V] slice that the elementwise part works on at a time on a CPU; a GPU takes the whole chunk."""
+TILE_VALUES = 1 << 20
+"""Values of the head's gradient that one matrix product adds at a time: a product for all of it would be its size again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,16 +288,21 @@ class _Chunked(torch.autograd.Function):
         for block, part, span in _spans(teachers, options.chunk):
             h_C_D = hidden_N_D[span]
             raw_C_V = h_C_D @ head_v_D.T
+            given = _teacher_inputs(block, part, options.vocab_size)
             columns = (token_N[span], behaviour_N[span].to(acc), weight_N[span].to(acc))
-            values, grad_C_V = _chunk(options, raw_C_V, _teacher_inputs(block, part, options.vocab_size), columns)
-            for column, value in zip(stats, values, strict=True):
-                if value is not None:
-                    column[span] = value.to(acc)
+            for rows in _slices(raw_C_V):
+                part_columns = (columns[0][rows], columns[1][rows], columns[2][rows])
+                values, grad_C_V = _slice(options, raw_C_V[rows], given.rows(rows), part_columns)
+                raw_C_V[rows] = grad_C_V
+                for column, value in zip(stats, values, strict=True):
+                    if value is not None:
+                        column[span][rows] = value.to(acc)
             if grad_hidden_N_D is not None:
-                grad_hidden_N_D[span] = grad_C_V @ head_v_D
+                grad_hidden_N_D[span] = raw_C_V @ head_v_D
             if grad_head_V_D is not None:
-                grad_head_V_D[: options.vocab_size] += grad_C_V.T @ h_C_D
-        ctx.save_for_backward(grad_hidden_N_D, grad_head_V_D)
+                _add_head_gradient(grad_head_V_D, raw_C_V, h_C_D)
+        # Not saved tensors: the backward pass, of which there is one, turns them into its results in place.
+        ctx.gradients = (grad_hidden_N_D, grad_head_V_D)
         ctx.head_dtype = head_V_D.dtype
         ctx.mark_non_differentiable(*stats)
         loss = torch.where(weight_N != 0, stats[0] * weight_N.to(acc), 0).sum()
@@ -299,11 +310,44 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
-        grad_hidden_N_D, grad_head_V_D = ctx.saved_tensors
-        hidden = None if grad_hidden_N_D is None else grad_hidden_N_D * grad_loss.to(grad_hidden_N_D.dtype)
-        # Rounded before it is scaled: a second float32 copy would be the largest tensor of the whole step.
-        head = None if grad_head_V_D is None else grad_head_V_D.to(ctx.head_dtype) * grad_loss.to(ctx.head_dtype)
-        return (hidden, head, *[None] * 5)
+        assert ctx.gradients is not None, "the loss was differentiated a second time"
+        (hidden_N_D, head_V_D), ctx.gradients = ctx.gradients, None
+        if hidden_N_D is not None:
+            hidden_N_D.mul_(grad_loss.to(hidden_N_D.dtype))
+        if head_V_D is not None:
+            head_V_D = _rounded_in_place(head_V_D.mul_(grad_loss), ctx.head_dtype)
+        return (hidden_N_D, head_V_D, *[None] * 5)
+
+
+def _slices(raw_C_V: Tensor) -> Iterator[slice]:
+    """Rows for the elementwise part: few enough for a CPU's cache, all of them on a GPU."""
+    num, vocab_size = raw_C_V.shape
+    step = num if raw_C_V.is_cuda else max(1, SLICE_VALUES // vocab_size)
+    return (slice(first, min(first + step, num)) for first in range(0, num, step))
+
+
+def _add_head_gradient(grad_V_D: Tensor, grad_C_V: Tensor, h_C_D: Tensor) -> None:
+    """grad_V_D += grad_C_V^T h_C_D, a few rows at a time; rows beyond grad_C_V's width are padding."""
+    step = max(1, TILE_VALUES // h_C_D.shape[1])
+    for first in range(0, grad_C_V.shape[1], step):
+        tile = slice(first, min(first + step, grad_C_V.shape[1]))
+        if grad_C_V.dtype == grad_V_D.dtype:
+            grad_V_D[tile].addmm_(grad_C_V[:, tile].T, h_C_D)
+        else:
+            grad_V_D[tile] += grad_C_V[:, tile].T @ h_C_D
+
+
+def _rounded_in_place(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient in the head's type, in its own memory: a copy would be the largest tensor of the whole step."""
+    if grad_V_D.dtype == dtype:
+        return grad_V_D
+    assert dtype.itemsize < grad_V_D.dtype.itemsize
+    rounded_V_D = grad_V_D.view(-1).view(dtype)[: grad_V_D.numel()].view(grad_V_D.shape)
+    step = max(1, TILE_VALUES // grad_V_D.shape[1])
+    for first in range(0, len(grad_V_D), step):
+        # What is written ends before what is still to be read: the new values are smaller.
+        rounded_V_D[first : first + step] = grad_V_D[first : first + step].to(dtype)
+    return rounded_V_D
 
 
 Columns = tuple[Tensor, Tensor, Tensor]
@@ -320,6 +364,15 @@ class _TeacherInputs:
     """A mixture's log-measure, ready."""
     sampled_C: Tensor | None = None
     topk: TopKBlock | None = None
+
+    def rows(self, rows: slice) -> _TeacherInputs:
+        """What belongs to some of the chunk's tokens."""
+        return _TeacherInputs(
+            None if self.logits_C_V is None else self.logits_C_V[rows],
+            None if self.measure_C_V is None else self.measure_C_V[rows],
+            None if self.sampled_C is None else self.sampled_C[rows],
+            None if self.topk is None else TopKBlock(self.topk.ids_N_K[rows], self.topk.logprob_N_K[rows]),
+        )
 
 
 def _teacher_inputs(block: Block, part: slice, vocab_size: int) -> _TeacherInputs:
@@ -343,14 +396,16 @@ def _upcast(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _chunk(
+def _slice(
     options: _Options, raw_C_V: Tensor, teacher: _TeacherInputs, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Elementwise part of one chunk, compiled if that is wanted and possible."""
+    """Elementwise part of some rows, compiled if that is wanted and possible."""
     if not (options.compiled and teacher.logits_C_V is not None and _can_compile()):
         return _elementwise(options.objective, options.rule, raw_C_V, teacher, columns)
-    # One shape per (chunk, V, dtype): the last chunk is padded, so that it does not compile again.
-    num, pad = len(raw_C_V), options.chunk - len(raw_C_V)
+    # One shape per (chunk, V, dtype): what is left over is padded, so that it does not compile again.
+    num = len(raw_C_V)
+    full = options.chunk if raw_C_V.is_cuda else min(options.chunk, max(1, SLICE_VALUES // raw_C_V.shape[1]))
+    pad = full - num
     padded = _TeacherInputs(logits_C_V=_pad(teacher.logits_C_V, pad))
     token_C, behaviour_C, weight_C = (_pad(column, pad) for column in columns)
     values, grad_C_V = _compiled_elementwise()(

@@ -19,5 +19,5 @@ class ReverseKL:
 
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
         assert teacher.logq_C_V is not None
-        p_slope_C_V = student.p_C_V * (student.logp_C_V - teacher.logq_C_V)
+        p_slope_C_V = (student.logp_C_V - teacher.logq_C_V).mul_(student.p_C_V)
         return Slope(p_slope_C_V.sum(-1), p_slope_C_V)
