@@ -190,7 +190,8 @@ class SampledConfig(_Objective):
     advantage_clip: float | None = Field(None, gt=0)
     """Bound of |log q - log p|, nats; default: none."""
     baseline: Literal["none", "leave_one_out"] = "none"
-    """Subtracted from the advantage to lower its variance."""
+    """Subtracted from the advantage to lower its variance: nothing, or the mean over the step's other responses of the
+    same domain (needs teachers.payload sampled_logprobs)."""
 
 
 class TopKConfig(_Objective):
@@ -349,6 +350,20 @@ class PipelineConfig(Strict):
                     "wanted": " or ".join(wanted),
                     "where": "objective.kind",
                     "found": f"{self.objective.kind} with teachers.payload {self.teachers.payload}",
+                },
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _baseline_before_the_forward_pass(self) -> PipelineConfig:
+        wants = isinstance(self.objective, SampledConfig) and self.objective.baseline != "none"
+        if wants and self.teachers.payload != "sampled_logprobs":
+            raise PydanticCustomError(
+                "baseline",
+                "teachers.payload sampled_logprobs, from which a response's mean is known before the step",
+                {
+                    "where": "objective.baseline",
+                    "found": f"leave_one_out with teachers.payload {self.teachers.payload}",
                 },
             )
         return self

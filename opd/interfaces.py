@@ -21,9 +21,9 @@ class TargetSet:
     head_rules: Mapping[str, Any]
     """Content hash of an output head -> its `LogitRule`."""
     quarantined: Mapping[str, str]
-    """Sample id -> why its teacher's scores cannot be used; such a sample has no row."""
+    """Sample id -> why its teacher's scores cannot be used; such a sample is not trained."""
     rows: int
-    """Rows over all streams; the reader checks it against the end-of-step records."""
+    """Rows of the samples that are not quarantined, over all streams: one for each teacher of a sample."""
 
 
 class PromptSource(Protocol):

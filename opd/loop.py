@@ -139,6 +139,8 @@ def _domain_record(stats: DomainStats) -> dict[str, Any]:
         "argmax_agreement": stats.agree_sum,
         "teacher_top1": stats.teacher_top1_sum,
         "clip_rate": stats.clipped_sum,
+        "student_mass": stats.student_mass_sum,
+        "teacher_mass": stats.teacher_mass_sum,
     }
     known = {name: total / max(1, stats.tokens) for name, total in means.items() if not isnan(total)}
     return {**known, "tokens": stats.tokens, "samples": stats.samples}

@@ -129,7 +129,7 @@ class DomainStats:
     tokens: int
     """Response tokens that carried loss."""
     samples: int
-    """Responses they belong to."""
+    """Responses with a trained token."""
     kl_sum: float
     """The objective's value, nats: KL(student || teacher) for `reverse_kl`."""
     gap_sum: float
@@ -143,6 +143,10 @@ class DomainStats:
     """Tokens where the sampled token is the teacher's first."""
     clipped_sum: float
     """Tokens where the objective clipped."""
+    student_mass_sum: float
+    """Student's probability of the tokens that a top-k teacher gave."""
+    teacher_mass_sum: float
+    """Teacher's probability of them."""
 
     def __add__(self, other: DomainStats) -> DomainStats:
         return DomainStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

@@ -22,6 +22,6 @@ OBJECTIVES: dict[str, type] = {
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
-    """The objective with the options that are its own: everything but `kind` and how it is computed."""
-    options = config.model_dump(exclude={"kind", "chunk", "compile", "normalize"})
+    """The objective with the options that are its own: everything but `kind` and how it is computed and averaged."""
+    options = config.model_dump(exclude={"kind", "chunk", "compile", "normalize", "baseline"})
     return OBJECTIVES[config.kind](**options)

@@ -18,8 +18,8 @@ import functools
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -99,10 +99,10 @@ class MixtureBlock:
         first = self.teachers[0]
         if any(t.head_V_E is not first.head_V_E or not t.rule.is_identity for t in self.teachers):
             return None
-        hidden_N_E = torch.zeros_like(first.hidden_N_E)
+        hidden_N_E = torch.zeros_like(_upcast(first.hidden_N_E))
         for weight, teacher in zip(self.weights, self.teachers, strict=True):
             hidden_N_E += weight * teacher.hidden_N_E
-        return FoldedBlock(hidden_N_E, first.head_V_E, lse_N)
+        return FoldedBlock(hidden_N_E.to(first.hidden_N_E.dtype), first.head_V_E, lse_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,15 @@ class SampledBlock:
     """Consecutive tokens of which the teacher said only the sampled token's log-prob."""
 
     logprob_N: Tensor
+    baseline_N: Tensor | None = None
+    """What `Sampled` takes off the advantage; it may depend on anything but the token's own response."""
 
     def __len__(self) -> int:
         return len(self.logprob_N)
+
+    def part(self, part: slice) -> SampledBlock:
+        """Some of the tokens."""
+        return SampledBlock(self.logprob_N[part], None if self.baseline_N is None else self.baseline_N[part])
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +143,10 @@ class TopKBlock:
 
     def __len__(self) -> int:
         return len(self.ids_N_K)
+
+    def part(self, part: slice) -> TopKBlock:
+        """Some of the tokens."""
+        return TopKBlock(self.ids_N_K[part], self.logprob_N_K[part])
 
 
 Block = TeacherBlock | MixtureBlock | FoldedBlock | SampledBlock | TopKBlock
@@ -166,19 +176,27 @@ class TeacherChunk:
     logq_C: Tensor | None
     """Log-prob of the sampled ids."""
     topk: TopKBlock | None
+    baseline_C: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """An objective on C tokens: f(p), p * df/dp, and whether a clip was active."""
+    """An objective on C tokens: f(p), p * df/dp, and what else it can tell of each token."""
 
     value_C: Tensor
     p_slope_C_V: Tensor
     clipped_C: Tensor | None = None
+    """Whether a clip was active."""
+    student_mass_C: Tensor | None = None
+    """Student's probability of the tokens that the teacher gave."""
+    teacher_mass_C: Tensor | None = None
 
 
 class Objective(Protocol):
     """One way to measure how far the student is from the teacher."""
+
+    mixes: ClassVar[bool]
+    """Whether a mixture's log-measure can stand for its teachers; true of sums over teachers only."""
 
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope: ...
 
@@ -201,6 +219,10 @@ class TokenStats:
     """1 where the sampled token is the teacher's first."""
     clipped_N: Tensor
     """1 where the objective clipped the token."""
+    student_mass_N: Tensor
+    """Student's probability of the tokens that the teacher gave (top-k): what an objective on them can see."""
+    teacher_mass_N: Tensor
+    """Teacher's probability of the same tokens."""
 
 
 def chunked_objective(
@@ -228,6 +250,7 @@ def chunked_objective(
     Raises: ValueError if hidden states and head differ in width.
     """
     assert chunk > 0
+    assert objective.mixes or not any(isinstance(b, MixtureBlock | FoldedBlock) for b in teachers)
     assert sum(map(len, teachers)) == len(hidden_N_D) == len(weight_N) == len(token_N)
     _check_widths(hidden_N_D, head_V_D, teachers)
     if behaviour_N is None:
@@ -280,7 +303,9 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
         head_v_D = head_V_D[: options.vocab_size]
-        stats = [torch.full((len(hidden_N_D),), torch.nan, dtype=acc, device=hidden_N_D.device) for _ in range(7)]
+        stats = [
+            torch.full((len(hidden_N_D),), torch.nan, dtype=acc, device=hidden_N_D.device) for _ in fields(TokenStats)
+        ]
         grad_hidden_N_D = torch.zeros_like(hidden_N_D) if ctx.needs_input_grad[0] else None
         grad_head_V_D = None
         if ctx.needs_input_grad[1]:
@@ -362,7 +387,7 @@ class _TeacherInputs:
     """One teacher's logits, not normalised yet."""
     measure_C_V: Tensor | None = None
     """A mixture's log-measure, ready."""
-    sampled_C: Tensor | None = None
+    sampled: SampledBlock | None = None
     topk: TopKBlock | None = None
 
     def rows(self, rows: slice) -> _TeacherInputs:
@@ -370,16 +395,16 @@ class _TeacherInputs:
         return _TeacherInputs(
             None if self.logits_C_V is None else self.logits_C_V[rows],
             None if self.measure_C_V is None else self.measure_C_V[rows],
-            None if self.sampled_C is None else self.sampled_C[rows],
-            None if self.topk is None else TopKBlock(self.topk.ids_N_K[rows], self.topk.logprob_N_K[rows]),
+            None if self.sampled is None else self.sampled.part(rows),
+            None if self.topk is None else self.topk.part(rows),
         )
 
 
 def _teacher_inputs(block: Block, part: slice, vocab_size: int) -> _TeacherInputs:
     if isinstance(block, SampledBlock):
-        return _TeacherInputs(sampled_C=block.logprob_N[part])
+        return _TeacherInputs(sampled=block.part(part))
     if isinstance(block, TopKBlock):
-        return _TeacherInputs(topk=TopKBlock(block.ids_N_K[part], block.logprob_N_K[part]))
+        return _TeacherInputs(topk=block.part(part))
     if isinstance(block, TeacherBlock):
         return _TeacherInputs(logits_C_V=block.logits(part, vocab_size))
     if isinstance(block, FoldedBlock):
@@ -454,8 +479,9 @@ def _elementwise(
 
 
 def _teacher_chunk(given: _TeacherInputs, token_C: Tensor, acc: torch.dtype) -> TeacherChunk:
-    if given.sampled_C is not None:
-        return TeacherChunk(None, given.sampled_C.to(acc), None)
+    if given.sampled is not None:
+        baseline_C = None if given.sampled.baseline_N is None else given.sampled.baseline_N.to(acc)
+        return TeacherChunk(None, given.sampled.logprob_N.to(acc), None, baseline_C)
     if given.topk is not None:
         return TeacherChunk(None, None, TopKBlock(given.topk.ids_N_K, given.topk.logprob_N_K.to(acc)))
     if given.logits_C_V is not None:
@@ -487,4 +513,6 @@ def _token_stats(
         None if first_C is None else first_C == student.logp_C_V.argmax(-1),
         None if first_C is None else first_C == student.token_C,
         slope.clipped_C,
+        slope.student_mass_C,
+        slope.teacher_mass_C,
     )

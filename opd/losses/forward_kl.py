@@ -9,6 +9,7 @@ cross-entropy against the teacher (Hinton et al., arXiv 1503.02531).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
 
@@ -16,6 +17,8 @@ from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
 @dataclass(frozen=True, slots=True)
 class ForwardKL:
     """KL(teacher || student)."""
+
+    mixes: ClassVar[bool] = False
 
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
         assert teacher.logq_C_V is not None

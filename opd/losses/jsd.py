@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,8 @@ from opd.losses.reverse_kl import ReverseKL
 @dataclass(frozen=True, slots=True)
 class JSD:
     """JSD_beta(teacher, student)."""
+
+    mixes: ClassVar[bool] = False
 
     beta: float = 0.5
 

@@ -9,6 +9,7 @@ Mode-seeking: the student gives up what the teacher would not say. Taken at fixe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
 
@@ -16,6 +17,8 @@ from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
 @dataclass(frozen=True, slots=True)
 class ReverseKL:
     """KL(student || teacher); with a mixture of teachers sum_k w_k KL(student || teacher_k)."""
+
+    mixes: ClassVar[bool] = True
 
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
         assert teacher.logq_C_V is not None

@@ -5,16 +5,17 @@
 
 Its expectation over y ~ mu is the gradient of exact reverse KL at the same state, whatever policy mu sampled
 (Thinking Machines, "On-Policy Distillation", 2025); differentiating k1 itself would not do: the teacher would drop out.
-The baseline b only lowers the variance. Clips: `ratio_clip` on w (stale samples), `advantage_clip` on the log-ratio
-(Kimi K3, arXiv 2607.24653); each makes the estimate biased where it is active, which is why its rate is reported.
+The baseline b only lowers the variance (see `opd.train.batch.leave_one_out`). Clips: `ratio_clip` on w (stale samples),
+`advantage_clip` on the log-ratio (Kimi K3, arXiv 2607.24653); each makes the estimate biased where it is active, which
+is why its rate is reported.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
 
@@ -23,13 +24,12 @@ from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
 class Sampled:
     """Value: log p(y) - log q(y), whose mean over samples is KL(student || teacher)."""
 
+    mixes: ClassVar[bool] = True
+
     ratio_clip: float | None = None
     """Upper bound of w; None: unbounded."""
     advantage_clip: float | None = None
     """Bound of |log q(y) - log p(y)|, nats; None: unbounded."""
-    baseline: str = "none"
-    """`none` or `leave_one_out`: the mean of the other trained tokens' A in the chunk. Later tokens of the same response
-    depend on this one, which leaves a bias of the order of response length / chunk."""
 
     def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
         assert teacher.logq_C is not None
@@ -38,15 +38,8 @@ class Sampled:
         ratio_C = (student.logp_C - student.behaviour_C).exp()
         w_C = ratio_C if self.ratio_clip is None else ratio_C.clamp(max=self.ratio_clip)
         clipped_C = (advantage_C != -k1_C) | (w_C != ratio_C)
-        if self.baseline == "leave_one_out":
-            advantage_C = advantage_C - _mean_of_others(advantage_C, student.weight_C != 0)
+        if teacher.baseline_C is not None:
+            advantage_C = advantage_C - teacher.baseline_C
         p_slope_C_V = torch.zeros_like(student.logp_C_V)
         p_slope_C_V.scatter_(1, student.token_C[:, None], (-w_C * advantage_C)[:, None])
         return Slope(k1_C, p_slope_C_V, clipped_C)
-
-
-def _mean_of_others(values_C: Tensor, trained_C: Tensor) -> Tensor:
-    """Mean over the other trained tokens; 0 where there is none."""
-    kept_C = torch.where(trained_C, values_C, 0)
-    others_C = trained_C.sum() - trained_C.long()
-    return torch.where(others_C > 0, (kept_C.sum() - kept_C) / others_C.clamp(min=1), 0)

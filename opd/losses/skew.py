@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -20,6 +21,8 @@ from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
 @dataclass(frozen=True, slots=True)
 class Skew:
     """KL(student || (1 - alpha) teacher + alpha student)."""
+
+    mixes: ClassVar[bool] = False
 
     alpha: float = 0.1
 

@@ -14,6 +14,7 @@ Both are lower bounds of the exact value and zero only where p = q on S (bucket:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -27,6 +28,8 @@ teacher's tail taken as heavier than it is can only lower the value, so that it 
 @dataclass(frozen=True, slots=True)
 class TopK:
     """KL(student || teacher) from the teacher's top tokens."""
+
+    mixes: ClassVar[bool] = False
 
     k: int = 64
     tail: str = "bucket"
@@ -42,9 +45,11 @@ class TopK:
         mass_p_C, mass_q_C = p_C_K.sum(-1), logq_C_K.exp().sum(-1)
         if self.tail == "unnormalised":
             p_slope_C_V = torch.zeros_like(logp_C_V).scatter_(1, ids_C_K, p_C_K * ratio_C_K)
-            return Slope(inside_C - mass_p_C + mass_q_C, p_slope_C_V)
+            value_C = inside_C - mass_p_C + mass_q_C
+            return Slope(value_C, p_slope_C_V, student_mass_C=mass_p_C, teacher_mass_C=mass_q_C)
         tail_p_C, tail_q_C = (1 - mass_p_C).clamp(min=TINY), (1 - mass_q_C).clamp(min=TINY)
         tail_ratio_C = tail_p_C.log() - tail_q_C.log()
         p_slope_C_V = student.p_C_V * tail_ratio_C[:, None]
         p_slope_C_V.scatter_(1, ids_C_K, p_C_K * ratio_C_K)
-        return Slope(inside_C + tail_p_C * tail_ratio_C, p_slope_C_V)
+        value_C = inside_C + tail_p_C * tail_ratio_C
+        return Slope(value_C, p_slope_C_V, student_mass_C=mass_p_C, teacher_mass_C=mass_q_C)

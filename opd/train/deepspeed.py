@@ -61,7 +61,8 @@ class DeepSpeedTrainer:
                 lr=lr,
                 micro_batches=tuple(map(tuple, part)),
                 weights={i: weights[i] for ids in part for i in ids},
-                total_rows=len(rollouts),
+                left_out=frozenset(targets.quarantined),
+                total_rows=targets.rows,
             )
             for part in plan
         ]

@@ -23,8 +23,16 @@ from opd.errors import RunError
 from opd.losses import build_objective
 from opd.losses.chunked import LogitRule
 from opd.stream.heads import Head, head_tensor
-from opd.stream.schema import TargetRow, read_stream
-from opd.train.batch import HiddenRun, micro_batch, pack_sequences, predict_positions
+from opd.stream.schema import read_stream
+from opd.train.batch import (
+    HiddenRun,
+    Scored,
+    gather_samples,
+    leave_one_out,
+    micro_batch,
+    pack_sequences,
+    predict_positions,
+)
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
 from opd.types import DomainStats
@@ -63,8 +71,10 @@ class RankWork:
     """Sample ids of each micro-batch; every rank has the same number of them."""
     weights: Mapping[str, float]
     """Sample id -> weight of each of its trained tokens in the loss; over all ranks they make it a mean."""
+    left_out: frozenset[str]
+    """Samples that one of their teachers could not score: rows that its other teachers sent do not count."""
     total_rows: int
-    """Rows over all streams of the step; fewer means that something was lost."""
+    """Rows over all streams of the step, one for each teacher of a sample; fewer means that something was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +122,15 @@ class TrainerRank:
         hands over as views into shared memory.
         """
         raw_heads = dict(zip(head_rules, arrays[: len(head_rules)], strict=True))
-        stream = _select(work, arrays[len(head_rules) :])
+        wants_baseline = getattr(self._options.objective, "baseline", "none") != "none"
+        stream = _select(work, arrays[len(head_rules) :], wants_baseline)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = work.lr
         totals = Totals()
         for index, ids in enumerate(work.micro_batches):
-            rows = [stream.rows[i] for i in ids]
-            batch = micro_batch(rows, stream.payload, stream.dtype)
-            heads = {r.head: self._head(r.head, raw_heads, head_rules) for r in batch.runs if isinstance(r, HiddenRun)}
+            batch = micro_batch([stream.samples[i] for i in ids], stream.payload, stream.dtype, stream.baselines)
+            needed = [key for run in batch.runs if isinstance(run, HiddenRun) for key in run.heads]
+            heads = {key: self._head(key, raw_heads, head_rules) for key in needed}
             # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
             weight_N = token_weights(batch, [work.weights[i] for i in ids])
             self._engine.set_gradient_accumulation_boundary(index == len(work.micro_batches) - 1)
@@ -250,29 +261,32 @@ def _writing(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """This rank's rows of a step."""
+    """The samples of a step."""
 
-    rows: Mapping[str, TargetRow]
+    samples: Mapping[str, Scored]
+    baselines: Mapping[str, float] | None
     payload: str
     dtype: torch.dtype
 
 
-def _select(work: RankWork, arrays: Sequence[np.ndarray]) -> _Stream:
-    """This rank's rows of a step by sample id. Raises: RunError if rows are missing."""
+def _select(work: RankWork, arrays: Sequence[np.ndarray], wants_baseline: bool) -> _Stream:
+    """This rank's samples of a step by id. Raises: RunError if rows are missing."""
     import pyarrow as pa
 
     decoded = [read_stream(pa.py_buffer(s)) for s in arrays]
-    num = sum(len(s.rows) for s in decoded)
-    if num != work.total_rows:
-        raise RunError(f"step {work.step}: {num} scored rows arrived, wanted {work.total_rows}")
+    rows = [row for stream in decoded for row in stream.rows if row.sample_id not in work.left_out]
+    if len(rows) != work.total_rows:
+        raise RunError(f"step {work.step}: {len(rows)} scored rows arrived, wanted {work.total_rows}")
+    samples = gather_samples(rows)
     mine = {sample_id for ids in work.micro_batches for sample_id in ids}
-    rows = {row.sample_id: row for stream in decoded for row in stream.rows if row.sample_id in mine}
-    if len(rows) != len(mine):
-        raise RunError(f"step {work.step}: no teacher scored {sorted(mine - set(rows))[:3]}")
+    if mine - set(samples):
+        raise RunError(f"step {work.step}: no teacher scored {sorted(mine - set(samples))[:3]}")
     kinds = {(s.payload, s.dtype) for s in decoded}
     assert len(kinds) == 1, kinds
     payload, dtype = kinds.pop()
-    return _Stream(rows, payload, getattr(torch, dtype))
+    # Over the whole step, not this rank's part of it: the update must not depend on the number of ranks.
+    baselines = leave_one_out(samples) if wants_baseline else None
+    return _Stream(samples, baselines, payload, getattr(torch, dtype))
 
 
 def _to(batch: Any, device: torch.device) -> Any:

@@ -57,10 +57,12 @@ class Totals:
             "agree_sum": stats.agree_N,
             "teacher_top1_sum": stats.teacher_top1_N,
             "clipped_sum": stats.clipped_N,
+            "student_mass_sum": stats.student_mass_N,
+            "teacher_mass_sum": stats.teacher_mass_N,
         }
         lengths = list(batch.row_lengths)
         parts = {name: column.split(lengths) for name, column in columns.items()}
         for index, (domain, mask_R) in enumerate(zip(batch.domains, mask_N.split(lengths), strict=True)):
             sums = {name: float(part[index][mask_R].sum()) for name, part in parts.items()}
-            row = DomainStats(tokens=int(mask_R.sum()), samples=1, **sums)
+            row = DomainStats(tokens=int(mask_R.sum()), samples=int(mask_R.any()), **sums)
             self.domains[domain] = self.domains[domain] + row if domain in self.domains else row

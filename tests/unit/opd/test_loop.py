@@ -30,7 +30,9 @@ PROMPTS = [Prompt(id=f"{d}/0", domain=d, token_ids=(1, 2)) for d in ("a", "b")]
 def domain_stats(**changes: Any) -> DomainStats:
     values: dict[str, Any] = {"tokens": 4, "samples": 1, "kl_sum": 2.0}
     sums = {"gap_sum": 0, "entropy_sum": 4.0, "teacher_entropy_sum": 1, "agree_sum": 3, "teacher_top1_sum": 2}
-    return DomainStats(**values | sums | {"clipped_sum": nan} | changes)
+    return DomainStats(
+        **values | sums | {"clipped_sum": nan, "student_mass_sum": nan, "teacher_mass_sum": nan} | changes
+    )
 
 
 NOTHING = domain_stats(

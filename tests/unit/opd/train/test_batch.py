@@ -41,7 +41,7 @@ def student(lm: Any) -> Student:
 
 
 def micro_batch(rows: Sequence[TargetRow], dtype: torch.dtype = torch.float32) -> MicroBatch:
-    return tensors(rows, "hidden_states", dtype)
+    return tensors([(row,) for row in rows], "hidden_states", dtype)
 
 
 def sequences(lengths: Sequence[int], vocab: int = 76, seed: int = 0) -> list[list[int]]:
@@ -152,13 +152,13 @@ def test_rows_are_grouped_by_head_in_order(teacher: Any) -> None:
     batch = micro_batch(rows)
     runs = [run for run in batch.runs if isinstance(run, HiddenRun)]
     assert len(runs) == len(batch.runs)
-    assert [run.head for run in runs] == ["a", "b", "a"]
-    assert [len(run.hidden_N_D) for run in runs] == [
+    assert [run.heads for run in runs] == [("a",), ("b",), ("a",)]
+    assert [len(run.hidden[0]) for run in runs] == [
         sum(map(len, (rows[0].response_ids, rows[1].response_ids))),
         len(rows[2].response_ids),
         len(rows[3].response_ids),
     ]
-    joined = torch.cat([run.hidden_N_D for run in runs])
+    joined = torch.cat([run.hidden[0] for run in runs])
     assert joined.numpy().tobytes() == b"".join(bytes(r.hidden) for r in rows)
 
 
@@ -172,7 +172,7 @@ def test_bfloat16_states_keep_their_bits() -> None:
     batch = micro_batch([row], torch.bfloat16)
     (run,) = batch.runs
     assert isinstance(run, HiddenRun)
-    assert torch.equal(run.hidden_N_D, states)
+    assert torch.equal(run.hidden[0], states)
     assert batch.mask_N.tolist() == [True, False]
 
 
@@ -257,7 +257,7 @@ def light(**changes: Any) -> TargetRow:
 
 def test_sampled_log_probs_are_one_run_over_all_teachers() -> None:
     rows = [light(teacher_logprobs=[-1.0, -2.0]), light(head="other", teacher_logprobs=[-3.0, -4.0])]
-    (run,) = tensors(rows, "sampled_logprobs", torch.bfloat16).runs
+    (run,) = tensors([(row,) for row in rows], "sampled_logprobs", torch.bfloat16).runs
     block = run.block({})
     assert isinstance(block, SampledBlock)
     assert block.logprob_N.tolist() == [-1.0, -2.0, -3.0, -4.0]
@@ -271,7 +271,7 @@ def test_top_k_is_one_run_over_all_teachers() -> None:
             topk_ids=[1, 2], topk_logprobs=[-5.0, -6.0], response_ids=[9], loss_mask=[True], behaviour_logprobs=[0.0]
         ),
     ]
-    (run,) = tensors(rows, "top_k", torch.bfloat16).runs
+    (run,) = tensors([(row,) for row in rows], "top_k", torch.bfloat16).runs
     block = run.block({})
     assert isinstance(block, TopKBlock)
     assert block.ids_N_K.tolist() == [[5, 6], [7, 8], [1, 2]]

@@ -23,7 +23,9 @@ from opd.train.rank import RankResult, RankWork
 from opd.train.totals import Totals
 from opd.types import DomainStats, Rollout, Segment
 
-WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25}, total_rows=3)
+WORK = RankWork(
+    step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25}, left_out=frozenset(), total_rows=3
+)
 
 
 def row(sample_id: str, domain: str = "d", mask: tuple[bool, ...] = (True, True)) -> TargetRow:
@@ -39,8 +41,8 @@ def stream(*ids: str, dtype: str = "float32") -> np.ndarray:
 
 
 def test_a_rank_takes_its_own_rows_from_all_streams() -> None:
-    mine = rank._select(WORK, [stream("a", "b"), stream("c")])
-    assert set(mine.rows) == {"a", "c"}
+    mine = rank._select(WORK, [stream("a", "b"), stream("c")], False)
+    assert set(mine.samples) == {"a", "b", "c"}
     assert (mine.payload, mine.dtype) == ("hidden_states", torch.float32)
 
 
@@ -49,25 +51,25 @@ def test_streams_of_another_payload_are_taken_too() -> None:
         rows = [dataclasses.replace(row(i), hidden=b"", teacher_logprobs=[-0.5, -1.5]) for i in ids]
         return np.frombuffer(write_stream([rows], "bfloat16", "sampled_logprobs"), dtype=np.uint8)
 
-    mine = rank._select(WORK, [part("a", "b"), part("c")])
-    assert (mine.payload, list(mine.rows["c"].teacher_logprobs)) == ("sampled_logprobs", [-0.5, -1.5])
+    mine = rank._select(WORK, [part("a", "b"), part("c")], False)
+    assert (mine.payload, list(mine.samples["c"][0].teacher_logprobs)) == ("sampled_logprobs", [-0.5, -1.5])
 
 
 def test_a_missing_row_stops_the_step() -> None:
     with pytest.raises(RunError, match="step 3: 2 scored rows arrived, wanted 3"):
-        rank._select(WORK, [stream("a", "b")])
+        rank._select(WORK, [stream("a", "b")], False)
     with pytest.raises(RunError, match=r"no teacher scored .*'c'"):
-        rank._select(WORK, [stream("a", "b"), stream("x")])
+        rank._select(WORK, [stream("a", "b"), stream("x")], False)
 
 
 def test_a_row_that_came_twice_for_another_stops_the_step() -> None:
-    with pytest.raises(RunError, match="no teacher scored"):
-        rank._select(WORK, [stream("a", "a"), stream("b")])
+    with pytest.raises(RunError, match="sample a: scored by t 1, t 1; the weights of its teachers do not add up to 1"):
+        rank._select(WORK, [stream("a", "a"), stream("b")], False)
 
 
 def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
     rows = [row("a", "x", (True, False)), row("b", "y"), row("c", "x")]
-    batch = micro_batch(rows, "hidden_states", torch.float32)
+    batch = micro_batch([(r,) for r in rows], "hidden_states", torch.float32)
     nan, totals = torch.nan, Totals()
     stats = TokenStats(
         kl_N=torch.tensor([1.0, nan, 2.0, 3.0, 4.0, 5.0]),
@@ -77,11 +79,13 @@ def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
         agree_N=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0]),
         teacher_top1_N=torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0]),
         clipped_N=torch.full((6,), nan),
+        student_mass_N=torch.tensor([0.5, nan, 0.5, 0.25, 0.25, 1.0]),
+        teacher_mass_N=torch.tensor([0.75, nan, 0.5, 0.5, 0.5, 1.0]),
     )
     totals.add(batch, torch.tensor([0.1, 0.0, 0.2, 0.2, 0.1, 0.1]), stats)
     want = {
-        "x": [3, 2, 10.0, 1.0, 1.0, 4.0, 2.0, 0.0, nan],
-        "y": [2, 1, 5.0, 0.0, 0.5, 2.5, 1.0, 2.0, nan],
+        "x": [3, 2, 10.0, 1.0, 1.0, 4.0, 2.0, 0.0, nan, 1.75, 2.25],
+        "y": [2, 1, 5.0, 0.0, 0.5, 2.5, 1.0, 2.0, nan, 0.75, 1.0],
     }
     assert {d: dataclasses.astuple(s) for d, s in totals.domains.items()} == {
         d: pytest.approx(values, nan_ok=True) for d, values in want.items()
@@ -130,7 +134,7 @@ class FakeRank:
 def domain_stats(tokens: int, kl: float, *, gap: float = 0.0, samples: int = 1) -> DomainStats:
     return DomainStats(
         tokens=tokens, samples=samples, kl_sum=kl, gap_sum=gap, entropy_sum=0.25, teacher_entropy_sum=0.5,
-        agree_sum=1.0, teacher_top1_sum=2.0, clipped_sum=4.0,
+        agree_sum=1.0, teacher_top1_sum=2.0, clipped_sum=4.0, student_mass_sum=0.5, teacher_mass_sum=0.75,
     )  # fmt: skip
 
 
@@ -204,18 +208,18 @@ def test_numbers_come_back_from_the_device() -> None:
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():  # tensors that only say that they are on a GPU
-        there = TokenStats(*(torch.zeros(2, device="cuda") for _ in range(7)))
+        there = TokenStats(*(torch.zeros(2, device="cuda") for _ in TokenStats.__slots__))
         here = rank._to(there, torch.device("cpu"))
         assert {getattr(here, name).device.type for name in TokenStats.__slots__} == {"cpu"}
 
 
 def test_every_tensor_of_a_micro_batch_goes_to_the_device() -> None:
-    batch = rank._to(micro_batch([row("a")], "hidden_states", torch.float32), torch.device("meta"))
+    batch = rank._to(micro_batch([(row("a"),)], "hidden_states", torch.float32), torch.device("meta"))
     (run,) = batch.runs
     tensors = [batch.packed.input_ids_B_T, batch.packed.position_ids_B_T, batch.predict_N, batch.token_N]
-    tensors += [batch.mask_N, batch.behaviour_N, run.hidden_N_D]
+    tensors += [batch.mask_N, batch.behaviour_N, run.hidden[0]]
     assert {t.device.type for t in tensors} == {"meta"}
-    assert (batch.domains, batch.row_lengths, run.head) == (("d",), (2,), "h")
+    assert (batch.domains, batch.row_lengths, run.heads) == (("d",), (2,), ("h",))
 
 
 def test_a_full_disk_is_said_in_plain_words() -> None:

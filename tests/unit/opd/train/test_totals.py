@@ -99,7 +99,7 @@ ROWS = {r.sample_id: scored(r) for r in STEP}
 
 
 def test_only_trained_tokens_carry_weight() -> None:
-    batch = micro_batch([ROWS["b"], ROWS["d"], ROWS["c"]], "hidden_states", torch.float32)
+    batch = micro_batch([(ROWS["b"],), (ROWS["d"],), (ROWS["c"],)], "hidden_states", torch.float32)
     weight = token_weights(batch, [0.25, 0.5, 0.125])
     assert weight.tolist() == [0.25] * 3 + [0.0] * 4 + [0.25] * 2 + [0.0] * 6 + [0.125]
     assert weight.dtype == torch.float32
@@ -124,7 +124,7 @@ def trained(student: Student, cuts: Sequence[Sequence[str]], weights: dict[str, 
     student.zero_grad()
     totals = Totals()
     for ids in cuts:
-        batch = micro_batch([ROWS[i] for i in ids], "hidden_states", torch.float32)
+        batch = micro_batch([(ROWS[i],) for i in ids], "hidden_states", torch.float32)
         weight = token_weights(batch, [weights[i] for i in ids])
         loss, stats = student(batch, heads(), weight)
         loss.backward()
