@@ -164,9 +164,9 @@ def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
 def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
     """Refuses every option that is set and is not known to be harmless, so also those of PEFT versions to come."""
     if data.get("peft_type") != "LORA":
-        raise _unsupported(f"{file}: peft_type", data.get("peft_type"), "LORA")
+        raise _unsupported(f"{file}: peft_type", repr(data.get("peft_type")), "'LORA'")
     if data.get("bias", "none") != "none":
-        raise _unsupported(f"{file}: bias", data["bias"], "none")
+        raise _unsupported(f"{file}: bias", repr(data["bias"]), "'none'")
     if data.get("init_lora_weights", True) not in _PLAIN_INITS:
         raise ModelError.at(
             f"{file}: init_lora_weights",
@@ -176,11 +176,11 @@ def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
         )
     for key, value in data.items():
         if value and key not in _READ | _WITHOUT_EFFECT:
-            raise _unsupported(f"{file}: {key}", value, "nothing: plain LoRA on linear layers")
+            raise _unsupported(f"{file}: {key}", repr(value), "nothing: plain LoRA on linear layers")
 
 
-def _unsupported(where: str, found: object, wanted: str) -> ModelError:
-    return ModelError.at(where, found=repr(found)[:80], wanted=wanted, fix=_MERGE)
+def _unsupported(where: str, found: str, wanted: str) -> ModelError:
+    return ModelError.at(where, found=found[:80], wanted=wanted, fix=_MERGE)
 
 
 def _weight_file(path: Path) -> Path:
@@ -256,10 +256,10 @@ def _check_module(
     try:
         rank = config.rank(module)
         config.scaling(module)
-    except re.error as error:
+    except (re.error, OverflowError) as error:  # the latter for a{9999999999}
         raise ModelError.at(
             f"{file.parent / ADAPTER_CONFIG}: rank_pattern, alpha_pattern",
-            found=f"no regular expression: {error}",
+            found=f"{[*(config.rank_pattern or ()), *(config.alpha_pattern or ())]}: {error}"[:200],
             wanted="names or regular expressions of modules",
             fix="copy the file again",
         ) from None
