@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from opd.errors import RunError
 from opd.types import Rollout, Segment, Teacher
+from teachers.pool import share_out
 from teachers.scorers import ScorerOptions
 from teachers.scorers.transformers import TransformersScorer
+from teachers.worker import Group
 
 VOCABULARY = 76
 
@@ -159,6 +161,16 @@ def test_a_swap_between_adapters_leaves_the_base_where_it_is(experts: dict[str, 
     assert scoring._weights.loads == 1 + 4
     hooks = [h for m in scoring._model.modules() for h in m._forward_hooks]
     assert len(hooks) == 4, "two layers with two modules: those of the adapter in use"
+
+
+def test_a_worker_takes_the_adapters_of_one_base_one_after_the_other() -> None:
+    def group(name: str, base: str, num: int) -> Group:
+        teacher = Teacher(name=name, model_dir=Path(base), adapter_dir=Path(name), digest=name, base_digest=base)
+        return teacher, 1.0, tuple(rollouts(num))
+
+    sizes = {"a": ("x", 6), "b": ("y", 5), "c": ("x", 4), "d": ("y", 3)}  # by size alone: a, b, c, d
+    (share,) = share_out([group(name, *of) for name, of in sizes.items()], 1)
+    assert [teacher.name for teacher, _, _ in share] == ["a", "c", "b", "d"]
 
 
 def test_an_adapter_that_is_not_finite_is_told_row_by_row(
