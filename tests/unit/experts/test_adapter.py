@@ -136,7 +136,7 @@ def without(*keys: str) -> Callable[[Path], None]:
 
 BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "broken config": (lambda a: (a / CONFIG).write_text("{"), [CONFIG, "EOF"]),
-    "custom code": (change(auto_map={"AutoModel": "evil.M"}), [f"{CONFIG}: auto_map", "evil.M"]),
+    "custom code": (change(auto_map={"AutoModel": "evil.M"}), [f"{CONFIG}: auto_map", "custom code", "evil.M"]),
     "another method": (change(peft_type="IA3"), [f"{CONFIG}: peft_type", "'IA3'", "merge_and_unload"]),
     "no method": (without("peft_type"), [f"{CONFIG}: peft_type"]),
     "no rank": (without("r"), [f"{CONFIG}: r", "nothing"]),
