@@ -175,16 +175,18 @@ def report(
 @fails_clearly
 def experts_add(
     name: Annotated[str, typer.Argument(help="Letters, digits, dot, dash and underscore.")],
-    model: Annotated[Path, typer.Option(help="Hugging Face directory, safetensors only.")],
+    model: Annotated[Path, typer.Option(help="Hugging Face or LoRA adapter directory, safetensors only.")],
     domain: Annotated[str, typer.Option(help="Domain the expert is good at.")],
     prompts: Annotated[Path | None, typer.Option(help="JSONL of the domain's prompts.")] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Base model of a LoRA adapter. Default: the one that the adapter names.")
+    ] = None,
     registry: RegistryOption = None,
 ) -> None:
     """Register an expert: check its files and write its manifest."""
     store = _registry(registry)
-    manifest = store.add(name, model, domain, prompts)
-    info = manifest.info
-    typer.echo(f"registered {name}: {info.architecture}, {info.parameters:,} parameters, domain {domain}")
+    manifest = store.add(name, model, domain, prompts, base)
+    typer.echo(f"registered {name}: {manifest.architecture}, {manifest.parameters:,} parameters, domain {domain}")
     for twin in store.twins(manifest):
         typer.echo(f"warning: {twin} has the same weights", err=True)
 
@@ -200,7 +202,7 @@ def experts_list(
     if as_json:
         typer.echo(json.dumps([m.model_dump(mode="json") for m in manifests]))
         return
-    rows = [(m.name, m.domain, m.info.architecture, f"{m.info.parameters:,}", m.info.dtype, m.model) for m in manifests]
+    rows = [(m.name, m.domain, m.architecture, f"{m.parameters:,}", m.info.dtype, m.model) for m in manifests]
     _print_table("experts", ("name", "domain", "architecture", "parameters", "dtype", "model"), rows)
 
 
@@ -219,8 +221,9 @@ def experts_verify(
     """Check that experts' files are still the ones that were registered; exit code 1 if not."""
     store = _registry(registry)
     failed = False
+    known: dict[Path, dict[str, str]] = {}  # adapters share bases, and a base is long to read
     for name in names or store.names():
-        problems = store.verify(name)
+        problems = store.verify(name, known)
         failed = failed or bool(problems)
         typer.echo(f"{name}: {'; '.join(problems) or 'ok'}")
     if failed:

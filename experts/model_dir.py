@@ -1,7 +1,7 @@
 """What a Hugging Face model directory holds, read without torch and without running anything that lies in it.
 
-    inspect_model ─┬─ _weight_shards   which files a loader reads        model.safetensors or its index
-                   ├─ read_header      names, shapes, dtypes, sizes      first bytes of each shard
+    inspect_model ─┬─ weight_shards    which files a loader reads        model.safetensors or its index
+                   ├─ weight_tensors   names, shapes, dtypes, sizes      first bytes of each shard
                    ├─ _read_config     architecture, sizes, custom code  config.json
                    ├─ token_map        id → token                        tokenizer.json
                    └─ weight_hashes    BLAKE3 of each weight file
@@ -12,39 +12,37 @@ Every refusal is a ModelError that names the file, and the field where there is 
 from __future__ import annotations
 
 import json
-import math
-import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from blake3 import blake3
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
-from pydantic_core import from_json
+from pydantic import AliasChoices, Field, NonNegativeInt
 
+from experts.json_files import Lenient, read_as, read_json, read_optional, refuse_custom_code, validated
+from experts.safetensors_header import Tensor, read_header
 from opd.config import Strict
-from opd.errors import ModelError, OpdError
+from opd.errors import ModelError
 from opd.files import blake3_file
+from opd.lora import ADAPTER_CONFIG
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+Hashes = dict[Path, dict[str, str]]
+"""Directory → weight file → BLAKE3."""
+
 _TO_SAFETENSORS = "AutoModelForCausalLM.from_pretrained(dir{extra}).save_pretrained(out, safe_serialization=True)"
-_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
-_EMBEDDINGS = (
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
+EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
     "word_embeddings.weight",
     "embed_in.weight",
     "tok_embeddings.weight",
 )
-_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
-# The safetensors library has the same limit.
-_MAX_HEADER_BYTES = 100_000_000
-_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8}
-_BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
-_BITS |= {"I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64}
+HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 _TORCH_DTYPE = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -85,31 +83,11 @@ class ModelInfo(Strict):
     """File name → BLAKE3 of every safetensors file; empty if hashing was not asked for."""
 
 
-class _Lenient(BaseModel):
-    """Base of the parts of Hugging Face files that we read: right types, other keys ignored."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", protected_namespaces=())
-
-
-class Tensor(_Lenient):
-    """One entry of a safetensors header."""
-
-    dtype: str
-    """safetensors' name, e.g. `BF16`."""
-    shape: list[NonNegativeInt]
-    data_offsets: list[NonNegativeInt] = Field(min_length=2, max_length=2)
-    """First byte and the one after the last, counted from the end of the header."""
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-class _Index(_Lenient):
+class _Index(Lenient):
     weight_map: dict[str, str] = Field(min_length=1)
 
 
-class _SpecialIds(_Lenient):
+class _SpecialIds(Lenient):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -127,11 +105,11 @@ class _Config(_SpecialIds):
     )
 
 
-class _AddedToken(_Lenient):
+class _AddedToken(Lenient):
     content: str
 
 
-class _TokenizerConfig(_Lenient):
+class _TokenizerConfig(Lenient):
     eos_token: str | _AddedToken | None = None
     pad_token: str | _AddedToken | None = None
     bos_token: str | _AddedToken | None = None
@@ -142,31 +120,27 @@ class _NumberedToken(_AddedToken):
     id: NonNegativeInt
 
 
-class _Vocabulary(_Lenient):
+class _Vocabulary(Lenient):
     vocab: dict[str, int] | list[list[Any]]
     """Unigram models list [piece, score] pairs; the others map token → id."""
 
 
-class _Tokenizer(_Lenient):
+class _Tokenizer(Lenient):
     model: _Vocabulary
-    added_tokens: list[_NumberedToken] = []
+    added_tokens: list[_NumberedToken] = Field(default_factory=list)
 
 
-M = TypeVar("M", bound=BaseModel)
-
-
-def inspect_model(path: Path, hash_weights: bool = True) -> ModelInfo:
+def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = None) -> ModelInfo:
     """Read and check a model directory; cheap but for the hashes, which read every weight file once.
 
     Raises: ModelError if the directory is missing, is an adapter, needs custom code, has no safetensors weights or
     no tokenizer.json, if a shard is missing, truncated or quantised, or if a field has the wrong type.
     """
-    shards = _weight_shards(path)
+    tensors = weight_tensors(path)
     config = _read_config(path)
     tokenizer = _read_tokenizer_config(path)
-    generation = _read_optional(_SpecialIds, path / "generation_config.json")
+    generation = read_optional(_SpecialIds, path / "generation_config.json")
     tokens = token_map(path)
-    tensors = _read_tensors(shards)
     ids = _special_ids(path, tokenizer, tokens)
     return ModelInfo(
         path=str(path.resolve()),
@@ -185,7 +159,7 @@ def inspect_model(path: Path, hash_weights: bool = True) -> ModelInfo:
         pad_token_id=_first(generation.pad_token_id, config.pad_token_id, ids["pad_token"]),
         bos_token_id=_first(generation.bos_token_id, config.bos_token_id, ids["bos_token"]),
         chat_template_hash=_hash_chat_template(path, tokenizer),
-        weight_files=weight_hashes(path) if hash_weights else {},
+        weight_files=weight_hashes(path.resolve(), known) if hash_weights else {},
     )
 
 
@@ -202,7 +176,7 @@ def token_map(path: Path) -> dict[int, str]:
             wanted="the fast tokenizer in one JSON file",
             fix="AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes it",
         )
-    tokenizer = _read_as(_Tokenizer, file)
+    tokenizer = read_as(_Tokenizer, file)
     vocab = tokenizer.model.vocab
     tokens = (
         {i: t for t, i in vocab.items()}
@@ -217,67 +191,25 @@ def token_map(path: Path) -> dict[int, str]:
     return dict(sorted(tokens.items()))
 
 
-def weight_hashes(path: Path) -> dict[str, str]:
-    """BLAKE3 of every safetensors file of the directory, also of those that no loader reads. Raises: OSError."""
-    return {file.name: blake3_file(file) for file in _files(path, ".safetensors")}
+def weight_hashes(path: Path, known: Hashes | None = None) -> dict[str, str]:
+    """BLAKE3 of every safetensors file of the directory, also of those that no loader reads.
 
-
-def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors that a safetensors file says it holds, checked against the file's size.
-
-    Raises: ModelError with byte counts if the file is truncated, the header longer than the file or not JSON, or if
-    the tensors overlap or do not cover the data.
+    `known` is asked first and told afterwards: adapters that share a base share one reading of it. Raises: OSError.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise _broken(file, f"a header of {length} bytes in a file of {size} bytes", f"8 + header <= {size} bytes")
-        raw = stream.read(length)
-    tensors = _parse_header(file, raw)
-    _check_cover(file, tensors, start=8 + length, size=size)
-    return tensors
+    known = {} if known is None else known
+    if path not in known:
+        known[path] = {file.name: blake3_file(file) for file in _files(path, ".safetensors")}
+    return known[path]
 
 
-def _parse_header(file: Path, raw: bytes) -> dict[str, Tensor]:
-    try:
-        header = from_json(raw)
-    except ValueError as error:
-        raise _broken(file, f"a header that is not JSON: {error}", "a JSON object of tensors") from None
-    if not isinstance(header, dict):
-        raise _broken(file, f"a header that is a {type(header).__name__}", "a JSON object of tensors")
-    return {
-        name: _validated(Tensor, entry, f"{file}: tensor `{name}`")
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+def weight_tensors(path: Path) -> dict[str, Tensor]:
+    """The header's entry of every tensor that a loader reads. Raises: ModelError."""
+    return {name: tensor for shard in weight_shards(path) for name, tensor in read_header(shard).items()}
 
 
-def _check_cover(file: Path, tensors: Mapping[str, Tensor], start: int, size: int) -> None:
-    position = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
-        if tensor.dtype not in _BITS:
-            raise _broken(file, f"tensor `{name}` of type {tensor.dtype}", f"one of {', '.join(_BITS)}")
-        end = position + tensor.numel * _BITS[tensor.dtype] // 8
-        if tensor.data_offsets != [position, end]:
-            raise _broken(
-                file, f"tensor `{name}` at bytes {tensor.data_offsets}", f"bytes {[position, end]}: no gap, no overlap"
-            )
-        position = end
-    if start + position != size:
-        raise _broken(file, f"{size} bytes", f"{start + position} bytes, as the header says")
-
-
-def _broken(file: Path, found: str, wanted: str) -> OpdError:
-    return ModelError.at(
-        file, found=found, wanted=wanted, fix="copy or save the file again; it is truncated or damaged"
-    )
-
-
-def _weight_shards(path: Path) -> list[Path]:
-    """The files that a loader reads. Raises: ModelError."""
-    _refuse_no_directory(path)
+def weight_shards(path: Path) -> list[Path]:
+    """The safetensors files that a loader reads. Raises: ModelError."""
+    refuse_no_directory(path)
     _refuse_adapter(path)
     names = [file.name for file in _files(path, ".safetensors")]
     if (path / INDEX).is_file():
@@ -301,7 +233,7 @@ def _weight_shards(path: Path) -> list[Path]:
 
 
 def _shards_of_index(index: Path) -> list[str]:
-    shards = sorted(set(_read_as(_Index, index).weight_map.values()))
+    shards = sorted(set(read_as(_Index, index).weight_map.values()))
     for name in shards:
         if "/" in name or "\\" in name or not name.endswith(".safetensors"):
             raise ModelError.at(
@@ -320,7 +252,8 @@ def _shards_of_index(index: Path) -> list[str]:
     return shards
 
 
-def _refuse_no_directory(path: Path) -> None:
+def refuse_no_directory(path: Path) -> None:
+    """Raises: ModelError if it is a file or is not there."""
     if not path.is_dir():
         raise ModelError.at(
             path,
@@ -332,9 +265,9 @@ def _refuse_no_directory(path: Path) -> None:
 
 def _refuse_adapter(path: Path) -> None:
     # Also beside full weights: transformers would load the adapter's base model instead of them.
-    if (path / "adapter_config.json").is_file():
+    if (path / ADAPTER_CONFIG).is_file():
         raise ModelError.at(
-            path / "adapter_config.json",
+            path / ADAPTER_CONFIG,
             found="a PEFT adapter",
             wanted="a full model",
             fix="merge it: AutoPeftModelForCausalLM.from_pretrained(dir).merge_and_unload().save_pretrained(out); "
@@ -343,7 +276,7 @@ def _refuse_adapter(path: Path) -> None:
 
 
 def _refuse_no_safetensors(path: Path) -> None:
-    others = [file.name for suffix in _OTHER_FORMATS for file in _files(path, suffix)]
+    others = [file.name for suffix in OTHER_FORMATS for file in _files(path, suffix)]
     if not others:
         raise ModelError.at(
             path,
@@ -360,10 +293,6 @@ def _refuse_no_safetensors(path: Path) -> None:
     )
 
 
-def _read_tensors(shards: list[Path]) -> dict[str, Tensor]:
-    return {name: tensor for shard in shards for name, tensor in read_header(shard).items()}
-
-
 def _read_config(path: Path) -> _Config:
     file = path / "config.json"
     if not file.is_file():
@@ -373,71 +302,20 @@ def _read_config(path: Path) -> _Config:
             wanted="the model's configuration",
             fix="copy config.json from the original model",
         )
-    config = _read_json(file)
-    _refuse_custom_code(file, config)
+    config = read_json(file)
+    refuse_custom_code(file, config)
     # Multimodal models keep the language model's fields one level down.
     text = config.get("text_config")
-    return _validated(_Config, {**text, **config} if isinstance(text, dict) else config, file)
+    return validated(_Config, {**text, **config} if isinstance(text, dict) else config, file)
 
 
 def _read_tokenizer_config(path: Path) -> _TokenizerConfig:
     file = path / "tokenizer_config.json"
     if not file.is_file():
         return _TokenizerConfig()
-    data = _read_json(file)
-    _refuse_custom_code(file, data)
-    return _validated(_TokenizerConfig, data, file)
-
-
-def _refuse_custom_code(file: Path, data: Mapping[str, Any]) -> None:
-    for field, value in _find_key(data, "auto_map"):
-        raise ModelError.at(
-            f"{file}: {field}",
-            found=f"custom code, {str(value)[:100]}",
-            wanted="an architecture that transformers and vLLM have built in",
-            fix="opd never runs code from a model directory; if the architecture is built in, delete `auto_map`",
-        )
-
-
-def _find_key(data: object, key: str, prefix: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(data, Mapping):
-        for name, value in data.items():
-            if name == key:
-                yield f"{prefix}{name}", value
-            yield from _find_key(value, key, f"{prefix}{name}.")
-
-
-def _read_optional(model: type[M], file: Path) -> M:
-    return _read_as(model, file) if file.is_file() else model()
-
-
-def _read_as(model: type[M], file: Path) -> M:
-    return _validated(model, _read_json(file), file)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        data = from_json(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError.at(
-            file, found=str(error), wanted="one JSON object", fix="copy the file again; it is damaged"
-        ) from None
-    if not isinstance(data, dict):
-        raise ModelError.at(file, found=f"a {type(data).__name__}", wanted="one JSON object", fix="copy the file again")
-    return data
-
-
-def _validated(model: type[M], data: object, where: object) -> M:
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ModelError.at(
-            f"{where}: {first['loc'][0] if first['loc'] else 'the whole'}",
-            found="nothing" if first["type"] == "missing" else repr(first["input"])[:80],
-            wanted=first["msg"],
-            fix="copy the file from the original model or save the model again with save_pretrained",
-        ) from None
+    data = read_json(file)
+    refuse_custom_code(file, data)
+    return validated(_TokenizerConfig, data, file)
 
 
 def _dtype(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -456,7 +334,7 @@ def _dtype(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _vocab_rows(path: Path, config: _Config, tensors: Mapping[str, Tensor], tokens: Mapping[int, str]) -> int:
-    embedding = next((t.shape[0] for name, t in tensors.items() if name.endswith(_EMBEDDINGS) and t.shape), None)
+    embedding = next((t.shape[0] for name, t in tensors.items() if name.endswith(EMBEDDINGS) and t.shape), None)
     rows = _first(embedding, config.vocab_size)
     if rows is None:
         raise ModelError.at(
@@ -476,7 +354,7 @@ def _is_tied(config: _Config, tensors: Mapping[str, Tensor]) -> bool:
     # Configs leave the field out where it has the family's default; a head that is not stored can only be tied.
     if config.tie_word_embeddings is not None:
         return config.tie_word_embeddings
-    return not any(name.endswith(_HEADS) for name in tensors)
+    return not any(name.endswith(HEADS) for name in tensors)
 
 
 def _special_ids(path: Path, tokenizer: _TokenizerConfig, tokens: Mapping[int, str]) -> dict[str, int | None]:

@@ -9,19 +9,23 @@ import difflib
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import ValidationError
 
-from experts.model_dir import ModelInfo, inspect_model, weight_hashes
+from experts.adapter import AdapterInfo, adapter_hashes, inspect_adapter, inspect_expert
+from experts.model_dir import Hashes, ModelInfo, inspect_model, weight_hashes
 from opd.config import NAME_PATTERN, Name, Strict
 from opd.errors import ModelError, OpdError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir
+from opd.lora import ADAPTER_WEIGHTS
 from opd.prompts import read_prompt_lines
 
 MANIFEST = "manifest.json"
+Facts = TypeVar("Facts", ModelInfo, AdapterInfo)
 
 
 class Manifest(Strict):
@@ -32,7 +36,7 @@ class Manifest(Strict):
     domain: Name
     """The domain whose responses it scores."""
     model: str
-    """Absolute path of the model directory."""
+    """Absolute path of the model directory, or of the adapter's."""
     prompts: str | None = None
     """Absolute path of the domain's training prompts."""
     prompts_hash: str | None = None
@@ -40,8 +44,21 @@ class Manifest(Strict):
     prompts_count: int | None = None
     """Prompts in the file."""
     info: ModelInfo
+    """The model, of an adapter its base."""
+    adapter: AdapterInfo | None = None
+    """Of a LoRA adapter; None for a full model."""
     registered_at: str
     """UTC, ISO 8601."""
+
+    @property
+    def architecture(self) -> str:
+        """For people, e.g. `LlamaForCausalLM + LoRA r=16`."""
+        return self.info.architecture + (f" + LoRA r={self.adapter.rank}" if self.adapter else "")
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all its weight files."""
+        return self.info.parameters + (self.adapter.parameters if self.adapter else 0)
 
 
 def default_root() -> Path:
@@ -63,8 +80,12 @@ class Registry:
             )
         self._root = root
 
-    def add(self, name: str, model: Path, domain: str, prompts: Path | None = None) -> Manifest:
-        """Check the model directory and the prompts file and write the manifest.
+    def add(
+        self, name: str, model: Path, domain: str, prompts: Path | None = None, base: Path | None = None
+    ) -> Manifest:
+        """Check the model or adapter directory and the prompts file and write the manifest.
+
+        `base` is an adapter's base model; by default the one that the adapter names.
 
         Raises: RegistryError for a bad or taken name or a bad domain, ModelError for the model, PromptError for the
         prompts.
@@ -73,16 +94,17 @@ class Registry:
         _check_name("domain", domain)
         if (self._root / name / MANIFEST).exists():
             raise _taken(name, self._root)
-        info = inspect_model(model)
+        info, adapter = inspect_expert(model, base)
         count = None if prompts is None else len(read_prompt_lines(prompts))
         manifest = Manifest(
             name=name,
             domain=domain,
-            model=info.path,
+            model=adapter.path if adapter else info.path,
             prompts=None if prompts is None else str(prompts.resolve()),
             prompts_hash=None if prompts is None else blake3_file(prompts),
             prompts_count=count,
             info=info,
+            adapter=adapter,
             registered_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self._write(manifest)
@@ -111,20 +133,23 @@ class Registry:
         """Every manifest, by name. Raises: RegistryError if one cannot be read."""
         return [self.get(name) for name in self.names()]
 
-    def verify(self, name: str) -> list[str]:
+    def verify(self, name: str, known: Hashes | None = None) -> list[str]:
         """Compare the files with the manifest; one sentence for each problem, none if all is as registered.
 
+        `known`: one dictionary for several calls, so that the base of several adapters is read once.
         Raises: RegistryError if the name is unknown or its manifest cannot be read.
         """
         manifest = self.get(name)
-        return _weight_problems(manifest) + _info_problems(manifest) + _prompt_problems(manifest)
+        return (
+            _weight_problems(manifest, known)
+            + _info_problems(manifest)
+            + _adapter_problems(manifest)
+            + _prompt_problems(manifest)
+        )
 
     def twins(self, manifest: Manifest) -> list[str]:
         """Other experts with the same weights, byte for byte. Raises: RegistryError if a manifest cannot be read."""
-        weights = sorted(manifest.info.weight_files.values())
-        return [
-            m.name for m in self.all() if m.name != manifest.name and sorted(m.info.weight_files.values()) == weights
-        ]
+        return [m.name for m in self.all() if m.name != manifest.name and _weights(m) == _weights(manifest)]
 
     def remove(self, name: str) -> None:
         """Forget an expert, also one with a broken manifest; its model and any file that is not ours stay.
@@ -169,11 +194,20 @@ class Registry:
         fsync_dir(self._root)
 
 
-def _weight_problems(manifest: Manifest) -> list[str]:
-    directory = Path(manifest.model)
+def _weights(manifest: Manifest) -> tuple[list[str], str | None]:
+    """What decides whether two experts are the same; an adapter's configuration also names its base's place."""
+    adapter = manifest.adapter.files[ADAPTER_WEIGHTS] if manifest.adapter else None
+    return sorted(manifest.info.weight_files.values()), adapter
+
+
+def _weight_problems(manifest: Manifest, known: Hashes | None) -> list[str]:
+    directory = Path(manifest.info.path)
     if not directory.is_dir():
         return []  # _info_problems says so once
-    expected, actual = manifest.info.weight_files, weight_hashes(directory)
+    return _file_problems(directory, manifest.info.weight_files, weight_hashes(directory, known))
+
+
+def _file_problems(directory: Path, expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
     missing = [
         f"{directory / name}: missing weight file, expected {expected[name]}"
         for name in expected.keys() - actual.keys()
@@ -191,13 +225,30 @@ def _weight_problems(manifest: Manifest) -> list[str]:
 
 def _info_problems(manifest: Manifest) -> list[str]:
     try:
-        now = inspect_model(Path(manifest.model), hash_weights=False)
+        now = inspect_model(Path(manifest.info.path), hash_weights=False)
     except ModelError as error:
         return [str(error)]
-    fields = [field for field in ModelInfo.model_fields if field not in ("path", "weight_files")]
-    pairs = [(field, getattr(manifest.info, field), getattr(now, field)) for field in fields]
+    return _changed_fields(manifest.info, now, but=("path", "weight_files"))
+
+
+def _adapter_problems(manifest: Manifest) -> list[str]:
+    registered = manifest.adapter
+    if registered is None:
+        return []
+    directory = Path(registered.path)
+    changed = _file_problems(directory, registered.files, adapter_hashes(directory)) if directory.is_dir() else []
+    try:
+        now = inspect_adapter(directory, Path(registered.base), hash_files=False)
+    except ModelError as error:
+        return [*changed, str(error)]
+    return changed + _changed_fields(registered, now, but=("path", "base", "files"))
+
+
+def _changed_fields(registered: Facts, now: Facts, but: tuple[str, ...]) -> list[str]:
+    fields = [field for field in type(registered).model_fields if field not in but]
+    pairs = [(field, getattr(registered, field), getattr(now, field)) for field in fields]
     return [
-        f"{manifest.model}: changed {field}, expected {old}, actual {new}" for field, old, new in pairs if old != new
+        f"{registered.path}: changed {field}, expected {old}, actual {new}" for field, old, new in pairs if old != new
     ]
 
 

@@ -64,7 +64,9 @@ class StudentConfig(Strict):
 
 class ExpertConfig(Strict):
     model: Path
-    """Hugging Face directory of the expert, safetensors only."""
+    """Hugging Face directory of the expert, or PEFT directory of a LoRA adapter; safetensors only."""
+    base: Path | None = None
+    """Base model of a LoRA adapter, as a Hugging Face directory; default: the directory that the adapter names."""
     domain: Name
     """The domain whose responses this expert scores."""
 
@@ -325,7 +327,7 @@ class PipelineConfig(Strict):
     registry: Path | None = None
     """Root of the expert registry for `experts: {use: ...}`; default: OPD_REGISTRY, else ./registry."""
     experts: ExpertsConfig
-    """Either `{use: [names]}` from the registry or `{name: {model, domain}}`."""
+    """Either `{use: [names]}` from the registry or `{name: {model, domain}}` (and `base`, for a LoRA adapter)."""
     domains: dict[Name, DomainConfig] = Field(..., min_length=1)
     """On which prompts, scored by which experts."""
     rollout: RolloutConfig = RolloutConfig()

@@ -111,6 +111,8 @@ class Teacher:
     """PEFT directory of a LoRA expert."""
     digest: str = ""
     """BLAKE3 of all its weight files: experts of equal digest are one teacher. Empty: not known."""
+    base_digest: str = ""
+    """Of a LoRA expert, the digest that its base has as an expert of its own: equal bases are loaded once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

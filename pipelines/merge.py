@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from experts.adapter import merge_adapter
 from experts.registry import default_root
 from opd import __version__, checkpoints, loop
 from opd.cluster import ray_session
@@ -27,6 +28,7 @@ from opd.files import atomic_write_text, blake3_file, replace_dir
 from opd.metrics import MetricsFile
 from opd.progress import Display, display
 from opd.report import build_report
+from opd.types import Teacher
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.preflight import Inputs, check
 
@@ -67,7 +69,7 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
     temporary.mkdir(parents=True)
     paths = RunPaths(temporary)
     atomic_write_text(paths.manifest, json.dumps(_manifest(config, inputs), indent=2))
-    atomic_write_text(paths.pipeline, yaml.safe_dump(_resolved(config), sort_keys=False))
+    atomic_write_text(paths.pipeline, yaml.safe_dump(_resolved(config, inputs), sort_keys=False))
     replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
     return _run(config, inputs, RunPaths(root))
 
@@ -149,9 +151,30 @@ def _baseline(parts: loop.Parts, inputs: Inputs, paths: RunPaths, config: Pipeli
     """Measured once per run: a resume finds it on disk."""
     if paths.baseline.exists():
         return Baseline(**json.loads(paths.baseline.read_text()))
-    baseline = measure_baseline(parts.engine, parts.evaluator, config.student.model, inputs.teachers, shown.say)
+    baseline = measure_baseline(
+        parts.engine,
+        parts.evaluator,
+        config.student.model,
+        inputs.teachers,
+        lambda teacher: whole_model(teacher, paths.root / ".tmp-expert"),
+        shown.say,
+    )
     atomic_write_text(paths.baseline, json.dumps({"before": baseline.before, "expert": baseline.expert}, indent=2))
     return baseline
+
+
+@contextmanager
+def whole_model(teacher: Teacher, scratch: Path) -> Iterator[Path]:
+    """A full model directory: the teacher's own, or its adapter merged into its base in `scratch`, removed afterwards."""
+    if teacher.adapter_dir is None:
+        yield teacher.model_dir
+        return
+    shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+    try:
+        merge_adapter(teacher.model_dir, teacher.adapter_dir, scratch)
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _export(parts: loop.Parts, config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> None:
@@ -203,6 +226,7 @@ def _manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
             name: {
                 "domains": [d for d, part in inputs.routes.items() if name in [a.teacher.name for a in part]],
                 "weights": expert.info.weight_files,
+                **({"adapter": expert.adapter.files} if expert.adapter else {}),
             }
             for name, expert in inputs.experts.items()
         },
@@ -210,11 +234,14 @@ def _manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _resolved(config: PipelineConfig) -> dict[str, Any]:
+def _resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """The pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
     data = config.model_dump()
     if isinstance(config.experts, RegisteredExperts):
         data["registry"] = config.registry or default_root()
+    else:
+        for name, expert in inputs.experts.items():
+            data["experts"][name]["base"] = Path(expert.adapter.base) if expert.adapter else None
     return _absolute(data)
 
 

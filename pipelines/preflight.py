@@ -12,10 +12,11 @@ from typing import Any
 
 from blake3 import blake3
 
+from experts.adapter import AdapterInfo, inspect_expert
 from experts.checks import check_fits
-from experts.model_dir import ModelInfo, inspect_model
+from experts.model_dir import Hashes, ModelInfo, inspect_model
 from experts.registry import Manifest, Registry, default_root
-from opd.config import DomainConfig, PipelineConfig, RegisteredExperts
+from opd.config import DomainConfig, ExpertConfig, PipelineConfig, RegisteredExperts
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import load_prompts
@@ -114,25 +115,23 @@ def _refuse_without_entry(file: Path, prompts: list[Prompt]) -> None:
 
 
 def _experts(config: PipelineConfig) -> dict[str, Expert]:
+    known: Hashes = {}  # adapters share bases, and a base is long to read
     if not isinstance(config.experts, RegisteredExperts):
-        return {
-            name: Expert(
-                teacher=_teacher(name, info),
-                domain=e.domain,
-                info=info,
-                prompts=None,
-            )
-            for name, e, info in ((n, e, inspect_model(e.model)) for n, e in config.experts.items())
-        }
+        return {name: _inline(name, expert, known) for name, expert in config.experts.items()}
     registry = Registry(config.registry or default_root())
     names = registry.names() if config.experts.use == "all" else config.experts.use
     _refuse_twice(names)
-    return {name: _registered(registry, name) for name in names}
+    return {name: _registered(registry, name, known) for name in names}
 
 
-def _registered(registry: Registry, name: str) -> Expert:
+def _inline(name: str, expert: ExpertConfig, known: Hashes) -> Expert:
+    info, adapter = inspect_expert(expert.model, expert.base, known)
+    return Expert(teacher=_teacher(name, info, adapter), domain=expert.domain, info=info, adapter=adapter, prompts=None)
+
+
+def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
     manifest: Manifest = registry.get(name)
-    problems = registry.verify(name)
+    problems = registry.verify(name, known)
     if problems:
         raise ModelError.at(
             f"expert {name}",
@@ -141,19 +140,26 @@ def _registered(registry: Registry, name: str) -> Expert:
             fix=f"`opd experts remove {name}` and add it again",
         )
     return Expert(
-        teacher=_teacher(name, manifest.info),
+        teacher=_teacher(name, manifest.info, manifest.adapter),
         domain=manifest.domain,
         info=manifest.info,
+        adapter=manifest.adapter,
         prompts=Path(manifest.prompts) if manifest.prompts else None,
     )
 
 
-def _teacher(name: str, info: ModelInfo) -> Teacher:
+def _teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None) -> Teacher:
     """The expert as the pool sees it: equal weights under an equal config are one teacher."""
     model_dir = Path(info.path)
     digest = blake3((model_dir / "config.json").read_bytes())
     digest.update(json.dumps(sorted(info.weight_files.values())).encode())
-    return Teacher(name=name, model_dir=model_dir, digest=digest.hexdigest())
+    base = digest.hexdigest()
+    if adapter is None:
+        return Teacher(name=name, model_dir=model_dir, digest=base)
+    digest.update(json.dumps(sorted(adapter.files.items())).encode())
+    return Teacher(
+        name=name, model_dir=model_dir, adapter_dir=Path(adapter.path), digest=digest.hexdigest(), base_digest=base
+    )
 
 
 def _refuse_twice(names: list[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
@@ -24,6 +25,9 @@ class Expert:
     domain: str
     """The domain it was trained for; it serves others too where the pipeline says so."""
     info: ModelInfo
+    """The model, of an adapter its base."""
+    adapter: AdapterInfo | None = None
+    """Of a LoRA adapter; None for a full model."""
     prompts: Path | None
     """File it was registered with."""
 

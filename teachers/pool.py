@@ -13,7 +13,7 @@ from opd.interfaces import TargetSet
 from opd.losses.chunked import LogitRule
 from opd.types import Rollout, WeightedTeacher
 from teachers.scorers import ScorerOptions
-from teachers.weights import weight_key
+from teachers.weights import base_key, weight_key
 from teachers.worker import Group, TeacherWorker
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]
@@ -107,7 +107,10 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
 
 
 def share_out(groups: Sequence[Group], workers: int) -> list[list[Group]]:
-    """All groups of a teacher to one worker, most tokens first to the worker with the fewest."""
+    """All groups of a teacher to one worker, most tokens first to the worker with the fewest.
+
+    In a share, teachers of one base lie side by side, so that the base is put in place once.
+    """
     by_teacher: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         by_teacher[weight_key(group[0])].append(group)
@@ -121,4 +124,4 @@ def share_out(groups: Sequence[Group], workers: int) -> list[list[Group]]:
         worker = loads.index(min(loads))
         shares[worker] += by_teacher[key]
         loads[worker] += sizes[key]
-    return shares
+    return [sorted(share, key=lambda group: base_key(group[0])) for share in shares]

@@ -2,6 +2,8 @@
 
 A mapped file costs no copy: a swap is a matter of milliseconds, and the pages of a dropped teacher go back to the
 system. Reading ahead touches every page in a thread of its own while the teacher before is still scoring.
+
+A LoRA expert is two entries, its base and its adapter: ten adapters of one base are one base and ten adapters.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -23,10 +27,10 @@ PAGE_BYTES = 4096
 class WeightCache:
     """Least recently used out, as soon as the tensors exceed the budget; the teacher in use always stays.
 
-    Teachers of equal digest share one entry.
+    Teachers of equal digest share their entries, adapters of equal bases the base's.
     """
 
-    def __init__(self, dtype: torch.dtype, budget_bytes: int, read: Callable[[Teacher, torch.dtype], State]) -> None:
+    def __init__(self, dtype: torch.dtype, budget_bytes: int, read: Callable[[Path, torch.dtype], State]) -> None:
         self._dtype = dtype
         self._budget_bytes = budget_bytes
         self._read = read
@@ -34,25 +38,29 @@ class WeightCache:
         self._coming: dict[str, Future[State]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self.loads = 0
-        """Times that a teacher was read from disk."""
+        """Times that a model or an adapter was read from disk."""
 
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to read a teacher; returns at once."""
-        key = weight_key(teacher)
-        if key not in self._states and key not in self._coming:
-            self.loads += 1
-            self._coming[key] = self._thread.submit(self._read_ahead, teacher)
+        for key, directory in _parts(teacher).items():
+            if key not in self._states and key not in self._coming:
+                self.loads += 1
+                self._coming[key] = self._thread.submit(self._read_ahead, directory)
 
-    def get(self, teacher: Teacher) -> State:
-        """The teacher's tensors. Raises: whatever reading its files raised."""
-        key = weight_key(teacher)
-        if key not in self._states:
-            self.prefetch(teacher)
-            self._states[key] = self._coming.pop(key).result()
-        self._states.move_to_end(key)
-        while len(self._states) > 1 and self.nbytes > self._budget_bytes:
+    def get(self, teacher: Teacher) -> list[State]:
+        """Tensors of the (base) model, then those of the adapter if it has one.
+
+        Raises: whatever reading its files raised.
+        """
+        self.prefetch(teacher)
+        keys = list(_parts(teacher))
+        for key in keys:
+            if key not in self._states:
+                self._states[key] = self._coming.pop(key).result()
+            self._states.move_to_end(key)
+        while len(self._states) > len(keys) and self.nbytes > self._budget_bytes:
             self._states.popitem(last=False)
-        return self._states[key]
+        return [self._states[key] for key in keys]
 
     @property
     def nbytes(self) -> int:
@@ -60,8 +68,8 @@ class WeightCache:
         sizes = {t.data_ptr(): t.nbytes for state in self._states.values() for t in state.values()}
         return sum(sizes.values())
 
-    def _read_ahead(self, teacher: Teacher) -> State:
-        state = self._read(teacher, self._dtype)
+    def _read_ahead(self, directory: Path) -> State:
+        state = self._read(directory, self._dtype)
         for tensor in state.values():
             flat = tensor.flatten()
             flat[:: max(1, PAGE_BYTES // flat.element_size())].sum()  # one value a page brings it in
@@ -73,10 +81,23 @@ def weight_key(teacher: Teacher) -> str:
     return teacher.digest or f"{teacher.model_dir}:{teacher.adapter_dir}"
 
 
-def read_weights(teacher: Teacher, dtype: torch.dtype) -> State:
+def base_key(teacher: Teacher) -> str:
+    """What decides whether two experts are one model, adapters apart."""
+    return weight_key(
+        replace(teacher, adapter_dir=None, digest=teacher.base_digest) if teacher.adapter_dir else teacher
+    )
+
+
+def _parts(teacher: Teacher) -> dict[str, Path]:
+    """Key → directory of what is read and kept for it: the (base) model, then the adapter if it has one."""
+    parts = {base_key(teacher): teacher.model_dir}
+    return parts | ({f"{weight_key(teacher)}:adapter": teacher.adapter_dir} if teacher.adapter_dir else {})
+
+
+def read_weights(directory: Path, dtype: torch.dtype) -> State:
     """All tensors of a directory's safetensors, memory-mapped where they already have `dtype`."""
     state: State = {}
-    for path in sorted(teacher.model_dir.glob("*.safetensors")):
+    for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             state.update({name: file.get_tensor(name).to(dtype) for name in file.keys()})  # noqa: SIM118 - not a dict
     return state

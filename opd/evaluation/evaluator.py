@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -52,9 +53,13 @@ def measure_baseline(
     evaluator: Evaluator,
     student_dir: Path,
     teachers: Mapping[str, Teacher],
+    whole: Callable[[Teacher], AbstractContextManager[Path]],
     tell: Callable[[str], None],
 ) -> Baseline:
-    """The student on every domain and each expert on its own; the engine holds the student again afterwards."""
+    """The student on every domain and each expert on its own; the engine holds the student again afterwards.
+
+    `whole` gives the directory of a full model of a teacher while the engine reads it.
+    """
     before = evaluator.evaluate()
     tell(
         f"before the merge: mean accuracy {fmean(before.values()):.3f} over {len(before)} domains"
@@ -64,7 +69,8 @@ def measure_baseline(
     expert: dict[str, float] = {}
     for domain, teacher in teachers.items():
         if domain in before:
-            engine.load(teacher.model_dir)
+            with whole(teacher) as directory:
+                engine.load(directory)
             expert |= evaluator.evaluate([domain])
             tell(f"expert {teacher.name}: {expert[domain]:.3f} on {domain}, the student {before[domain]:.3f}")
     engine.load(student_dir)

@@ -1,27 +1,30 @@
 """Scoring by a plain transformers body: the exact hidden states that the teacher's head would turn into logits.
 
 One skeleton per architecture; a teacher's weights are mapped and assigned into it, so a swap costs milliseconds and
-memory does not grow with the number of teachers (see `teachers.weights`).
+memory does not grow with the number of teachers (see `teachers.weights`). A LoRA expert is its base with hooks on the
+linear modules that the adapter touches; a swap between two adapters of one base changes nothing but the hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from blake3 import blake3
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from opd.errors import RunError
+from opd.lora import ADAPTER_CONFIG, LoraConfig, Update, updates
 from opd.losses.chunked import LogitRule
 from opd.stream.heads import logit_rule
 from opd.stream.schema import TargetRow
 from opd.train.batch import pack_sequences, predict_positions
 from opd.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
-from teachers.weights import WeightCache, read_weights, weight_key
+from teachers.weights import State, WeightCache, base_key, read_weights, weight_key
 
 SCORE_TOKENS = 4096
 """Tokens of one forward pass; more does not get faster on a CPU."""
@@ -40,6 +43,8 @@ class TransformersScorer:
         self._skeletons: dict[str, Any] = {}
         self._configs: dict[Path, tuple[Any, str]] = {}
         self._loaded = ""
+        self._base = ""
+        self._hooks: list[RemovableHandle] = []
         self._model: Any = None
         self._head_keys: dict[str, str] = {}
 
@@ -140,12 +145,22 @@ class TransformersScorer:
     def _load(self, teacher: Teacher) -> None:
         if self._loaded == weight_key(teacher):
             return
-        self._loaded = ""  # half-assigned weights must not pass for a teacher if loading fails
+        self._loaded = ""  # a teacher that is half there must not pass for one if loading fails
+        base, *adapters = self._weights.get(teacher)
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._base != base_key(teacher):
+            self._assign(teacher, base)
+        for adapter in adapters:
+            self._attach(teacher, adapter)
+        self._loaded = weight_key(teacher)
+
+    def _assign(self, teacher: Teacher, state: State) -> None:
+        self._base = ""
         skeleton = self._skeleton(teacher.model_dir)
         if self._model is not None and self._model is not skeleton:
             _let_go(self._model)
         self._model = skeleton
-        state = self._weights.get(teacher)
         missing, unexpected = self._model.load_state_dict(state, strict=False, assign=True)
         self._model.tie_weights()
         tied = set(self._model._tied_weights_keys or ()) if self._model.config.tie_word_embeddings else set()
@@ -154,7 +169,21 @@ class TransformersScorer:
                 f"teacher {teacher.name}: weights do not fit its config: missing {missing[:3]}, unexpected {unexpected[:3]}"
             )
         self._model.to(self._device)
-        self._loaded = weight_key(teacher)
+        self._base = base_key(teacher)
+
+    def _attach(self, teacher: Teacher, state: State) -> None:
+        """Let the adapter's modules add what it says. Raises: RunError for a module that is not linear."""
+        assert teacher.adapter_dir is not None
+        config = LoraConfig.model_validate_json((teacher.adapter_dir / ADAPTER_CONFIG).read_bytes())
+        modules = dict(self._model.named_modules())
+        on_device = {name: tensor.to(self._device) for name, tensor in state.items()}
+        for name, update in updates(config, on_device).items():
+            if not isinstance(modules.get(name), nn.Linear):
+                raise RunError(
+                    f"teacher {teacher.name}: its adapter changes {name}, which is no linear module of "
+                    f"{type(self._model).__name__} in transformers; merge it into a full model"
+                )
+            self._hooks.append(modules[name].register_forward_hook(_adding(update)))
 
     def _skeleton(self, model_dir: Path) -> Any:
         from accelerate import init_empty_weights
@@ -171,6 +200,16 @@ class TransformersScorer:
                 )
             self._skeletons[key] = model.eval().requires_grad_(False)
         return self._skeletons[key]
+
+
+def _adding(update: Update) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    """A forward hook: W x becomes W x + scaling * B (A x)."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        added = nn.functional.linear(nn.functional.linear(args[0], update.a_K_I), update.b_O_K)
+        return torch.add(output, added, alpha=update.scaling)
+
+    return hook
 
 
 def _let_go(model: Any) -> None:

@@ -71,6 +71,79 @@ def expert_dirs(make_model_dir: Callable[..., Path], tmp_path_factory: pytest.Te
     return {name: make_model_dir(root / name, seed=seed) for seed, name in enumerate(("rev", "up"), start=1)}
 
 
+PEFT_CONFIG = {
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None, "bias": "none",
+    "corda_config": None, "ensure_weight_tying": False, "eva_config": None, "exclude_modules": None,
+    "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "kasa_config": None,
+    "layer_replication": None, "layers_pattern": None, "layers_to_transform": None, "loftq_config": {},
+    "lora_bias": False, "lora_dropout": 0.05, "lora_ga_config": None, "megatron_config": None,
+    "megatron_core": "megatron.core", "modules_to_save": None, "peft_type": "LORA", "peft_version": "0.21.2",
+    "qalora_group_size": 16, "rank_pattern": {}, "revision": None, "target_parameters": None, "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None, "use_dora": False, "use_qalora": False, "use_rslora": False,
+}  # fmt: skip
+"""adapter_config.json as PEFT writes it."""
+
+
+def build_adapter(
+    path: Path,
+    base: Path,
+    *,
+    seed: int = 0,
+    rank: int = 4,
+    targets: Sequence[str] = ("q_proj", "down_proj"),
+    **config: Any,
+) -> Path:
+    """Write a PEFT LoRA adapter with random weights of `seed` on the base's `targets`; returns `path`.
+
+    Both halves are random, wide enough to change what the model says. `config` goes into adapter_config.json.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, weight in load_file(base / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if module.endswith(tuple(targets)):
+            outputs, inputs = weight.shape
+            prefix = f"base_model.model.{module}"
+            tensors[f"{prefix}.lora_A.weight"] = 0.2 * torch.randn(rank, inputs, generator=generator)
+            tensors[f"{prefix}.lora_B.weight"] = 0.2 * torch.randn(outputs, rank, generator=generator)
+    path.mkdir(parents=True)
+    save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
+    named = {"base_model_name_or_path": str(base), "target_modules": list(targets), "r": rank, "lora_alpha": 2 * rank}
+    (path / "adapter_config.json").write_text(json.dumps(PEFT_CONFIG | named | config, indent=2, sort_keys=True))
+    return path
+
+
+def merge_plainly(base: Path, adapter: Path, out: Path, scaling: float = 2.0) -> Path:
+    """The reference: transformers' own model with W + scaling * B @ A in float32, saved as a full model."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name in [n for n in tensors if ".lora_A." in n]:
+        module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+        module.weight.data += scaling * tensors[name.replace("lora_A", "lora_B")].float() @ tensors[name].float()
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(base).save_pretrained(out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def make_adapter() -> Callable[..., Path]:
+    """`build_adapter`: make_adapter(path, base, *, seed, rank, targets, **config); the scaling is 2 by default."""
+    return build_adapter
+
+
+@pytest.fixture(scope="session")
+def merged_plainly() -> Callable[..., Path]:
+    """`merge_plainly`: merged_plainly(base, adapter, out, scaling)."""
+    return merge_plainly
+
+
 @pytest.fixture
 def world(tmp_path: Path, tiny_model_dir: Path, expert_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> World:
     """The current directory of the test; `opd merge pipeline.yaml` would work in it."""

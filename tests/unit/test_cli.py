@@ -402,6 +402,23 @@ def test_an_expert_is_registered_listed_shown_verified_and_removed(world: Any) -
     assert (world.root / "rev" / "model.safetensors").exists()
 
 
+def test_an_adapter_is_registered_listed_and_verified(world: Any, make_adapter: Any) -> None:
+    make_adapter(world.root / "lora", world.root / "base", base_model_name_or_path="org/base")
+    given = ("experts", "add", "math", "--model", "lora", "--domain", "reverse")
+    refused(opd(*given), "adapter_config.json: base_model_name_or_path", "'org/base'", "--base DIR")
+    result = opd(*given, "--base", "base")
+    assert result.exit_code == 0, result.output
+    assert "registered math: LlamaForCausalLM + LoRA r=4, " in result.stdout
+    assert "LlamaForCausalLM + LoRA r=4" in opd("experts", "list").stdout
+    shown = json.loads(opd("experts", "show", "math").stdout)
+    assert (shown["model"], shown["adapter"]["base"]) == (str(world.root / "lora"), str(world.root / "base"))
+    assert opd("experts", "verify").stdout == "math: ok\n"
+    (world.root / "base" / "model.safetensors").unlink()
+    verified = opd("experts", "verify")
+    assert (verified.exit_code, "missing weight file" in verified.stdout) == (1, True)
+    refused(add("full", "--base", "base"), "a full model, and the base base", "leave out the base")
+
+
 def test_two_experts_of_one_name_are_refused(world: Any) -> None:
     assert add("rev").exit_code == 0
     before = (world.root / "registry" / "rev" / "manifest.json").read_bytes()

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from experts.model_dir import inspect_model, read_header, token_map
+from experts.model_dir import inspect_model, token_map
 from experts.registry import Registry
+from experts.safetensors_header import read_header
 from opd.errors import ModelError
 
 WEIGHTS = "model.safetensors"
@@ -173,13 +174,6 @@ def only(*names: str) -> Callable[[Path], None]:
     return damage
 
 
-def adapter(model: Path) -> None:
-    for file in model.iterdir():
-        file.unlink()
-    (model / "adapter_config.json").write_text("{}")
-    (model / "adapter_model.safetensors").write_bytes(b"")
-
-
 def replaced_by_file(model: Path) -> None:
     shutil.rmtree(model)
     model.write_text("")
@@ -313,7 +307,6 @@ BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "empty index": (lambda m: (m / INDEX).write_text('{"weight_map": {}}'), [f"{INDEX}: weight_map"]),
     "index beside a single file": (index_beside_single_file, ["an index", "alone"]),
     "two files without an index": (second_file_without_index, ["adapter_model.safetensors", "no index"]),
-    "adapter": (adapter, ["adapter_config.json", "merge_and_unload"]),
     "adapter beside weights": (
         overwrite("adapter_config.json", "{}"),
         ["adapter_config.json", "delete adapter_config.json"],
@@ -345,6 +338,15 @@ def test_a_bad_directory_is_refused_and_nothing_is_written(case: str, model: Pat
     message = str(refusal.value)
     assert [word for word in [*words, "found:", "wanted:", "fix:"] if word not in message] == [], message
     assert not root.exists()
+
+
+def test_an_adapter_is_no_full_model(model: Path) -> None:
+    for file in model.iterdir():
+        file.unlink()
+    (model / "adapter_config.json").write_text("{}")
+    (model / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"adapter_config\.json\n.*a PEFT adapter\n.*a full model\n.*merge_and_unload"):
+        inspect_model(model)
 
 
 def test_no_torch_is_imported(tiny_model_dir: Path) -> None:

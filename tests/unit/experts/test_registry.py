@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from experts import model_dir
+from experts.adapter import inspect_adapter
+from experts.model_dir import inspect_model
 from experts.registry import Manifest, Registry, default_root
-from opd.errors import PromptError, RegistryError
+from opd.errors import ModelError, PromptError, RegistryError
+from opd.files import blake3_file
 
 
 @pytest.fixture
@@ -257,3 +261,109 @@ def test_a_model_directory_that_went_away_is_one_problem(registry: Registry, reg
     (problem,) = registry.verify("math")
     assert str(model) in problem
     assert "no such directory" in problem
+
+
+# LoRA adapters
+
+
+@pytest.fixture
+def adapter(model: Path, make_adapter: Callable[..., Path], tmp_path: Path) -> Path:
+    return make_adapter(tmp_path / "lora", model)
+
+
+def test_an_adapter_is_registered_with_its_base(registry: Registry, adapter: Path, model: Path) -> None:
+    manifest = registry.add("math", adapter, domain="d")
+    assert registry.get("math") == manifest
+    assert (manifest.model, manifest.info.path) == (str(adapter.resolve()), str(model.resolve()))
+    assert manifest.info == inspect_model(model)
+    assert manifest.adapter == inspect_adapter(adapter)
+    assert manifest.architecture == "LlamaForCausalLM + LoRA r=4"
+    assert manifest.parameters == manifest.info.parameters + manifest.adapter.parameters
+    assert registry.verify("math") == []
+
+
+def test_an_adapters_base_may_be_given(registry: Registry, adapter: Path, model: Path) -> None:
+    elsewhere = model.rename(model.with_name("moved"))
+    with pytest.raises(ModelError, match="base_model_name_or_path"):
+        registry.add("math", adapter, domain="d")
+    assert registry.add("math", adapter, domain="d", base=elsewhere).info.path == str(elsewhere.resolve())
+    assert registry.verify("math") == [], "the base that was registered, not the one that the adapter names"
+
+
+def test_a_manifest_from_before_adapters_is_readable(registry: Registry, model: Path, tmp_path: Path) -> None:
+    manifest = registry.add("math", model, domain="d")
+    file = tmp_path / "registry" / "math" / "manifest.json"
+    data = json.loads(file.read_text())
+    assert data.pop("adapter") is None
+    file.write_text(json.dumps(data))
+    assert registry.get("math") == manifest
+    assert registry.verify("math") == []
+
+
+def test_twins_need_the_same_base_and_the_same_adapter(
+    registry: Registry, model: Path, adapter: Path, make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    registry.add("base", model, domain="d")
+    first = registry.add("first", adapter, domain="d")
+    other = registry.add("other", make_adapter(tmp_path / "other", model, seed=1), domain="d")
+    assert registry.twins(first) == registry.twins(other) == []
+    copy = registry.add("copy", Path(shutil.copytree(adapter, tmp_path / "copy")), domain="d")
+    assert registry.twins(copy) == ["first"]
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_flipped_bit_of_base_or_adapter_is_found(registry: Registry, adapter: Path, model: Path) -> None:
+    registry.add("math", adapter, domain="d")
+    flip(adapter / "adapter_model.safetensors")
+    (problem,) = registry.verify("math")
+    assert problem.startswith(f"{adapter / 'adapter_model.safetensors'}: changed weight file, expected ")
+    flip(model / "model.safetensors")
+    first, second = registry.verify("math")
+    assert (first.split(": ")[0], second) == (str(model / "model.safetensors"), problem)
+
+
+def test_a_changed_scaling_is_found(registry: Registry, adapter: Path) -> None:
+    registry.add("math", adapter, domain="d")
+    edit(adapter / "adapter_config.json", lora_alpha=9)
+    file, alpha = registry.verify("math")
+    assert "adapter_config.json: changed weight file" in file
+    assert alpha == f"{adapter}: changed alpha, expected 8.0, actual 9.0"
+
+
+def test_an_adapter_whose_base_changed_its_shape_is_found(
+    registry: Registry, adapter: Path, model: Path, make_model_dir: Callable[..., Path]
+) -> None:
+    registry.add("math", adapter, domain="d")
+    shutil.rmtree(model)
+    make_model_dir(model, hidden=96, heads=3)
+    problems = registry.verify("math")
+    assert any("model.safetensors: changed weight file" in p for p in problems)
+    assert any("changed hidden_size, expected 64, actual 96" in p for p in problems)
+    assert any("96 outputs" in p for p in problems)
+
+
+def test_an_adapter_that_went_away_is_one_problem(registry: Registry, adapter: Path) -> None:
+    registry.add("math", adapter, domain="d")
+    shutil.rmtree(adapter)
+    (problem,) = registry.verify("math")
+    assert problem.startswith(f"{adapter}\n  found:  no such directory")
+
+
+def test_the_base_of_several_adapters_is_read_once(
+    registry: Registry, adapter: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    (model / "chat_template.jinja").unlink()  # hashed each time; it is small
+    for name in ("a", "b"):
+        registry.add(name, adapter, domain="d")
+    monkeypatch.setattr(model_dir, "blake3_file", lambda file: read.append(file.name) or blake3_file(file))
+    known: dict[Path, dict[str, str]] = {}
+    assert [registry.verify(name, known) for name in ("a", "b")] == [[], []]
+    assert read == ["model.safetensors"]
+    assert [registry.verify(name) for name in ("a", "b")] == [[], []]
+    assert read == ["model.safetensors"] * 3, "another call reads again"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from experts import model_dir
 from experts.registry import Registry
 from opd.config import PipelineConfig, load_pipeline, validate
 from opd.errors import ConfigError, ModelError, OpdError, PromptError
+from opd.files import blake3_file
 from pipelines.preflight import check, inspect_student, load_exams, load_tokenizer
 
 
@@ -131,6 +134,84 @@ def test_all_of_an_empty_registry(world: Any) -> None:
     world.data["experts"] = {"use": "all"}
     with pytest.raises(ConfigError, match="no expert"):
         check(config(world))
+
+
+# LoRA experts
+
+
+@pytest.fixture
+def adapters(world: Any, make_adapter: Callable[..., Path]) -> Any:
+    """The world with two adapters of `base` as experts."""
+    for seed, name in enumerate(("rev", "up")):
+        shutil.rmtree(world.root / name)
+        make_adapter(world.root / name, world.root / "base", seed=seed)
+    return world
+
+
+def test_an_inline_adapter_is_a_teacher_with_a_base(adapters: Any) -> None:
+    inputs = check(config(adapters))
+    teacher = inputs.teachers["upper"]
+    assert (teacher.model_dir, teacher.adapter_dir) == (adapters.root / "base", adapters.root / "up")
+    assert inputs.experts["up"].info == inputs.student
+    assert inputs.experts["up"].adapter.rank == 4
+    assert inputs.warnings == ()
+
+
+def test_digests_tell_adapters_apart_and_bases_together(adapters: Any, expert_dirs: dict[str, Path]) -> None:
+    world = adapters
+    shutil.copytree(world.root / "up", world.root / "copy")
+    shutil.copytree(world.root / "base", world.root / "moved")
+    experts = {
+        "rev": {"model": "rev", "domain": "reverse"},
+        "up": {"model": "up", "domain": "upper"},
+        "copy": {"model": "copy", "domain": "c", "base": "moved"},
+        "whole": {"model": "base", "domain": "w"},
+        "other": {"model": str(expert_dirs["rev"]), "domain": "o"},
+    }
+    world.data["experts"] = experts
+    world.data["domains"] |= {d: {"prompts": "upper.jsonl"} for d in "cwo"}
+    world.data["trainer"]["samples_per_step"] = 5
+    found = {e.teacher.name: e.teacher for e in check(config(world)).experts.values()}
+    assert found["copy"].model_dir == world.root / "moved"
+    assert found["copy"].digest == found["up"].digest
+    assert len({t.digest for t in found.values()}) == 4
+    assert {found[n].base_digest for n in ("rev", "up", "copy")} == {found["whole"].digest}
+    assert found["whole"].base_digest == found["other"].base_digest == ""
+
+
+def test_bases_of_several_adapters_are_hashed_once(adapters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(model_dir, "blake3_file", lambda file: read.append(file) or blake3_file(file))
+    check(config(adapters))
+    weights = [file.name for file in read if file.suffix == ".safetensors"]
+    assert weights == ["model.safetensors"] * 2, "once as the student, once as the base of both experts"
+
+
+def test_the_base_of_an_adapter_is_what_has_to_fit_the_student(adapters: Any, make_model_dir: Any) -> None:
+    make_model_dir(adapters.root / "permuted", permute_vocab=True)
+    adapters.data["experts"]["up"]["base"] = "permuted"
+    with pytest.raises(ModelError, match=r"`up`.*permuted/tokenizer\.json\n.*permuted ids"):
+        check(config(adapters))
+
+
+def test_a_base_for_a_full_model_is_refused(world: Any) -> None:
+    world.data["experts"]["up"]["base"] = "base"
+    with pytest.raises(ModelError, match="up\n  found:  a full model, and the base base\n"):
+        check(config(world))
+
+
+def test_registered_adapters_and_a_base_that_changed(adapters: Any) -> None:
+    register(adapters)
+    teachers = check(config(adapters)).teachers
+    assert [t.adapter_dir for t in teachers.values()] == [adapters.root / "rev", adapters.root / "up"]
+    assert len({t.base_digest for t in teachers.values()} | {""}) == 2
+    file = adapters.root / "base" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ModelError) as error:
+        check(config(adapters))
+    assert str(error.value).startswith(f"expert rev\n  found:  {file}: changed weight file")
 
 
 # Refusals

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,24 @@ def test_nothing_to_score_does_not_wake_the_engine(domains: list[str]) -> None:
 
 
 def test_the_baseline_is_the_student_everywhere_and_each_expert_on_its_own() -> None:
-    engine = FakeEngine({"student": {"a/0"}, "ea": {"a/0", "a/1", "a/2"}, "eb": {"b/0", "b/1"}, "ec": set()})
+    engine = FakeEngine({"student": {"a/0"}, "ea": {"a/0", "a/1", "a/2"}, "whole-b": {"b/0", "b/1"}, "ec": set()})
     teachers = {d: Teacher(name=f"expert-{d}", model_dir=Path(f"/m/e{d}")) for d in ("a", "b", "c")}
+    teachers["b"] = Teacher(name="expert-b", model_dir=Path("/m/base"), adapter_dir=Path("/m/eb"))
     told: list[str] = []
-    baseline = measure_baseline(engine, evaluator(engine), Path("/m/student"), teachers, told.append)  # type: ignore[arg-type]
+    there: list[str] = []
+
+    @contextmanager
+    def whole(teacher: Teacher) -> Iterator[Path]:
+        directory = Path("/scratch/whole-b") if teacher.adapter_dir else teacher.model_dir
+        there.append(directory.name)
+        yield directory
+        assert engine.holds == there.pop(), "the directory is there while the engine reads it"
+
+    baseline = measure_baseline(engine, evaluator(engine), Path("/m/student"), teachers, whole, told.append)  # type: ignore[arg-type]
     assert baseline.before == {"a": 0.25, "b": 0.0}
     assert baseline.expert == {"a": 0.75, "b": 1.0}
-    assert engine.loads == ["ea", "eb", "student"], "an expert without an exam is not loaded; the student is, at last"
+    assert there == []
+    assert engine.loads == ["ea", "whole-b", "student"], "one without an exam is not loaded; the student is, at last"
     assert "0.125" in told[0]
     assert "expert-a" in told[1]
 
@@ -80,6 +92,9 @@ def test_a_baseline_without_exams() -> None:
     engine = FakeEngine({"student": set()})
     told: list[str] = []
     teachers = {"a": Teacher(name="e", model_dir=Path("/m/e"))}
-    baseline = measure_baseline(engine, evaluator(engine, {}), Path("/m/student"), teachers, told.append)  # type: ignore[arg-type]
+    whole = nullcontext(Path("/m/e"))
+    baseline = measure_baseline(
+        engine, evaluator(engine, {}), Path("/m/student"), teachers, lambda _: whole, told.append
+    )  # type: ignore[arg-type]
     assert (baseline.before, baseline.expert) == ({}, {})
     assert told == ["no domain has an exam"]

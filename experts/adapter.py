@@ -1,0 +1,276 @@
+"""PEFT LoRA adapters: what a directory holds, whether it fits its base, and base and adapter as one full model.
+
+    adapter_config.json ─── rank, alpha, base ──┐
+    adapter_model.safetensors ── header only ───┴─ inspect_adapter ── AdapterInfo
+                                                   merge_adapter ──── a full model directory, tensor by tensor
+
+Only what PEFT computes as y = W x + scaling * B (A x) on linear layers is accepted; everything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experts.json_files import read_json, refuse_custom_code, validated
+from experts.model_dir import (
+    EMBEDDINGS,
+    HEADS,
+    OTHER_FORMATS,
+    Hashes,
+    ModelInfo,
+    inspect_model,
+    refuse_no_directory,
+    weight_shards,
+    weight_tensors,
+)
+from experts.safetensors_header import Tensor, data_start, read_header
+from opd.config import Strict
+from opd.errors import ModelError
+from opd.files import blake3_file
+from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, split_name, updates
+
+_MERGE = (
+    "merge it with PEFT and give the result as a full model: "
+    "AutoPeftModelForCausalLM.from_pretrained(dir).merge_and_unload().save_pretrained(out)"
+)
+_READ = {"peft_type", "base_model_name_or_path", "bias", "init_lora_weights", *LoraConfig.model_fields}
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "inference_mode", "peft_version", "revision", "runtime_config", "task_type"),
+    # Which modules were chosen; the tensors say it.
+    *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
+    # Only in training, or only with another option that is refused.
+    *("ensure_weight_tying", "eva_config", "lora_dropout", "megatron_core", "qalora_group_size"),
+}
+_PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""The others (PiSSA, OLoRA, LoftQ ...) also change the base, so that the adapter does not fit the base as it is."""
+_FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+class AdapterInfo(Strict):
+    """An adapter directory in one record; goes into the registry's manifests."""
+
+    path: str
+    """Absolute directory, symbolic links resolved."""
+    base: str
+    """Absolute directory of the model it belongs to."""
+    rank: int
+    """The largest of its modules' ranks."""
+    alpha: float
+    """`lora_alpha`; single modules may have their own."""
+    target_modules: tuple[str, ...]
+    """Last names of the modules it touches, e.g. `q_proj`."""
+    parameters: int
+    """Numbers in its weight file."""
+    files: dict[str, str]
+    """Name → BLAKE3 of its weights and its configuration; empty if hashing was not asked for."""
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory says of itself that it is an adapter."""
+    return (path / ADAPTER_CONFIG).is_file()
+
+
+def inspect_expert(
+    path: Path, base: Path | None = None, known: Hashes | None = None
+) -> tuple[ModelInfo, AdapterInfo | None]:
+    """Facts, with hashes, of a full model; or of an adapter's base and of the adapter.
+
+    `base` as for `inspect_adapter`, `known` as for `weight_hashes`. Raises: ModelError, also for a base with a full
+    model.
+    """
+    if is_adapter(path):
+        adapter = inspect_adapter(path, base)
+        return inspect_model(Path(adapter.base), known=known), adapter
+    if base is not None:
+        refuse_no_directory(path)
+        raise ModelError.at(
+            path,
+            found=f"a full model, and the base {base}",
+            wanted=f"a base only for a LoRA adapter, a directory with {ADAPTER_CONFIG}",
+            fix="leave out the base (`base` in a pipeline, --base), or give the adapter's directory",
+        )
+    return inspect_model(path, known=known), None
+
+
+def inspect_adapter(path: Path, base: Path | None = None, hash_files: bool = True) -> AdapterInfo:
+    """Read and check an adapter directory against the headers of its base; no tensor is loaded.
+
+    `base` is the base's directory; by default the one that the adapter names, if there is one.
+    Raises: ModelError if it is not plain LoRA on linear layers, if files are missing, damaged or pickles, if the base
+    cannot be found or is itself refused, or if a tensor has no module in the base or another shape than it.
+    """
+    refuse_no_directory(path)
+    weights = _weight_file(path)
+    file = path / ADAPTER_CONFIG
+    data = read_json(file)
+    refuse_custom_code(file, data)
+    _refuse_unsupported(file, data)
+    config = validated(LoraConfig, data, file)
+    base_dir = _find_base(file, data, base)
+    tensors = read_header(weights)
+    ranks = _check_tensors(weights, tensors, config, base_dir)
+    return AdapterInfo(
+        path=str(path.resolve()),
+        base=str(base_dir.resolve()),
+        rank=max(ranks.values()),
+        alpha=config.lora_alpha,
+        target_modules=tuple(sorted({module.rpartition(".")[2] for module in ranks})),
+        parameters=sum(t.numel for t in tensors.values()),
+        files=adapter_hashes(path) if hash_files else {},
+    )
+
+
+def adapter_hashes(path: Path) -> dict[str, str]:
+    """BLAKE3 of the two files of an adapter that are there."""
+    files = [path / ADAPTER_CONFIG, path / ADAPTER_WEIGHTS]
+    return {file.name: blake3_file(file) for file in files if file.is_file()}
+
+
+def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
+    """Write base + scaling * B A as a full model to `out`, which must not exist, in the base's types.
+
+    Both have passed `inspect_adapter`. Weight files are copied and the touched tensors overwritten in place, so memory
+    holds one of them at a time, in float32. Raises: OSError.
+    """
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    config = validated(LoraConfig, read_json(adapter / ADAPTER_CONFIG), adapter / ADAPTER_CONFIG)
+    changes = updates(config, load_file(adapter / ADAPTER_WEIGHTS))
+    out.mkdir(parents=True)
+    for file in base.iterdir():
+        if file.is_file() and file.suffix not in (".safetensors", *OTHER_FORMATS):
+            shutil.copyfile(file, out / file.name)
+    for shard in weight_shards(base):
+        shutil.copyfile(shard, out / shard.name)
+        with safe_open(shard, framework="pt") as source, (out / shard.name).open("r+b") as target:
+            for name, tensor in read_header(shard).items():
+                change = changes.pop(name.removesuffix(".weight"), None)
+                if change is not None:
+                    weight = source.get_tensor(name)
+                    added = change.scaling * (change.b_O_K.float() @ change.a_K_I.float())
+                    merged = (weight.float() + added).to(weight.dtype).contiguous()
+                    target.seek(data_start(shard) + tensor.data_offsets[0])
+                    target.write(merged.view(torch.uint8).numpy().data)
+    assert not changes, f"modules that the base lacks: {sorted(changes)}"
+
+
+def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
+    """Refuses every option that is set and is not known to be harmless, so also those of PEFT versions to come."""
+    if data.get("peft_type") != "LORA":
+        raise _unsupported(f"{file}: peft_type", repr(data.get("peft_type")), "'LORA'")
+    if data.get("bias", "none") != "none":
+        raise _unsupported(f"{file}: bias", repr(data["bias"]), "'none'")
+    if data.get("init_lora_weights", True) not in _PLAIN_INITS:
+        raise ModelError.at(
+            f"{file}: init_lora_weights",
+            found=repr(data["init_lora_weights"])[:80],
+            wanted="a start that leaves the base as it is; this one changed the base's weights too",
+            fix="save the adapter again with save_pretrained(dir, path_initial_model_for_weight_conversion=...)",
+        )
+    for key, value in data.items():
+        if value and key not in _READ | _WITHOUT_EFFECT:
+            raise _unsupported(f"{file}: {key}", repr(value), "nothing: plain LoRA on linear layers")
+
+
+def _unsupported(where: str, found: str, wanted: str) -> ModelError:
+    return ModelError.at(where, found=found[:80], wanted=wanted, fix=_MERGE)
+
+
+def _weight_file(path: Path) -> Path:
+    """Raises: ModelError unless it is the only weight file that anything could load."""
+    names = sorted(file.name for file in path.iterdir() if file.suffix in (".safetensors", *OTHER_FORMATS))
+    others = [name for name in names if name.endswith(".safetensors") and name != ADAPTER_WEIGHTS]
+    if others:
+        raise ModelError.at(
+            path / ADAPTER_CONFIG,
+            found=f"an adapter beside {', '.join(others)}",
+            wanted="either an adapter or a full model in a directory",
+            fix="move the other weights away; if they are the merged model, delete adapter_config.json",
+        )
+    if ADAPTER_WEIGHTS not in names:
+        raise ModelError.at(
+            path / ADAPTER_WEIGHTS,
+            found=f"only {', '.join(names)}" if names else "no such file",
+            wanted="the adapter's weights as safetensors; the other formats may run code when loaded",
+            fix="save the adapter again with save_pretrained(dir, safe_serialization=True), in a place you trust",
+        )
+    return path / ADAPTER_WEIGHTS
+
+
+def _find_base(file: Path, data: Mapping[str, Any], given: Path | None) -> Path:
+    if given is not None:
+        return given
+    name = data.get("base_model_name_or_path")
+    # An absolute name is the same in both.
+    places = [file.parent / name, Path(name)] if isinstance(name, str) and name else []
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise ModelError.at(
+            f"{file}: base_model_name_or_path",
+            found=f"{name!r}, which is no directory here" if name else "nothing",
+            wanted="the base's directory, absolute or relative to the adapter's or the current one; hubs are not asked",
+            fix="name it: `--base DIR`, or `base: DIR` beside `model` in a pipeline",
+        )
+    return found
+
+
+def _check_tensors(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: Path) -> dict[str, int]:
+    """Module → rank. Raises: ModelError for a tensor that is no part of plain LoRA or does not fit the base."""
+    theirs = weight_tensors(base)
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        part = split_name(name)
+        if part is None or f"{part[0]}.weight" in HEADS or f"{part[0]}.weight".endswith(EMBEDDINGS):
+            raise _unsupported(
+                f"{file}: tensor `{name}`",
+                "a tensor of another kind" if part is None else "an adapter of an embedding or output head",
+                "lora_A.weight and lora_B.weight of linear layers inside the model",
+            )
+        if tensor.dtype not in _FLOATS:
+            raise _unsupported(f"{file}: tensor `{name}`", tensor.dtype, f"one of {', '.join(_FLOATS)}")
+        pairs.setdefault(part[0], {})[part[1]] = tensor
+    if not pairs:
+        raise ModelError.at(file, found="no tensors", wanted="lora_A and lora_B of some modules", fix="save it again")
+    return {module: _check_module(file, module, pair, config, theirs, base) for module, pair in pairs.items()}
+
+
+def _check_module(
+    file: Path, module: str, pair: Mapping[str, Tensor], config: LoraConfig, theirs: Mapping[str, Tensor], base: Path
+) -> int:
+    weight = theirs.get(f"{module}.weight")
+    if weight is None or len(weight.shape) != 2:
+        near = difflib.get_close_matches(module, [name.removesuffix(".weight") for name in theirs], n=1)
+        raise ModelError.at(
+            f"{file}: module `{module}`",
+            found=f"an adapter of a module that the base {base} lacks",
+            wanted=f"modules of the base, such as `{near[0]}`" if near else "modules of the base",
+            fix="name the base that it was trained on: `--base DIR`, or `base: DIR` beside `model` in a pipeline",
+        )
+    try:
+        rank = config.rank(module)
+        config.scaling(module)
+    except (re.error, OverflowError) as error:  # the latter for a{9999999999}
+        raise ModelError.at(
+            f"{file.parent / ADAPTER_CONFIG}: rank_pattern, alpha_pattern",
+            found=f"{[*(config.rank_pattern or ()), *(config.alpha_pattern or ())]}: {error}"[:200],
+            wanted="names or regular expressions of modules",
+            fix="copy the file again",
+        ) from None
+    outputs, inputs = weight.shape
+    wanted = {"A": [rank, inputs], "B": [outputs, rank]}
+    found = {letter: tensor.shape for letter, tensor in sorted(pair.items())}
+    if found != wanted:
+        raise ModelError.at(
+            f"{file}: module `{module}`",
+            found=", ".join(f"lora_{letter} {shape}" for letter, shape in found.items()),
+            wanted=f"lora_A {wanted['A']}, lora_B {wanted['B']}: rank {rank}, {inputs} inputs and {outputs} outputs in {base}",
+            fix="name the base that it was trained on; if it is the right one, the adapter is damaged: copy it again",
+        )
+    return rank

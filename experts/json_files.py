@@ -1,0 +1,77 @@
+"""JSON that others wrote, read into the few fields that we need; every refusal names the file and the field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
+
+from opd.errors import ModelError
+
+
+class Lenient(BaseModel):
+    """Base of the parts of Hugging Face files that we read: right types, other keys ignored."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", protected_namespaces=())
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def refuse_custom_code(file: Path, data: Mapping[str, Any]) -> None:
+    """Raises: ModelError if `auto_map` occurs anywhere in `data`."""
+    for field, value in _find_key(data, "auto_map"):
+        raise ModelError.at(
+            f"{file}: {field}",
+            found=f"custom code, {str(value)[:100]}",
+            wanted="an architecture that transformers and vLLM have built in",
+            fix="opd never runs code from a model directory; if the architecture is built in, delete `auto_map`",
+        )
+
+
+def _find_key(data: object, key: str, prefix: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(data, Mapping):
+        for name, value in data.items():
+            if name == key:
+                yield f"{prefix}{name}", value
+            yield from _find_key(value, key, f"{prefix}{name}.")
+
+
+def read_optional(model: type[M], file: Path) -> M:
+    """As `read_as`; every field at its default if there is no such file."""
+    return read_as(model, file) if file.is_file() else model()
+
+
+def read_as(model: type[M], file: Path) -> M:
+    """Raises: ModelError if the file cannot be read or a field has the wrong type."""
+    return validated(model, read_json(file), file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Raises: ModelError if the file cannot be read or is not one JSON object."""
+    try:
+        data = from_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError.at(
+            file, found=str(error), wanted="one JSON object", fix="copy the file again; it is damaged"
+        ) from None
+    if not isinstance(data, dict):
+        raise ModelError.at(file, found=f"a {type(data).__name__}", wanted="one JSON object", fix="copy the file again")
+    return data
+
+
+def validated(model: type[M], data: object, where: object) -> M:
+    """Raises: ModelError that names the first wrong field of `where`."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ModelError.at(
+            f"{where}: {first['loc'][0] if first['loc'] else 'the whole'}",
+            found="nothing" if first["type"] == "missing" else repr(first["input"])[:80],
+            wanted=first["msg"],
+            fix="copy the file from the original model or save the model again with save_pretrained",
+        ) from None

@@ -1,0 +1,82 @@
+"""What a PEFT LoRA adapter says: which modules it touches and what it adds to each.
+
+    y = W x + scaling * B (A x)      scaling = alpha / rank, or alpha / √rank (rsLoRA)
+
+Files are written by PEFT; this is their meaning, shared by what checks, merges and scores adapters.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_Alpha = Annotated[float, Field(allow_inf_nan=False)]
+T = TypeVar("T")
+
+
+class LoraConfig(BaseModel):
+    """The fields of adapter_config.json that decide what is computed."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    r: int = Field(ge=1)
+    """Rank of modules that `rank_pattern` does not name."""
+    lora_alpha: _Alpha
+    use_rslora: bool = False
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] | None = None
+    """Regular expressions, each for the end of a module's name; the first that fits decides."""
+    alpha_pattern: dict[str, _Alpha] | None = None
+
+    def rank(self, module: str) -> int:
+        """Rank of a module by its full name. Raises: re.error if a pattern is no regular expression."""
+        return _by_pattern(self.rank_pattern, module, self.r)
+
+    def scaling(self, module: str) -> float:
+        """Factor of a module's product B A. Raises: re.error."""
+        rank = self.rank(module)
+        return _by_pattern(self.alpha_pattern, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What an adapter adds to one linear module; K is its rank, I and O the module's inputs and outputs."""
+
+    a_K_I: Tensor
+    b_O_K: Tensor
+    scaling: float
+
+
+def split_name(tensor: str) -> tuple[str, str] | None:
+    """Module and `A` or `B` of a tensor's name; None if it is not part of a plain LoRA.
+
+    Example: base_model.model.model.layers.0.mlp.up_proj.lora_A.weight → ("model.layers.0.mlp.up_proj", "A")
+    """
+    match = _NAME.fullmatch(tensor)
+    return (match[1], match[2]) if match else None
+
+
+def updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str, Update]:
+    """By module. The tensors are those of a checked adapter: every A has its B, and there is nothing else."""
+    parts = {split_name(name): tensor for name, tensor in tensors.items()}
+    assert None not in parts, "an adapter that was not checked"
+    modules = sorted({part[0] for part in parts if part})
+    return {
+        module: Update(a_K_I=parts[module, "A"], b_O_K=parts[module, "B"], scaling=config.scaling(module))
+        for module in modules
+    }
+
+
+def _by_pattern(patterns: Mapping[str, T] | None, module: str, default: T) -> T:
+    return next((v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", module)), default)
