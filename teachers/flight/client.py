@@ -17,7 +17,7 @@ from opd.interfaces import TargetSet
 from opd.losses.chunked import LogitRule
 from opd.stream.heads import head_key, head_tensor
 from opd.stream.schema import VERSION as STREAM_VERSION
-from opd.stream.schema import TargetRow, read_stream
+from opd.stream.schema import StreamError, TargetRow, read_stream
 from opd.types import Rollout
 from teachers.flight.access import read_roots, read_token
 from teachers.flight.protocol import (
@@ -118,7 +118,11 @@ class FlightPool:
         wanted = HEAD_DTYPES[self._options.dtype]
         shape = [int(n) for n in meta.get("opd.shape", "").split("x") if n.isdigit()]
         raw = np.concatenate([np.zeros(0, np.uint8), *pieces])
-        if meta.get("opd.dtype") != wanted or len(shape) != 2 or raw.nbytes != np.prod(shape) * np.dtype(wanted).itemsize:
+        if (
+            meta.get("opd.dtype") != wanted
+            or len(shape) != 2
+            or raw.nbytes != np.prod(shape) * np.dtype(wanted).itemsize
+        ):
             raise ProtocolError(f"head {key} came as {meta} with {raw.nbytes} bytes, wanted {wanted} of that shape")
         head_V_D = raw.view(wanted).reshape(shape)
         found = head_key(head_tensor(head_V_D), self._head_rules[key])
@@ -146,7 +150,9 @@ class FlightPool:
             raise ProtocolError("the answer ended without its last record: it was cut")
         streams = [np.concatenate([np.zeros(0, np.uint8), *pieces.pop(i, [])]) for i in range(len(reply.sizes))]
         if pieces or tuple(s.nbytes for s in streams) != reply.sizes:
-            raise ProtocolError(f"streams of {[s.nbytes for s in streams]} bytes arrived, {list(reply.sizes)} were sent")
+            raise ProtocolError(
+                f"streams of {[s.nbytes for s in streams]} bytes arrived, {list(reply.sizes)} were sent"
+            )
         return streams, reply
 
     def _ask(self, what: str, timeout_s: float, question: Callable[[Any], T]) -> T:
@@ -187,9 +193,7 @@ class FlightPool:
             "objective.k": self._options.top_k,
             "vocabulary": self._options.vocab_size,
         }
-        theirs = dict(
-            zip(ours, (hello.stream, hello.payload, hello.dtype, hello.top_k, hello.vocab_size), strict=True)
-        )
+        theirs = dict(zip(ours, (hello.stream, hello.payload, hello.dtype, hello.top_k, hello.vocab_size), strict=True))
         for domain, part in self._routes.items():
             ours[f"domain {domain}"] = sorted(
                 (a.teacher.name, float(np.float32(a.weight)), a.teacher.digest) for a in part
@@ -207,15 +211,23 @@ class FlightPool:
         strange = sorted(set(reply.quarantined) - set(sent))
         if strange:
             raise ProtocolError(f"{self}: {strange[0]} is quarantined, but was not sent")
-        wanted = {(r.sample_id, a.teacher.name): float(np.float32(a.weight)) for r in rollouts for a in self._routes[r.domain]}
-        for stream in (read_stream(pa.py_buffer(s)) for s in streams):
+        wanted = {
+            (r.sample_id, a.teacher.name): float(np.float32(a.weight)) for r in rollouts for a in self._routes[r.domain]
+        }
+        for raw in streams:
+            try:
+                stream = read_stream(pa.py_buffer(raw))
+            except StreamError as error:
+                raise StreamError(f"{self}: {error}") from None
             if (stream.dtype, stream.payload) != (self._options.dtype, self._options.payload):
                 raise ProtocolError(f"{self}: a stream of {stream.payload} in {stream.dtype} arrived")
             for row in stream.rows:
                 weight = wanted.pop((row.sample_id, row.teacher), None)
                 rollout = sent.get(row.sample_id)
                 if weight is None or rollout is None:
-                    raise ProtocolError(f"{self}: row {row.sample_id} of teacher {row.teacher}: not asked for, or twice")
+                    raise ProtocolError(
+                        f"{self}: row {row.sample_id} of teacher {row.teacher}: not asked for, or twice"
+                    )
                 if row.weight != weight or row.head != self._served[rollout.domain, row.teacher].head:
                     raise ProtocolError(f"{self}: row {row.sample_id} of teacher {row.teacher}: another weight or head")
                 if not _same(row, rollout):
@@ -250,7 +262,9 @@ def _same(row: TargetRow, rollout: Rollout) -> bool:
 def _words(error: Any) -> str:
     """What the server said, without gRPC's additions."""
     extra = getattr(error, "extra_info", None)
-    return extra.decode(errors="replace") if extra else str(error).partition(". Detail:")[0].partition(". gRPC client")[0]
+    return (
+        extra.decode(errors="replace") if extra else str(error).partition(". Detail:")[0].partition(". gRPC client")[0]
+    )
 
 
 def _shown(value: object) -> str:

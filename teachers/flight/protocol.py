@@ -123,7 +123,9 @@ def parse(model: type[W], raw: bytes) -> W:
         data = loads(raw)
         version = data.get("protocol", PROTOCOL) if isinstance(data, dict) else PROTOCOL
         if version != PROTOCOL:
-            raise ProtocolError(f"speaks protocol {version!r}, this side {PROTOCOL!r}: install the same release on both")
+            raise ProtocolError(
+                f"speaks protocol {version!r}, this side {PROTOCOL!r}: install the same release on both"
+            )
         return model.model_validate(data)
     except (JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
         raise ProtocolError(f"no {model.__name__} of protocol {PROTOCOL}: {str(error).splitlines()[0]}") from None
@@ -157,7 +159,9 @@ def check_rollouts_schema(schema: pa.Schema) -> None:
     """Raises: ProtocolError if the sender has other columns or another version of them."""
     version = (schema.metadata or {}).get(b"opd.rollouts", b"none").decode(errors="replace")
     if version != ROLLOUTS_VERSION:
-        raise ProtocolError(f"rollouts of version {version}, wanted {ROLLOUTS_VERSION}: install the same release on both")
+        raise ProtocolError(
+            f"rollouts of version {version}, wanted {ROLLOUTS_VERSION}: install the same release on both"
+        )
     if not schema.equals(ROLLOUTS):
         raise ProtocolError(f"rollouts with columns {schema.names}, wanted {ROLLOUTS.names}")
 

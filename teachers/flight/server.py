@@ -103,7 +103,9 @@ class PoolServer(flight.FlightServerBase):
         with self._worded(context, "score"):
             request = parse(Request, descriptor.command)
             if request.served != self._identity:
-                raise RunError("these are not the teachers that you began with: the server was started anew with others")
+                raise RunError(
+                    "these are not the teachers that you began with: the server was started anew with others"
+                )
             check_rollouts_schema(reader.schema)
             rollouts = read_rollouts((chunk.data for chunk in reader if chunk.data is not None), self._hello.vocab_size)
             if len(rollouts) != request.rollouts:
