@@ -73,8 +73,9 @@ def _refuse_taken(door: Endpoint) -> None:
 @contextmanager
 def _stoppable() -> Iterator[None]:
     """SIGTERM does what Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in STOPPING}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

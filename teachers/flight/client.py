@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -78,7 +79,7 @@ class FlightPool:
                 raise ProtocolError(f"{self}: no logit rule for head {key}")
             self._head_rules[key] = hello.heads[key].rule()
             if self._options.payload == "hidden_states" and key not in self._heads:
-                head_V_D = self._ask("head", self._start_timeout_s, lambda options, key=key: self._head(key, options))
+                head_V_D = self._ask("head", self._start_timeout_s, partial(self._head, key))
                 self._heads[key] = cluster.put(head_V_D)
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetSet:
@@ -90,7 +91,7 @@ class FlightPool:
         unknown = sorted({r.domain for r in rollouts} - set(self._routes))
         if unknown:
             raise RunError(f"no teacher for domain {unknown[0]!r}; teachers serve {', '.join(sorted(self._routes))}")
-        streams, reply = self._ask("score", self._timeout_s, lambda options: self._score(rollouts, options))
+        streams, reply = self._ask("score", self._timeout_s, partial(self._score, rollouts))
         self._check(rollouts, streams, reply)
         refuse_many_broken(reply.quarantined, len(rollouts), self._max_quarantined)
         keys = sorted({self._served[r.domain, a.teacher.name].head for r in rollouts for a in self._routes[r.domain]})
@@ -255,7 +256,9 @@ def _same(row: TargetRow, rollout: Rollout) -> bool:
         and tuple(row.prompt_ids) == rollout.prompt_ids
         and tuple(row.response_ids) == rollout.response_ids
         and tuple(row.loss_mask) == rollout.loss_mask
-        and np.array_equal(np.float32(row.behaviour_logprobs), np.float32(rollout.behaviour_logprobs))
+        and np.array_equal(
+            np.array(row.behaviour_logprobs, np.float32), np.array(rollout.behaviour_logprobs, np.float32)
+        )
     )
 
 

@@ -187,7 +187,9 @@ def _decode(row: dict[str, Any], vocab_size: int) -> Rollout:
         Segment(length=length, trained=trained)
         for length, trained in zip(row.pop("segment_lengths"), row.pop("segment_trained"), strict=False)
     )
-    lists = {name: tuple(row.pop(name)) for name in ("prompt_ids", "response_ids", "behaviour_logprobs")}
+    lists: dict[str, Any] = {
+        name: tuple(row.pop(name)) for name in ("prompt_ids", "response_ids", "behaviour_logprobs")
+    }
     rollout = Rollout(segments=segments, **lists, **row)
     num = len(rollout.response_ids)
     if not num == len(rollout.behaviour_logprobs) == sum(s.length for s in segments):

@@ -95,8 +95,7 @@ class PoolServer(flight.FlightServerBase):
         # int16 holds the bits of a bfloat16, which numpy lacks.
         meta = {"opd.dtype": str(head_V_D.dtype), "opd.shape": "x".join(map(str, head_V_D.shape))}
         schema = SLICES.with_metadata(meta)
-        raw = memoryview(np.ascontiguousarray(head_V_D).reshape(-1).view(np.uint8))
-        return flight.GeneratorStream(schema, slices(raw))
+        return flight.GeneratorStream(schema, slices(np.ascontiguousarray(head_V_D).data.cast("B")))
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """A step's rollouts in, target streams out."""
