@@ -25,8 +25,7 @@ def logit_rule(config: Any) -> LogitRule:
     """What a transformers config says about its logits: Gemma's cap, Cohere's factor, Granite's divisor."""
     config = config.get_text_config(decoder=True)  # of a model that also sees or hears, the part that writes
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return LogitRule(scale=scale, softcap=None if softcap is None else float(softcap))
+    return LogitRule(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 
 def head_key(head_V_D: Tensor, rule: LogitRule) -> str:
