@@ -352,7 +352,7 @@ def test_other_teachers_of_a_domain_are_refused(change: str, routes: Routes, ser
         "fewer": (dataclasses.replace(first, weight=1.0),),
     }[change]
     served = serve(local_pool(routes), routes)
-    with pytest.raises(RunError, match="domain upper: they have rev .* up .*, this pipeline "):
+    with pytest.raises(RunError, match=r"domain upper: they have rev .* up .*, this pipeline "):
         remote(served.url, routes | {"upper": other})
     swapped = routes | {"upper": (second, first)}
     assert remote(served.url, swapped).score(ROLLOUTS).rows == 12, "the order is no difference"
