@@ -72,9 +72,11 @@ def num_workers(config: PipelineConfig) -> int:
 
 def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Display) -> Parts:
     """Start every worker and put the merge together. Raises: RunError if one does not come up."""
+    pool = POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
+    if config.teachers.engine == "flight":
+        pool.wait_ready()  # takes no core of ours: a wrong token is told before anything else is started
     engine = VLLMRolloutEngine(config, config.student.model, inputs.student.eos_token_ids, inputs.tokenizer)
     trainer = DeepSpeedTrainer(config, inputs.student.vocab_size)
-    pool = POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
     # Started side by side, waited for one after the other.
     engine.wait_ready()
     trainer.wait_ready()
