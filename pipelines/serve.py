@@ -36,7 +36,7 @@ def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], wa
     for warning in teaching.warnings:
         warn(f"warning: {warning}")
     vocab_size = teaching.student.vocab_size
-    with _stoppable(), ray_session(config.cluster, config.teachers.workers):
+    with ray_session(config.cluster, config.teachers.workers), _stoppable():
         pool = Pool(config, teaching.routes, vocab_size)
         pool.wait_ready()
         hello = make_hello(config, teaching.routes, vocab_size, pool)
@@ -72,7 +72,7 @@ def _refuse_taken(door: Endpoint) -> None:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does."""
+    """SIGTERM does what Ctrl-C does. Inside Ray's session: Ray takes the signal for itself when it starts."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in STOPPING}
     try:
         yield
