@@ -27,11 +27,13 @@ app = typer.Typer(
 experts_app = typer.Typer(no_args_is_help=True, help="Register, inspect and train experts.")
 pipelines_app = typer.Typer(no_args_is_help=True, help="Look at pipeline definitions.")
 prompts_app = typer.Typer(no_args_is_help=True, help="Make prompts for the shipped task suites.")
+teachers_app = typer.Typer(no_args_is_help=True, help="Serve teachers to merges elsewhere.")
 models_app = typer.Typer(no_args_is_help=True, help="Bring models into the Hugging Face layout.")
 app.add_typer(experts_app, name="experts")
 app.add_typer(pipelines_app, name="pipelines")
 app.add_typer(prompts_app, name="prompts")
 app.add_typer(models_app, name="models")
+app.add_typer(teachers_app, name="teachers")
 
 RegistryOption = Annotated[
     Path | None, typer.Option("--registry", envvar="OPD_REGISTRY", help="Registry root. Default: ./registry")
@@ -327,6 +329,30 @@ def models_from_gguf(
 
     import_gguf(source, output)
     typer.echo(str(output))
+
+
+@teachers_app.command("serve")
+@fails_clearly
+def teachers_serve(
+    pipeline: Annotated[str, typer.Argument(help="A pipeline file, or the name of a shipped one.")],
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0 takes a free one and prints it.")],
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File of mode 600 with the token to ask for. Default: OPD_TEACHERS_TOKEN.")
+    ] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Serve a pipeline's teachers over Arrow Flight until Ctrl-C; beyond this machine only with TLS and a token."""
+    from opd.config import load_pipeline
+    from pipelines.catalog import find
+    from teachers.flight.access import endpoint
+
+    door = endpoint(listen, tls_cert, tls_key, token_file)
+    config = load_pipeline(find(pipeline), overrides)
+    from pipelines.serve import serve
+
+    serve(config, door, typer.echo, lambda line: typer.echo(line, err=True))
 
 
 def _registry(root: Path | None) -> Any:

@@ -65,6 +65,21 @@ def spawn(cls: type, *args: Any, name: str, env: Mapping[str, str], gpus: float 
     return actor
 
 
+def put(value: Any) -> Any:
+    """A handle to a value that came from outside the cluster."""
+    import ray
+
+    return ray.put(value)
+
+
+def kill(actors: Sequence[Any]) -> None:
+    """End workers at once; whoever waits for one of their calls gets the RunError of a worker that died."""
+    import ray
+
+    for actor in actors:
+        ray.kill(actor)
+
+
 def fetch(refs: Any) -> Any:
     """Values behind one handle or a list of handles, read without a copy where they are arrays."""
     import ray

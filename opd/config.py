@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from opd.address import LOOPBACK, parse_url
 from opd.errors import ConfigError
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -136,8 +137,15 @@ class RolloutConfig(Strict):
 
 
 class TeachersConfig(Strict):
-    engine: Literal["transformers"] = "transformers"
-    """What scores: the model's body under transformers, many rows packed into one forward pass."""
+    engine: Literal["transformers", "flight"] = "transformers"
+    """What scores: the model's body under transformers, many rows packed into one forward pass; or `flight`: an
+    `opd teachers serve` elsewhere, to which `workers` and `memory` are left."""
+    address: str | None = None
+    """Engine `flight`: who serves the teachers, `grpc+tls://HOST:PORT`; on this machine `grpc://127.0.0.1:PORT` too."""
+    tls_root_certs: Path | None = None
+    """Engine `flight`: PEM file with the certificates to trust; wanted with `grpc+tls`."""
+    token_file: Path | None = None
+    """Engine `flight`: file with the server's token, readable by its owner only; default: OPD_TEACHERS_TOKEN."""
     workers: int = Field(1, ge=1)
     """Scoring workers; each teacher's rows of a step go to one of them."""
     payload: Literal["hidden_states", "sampled_logprobs", "top_k"] = "hidden_states"
@@ -149,6 +157,31 @@ class TeachersConfig(Strict):
     """Share of a step's responses that may be left out because a teacher's states are not finite, before the run stops."""
     dtype: DType = "float32"
     """Teachers compute in it, and hidden states and heads are sent in it."""
+
+    @model_validator(mode="after")
+    def _an_address_for_flight(self) -> TeachersConfig:
+        if self.engine != "flight":
+            for key in ("address", "tls_root_certs", "token_file"):
+                if getattr(self, key) is not None:
+                    raise _teachers_error(key, getattr(self, key), "nothing, or teachers.engine flight")
+            return self
+        url = parse_url(self.address or "")
+        if url is None:
+            raise _teachers_error("address", self.address, "grpc+tls://HOST:PORT, or grpc:// on this machine")
+        scheme, address = url
+        if scheme == "grpc" and not address.is_loopback:
+            raise _teachers_error(
+                "address", self.address, f"grpc+tls:// for a host other than {', '.join(LOOPBACK)}: tokens are secret"
+            )
+        if (scheme == "grpc+tls") != (self.tls_root_certs is not None):
+            wanted = "a PEM file, for grpc+tls" if scheme == "grpc+tls" else "nothing, grpc:// has no certificates"
+            raise _teachers_error("tls_root_certs", self.tls_root_certs, wanted)
+        return self
+
+
+def _teachers_error(key: str, found: object, wanted: str) -> PydanticCustomError:
+    shown = "nothing" if found is None else str(found)
+    return PydanticCustomError("teachers", "{wanted}", {"wanted": wanted, "where": f"teachers.{key}", "found": shown})
 
 
 class _Objective(Strict):

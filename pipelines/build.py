@@ -18,7 +18,11 @@ from opd.sync import SYNCS
 from opd.sync.shared_memory import probe_sequences
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.preflight import Inputs
+from teachers.flight.client import FlightPool
 from teachers.pool import Pool
+
+POOLS: dict[str, type[Pool] | type[FlightPool]] = {"transformers": Pool, "flight": FlightPool}
+"""By `teachers.engine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +66,17 @@ class RunPaths:
 
 def num_workers(config: PipelineConfig) -> int:
     """Processes that a merge runs beside the driver."""
-    return config.rollout.workers + config.teachers.workers + config.trainer.ranks
+    scoring = 0 if config.teachers.engine == "flight" else config.teachers.workers
+    return config.rollout.workers + scoring + config.trainer.ranks
 
 
 def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Display) -> Parts:
     """Start every worker and put the merge together. Raises: RunError if one does not come up."""
+    pool = POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
+    if config.teachers.engine == "flight":
+        pool.wait_ready()  # takes no core of ours: a wrong token is told before anything else is started
     engine = VLLMRolloutEngine(config, config.student.model, inputs.student.eos_token_ids, inputs.tokenizer)
     trainer = DeepSpeedTrainer(config, inputs.student.vocab_size)
-    pool = Pool(config, inputs.routes, inputs.student.vocab_size)
     # Started side by side, waited for one after the other.
     engine.wait_ready()
     trainer.wait_ready()

@@ -22,6 +22,7 @@ from opd.evaluation.evaluator import DomainExam
 from opd.prompts import load_prompts
 from opd.types import Prompt, Teacher, WeightedTeacher
 from pipelines.routes import Expert, route_domains
+from teachers.flight.access import read_roots, read_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,27 +46,49 @@ class Inputs:
         return {domain: assigned[0].teacher for domain, assigned in self.routes.items()}
 
 
-def check(config: PipelineConfig) -> Inputs:
-    """Read and check everything a pipeline names. Raises: OpdError (a ValueError) for the first thing that is wrong."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teaching:
+    """Who scores what, checked: the part of `Inputs` that needs no prompts."""
+
+    student: ModelInfo
+    experts: dict[str, Expert]
+    """By name."""
+    routes: dict[str, tuple[WeightedTeacher, ...]]
+    """As `Inputs.routes`."""
+    warnings: tuple[str, ...]
+
+
+def check_teachers(config: PipelineConfig) -> Teaching:
+    """Read and check student and experts. Raises: OpdError for the first thing that is wrong."""
     student = inspect_student(config)
     by_name = _experts(config)
     warnings: list[str] = []
     for name, expert in by_name.items():
         warnings += check_fits(student, expert.info, name)
     routes, notices = route_domains(config, by_name)
+    return Teaching(student=student, experts=by_name, routes=routes, warnings=(*warnings, *notices))
+
+
+def check(config: PipelineConfig) -> Inputs:
+    """Read and check everything a pipeline names. Raises: OpdError (a ValueError) for the first thing that is wrong."""
+    if config.teachers.engine == "flight":
+        read_token(config.teachers.token_file)
+        read_roots(config.teachers)
+    teaching = check_teachers(config)
+    by_name, routes = teaching.experts, teaching.routes
     tokenizer = load_tokenizer(config.student.model)
     files = {d: _prompts_file(d, c, by_name[routes[d][0].teacher.name]) for d, c in config.domains.items()}
     prompts = {d: load_prompts(file, d, tokenizer) for d, file in files.items()}
     for domain, file in files.items():
         _refuse_all_too_long(file, prompts[domain], config.rollout.max_model_len)
     return Inputs(
-        student=student,
+        student=teaching.student,
         experts={a.teacher.name: by_name[a.teacher.name] for part in routes.values() for a in part},
         routes=routes,
         prompts=prompts,
         exams=load_exams(config, tokenizer),
         tokenizer=tokenizer,
-        warnings=(*warnings, *notices),
+        warnings=teaching.warnings,
     )
 
 

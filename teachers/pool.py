@@ -11,7 +11,7 @@ from opd.config import PipelineConfig, TopKConfig
 from opd.errors import RunError
 from opd.interfaces import TargetSet
 from opd.losses.chunked import LogitRule
-from opd.types import Rollout, WeightedTeacher
+from opd.types import Rollout, Teacher, WeightedTeacher
 from teachers.scorers import ScorerOptions
 from teachers.weights import base_key, weight_key
 from teachers.worker import Group, TeacherWorker
@@ -40,7 +40,8 @@ class Pool:
         ]
         self._head_keys: dict[str, str] = {}
         self._head_rules: dict[str, LogitRule] = {}
-        self._heads: dict[str, Any] = {}
+        self.heads: dict[str, Any] = {}
+        """Content hash of an output head -> handle to the matrix; filled by `wait_ready`."""
         self._sends_heads = config.teachers.payload == "hidden_states"
 
     def wait_ready(self) -> None:
@@ -50,8 +51,8 @@ class Pool:
             ((key, rule),) = cluster.call([worker], "describe", [[teacher]], timeout_s=self._start_timeout_s)
             self._head_keys[weight_key(teacher)] = key
             self._head_rules[key] = rule
-            if self._sends_heads and key not in self._heads:
-                (self._heads[key],) = cluster.submit([worker], "head", [[teacher]])
+            if self._sends_heads and key not in self.heads:
+                (self.heads[key],) = cluster.submit([worker], "head", [[teacher]])
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetSet:
         """Every rollout scored by the teachers of its domain.
@@ -64,20 +65,24 @@ class Pool:
         refs = cluster.submit(self._workers, "score", [[share] for share in shares])
         cluster.wait(self._workers, refs, "score", timeout_s=self._timeout_s)
         broken = {i: why for part in self._call("broken") for i, why in part.items()}
-        if len(broken) > max(1, self._max_quarantined * len(rollouts)):
-            sample_id, why = next(iter(broken.items()))
-            raise RunError(
-                f"{len(broken)} of {len(rollouts)} responses could not be scored, first {sample_id}: {why}; "
-                f"teachers.max_quarantined is {self._max_quarantined}"
-            )
+        refuse_many_broken(broken, len(rollouts), self._max_quarantined)
         keys = sorted({self._head_keys[weight_key(teacher)] for teacher, _, _ in groups}) if self._sends_heads else []
         return TargetSet(
             streams=tuple(refs),
-            heads={key: self._heads[key] for key in keys},
+            heads={key: self.heads[key] for key in keys},
             head_rules={key: self._head_rules[key] for key in keys},
             quarantined=broken,
             rows=sum(len(self._routes[r.domain]) for r in rollouts if r.sample_id not in broken),
         )
+
+    def head_of(self, teacher: Teacher) -> tuple[str, LogitRule]:
+        """Content hash and logit rule of a teacher's head, once the pool is ready."""
+        key = self._head_keys[weight_key(teacher)]
+        return key, self._head_rules[key]
+
+    def stop(self) -> None:
+        """End the workers; a `score` in another thread raises RunError."""
+        cluster.kill(self._workers)
 
     def _call(self, method: str) -> list[Any]:
         return cluster.call(self._workers, method, [[]] * len(self._workers), timeout_s=self._timeout_s)
@@ -93,6 +98,16 @@ class Pool:
         for domain, rows in sorted(by_domain.items()):
             for assigned in self._routes[domain]:
                 yield assigned.teacher, assigned.weight, tuple(rows)
+
+
+def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: float) -> None:
+    """Raises: RunError if more than `max_share` of the responses could not be scored; one always may."""
+    if len(broken) > max(1, max_share * num_rollouts):
+        sample_id, why = next(iter(broken.items()))
+        raise RunError(
+            f"{len(broken)} of {num_rollouts} responses could not be scored, first {sample_id}: {why}; "
+            f"teachers.max_quarantined is {max_share}"
+        )
 
 
 def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from opd.losses.chunked import LogitRule
@@ -25,6 +26,13 @@ def logit_rule(config: Any) -> LogitRule:
     config = config.get_text_config(decoder=True)  # of a model that also sees or hears, the part that writes
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return LogitRule(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+
+
+def head_key(head_V_D: Tensor, rule: LogitRule) -> str:
+    """BLAKE3 of a head's type, shape, logit rule and bytes: equal heads have one key."""
+    digest = blake3(str((head_V_D.dtype, tuple(head_V_D.shape), rule)).encode())
+    digest.update(head_V_D.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def head_tensor(raw: np.ndarray) -> Tensor:

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from opd.errors import RunError
 from opd.lora import ADAPTER_CONFIG, LoraConfig, Update, updates
 from opd.losses.chunked import LogitRule
-from opd.stream.heads import logit_rule
+from opd.stream.heads import head_key, logit_rule
 from opd.stream.schema import TargetRow
 from opd.train.batch import pack_sequences, predict_positions
 from opd.types import Rollout, Teacher
@@ -64,12 +63,9 @@ class TransformersScorer:
         """
         weights = weight_key(teacher)
         if weights not in self._head_keys:
-            head = self.head(teacher).contiguous()
+            head = self.head(teacher)
             self._check_head(teacher, head)
-            rule = logit_rule(self._model.config)
-            digest = blake3(str((head.dtype, tuple(head.shape), rule)).encode())
-            digest.update(head.view(torch.uint8).numpy().data)
-            self._head_keys[weights] = digest.hexdigest()
+            self._head_keys[weights] = head_key(head, logit_rule(self._model.config))
         return self._head_keys[weights]
 
     def head_rule(self, teacher: Teacher) -> LogitRule:

@@ -40,12 +40,15 @@ class InProcess:
     def fetch(self, refs: Any) -> Any:
         return refs
 
+    def put(self, value: Any) -> Any:
+        return value
+
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> InProcess:
     """Workers run in this process until the test ends."""
     fake = InProcess()
-    for name in ("spawn", "submit", "call", "wait", "fetch"):
+    for name in ("spawn", "submit", "call", "wait", "fetch", "put"):
         monkeypatch.setattr(cluster, name, getattr(fake, name))
     return fake
 

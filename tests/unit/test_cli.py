@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ COMMANDS = [
     *(["pipelines", c] for c in ("list", "show", "schema")),
     ["prompts", "make"],
     ["models", "from-gguf"],
+    ["teachers", "serve"],
 ]
 
 
@@ -499,6 +501,83 @@ def test_evaluate_refuses_a_domain_without_an_exam(world: Any) -> None:
 
 def test_evaluate_refuses_a_model_that_is_not_there(world: Any) -> None:
     refused(opd("evaluate", "nowhere", "--pipeline", "pipeline.yaml"), "nowhere\n")
+
+
+# Teachers
+
+
+@pytest.fixture
+def no_serving(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What got as far as starting Ray."""
+    import pipelines.serve
+
+    started: list[Any] = []
+
+    class Started(Exception):
+        pass
+
+    def session(*args: Any) -> None:
+        started.append(args)
+        raise Started
+
+    monkeypatch.delenv("OPD_TEACHERS_TOKEN", raising=False)
+    monkeypatch.setattr(pipelines.serve, "ray_session", session)
+    return started
+
+
+def test_teachers_are_not_served_to_other_machines_without_tls_and_token(
+    world: Any, no_serving: list[Any], certificate: tuple[Path, Path]
+) -> None:
+    def serve(*more: str | Path, listen: str = "0.0.0.0:0") -> Result:
+        return opd("teachers", "serve", "pipeline.yaml", "--listen", listen, *more)
+
+    token = world.root / "token"
+    token.write_text("s3cret")
+    token.chmod(0o644)
+    tls = ("--tls-cert", certificate[0], "--tls-key", certificate[1])
+    refused(serve(), "--listen\n", "without TLS and a token")
+    refused(serve(*tls), "--listen\n", "without a token")
+    refused(serve(*tls, "--token-file", token), "chmod 600")
+    token.chmod(0o600)
+    refused(serve("--token-file", token), "--listen\n", "without TLS")
+    refused(serve(*tls[:2], listen="127.0.0.1:0"), "--tls-cert and --tls-key\n")
+    refused(serve(listen="8815"), "--listen\n", "HOST:PORT")
+    assert no_serving == []
+    serve(*tls, "--token-file", token)
+    serve(listen="127.0.0.1:0")
+    assert len(no_serving) == 2
+
+
+def test_teachers_are_checked_before_anything_starts(world: Any, no_serving: list[Any]) -> None:
+    def serve(*more: str, listen: str = "127.0.0.1:0") -> Result:
+        return opd("teachers", "serve", "pipeline.yaml", "--listen", listen, *more)
+
+    for domain in ("reverse", "upper"):
+        (world.root / f"{domain}.jsonl").unlink()
+    serve()
+    assert len(no_serving) == 1, "serving needs no prompts"
+    elsewhere = ["--set", "teachers.engine=flight", "--set", "teachers.address=grpc://localhost:1"]
+    refused(serve(*elsewhere), "teachers.engine\n", "found:  flight")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        refused(serve(listen=f"127.0.0.1:{taken.getsockname()[1]}"), "--listen\n", "in use")
+    (world.root / "up" / "model.safetensors").unlink()
+    refused(serve(), "up\n", "no weights")
+    assert len(no_serving) == 1
+
+
+def test_a_merge_with_teachers_elsewhere_reads_its_secrets_first(world: Any, certificate: tuple[Path, Path]) -> None:
+    world.data["teachers"] = {
+        "engine": "flight",
+        "address": "grpc+tls://teachers.example:1",
+        "tls_root_certs": "nowhere.pem",
+        "token_file": "token",
+    }
+    (world.root / "token").write_text("s3cret")
+    (world.root / "token").chmod(0o640)
+    refused(opd("merge", world.write()), "token\n", "mode 640")
+    (world.root / "token").chmod(0o600)
+    refused(opd("merge", world.write()), "teachers.tls_root_certs\n", "nowhere.pem")
+    assert not (world.root / "runs").exists()
 
 
 # Help

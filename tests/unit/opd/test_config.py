@@ -201,6 +201,50 @@ def test_the_default_objective_is_exact_reverse_kl() -> None:
     assert validate(PipelineConfig, changed("objective.chunk", 7), "p.yaml").objective.kind == "reverse_kl"
 
 
+# Teachers elsewhere
+
+TLS = {"engine": "flight", "address": "grpc+tls://teachers.example:8815", "tls_root_certs": "ca.pem"}
+
+
+@pytest.mark.parametrize(
+    "teachers",
+    [
+        TLS,
+        TLS | {"token_file": "token", "payload": "hidden_states"},
+        TLS | {"address": "grpc+tls://[2001:db8::1]:8815"},
+        *({"engine": "flight", "address": f"grpc://{host}:8815"} for host in ("127.0.0.1", "[::1]", "localhost")),
+    ],
+)
+def test_teachers_elsewhere(teachers: dict[str, Any]) -> None:
+    assert validate(PipelineConfig, changed("teachers", teachers), "p.yaml").teachers.address == teachers["address"]
+
+
+@pytest.mark.parametrize(
+    ("teachers", "key", "words"),
+    [
+        ({"engine": "flight"}, "address", ["found:  nothing", "grpc+tls://HOST:PORT"]),
+        (TLS | {"address": "teachers.example:8815"}, "address", ["found:  teachers.example:8815"]),
+        (TLS | {"address": "https://teachers.example:8815"}, "address", ["grpc+tls://HOST:PORT"]),
+        (TLS | {"address": "grpc+tls://teachers.example"}, "address", ["grpc+tls://HOST:PORT"]),
+        (TLS | {"address": "grpc+tls://teachers.example:0"}, "address", ["grpc+tls://HOST:PORT"]),
+        (
+            {"engine": "flight", "address": "grpc://teachers.example:8815"},
+            "address",
+            ["wanted: grpc+tls:// for a host"],
+        ),
+        ({"engine": "flight", "address": "grpc://127.0.0.1.example:1"}, "address", ["wanted: grpc+tls:// for a host"]),
+        ({"engine": "flight", "address": "grpc+tls://h:1"}, "tls_root_certs", ["found:  nothing", "a PEM file"]),
+        (TLS | {"address": "grpc://localhost:1"}, "tls_root_certs", ["found:  ca.pem", "grpc:// has no certificates"]),
+        ({"address": "grpc://localhost:1"}, "address", ["teachers.engine flight"]),
+        ({"token_file": "t"}, "token_file", ["found:  t", "teachers.engine flight"]),
+    ],
+)
+def test_an_address_that_does_not_fit_is_refused(teachers: dict[str, Any], key: str, words: list[str]) -> None:
+    message = refusal(changed("teachers", teachers))
+    assert message.startswith(f"p.yaml: teachers.{key}\n")
+    assert all(word in message for word in words), message
+
+
 # Experts: from the registry or written out
 
 

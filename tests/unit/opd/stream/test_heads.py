@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import transformers
 
 from opd.losses.chunked import IDENTITY, LogitRule
-from opd.stream.heads import logit_rule
+from opd.stream.heads import head_array, head_key, head_tensor, logit_rule
 
 
 def test_a_plain_model_has_plain_logits() -> None:
@@ -22,3 +23,22 @@ def test_factors_divisors_and_caps() -> None:
 def test_a_model_that_also_sees_caps_its_text() -> None:
     config = transformers.Gemma3Config(text_config={"final_logit_softcapping": 20.0})
     assert logit_rule(config) == LogitRule(softcap=20.0)
+
+
+def test_a_heads_key_is_that_of_its_content() -> None:
+    head_V_D = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    key = head_key(head_V_D, IDENTITY)
+    assert head_key(head_V_D.T.contiguous().T, IDENTITY) == key, "the layout in memory is no content"
+    assert head_key(head_tensor(head_array(head_V_D)), LogitRule()) == key
+    low = head_V_D.to(torch.bfloat16)
+    assert head_key(head_tensor(head_array(low)), IDENTITY) == head_key(low, IDENTITY)
+    changed = head_V_D.clone()
+    changed[5, 3] += 1e-6
+    others = [
+        head_key(changed, IDENTITY),
+        head_key(head_V_D.reshape(4, 6), IDENTITY),
+        head_key(low, IDENTITY),
+        head_key(head_V_D, LogitRule(scale=2.0)),
+        head_key(head_V_D, LogitRule(softcap=2.0)),
+    ]
+    assert len({key, *others}) == 6

@@ -1,0 +1,40 @@
+"""Network addresses as a user writes them. Who may be spoken to in clear is decided here, once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Hosts that no other machine can reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and a port."""
+
+    host: str
+    """Name or number, an IPv6 number without brackets."""
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in LOOPBACK
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address | None:
+    """`HOST:PORT` or `[IPv6]:PORT`; None for anything else."""
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", text)
+    if found is None or int(found[3]) > 65535:
+        return None
+    return Address(found[1] or found[2], int(found[3]))
+
+
+def parse_url(text: str) -> tuple[str, Address] | None:
+    """Scheme and address of `grpc://HOST:PORT` or `grpc+tls://HOST:PORT`; None for anything else."""
+    scheme, _, rest = text.partition("://")
+    address = parse_address(rest)
+    return (scheme, address) if scheme in ("grpc", "grpc+tls") and address and address.port else None

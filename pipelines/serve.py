@@ -1,0 +1,81 @@
+"""`opd teachers serve`: a pipeline's teachers, and nothing else of it, for merges elsewhere."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from opd.cluster import ray_session
+from opd.config import PipelineConfig
+from opd.errors import ConfigError
+from pipelines.preflight import check_teachers
+from teachers.flight.access import Endpoint
+from teachers.flight.server import PoolServer, make_hello
+from teachers.pool import Pool
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM, which end a step that is being scored. `say` gets the address once it answers.
+
+    Raises: OpdError before anything starts; RunError if a teacher does not load or the address cannot be had.
+    """
+    if config.teachers.engine == "flight":
+        raise ConfigError.at(
+            "teachers.engine",
+            found="flight",
+            wanted="an engine that scores here",
+            fix="serve the pipeline with --set teachers={}, or one without teachers.address",
+        )
+    _refuse_taken(door)
+    teaching = check_teachers(config)
+    for warning in teaching.warnings:
+        warn(f"warning: {warning}")
+    vocab_size = teaching.student.vocab_size
+    with ray_session(config.cluster, config.teachers.workers), _stoppable():
+        pool = Pool(config, teaching.routes, vocab_size)
+        pool.wait_ready()
+        hello = make_hello(config, teaching.routes, vocab_size, pool)
+        server = PoolServer(pool, hello, door, timeout_s=config.cluster.phase_timeout_s, say=warn)
+        say(f"{config.name}: {', '.join(teaching.routes)} served at {door.url(server.port)}")
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            warn("stopping; once more ends at once")
+        finally:
+            for number in STOPPING:
+                signal.signal(number, signal.SIG_DFL)
+            pool.stop()  # first, so that nobody waits for the step that is being scored
+            server.shutdown()
+
+
+def _refuse_taken(door: Endpoint) -> None:
+    """gRPC would share a port with another server of ours, and each would get a part of the questions."""
+    address = door.address
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            raise ConfigError.at(
+                "--listen",
+                found=f"{address}: {error.strerror}",
+                wanted="an address of this machine with a free port",
+                fix="stop what listens there, or choose another port; port 0 takes a free one",
+            ) from None
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does. Inside Ray's session: Ray takes the signal for itself when it starts."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,164 @@
+"""A pool behind a Flight server: other processes, other clusters ask it."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from blake3 import blake3
+from pyarrow import flight
+
+from opd import __version__, cluster
+from opd.config import PipelineConfig
+from opd.errors import OpdError, RunError
+from teachers.flight.access import Endpoint
+from teachers.flight.protocol import (
+    SLICES,
+    Hello,
+    ProtocolError,
+    Reply,
+    Request,
+    ServedTeacher,
+    WireRule,
+    check_rollouts_schema,
+    parse,
+    read_rollouts,
+    slices,
+)
+from teachers.pool import Pool, Routes, scorer_options
+
+MAX_MESSAGE = 1000
+"""Characters of an error that travel: it goes into a header, which gRPC bounds at 8 KiB."""
+
+
+class TokenCheck(flight.ServerMiddlewareFactory):
+    """Refuses every call, whatever its kind, without the right `authorization: Bearer TOKEN`."""
+
+    def __init__(self, token: str) -> None:
+        self._digest = blake3(f"Bearer {token}".encode()).digest()
+
+    def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
+        given = headers.get("authorization", [""])
+        # Of digests, so that the time tells neither the length nor a prefix.
+        if len(given) != 1 or not hmac.compare_digest(blake3(given[0].encode()).digest(), self._digest):
+            raise flight.FlightUnauthenticatedError("wrong or missing token")
+
+
+class PoolServer(flight.FlightServerBase):
+    """Serves from construction on, each call in a thread of its own; steps are scored one after the other."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        hello: Hello,
+        endpoint: Endpoint,
+        *,
+        timeout_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """`timeout_s` bounds the wait for another client's step. Raises: RunError if the address cannot be had."""
+        self._pool = pool
+        self._hello = hello
+        self._identity = hello.identity()
+        self._turn = threading.Lock()
+        self._timeout_s = timeout_s
+        self._say = say
+        tls = endpoint.tls
+        try:
+            super().__init__(
+                endpoint.url(endpoint.address.port),
+                tls_certificates=[(tls.cert, tls.key)] if tls else None,
+                middleware={"token": TokenCheck(endpoint.token)} if endpoint.token else None,
+            )
+        except (pa.ArrowException, OSError) as error:
+            raise RunError(f"cannot serve at {endpoint.address}: {error}") from None
+
+    def do_action(self, context: Any, action: Any) -> list[bytes]:
+        """`hello`: what is served."""
+        with self._worded(context, action.type):
+            if action.type != "hello":
+                raise ProtocolError(f"no action {action.type!r}, only hello")
+            return [self._hello.model_dump_json().encode()]
+
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        """A head, by its hash."""
+        with self._worded(context, "head"):
+            key = ticket.ticket.decode(errors="replace")
+            if key not in self._pool.heads:
+                raise ProtocolError(f"no head {key[:64]!r}")
+            head_V_D: np.ndarray = cluster.fetch(self._pool.heads[key])
+        # int16 holds the bits of a bfloat16, which numpy lacks.
+        meta = {"opd.dtype": str(head_V_D.dtype), "opd.shape": "x".join(map(str, head_V_D.shape))}
+        schema = SLICES.with_metadata(meta)
+        return flight.GeneratorStream(schema, slices(np.ascontiguousarray(head_V_D).data.cast("B")))
+
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """A step's rollouts in, target streams out."""
+        with self._worded(context, "score"):
+            request = parse(Request, descriptor.command)
+            if request.served != self._identity:
+                raise RunError(
+                    "these are not the teachers that you began with: the server was started anew with others"
+                )
+            check_rollouts_schema(reader.schema)
+            rollouts = read_rollouts((chunk.data for chunk in reader if chunk.data is not None), self._hello.vocab_size)
+            if len(rollouts) != request.rollouts:
+                raise ProtocolError(f"{len(rollouts)} rollouts arrived, {request.rollouts} were announced")
+            with self._my_turn(context):
+                targets = self._pool.score(rollouts)
+                streams = [memoryview(s).cast("B") for s in cluster.fetch(list(targets.streams))]
+        writer.begin(SLICES)
+        for index, stream in enumerate(streams):
+            for batch in slices(stream, index):
+                writer.write_batch(batch)
+        reply = Reply(sizes=tuple(map(len, streams)), rows=targets.rows, quarantined=dict(targets.quarantined))
+        writer.write_metadata(reply.model_dump_json().encode())
+
+    @contextmanager
+    def _my_turn(self, context: Any) -> Iterator[None]:
+        if not self._turn.acquire(timeout=self._timeout_s):
+            raise RunError(f"others' steps took longer than {self._timeout_s:.0f} s (cluster.phase_timeout_s)")
+        try:
+            if context.is_cancelled():
+                raise flight.FlightCancelledError("the client left")
+            yield
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def _worded(self, context: Any, what: str) -> Iterator[None]:
+        """An error that we worded ourselves reaches the client as it is, and the server's own output."""
+        try:
+            yield
+        except (OpdError, RunError) as error:
+            self._say(f"{what} for {context.peer()}: {error}")
+            message = str(error)[:MAX_MESSAGE]
+            raise flight.FlightServerError(message, message.encode()) from None
+
+
+def make_hello(config: PipelineConfig, routes: Routes, vocab_size: int, pool: Pool) -> Hello:
+    """What a pool that is ready serves."""
+    options = scorer_options(config, vocab_size)
+    described = {a.teacher.name: pool.head_of(a.teacher) for part in routes.values() for a in part}
+    return Hello(
+        release=__version__,
+        payload=options.payload,
+        dtype=options.dtype,
+        top_k=options.top_k,
+        vocab_size=vocab_size,
+        domains={
+            domain: tuple(
+                ServedTeacher(
+                    name=a.teacher.name, weight=a.weight, digest=a.teacher.digest, head=described[a.teacher.name][0]
+                )
+                for a in part
+            )
+            for domain, part in sorted(routes.items())
+        },
+        heads={key: WireRule(scale=r.scale, softcap=r.softcap) for key, r in sorted(dict(described.values()).items())},
+    )
