@@ -15,7 +15,9 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from experts.finite import check_finite
 from experts.model_dir import ModelInfo, inspect_model, weight_hashes
+from experts.probe import ProbeRecord, take_probe
 from opd.config import NAME_PATTERN, Name, Strict
 from opd.errors import ModelError, OpdError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir
@@ -40,6 +42,8 @@ class Manifest(Strict):
     prompts_count: int | None = None
     """Prompts in the file."""
     info: ModelInfo
+    probe: ProbeRecord | None = None
+    """By which a scoring worker knows the expert again; None if it was registered without torch."""
     registered_at: str
     """UTC, ISO 8601."""
 
@@ -64,7 +68,7 @@ class Registry:
         self._root = root
 
     def add(self, name: str, model: Path, domain: str, prompts: Path | None = None) -> Manifest:
-        """Check the model directory and the prompts file and write the manifest.
+        """Check the model directory, every weight and the prompts file, run the model once, and write the manifest.
 
         Raises: RegistryError for a bad or taken name or a bad domain, ModelError for the model, PromptError for the
         prompts.
@@ -74,6 +78,7 @@ class Registry:
         if (self._root / name / MANIFEST).exists():
             raise _taken(name, self._root)
         info = inspect_model(model)
+        check_finite(model, list(info.weight_files))
         count = None if prompts is None else len(read_prompt_lines(prompts))
         manifest = Manifest(
             name=name,
@@ -83,6 +88,7 @@ class Registry:
             prompts_hash=None if prompts is None else blake3_file(prompts),
             prompts_count=count,
             info=info,
+            probe=take_probe(info),
             registered_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self._write(manifest)

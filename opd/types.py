@@ -101,6 +101,21 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What an expert said about the token ids 0, 1, 2, ... when it was registered."""
+
+    logprobs: tuple[float, ...]
+    """Log-prob of id i + 1 after the ids 0..i, nats."""
+    dtype: str
+    """What it computed in."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """One more than log-probs: the first is only read."""
+        return tuple(range(len(self.logprobs) + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
     """An expert as the pool sees it; which domains it serves is the pipeline's business."""
 
@@ -111,6 +126,8 @@ class Teacher:
     """PEFT directory of a LoRA expert."""
     digest: str = ""
     """BLAKE3 of all its weight files: experts of equal digest are one teacher. Empty: not known."""
+    probe: Probe | None = None
+    """By which the worker that loads it knows it again; None: not registered, or without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

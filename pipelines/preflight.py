@@ -19,7 +19,7 @@ from opd.config import DomainConfig, PipelineConfig, RegisteredExperts
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import load_prompts
-from opd.types import Prompt, Teacher, WeightedTeacher
+from opd.types import Probe, Prompt, Teacher, WeightedTeacher
 from pipelines.routes import Expert, route_domains
 
 
@@ -141,19 +141,19 @@ def _registered(registry: Registry, name: str) -> Expert:
             fix=f"`opd experts remove {name}` and add it again",
         )
     return Expert(
-        teacher=_teacher(name, manifest.info),
+        teacher=_teacher(name, manifest.info, manifest.probe.probe if manifest.probe else None),
         domain=manifest.domain,
         info=manifest.info,
         prompts=Path(manifest.prompts) if manifest.prompts else None,
     )
 
 
-def _teacher(name: str, info: ModelInfo) -> Teacher:
+def _teacher(name: str, info: ModelInfo, probe: Probe | None = None) -> Teacher:
     """The expert as the pool sees it: equal weights under an equal config are one teacher."""
     model_dir = Path(info.path)
     digest = blake3((model_dir / "config.json").read_bytes())
     digest.update(json.dumps(sorted(info.weight_files.values())).encode())
-    return Teacher(name=name, model_dir=model_dir, digest=digest.hexdigest())
+    return Teacher(name=name, model_dir=model_dir, digest=digest.hexdigest(), probe=probe)
 
 
 def _refuse_twice(names: list[str]) -> None:
