@@ -176,7 +176,7 @@ def _accuracies(
     domains: dict[Teacher, list[str]] = defaultdict(list)
     for domain, teacher in wanted:
         domains[teacher].append(domain)
-    found = {}
+    found: dict[tuple[str, str], float] = {}
     for teacher, mine in domains.items():
         engine.load(teacher.model_dir)
         found |= {(domain, teacher.name): value for domain, value in evaluator.evaluate(mine).items()}
