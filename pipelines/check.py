@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,9 +23,10 @@ from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, Rollout, Segment, Teacher
 from pipelines.compare import Comparer, Comparison
 from pipelines.preflight import Inputs, check, load_tokenizer
-from teachers.weights import weight_key
 
 Tell = Callable[[str], None]
+Route = tuple[str, Teacher]
+"""A domain and one of its teachers."""
 Compare = Callable[[Teacher, Sequence[Rollout], Sequence[Rollout]], Comparison]
 
 COMPARED = 8
@@ -68,6 +69,8 @@ class Measured:
     expert_accuracy: float | None
     """None: no exam, not the heaviest, or broken."""
     compared: Comparison
+    knows_another: bool = False
+    """True if it only does better than a guess on another domain than this; tried where it does not on this one."""
     rivals: Mapping[str, float] = field(default_factory=dict)
     """Accuracy of other experts on this domain; measured only where this one does not stand out."""
 
@@ -135,33 +138,47 @@ def measure(
     student = Teacher(name="student", model_dir=config.student.model.absolute())
     itself = compare(student, [r for rows in responses.values() for r in rows[:1]], [])
     routed = [(domain, part.teacher) for domain, assigned in inputs.routes.items() for part in assigned]
-    compared = {
-        (domain, teacher.name): compare(teacher, responses[domain], texts[domain])
-        for domain, teacher in sorted(routed, key=lambda route: weight_key(route[1]))  # each is loaded once
-    }
-    tell(f"{len(compared)} teachers compared with the student, token by token")
-    leaders = {d: t for d, t in inputs.teachers.items() if d in before and not compared[d, t.name].broken}
-    own = {d: v for (d, _), v in _accuracies(engine, evaluator, leaders.items()).items()}
-    doubtful = [d for d in leaders if is_doubtful(before[d], own[d])]
-    sound = [e.teacher for n, e in inputs.experts.items() if not any(compared[k].broken for k in compared if k[1] == n)]
-    others = [(d, t) for d in doubtful for t in sound if t.name not in {a.teacher.name for a in inputs.routes[d]}]
-    if others:
-        tell(f"no clear gain on {', '.join(doubtful)}: looking whether another expert knows more")
-    rivals: dict[str, dict[str, float]] = defaultdict(dict)
-    for (domain, name), value in _accuracies(engine, evaluator, others).items():
-        rivals[domain][name] = value
-    return itself, [
-        Measured(
+    teachers = [teacher for _, teacher in routed]
+    vocab_size = inputs.student.vocab_size
+    rows = {}
+    for domain, teacher in sorted(routed, key=lambda route: teachers.index(route[1])):  # each is loaded once
+        compared = compare(teacher, responses[domain], texts[domain])
+        others = [texts[d] for d in texts if d != domain] if _is_guess(compared.guessing(vocab_size)) else []
+        rows[domain, teacher] = Measured(
             domain=domain,
             expert=teacher.name,
             leads=teacher == inputs.teachers[domain],
             student_accuracy=before.get(domain),
-            expert_accuracy=own.get(domain) if teacher == inputs.teachers[domain] else None,
-            compared=compared[domain, teacher.name],
-            rivals=rivals[domain],
+            expert_accuracy=None,
+            compared=compared,
+            knows_another=any(not _is_guess(compare(teacher, [], other).guessing(vocab_size)) for other in others),
         )
-        for domain, teacher in routed
-    ]
+    tell(f"{len(rows)} teachers compared with the student, token by token")
+    rows |= _examine(rows, engine, evaluator, vocab_size, tell)
+    return itself, [rows[route] for route in routed]
+
+
+def _examine(
+    rows: Mapping[Route, Measured], engine: RolloutEngine, evaluator: Evaluator, vocab_size: int, tell: Tell
+) -> dict[Route, Measured]:
+    """The rows that get an exam, with accuracies: those of heaviest teachers that are in order."""
+    sound = [route for route, one in rows.items() if not problem(one, vocab_size)]
+    leading = [route for route in sound if rows[route].leads and rows[route].student_accuracy is not None]
+    own = _accuracies(engine, evaluator, leading)
+    doubtful = {d for d, t in leading if is_doubtful(rows[d, t].student_accuracy or 0.0, own[d, t])}
+    teachers = dict.fromkeys(teacher for _, teacher in sound)
+    others = [(d, t) for d in sorted(doubtful) for t in teachers if (d, t) not in rows]
+    if others:
+        tell(f"no clear gain on {', '.join(sorted(doubtful))}: does another expert know more?")
+    rivals = _accuracies(engine, evaluator, others)
+    return {
+        (domain, teacher): replace(
+            rows[domain, teacher],
+            expert_accuracy=own[domain, teacher],
+            rivals={rival.name: value for (d, rival), value in rivals.items() if d == domain},
+        )
+        for domain, teacher in leading
+    }
 
 
 def is_doubtful(student: float, expert: float) -> bool:
@@ -169,17 +186,15 @@ def is_doubtful(student: float, expert: float) -> bool:
     return expert - student < CLEAR and expert <= 1 - CLEAR
 
 
-def _accuracies(
-    engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[tuple[str, Teacher]]
-) -> dict[tuple[str, str], float]:
-    """(domain, teacher) -> accuracy; every teacher is loaded into the engine once."""
+def _accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[Route]) -> dict[Route, float]:
+    """Every teacher is loaded into the engine once."""
     domains: dict[Teacher, list[str]] = defaultdict(list)
     for domain, teacher in wanted:
         domains[teacher].append(domain)
-    found: dict[tuple[str, str], float] = {}
+    found: dict[Route, float] = {}
     for teacher, mine in domains.items():
         engine.load(teacher.model_dir)
-        found |= {(domain, teacher.name): value for domain, value in evaluator.evaluate(mine).items()}
+        found |= {(domain, teacher): value for domain, value in evaluator.evaluate(mine).items()}
     return found
 
 
@@ -228,14 +243,12 @@ def _texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:
 
 def judge_student(itself: Comparison) -> Iterator[Finding]:
     """A model is no distance away from itself: else trainer and scorer compute differently, and no merge is sound."""
-    problem = itself.broken
-    if not problem and itself.kl is not None and not itself.kl <= SAME:  # NaN is not
-        problem = (
-            f"the student scored by itself: KL {itself.kl:.1e} nats, at most {SAME} wanted; trainer and scorer differ"
-        )
-    if problem:
+    why = itself.broken
+    if not why and itself.kl is not None and not itself.kl <= SAME:  # NaN is not
+        why = f"the student scored by itself: KL {itself.kl:.1e} nats, at most {SAME} wanted; trainer and scorer differ"
+    if why:
         fix = "see whether student.model is whole; if it is, its architecture is computed wrongly: please report it"
-        yield Finding(level="fail", domain="", message=problem, fix=fix)
+        yield Finding(level="fail", domain="", message=why, fix=fix)
 
 
 def table_rows(report: CheckReport) -> list[tuple[str, ...]]:
@@ -262,12 +275,10 @@ def table_rows(report: CheckReport) -> list[tuple[str, ...]]:
 def judge(measured: Sequence[Measured], vocab_size: int) -> Iterator[Finding]:
     """Everything that the figures say, in the order of the domains."""
     for one in measured:
-        if one.compared.broken:
-            yield _garbled(one, one.compared.broken)
+        why = problem(one, vocab_size)
+        if why:
+            yield _garbled(one, why)
             continue
-        share = one.compared.guessing(vocab_size)
-        if share is not None and not share < GARBLED:  # NaN is not
-            yield _garbled(one, f"NLL of its own domain is {share:.2f} of a blind guess's, ln {vocab_size}")
         if one.leads:
             yield from _judge_accuracy(one)
         overlap = one.compared.overlap
@@ -280,6 +291,18 @@ def judge(measured: Sequence[Measured], vocab_size: int) -> Iterator[Finding]:
                 fix="begin with a larger trainer.warmup_steps and a smaller trainer.lr, or with a student that is nearer "
                 "to the expert (the base that it was trained from); look at the prompts' form (chat template)",
             )
+
+
+def problem(one: Measured, vocab_size: int) -> str:
+    """Why a teacher is not worth an exam; empty if it is. One that knows another domain is whole, but misplaced."""
+    share = one.compared.guessing(vocab_size)
+    if one.compared.broken or one.knows_another or not _is_guess(share):
+        return one.compared.broken
+    return f"NLL of its own domain is {share:.2f} of a blind guess's, ln {vocab_size}, and no better on any other"
+
+
+def _is_guess(share: float | None) -> bool:
+    return share is not None and not share < GARBLED  # NaN is not
 
 
 def _judge_accuracy(one: Measured) -> Iterator[Finding]:

@@ -125,7 +125,7 @@ def test_a_lesser_teacher_need_not_know_the_domain() -> None:
 def test_as_good_as_a_guess_is_garbled(prompt: float | None, answer: float | None, fails: bool) -> None:
     guess = math.log(VOCABULARY)
     nll = {"prompt_nll": prompt and prompt * guess, "answer_nll": answer and answer * guess}
-    found = judged(one(0.1, 0.9, compared=replace(FINE, **nll)))
+    found = judged(one(0.9, 0.9 - 0.2 * fails + 0.05, compared=replace(FINE, **nll)))
     assert [f.level for f in found] == (["fail"] if fails else [])
     assert all("`a`" in f.message and "garbled" in f.message and "experts.a" in f.fix for f in found)
 
@@ -211,14 +211,22 @@ class FakeEngine:
         raise AssertionError
 
 
-def measured_with(world: Any, engine: FakeEngine, broken: str = "") -> tuple[list[Measured], list[Any]]:
-    """With every teacher but `broken` in good order; also what was compared."""
+TORN = Comparison(broken="teacher: torn")
+GARBLED = Comparison(kl=9.0, overlap=0.0, prompt_nll=5.0, answer_nll=5.0)
+
+
+def measured_with(
+    world: Any, engine: FakeEngine, elsewhere: str = "", **special: Comparison
+) -> tuple[list[Measured], list[Any]]:
+    """With every teacher in good order but the `special` ones, unless `elsewhere`; also what was compared."""
     config = load_pipeline(world.write())
     calls = []
 
     def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
         calls.append((teacher.name, responses, texts))
-        return Comparison(broken="teacher: torn") if teacher.name == broken else FINE
+        if teacher.name in special and {t.domain for t in texts} == {elsewhere}:
+            return FINE
+        return special.get(teacher.name, FINE)
 
     itself, rows = measure(config, preflight.check(config), engine, engine, compare, lambda line: None)
     assert itself == FINE
@@ -255,12 +263,21 @@ def test_swapped_experts_are_measured_on_each_others_domains(world: Any) -> None
     ]
 
 
-def test_a_broken_expert_never_reaches_the_engine(world: Any) -> None:
+@pytest.mark.parametrize("what", [TORN, GARBLED])
+def test_a_garbled_expert_never_reaches_the_engine(what: Comparison, world: Any) -> None:
     skill = {"base": {"reverse": 0.1, "upper": 0.2}, "rev": {"reverse": 0.1}}
     engine = FakeEngine(skill)
-    rows, _ = measured_with(world, engine, broken="up")
+    rows, _ = measured_with(world, engine, up=what)
     assert engine.loads == ["rev"]
     assert [(r.expert_accuracy, dict(r.rivals)) for r in rows] == [(0.1, {}), (None, {})]
+
+
+def test_an_expert_that_is_as_good_as_a_guess_here_but_knows_another_domain_is_swapped(world: Any) -> None:
+    skill = {"base": {"reverse": 0.1, "upper": 0.2}, "rev": {"reverse": 0.9, "upper": 0.8}, "up": {"upper": 0.0}}
+    rows, _ = measured_with(world, FakeEngine(skill), elsewhere="reverse", up=GARBLED)
+    assert [f.message for f in judged(*rows) if f.level == "fail"] == [
+        "expert `up` scores 0.00 on upper, `rev` scores 0.80: swapped?"
+    ]
 
 
 def test_a_domain_without_an_exam_is_compared_on_its_training_prompts(world: Any) -> None:
