@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from experts.model_dir import Tensor, read_header
 from opd.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CHUNK = 1 << 24
 """Numbers looked at together: bounds the temporaries, whatever the tensor's size."""
 
 _EXPONENTS = {
-    "F16": (np.uint16, 0x7C00),
-    "BF16": (np.uint16, 0x7F80),
-    "F32": (np.uint32, 0x7F80_0000),
-    "F64": (np.uint64, 0x7FF0_0000_0000_0000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F32": ("<u4", 0x7F80_0000),
+    "F64": ("<u8", 0x7FF0_0000_0000_0000),
 }
 """Exponent bits: all of them are set in a NaN or an infinity, and in no other number."""
 
 
 def check_finite(path: Path, names: list[str]) -> None:
     """Look at every number of these safetensors files. Raises: ModelError naming the first tensor that is not finite."""
+    import numpy as np
+
     for file in (path / name for name in names):
         data = np.memmap(file, dtype=np.uint8, mode="r")
         tensors = read_header(file)
@@ -40,9 +44,12 @@ def check_finite(path: Path, names: list[str]) -> None:
 
 def _not_finite(data: np.ndarray, tensor: Tensor) -> int:
     """How many; 0 for types that have no such numbers, and for those that only quantised models use."""
+    import numpy as np
+
     if tensor.dtype not in _EXPONENTS:
         return 0
-    kind, exponent = _EXPONENTS[tensor.dtype]
-    bits = data[slice(*tensor.data_offsets)].view(kind)
-    parts = (bits[i : i + CHUNK] for i in range(0, len(bits), CHUNK))
-    return sum(int(np.count_nonzero((part & kind(exponent)) == exponent)) for part in parts)
+    kind, bits = _EXPONENTS[tensor.dtype]
+    exponent = np.dtype(kind).type(bits)
+    numbers = data[slice(*tensor.data_offsets)].view(kind)
+    parts = (numbers[i : i + CHUNK] for i in range(0, len(numbers), CHUNK))
+    return sum(int(np.count_nonzero((part & exponent) == exponent)) for part in parts)
