@@ -1,7 +1,8 @@
 """A few log-probs that an expert gave when it was registered: by them a scoring worker knows it again.
 
 Hashes prove that the files are the same; the probe proves that what was loaded from them computes the same. Needs no
-tokenizer and no prompts: the tokens are the ids 0, 1, 2, ...
+tokenizer and no prompts: the tokens are ids all over the vocabulary. The first ids would not do: they are often special
+tokens that were hardly trained, on which SmolLM2-135M differs by 1.4 nats between float32 and bfloat16, elsewhere by 0.06.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ class ProbeRecord(Strict):
     """What the expert computed in: the type of its weights, float32 where that is neither."""
     mean: float
     """Mean of `logprobs`."""
+    token_ids: list[int]
     logprobs: list[float]
-    """Log-prob of token id i + 1 after the ids 0..i, in nats, to a thousandth."""
+    """Log-prob of each id after the first, in nats, to a thousandth."""
 
     @property
     def probe(self) -> Probe:
         """As the teacher pool takes it."""
-        return Probe(logprobs=tuple(self.logprobs), dtype=self.dtype)
+        return Probe(token_ids=tuple(self.token_ids), logprobs=tuple(self.logprobs), dtype=self.dtype)
 
 
 def take_probe(info: ModelInfo) -> ProbeRecord | None:
@@ -43,7 +45,8 @@ def take_probe(info: ModelInfo) -> ProbeRecord | None:
     if find_spec("torch") is None or find_spec("transformers") is None or info.vocab_size < 2:
         return None
     dtype: DType = "bfloat16" if info.dtype == "bfloat16" else "float32"
-    logprobs = [round(value, 3) for value in _logprobs(Path(info.path), dtype, info.vocab_size)]
+    token_ids = probe_ids(info.vocab_size)
+    logprobs = [round(value, 3) for value in _logprobs(Path(info.path), dtype, token_ids, info.vocab_size)]
     if not all(abs(value) < float("inf") for value in logprobs):  # NaN is not
         raise ModelError.at(
             info.path,
@@ -51,14 +54,22 @@ def take_probe(info: ModelInfo) -> ProbeRecord | None:
             wanted="a model that computes",
             fix="take an earlier checkpoint of the training that made it",
         )
-    return ProbeRecord(dtype=dtype, mean=round(fmean(logprobs), 3), logprobs=logprobs)
+    return ProbeRecord(dtype=dtype, mean=round(fmean(logprobs), 3), token_ids=token_ids, logprobs=logprobs)
 
 
-def _logprobs(path: Path, dtype: DType, vocab_size: int) -> list[float]:
-    """Of ids 1.. after those before them, by a plain forward; rows beyond the vocabulary are padding."""
+def probe_ids(vocab_size: int) -> list[int]:
+    """The middles of (at most) `TOKENS` equal parts of the vocabulary."""
+    num = min(TOKENS, vocab_size)
+    return [(2 * i + 1) * vocab_size // (2 * num) for i in range(num)]
+
+
+def _logprobs(path: Path, dtype: DType, token_ids: list[int], vocab_size: int) -> list[float]:
+    """Of each id after those before it, by a plain forward; rows beyond the vocabulary are padding."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
@@ -81,7 +92,7 @@ def _logprobs(path: Path, dtype: DType, vocab_size: int) -> list[float]:
             wanted="every tensor that config.json calls for",
             fix="config.json and weights are of two models, or a shard is missing; copy both again",
         )
-    ids_T = torch.arange(min(TOKENS, vocab_size))
+    ids_T = torch.tensor(token_ids)
     with torch.no_grad():
         logits_T_V = model.eval()(input_ids=ids_T[None], use_cache=False).logits[0, :, :vocab_size]
     logprobs: list[float] = logits_T_V[:-1].float().log_softmax(-1).gather(1, ids_T[1:, None])[:, 0].tolist()

@@ -102,17 +102,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What an expert said about the token ids 0, 1, 2, ... when it was registered."""
+    """What an expert said about a few fixed token ids when it was registered."""
 
+    token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Log-prob of id i + 1 after the ids 0..i, nats."""
+    """Log-prob of each id after the first, nats."""
     dtype: str
     """What it computed in."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """One more than log-probs: the first is only read."""
-        return tuple(range(len(self.logprobs) + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from experts import finite
 from experts.model_dir import inspect_model
-from experts.probe import take_probe
+from experts.probe import probe_ids, take_probe
 from experts.registry import Registry
 from opd.errors import ModelError
 from opd.types import Probe
@@ -39,16 +40,25 @@ def spoil(path: Path, name: str, value: float, dtype: torch.dtype = torch.float3
     save_file(state, path / "model.safetensors", {"format": "pt"})
 
 
+SPREAD = {
+    76: [1, 3, 5, 8, 10, 13, 15, 17, 20, 22, 24, 27, 29, 32, 34, 36, 39, 41, 43, 46, 48, 51, 53, 55, 58, 60, 62, 65, 67,
+         70, 72, 74],
+    60: [0, 2, 4, 6, 8, 10, 12, 14, 15, 17, 19, 21, 23, 25, 27, 29, 30, 32, 34, 36, 38, 40, 42, 44, 45, 47, 49, 51, 53,
+         55, 57, 59],
+}  # fmt: skip
+
+
 @torch.no_grad()
 def plain_logprobs(path: Path, vocab_size: int, dtype: torch.dtype = torch.float32) -> list[float]:
-    """One sequence at a time, no slicing tricks: log-prob of id n after 0..n-1."""
+    """One sequence at a time, no slicing tricks: log-prob of each id after those before it."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     found = []
+    ids = SPREAD[vocab_size]
     for n in range(1, 32):
-        logits_V = model(input_ids=torch.tensor([list(range(n))])).logits[0, -1, :vocab_size].double()
-        found.append(float(logits_V[n] - logits_V.logsumexp(0)))
+        logits_V = model(input_ids=torch.tensor([ids[:n]])).logits[0, -1, :vocab_size].double()
+        found.append(float(logits_V[ids[n]] - logits_V.logsumexp(0)))
     return found
 
 
@@ -61,8 +71,15 @@ def test_the_manifest_keeps_what_the_model_says(registry: Registry, model: Path)
     assert record.logprobs == pytest.approx(want, abs=6e-4)
     assert record.mean == pytest.approx(np.mean(want), abs=6e-4)
     assert record.logprobs == [round(x, 3) for x in record.logprobs]
-    assert record.probe == Probe(logprobs=tuple(record.logprobs), dtype="float32")
-    assert record.probe.token_ids == tuple(range(32))
+    assert record.probe == Probe(token_ids=tuple(SPREAD[76]), logprobs=tuple(record.logprobs), dtype="float32")
+
+
+def test_ids_of_small_and_large_vocabularies() -> None:
+    assert probe_ids(2) == [0, 1]
+    assert probe_ids(5) == [0, 1, 2, 3, 4]
+    large = probe_ids(49152)
+    assert (len(large), large[0], large[-1]) == (32, 768, 49152 - 768)
+    assert {b - a for a, b in itertools.pairwise(large)} == {1536}
 
 
 def test_rows_beyond_the_vocabulary_are_no_part_of_it(model: Path) -> None:

@@ -78,7 +78,9 @@ def test_a_teacher_that_cannot_be_used_says_why(
 ) -> None:
     broken = Path(shutil.copytree(expert_dirs["rev"], tmp_path / "broken"))
     teacher = Teacher(
-        name="bad", model_dir=broken, probe=None if tensor else Probe(logprobs=(0.0,) * 4, dtype="float32")
+        name="bad",
+        model_dir=broken,
+        probe=None if tensor else Probe(token_ids=(1, 2, 3), logprobs=(0.0,) * 2, dtype="float32"),
     )
     if tensor:
         state = load_file(broken / "model.safetensors")
