@@ -78,7 +78,7 @@ class Registry:
         if (self._root / name / MANIFEST).exists():
             raise _taken(name, self._root)
         info = inspect_model(model)
-        check_finite(model, list(info.weight_files))
+        check_finite(Path(info.path), list(info.weight_files))
         count = None if prompts is None else len(read_prompt_lines(prompts))
         manifest = Manifest(
             name=name,
