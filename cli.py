@@ -44,6 +44,8 @@ SetOption = Annotated[
 
 REPORT_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
 
+CHECK_COLUMNS = ("domain", "expert", "student", "expert alone", "same first token", "KL", "NLL / ln V", "verdict")
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -142,6 +144,31 @@ def evaluate(
         typer.echo(json.dumps({"model": str(model), "pipeline": config.name, "accuracy": accuracy}))
     else:
         _print_table(str(model), ("domain", "accuracy"), [(name, f"{value:.3f}") for name, value in accuracy.items()])
+
+
+@app.command()
+@fails_clearly
+def check(
+    pipeline: Annotated[str, typer.Argument(help="A pipeline file, or the name of a shipped one.")],
+    samples: Annotated[int, typer.Option(min=1, help="Held-out prompts per domain.")] = 32,
+    fix_up: Annotated[bool, typer.Option("--fix-up", help="Say with each finding what to change.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Can the experts of a merge teach it anything? Short exams before the long run; exit code 1 if not."""
+    from opd.config import load_pipeline
+    from pipelines.catalog import find
+
+    config = load_pipeline(find(pipeline), overrides)
+    from pipelines.check import check_pipeline, table_rows
+
+    checked = check_pipeline(config, samples, lambda line: typer.echo(line, err=True))
+    _print_table(config.name, CHECK_COLUMNS, table_rows(checked))
+    for finding in checked.findings:
+        typer.echo(f"{finding.level}: {finding.domain + ': ' if finding.domain else ''}{finding.message}")
+        if fix_up:
+            typer.echo(f"  fix: {finding.fix}")
+    if checked.failed:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -12,7 +12,8 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from opd.config import Strict
 from opd.errors import ModelError
 from opd.files import blake3_file
 from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, split_name, updates
+from opd.types import Teacher
 
 _MERGE = (
     "merge it with PEFT and give the result as a full model: "
@@ -274,3 +276,17 @@ def _check_module(
             fix="name the base that it was trained on; if it is the right one, the adapter is damaged: copy it again",
         )
     return rank
+
+
+@contextmanager
+def whole_model(teacher: Teacher, scratch: Path) -> Iterator[Path]:
+    """A full model directory: the teacher's own, or its adapter merged into its base in `scratch`, removed afterwards."""
+    if teacher.adapter_dir is None:
+        yield teacher.model_dir
+        return
+    shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+    try:
+        merge_adapter(teacher.model_dir, teacher.adapter_dir, scratch)
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -17,7 +17,9 @@ from typing import Literal, TypeVar
 from pydantic import ValidationError
 
 from experts.adapter import AdapterInfo, adapter_hashes, inspect_adapter, inspect_expert
+from experts.finite import check_finite
 from experts.model_dir import Hashes, ModelInfo, inspect_model, weight_hashes
+from experts.probe import ProbeRecord, take_probe
 from opd.config import NAME_PATTERN, Name, Strict
 from opd.errors import ModelError, OpdError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir
@@ -47,6 +49,8 @@ class Manifest(Strict):
     """The model, of an adapter its base."""
     adapter: AdapterInfo | None = None
     """Of a LoRA adapter; None for a full model."""
+    probe: ProbeRecord | None = None
+    """By which a scoring worker knows the expert again; None if it was registered without torch."""
     registered_at: str
     """UTC, ISO 8601."""
 
@@ -83,7 +87,8 @@ class Registry:
     def add(
         self, name: str, model: Path, domain: str, prompts: Path | None = None, base: Path | None = None
     ) -> Manifest:
-        """Check the model or adapter directory and the prompts file and write the manifest.
+        """Check the model or adapter directory, every weight and the prompts file, run the model once, and write the
+        manifest.
 
         `base` is an adapter's base model; by default the one that the adapter names.
 
@@ -95,6 +100,9 @@ class Registry:
         if (self._root / name / MANIFEST).exists():
             raise _taken(name, self._root)
         info, adapter = inspect_expert(model, base)
+        check_finite(Path(info.path), list(info.weight_files))
+        if adapter is not None:
+            check_finite(Path(adapter.path), [ADAPTER_WEIGHTS])
         count = None if prompts is None else len(read_prompt_lines(prompts))
         manifest = Manifest(
             name=name,
@@ -105,6 +113,8 @@ class Registry:
             prompts_count=count,
             info=info,
             adapter=adapter,
+            # The probe runs a model as it lies on disk, which for an adapter would be its base.
+            probe=None if adapter else take_probe(info),
             registered_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self._write(manifest)

@@ -101,6 +101,17 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What an expert said about a few fixed token ids when it was registered."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Log-prob of each id after the first, nats."""
+    dtype: str
+    """What it computed in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
     """An expert as the pool sees it; which domains it serves is the pipeline's business."""
 
@@ -113,6 +124,8 @@ class Teacher:
     """BLAKE3 of all its weight files: experts of equal digest are one teacher. Empty: not known."""
     base_digest: str = ""
     """Of a LoRA expert, the digest that its base has as an expert of its own: equal bases are loaded once."""
+    probe: Probe | None = None
+    """By which the worker that loads it knows it again; None: not registered, or without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from experts.adapter import merge_adapter
+from experts.adapter import whole_model
 from experts.registry import default_root
 from opd import __version__, checkpoints, loop
 from opd.cluster import ray_session
@@ -28,7 +28,6 @@ from opd.files import atomic_write_text, blake3_file, replace_dir
 from opd.metrics import MetricsFile
 from opd.progress import Display, display
 from opd.report import build_report
-from opd.types import Teacher
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.preflight import Inputs, check
 
@@ -161,20 +160,6 @@ def _baseline(parts: loop.Parts, inputs: Inputs, paths: RunPaths, config: Pipeli
     )
     atomic_write_text(paths.baseline, json.dumps({"before": baseline.before, "expert": baseline.expert}, indent=2))
     return baseline
-
-
-@contextmanager
-def whole_model(teacher: Teacher, scratch: Path) -> Iterator[Path]:
-    """A full model directory: the teacher's own, or its adapter merged into its base in `scratch`, removed afterwards."""
-    if teacher.adapter_dir is None:
-        yield teacher.model_dir
-        return
-    shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
-    try:
-        merge_adapter(teacher.model_dir, teacher.adapter_dir, scratch)
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _export(parts: loop.Parts, config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> None:

@@ -20,7 +20,7 @@ from opd.config import DomainConfig, ExpertConfig, PipelineConfig, RegisteredExp
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import load_prompts
-from opd.types import Prompt, Teacher, WeightedTeacher
+from opd.types import Probe, Prompt, Teacher, WeightedTeacher
 from pipelines.routes import Expert, route_domains
 from teachers.flight.access import read_roots, read_token
 
@@ -163,7 +163,7 @@ def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
             fix=f"`opd experts remove {name}` and add it again",
         )
     return Expert(
-        teacher=_teacher(name, manifest.info, manifest.adapter),
+        teacher=_teacher(name, manifest.info, manifest.adapter, manifest.probe.probe if manifest.probe else None),
         domain=manifest.domain,
         info=manifest.info,
         adapter=manifest.adapter,
@@ -171,14 +171,14 @@ def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
     )
 
 
-def _teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None) -> Teacher:
+def _teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: Probe | None = None) -> Teacher:
     """The expert as the pool sees it: equal weights under an equal config are one teacher."""
     model_dir = Path(info.path)
     digest = blake3((model_dir / "config.json").read_bytes())
     digest.update(json.dumps(sorted(info.weight_files.values())).encode())
     base = digest.hexdigest()
     if adapter is None:
-        return Teacher(name=name, model_dir=model_dir, digest=base)
+        return Teacher(name=name, model_dir=model_dir, digest=base, probe=probe)
     digest.update(json.dumps(sorted(adapter.files.items())).encode())
     return Teacher(
         name=name, model_dir=model_dir, adapter_dir=Path(adapter.path), digest=digest.hexdigest(), base_digest=base

@@ -10,6 +10,7 @@ from opd.losses.chunked import LogitRule
 from opd.stream.heads import head_array
 from opd.stream.schema import TargetRow, write_stream
 from opd.types import Rollout, Teacher
+from teachers.probe import check_probe
 from teachers.scorers import ScorerOptions, make_scorer
 
 Group = tuple[Teacher, float, tuple[Rollout, ...]]
@@ -25,8 +26,13 @@ class TeacherWorker:
         self._broken: dict[str, str] = {}
 
     def describe(self, teacher: Teacher) -> tuple[str, LogitRule]:
-        """Content hash and logit rule of the teacher's head; loading it here also proves that its weights fit."""
-        return self._scorer.head_key(teacher), self._scorer.head_rule(teacher)
+        """Content hash and logit rule of the teacher's head; loading it here also proves that its weights fit.
+
+        Raises: RunError if they do not, or if the teacher is not the one that was registered.
+        """
+        described = self._scorer.head_key(teacher), self._scorer.head_rule(teacher)
+        check_probe(self._scorer, teacher, self._options)
+        return described
 
     def head(self, teacher: Teacher) -> np.ndarray:
         """[V, D] the head, for the object store."""

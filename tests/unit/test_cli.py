@@ -17,16 +17,20 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+import pipelines.check
 import pipelines.merge
 from cli import app
 from experts.registry import Registry
 from opd import __version__
 from opd.config import PipelineConfig
 from opd.errors import RunError
+from pipelines.check import CheckReport, Finding, Measured
+from pipelines.compare import Comparison
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
     ["merge"],
+    ["check"],
     ["evaluate"],
     ["report"],
     *(["experts", c] for c in ("add", "list", "show", "verify", "remove", "train")),
@@ -220,6 +224,7 @@ def test_a_mistake_is_refused_before_anything_is_written(mistake: Callable[[Any]
     before = sorted(world.root.rglob("*"))
     refused(opd("merge", pipeline.name), *words)
     refused(opd("merge", pipeline.name, "--run-dir", "here"), *words)
+    refused(opd("check", pipeline.name), *words)
     assert sorted(world.root.rglob("*")) == before
 
 
@@ -378,6 +383,39 @@ def test_report_prints_it_again(tmp_path: Path) -> None:
     assert "67 %" in result.stdout
     assert "| reverse | 0.25 | 1.00 | 0.75 | 67 % |" in opd("report", tmp_path, "--markdown").stdout.splitlines()
     refused(opd("report", tmp_path / "none"), "report.json\n", "--resume")
+
+
+# Checks
+
+
+@pytest.mark.parametrize("level", ["fail", "warn"])
+@pytest.mark.parametrize("fix_up", [False, True])
+def test_a_check_prints_its_findings_and_fails_only_for_failures(
+    level: Any, fix_up: bool, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = Comparison(kl=1.25, overlap=0.5, answer_nll=1.0)
+    measured = Measured(
+        domain="upper", expert="up", leads=True, student_accuracy=0.25, expert_accuracy=0.2, compared=compared
+    )
+    findings = (
+        Finding(level=level, domain="upper", message="no better", fix="leave it out"),
+        Finding(level="warn", domain="", message="of all", fix="look"),
+    )
+    asked = []
+
+    def found(config: PipelineConfig, samples: int, tell: Any) -> CheckReport:
+        asked.append((config.seed, samples))
+        tell("working")
+        return CheckReport(vocab_size=76, measured=(measured,), findings=findings)
+
+    monkeypatch.setattr(pipelines.check, "check_pipeline", found)
+    more = ["--samples", "5", "--set", "seed=3"] + ["--fix-up"] * fix_up
+    result = opd("check", "pipeline.yaml", *more)
+    assert result.exit_code == (1 if level == "fail" else 0)
+    assert (asked, result.stderr) == ([(3, 5)], "working\n")
+    assert re.search(rf"upper +│ +up +│ +0\.25 +│ +0\.20 +│ +50% +│ +1\.250 +│ +0\.23 +│ +{level}", result.stdout)
+    lines = [f"{level}: upper: no better", "  fix: leave it out", "warn: of all", "  fix: look"]
+    assert result.stdout.splitlines()[-len(lines) if fix_up else -2 :] == (lines if fix_up else lines[::2])
 
 
 # Experts

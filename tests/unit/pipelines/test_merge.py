@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from experts.adapter import whole_model
 from opd.config import PipelineConfig, load_pipeline, validate
 from opd.errors import RunDirError
 from opd.types import Teacher
 from pipelines.build import RunPaths
-from pipelines.merge import _manifest, _refuse_changed_inputs, _resolved, whole_model
+from pipelines.merge import _manifest, _refuse_changed_inputs, _resolved
 from pipelines.preflight import check
 
 

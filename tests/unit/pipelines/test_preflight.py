@@ -85,6 +85,14 @@ def test_registered_experts(use: Any, world: Any) -> None:
     assert {d: t.name for d, t in inputs.teachers.items()} == {"reverse": "rev", "upper": "up"}
 
 
+def test_registered_experts_carry_their_probe(world: Any) -> None:
+    assert {t.probe for t in check(config(world)).teachers.values()} == {None}
+    registry = register(world)
+    for name, teacher in ((t.name, t) for t in check(config(world)).teachers.values()):
+        record = registry.get(name).probe
+        assert record is not None and teacher.probe == record.probe
+
+
 def test_prompts_default_to_those_the_expert_was_registered_with(world: Any) -> None:
     register(world)
     for domain in world.data["domains"].values():

@@ -1,0 +1,55 @@
+"""Weights that hold a NaN or an infinity, found at registration, through a memory map and without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experts.model_dir import Tensor, read_header
+from opd.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+CHUNK = 1 << 24
+"""Numbers looked at together: bounds the temporaries, whatever the tensor's size."""
+
+_EXPONENTS = {
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F32": ("<u4", 0x7F80_0000),
+    "F64": ("<u8", 0x7FF0_0000_0000_0000),
+}
+"""Exponent bits: all of them are set in a NaN or an infinity, and in no other number."""
+
+
+def check_finite(path: Path, names: list[str]) -> None:
+    """Look at every number of these safetensors files. Raises: ModelError naming the first tensor that is not finite."""
+    import numpy as np
+
+    for file in (path / name for name in names):
+        data = np.memmap(file, dtype=np.uint8, mode="r")
+        tensors = read_header(file)
+        start = len(data) - max((t.data_offsets[1] for t in tensors.values()), default=0)
+        for name, tensor in tensors.items():
+            bad = _not_finite(data[start:], tensor)
+            if bad:
+                raise ModelError.at(
+                    f"{file}: tensor `{name}`",
+                    found=f"{bad} of {tensor.numel} numbers are NaN or infinite",
+                    wanted="finite weights",
+                    fix="take an earlier checkpoint of the training that made it, or copy the file again",
+                )
+
+
+def _not_finite(data: np.ndarray, tensor: Tensor) -> int:
+    """How many; 0 for types that have no such numbers, and for those that only quantised models use."""
+    import numpy as np
+
+    if tensor.dtype not in _EXPONENTS:
+        return 0
+    kind, bits = _EXPONENTS[tensor.dtype]
+    exponent = np.dtype(kind).type(bits)
+    numbers = data[slice(*tensor.data_offsets)].view(kind)
+    parts = (numbers[i : i + CHUNK] for i in range(0, len(numbers), CHUNK))
+    return sum(int(np.count_nonzero((part & exponent) == exponent)) for part in parts)

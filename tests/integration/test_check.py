@@ -1,0 +1,110 @@
+"""`opd check` through the real engine: three experts that know one word each, then swapped and garbled."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from experts.sft import encode_lines, fine_tune
+from experts.spec import TrainSettings
+from opd.prompts import PromptLine
+
+ROOT = Path(__file__).parents[2]
+WORDS = {"left": "aba", "right": "cdd", "third": "efe"}
+
+
+def check(file: Path, *args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli", "check", str(file), *map(str, args)],
+        cwd=file.parent,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def row(output: str, domain: str) -> list[str]:
+    """The cells of one domain."""
+    (line,) = [line for line in output.splitlines() if line.startswith(f"│ {domain} ")]
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def write_domain(root: Path, domain: str) -> dict[str, Any]:
+    """Prompts that all want the domain's word."""
+    lines = [f'{{"prompt": "{domain} {a}{b}=", "answer": "{WORDS[domain]}"}}\n' for a in "mnop" for b in "qrst"]
+    file = root / f"{domain}.jsonl"
+    file.write_text("".join(lines))
+    return {"prompts": str(file), "eval": {"prompts": str(file)}}
+
+
+def train(model_dir: Path, domain: str, scratch: Path) -> None:
+    """Teach a tiny model to answer with the domain's word, whatever is asked."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    prompts = [f"{d} {a}{b}=" for d in WORDS for a in "uvwx" for b in "qrst"]
+    lines = [PromptLine(prompt=p, completion=WORDS[domain]) for p in prompts]
+    settings = TrainSettings(max_steps=40, learning_rate=3e-3, per_device_train_batch_size=16)
+    fine_tune(
+        model, encode_lines(tokenizer, lines, 64), settings, seed=0, scratch=scratch, report=lambda step, loss: None
+    )
+    model.save_pretrained(model_dir)
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, make_model_dir: Callable[..., Path]) -> dict[str, Any]:
+    student = make_model_dir(tmp_path / "student")
+    for domain in WORDS:
+        shutil.copytree(student, tmp_path / domain)
+        train(tmp_path / domain, domain, tmp_path / "scratch")
+    return {
+        "name": "three",
+        "student": {"model": str(student)},
+        "experts": {domain: {"model": str(tmp_path / domain), "domain": domain} for domain in WORDS},
+        "domains": {domain: write_domain(tmp_path, domain) for domain in WORDS},
+        "rollout": {"max_new_tokens": 6, "max_model_len": 48},
+        "trainer": {"steps": 1, "samples_per_step": 3},
+    }
+
+
+def test_good_experts_pass_and_swapped_and_garbled_ones_are_named(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(yaml.safe_dump(pipeline))
+    good = check(file, "--samples", 8)
+    assert good.returncode == 0, good.stdout + good.stderr
+    for domain in WORDS:
+        name, expert, student, alone, *_, verdict = row(good.stdout, domain)
+        assert (name, expert, student, alone) == (domain, domain, "0.00", "1.00")
+        assert verdict != "fail"
+    assert "fail:" not in good.stdout
+
+    pipeline["experts"]["left"]["domain"], pipeline["experts"]["right"]["domain"] = "right", "left"
+    file.write_text(yaml.safe_dump(pipeline))
+    weights = tmp_path / "third" / "model.safetensors"
+    state = {name: torch.randn_like(tensor) for name, tensor in load_file(weights).items()}
+    save_file(state, weights, {"format": "pt"})
+    bad = check(file, "--samples", 8, "--fix-up")
+    assert bad.returncode == 1, bad.stdout + bad.stderr
+    assert "fail: left: expert `right` scores 0.00 on left, `left` scores 1.00: swapped?" in bad.stdout
+    assert "fail: right: expert `left` scores 0.00 on right, `right` scores 1.00: swapped?" in bad.stdout
+    assert "fix: set domains.left.teachers: left" in bad.stdout
+    assert "fail: third: expert `third`: NLL of its own domain" in bad.stdout
+    assert [row(bad.stdout, domain)[-1] for domain in WORDS] == ["fail"] * 3
+
+    pipeline["student"]["model"] = "nowhere"
+    file.write_text(yaml.safe_dump(pipeline))
+    refused = check(file)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "nowhere\n  found:  no such directory" in refused.stderr
