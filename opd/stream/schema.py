@@ -251,8 +251,6 @@ def _rows_of(batch: pa.RecordBatch) -> Iterator[TargetRow]:
 
 def _views(binary: pa.LargeBinaryArray) -> Iterator[memoryview]:
     """Through the buffers: a scalar's `as_buffer` copies."""
-    if len(binary) == 0:  # the offsets may then be absent
-        return
     _, raw_offsets, data = binary.buffers()
     offsets = memoryview(raw_offsets)[8 * binary.offset : 8 * (binary.offset + len(binary) + 1)].cast("q")
     values = memoryview(data if data is not None else b"")
