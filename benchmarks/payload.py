@@ -2,9 +2,10 @@
 
     python benchmarks/payload.py
 
-Rows go through `TargetRow` and `write_stream`, as in a run; what is counted is the finished Arrow stream with prompts,
-ids, log-probs, masks, names, offsets and padding. Values are random: nothing is compressed, so they do not matter.
-`--scorer` also lets a tiny randomly initialised Llama score the same rows through `teachers.scorer` and checks that its
+Rows go through `TargetRow` and `write_stream`, as in a run; what is counted is the finished Arrow stream of one worker
+and step with prompts, ids, log-probs, masks, names, offsets, padding and Arrow's headers. Nothing is compressed, so the
+values do not matter. The last column is the shortest response from which a token costs its payload and at most 16 bytes.
+`--scorer` also lets a `TeacherWorker` with tiny randomly initialised Llamas score the same rows, and checks that its
 stream is as long as the fabricated one. No figure depends on the machine.
 """
 
@@ -15,7 +16,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,14 @@ from opd.types import Rollout, Segment, Teacher  # noqa: E402
 SMALL_VOCAB = 256
 """Of the tiny model; ids are 4 bytes whatever the vocabulary."""
 DENSE_VOCAB = (49152, 151936)
-ROW_BYTES = 16
+TOKEN_BYTES = 16
 """Allowed per token beside the payload: its id, the student's log-prob, the mask, its share of prompt and names."""
+LONGEST = 256
+"""Responses beyond this are not tried in search of the bound."""
+DOMAINS = (
+    "base_conversion", "caesar_cipher", "chain_sum", "count_bits", "gcd", "letter_counting", "number_sorting",
+    "reverse", "spell_backward", "word_sorting",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,15 +64,30 @@ class Payload:
         detail = {"hidden_states": f" {self.dtype}, d={self.width}", "top_k": f", K={self.width}"}
         return self.name + detail.get(self.name, "")
 
+    @property
+    def limit(self) -> int:
+        """Payload and `TOKEN_BYTES`; for bfloat16 hidden states 2·d + 16."""
+        return self.token_bytes + TOKEN_BYTES
+
 
 @dataclass(frozen=True)
 class Measured:
     payload: Payload
+    rows: int
     response: int
     stream_bytes: int
-    bytes_per_token: float
-    limit: int
-    """Payload and `ROW_BYTES`; for bfloat16 hidden states 2·d + 16."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.stream_bytes / (self.rows * self.response)
+
+    @property
+    def holds(self) -> bool:
+        return self.bytes_per_token <= self.payload.limit
+
+
+Measure = Callable[[Payload, int], Measured]
+"""Of a payload and a length of all responses."""
 
 
 def payloads(widths: Sequence[int], ks: Sequence[int]) -> Iterator[Payload]:
@@ -77,73 +99,100 @@ def payloads(widths: Sequence[int], ks: Sequence[int]) -> Iterator[Payload]:
         yield Payload("top_k", k)
 
 
-def make_rollouts(rows: int, prompt: int, response: int) -> list[Rollout]:
+def make_rollouts(rows: int, prompt: int, response: int) -> dict[str, list[Rollout]]:
+    """By domain, as even as possible."""
     rng = random.Random(0)
-    return [
-        Rollout(
-            sample_id=f"000012/chain_sum/{i:04d}",
-            step=12,
-            domain="chain_sum",
-            policy_version=11,
-            prompt_ids=tuple(rng.choices(range(SMALL_VOCAB), k=prompt)),
-            response_ids=tuple(rng.choices(range(SMALL_VOCAB), k=response)),
-            behaviour_logprobs=tuple(rng.uniform(-3, 0) for _ in range(response)),
-            segments=(Segment(length=response, trained=True),),
-            truncated=False,
+    rollouts: dict[str, list[Rollout]] = {domain: [] for domain in DOMAINS[:rows]}
+    for i in range(rows):
+        domain = DOMAINS[i % len(DOMAINS)]
+        rollouts[domain].append(
+            Rollout(
+                sample_id=f"000012/{domain}/{i // len(DOMAINS)}",
+                step=12,
+                domain=domain,
+                policy_version=11,
+                prompt_ids=tuple(rng.choices(range(SMALL_VOCAB), k=prompt)),
+                response_ids=tuple(rng.choices(range(SMALL_VOCAB), k=response)),
+                behaviour_logprobs=tuple(rng.uniform(-3, 0) for _ in range(response)),
+                segments=(Segment(length=response, trained=True),),
+                truncated=False,
+            )
         )
-        for i in range(rows)
-    ]
+    return rollouts
 
 
 def answer(payload: Payload, response: int) -> dict[str, Any]:
     """The payload columns of one row, as a scorer fills them."""
     if payload.name == "hidden_states":
-        return {"hidden_size": payload.width, "hidden": random.Random(0).randbytes(response * payload.token_bytes)}
+        return {"hidden_size": payload.width, "hidden": bytes(response * payload.token_bytes)}
     if payload.name == "sampled_logprobs":
-        return {"hidden_size": 0, "teacher_logprobs": [-1.5] * response}
+        return {"teacher_logprobs": [-1.5] * response}
     num = response * payload.width
-    return {"hidden_size": 0, "topk_ids": list(range(num)), "topk_logprobs": [-1.5] * num}
+    return {"topk_ids": list(range(num)), "topk_logprobs": [-1.5] * num}
 
 
-def fabricate(rollout: Rollout, payload: Payload) -> TargetRow:
+def fabricate(rollout: Rollout, answered: dict[str, Any]) -> TargetRow:
     return TargetRow(
         sample_id=rollout.sample_id,
         step=rollout.step,
         domain=rollout.domain,
-        teacher="chain_sum-expert",
+        teacher=f"{rollout.domain}-expert",
         policy_version=rollout.policy_version,
         prompt_ids=rollout.prompt_ids,
         response_ids=rollout.response_ids,
         loss_mask=rollout.loss_mask,
         behaviour_logprobs=rollout.behaviour_logprobs,
-        head="0" * 64,
-        **answer(payload, len(rollout.response_ids)),
+        head=f"{DOMAINS.index(rollout.domain):064x}",
+        **answered,
     )
 
 
-def measure(payload: Payload, rows: int, prompt: int, response: int) -> Measured:
-    """One batch of rows as one stream."""
-    batch = [fabricate(r, payload) for r in make_rollouts(rows, prompt, response)]
-    size = write_stream([batch], payload.dtype, payload.name).size
-    return Measured(payload, response, size, size / (rows * response), payload.token_bytes + ROW_BYTES)
+def fabricated(rows: int, prompt: int) -> Measure:
+    """Streams of rows that no teacher has seen, one batch for each domain."""
+
+    def measure(payload: Payload, response: int) -> Measured:
+        answered = answer(payload, response)
+        batches = [[fabricate(r, answered) for r in part] for part in make_rollouts(rows, prompt, response).values()]
+        return Measured(payload, rows, response, write_stream(batches, payload.dtype, payload.name).size)
+
+    return measure
 
 
-def check_scorer(rows: int, prompt: int, responses: Sequence[int], ks: Sequence[int]) -> list[str]:
-    """Stream sizes of real scored rows beside fabricated ones, one line each."""
+def holds_from(measure: Measure, payload: Payload) -> int | None:
+    """The shortest response within the limit; None if `LONGEST` is over it. What a row costs is shared by its tokens."""
+    if not measure(payload, LONGEST).holds:
+        return None
+    over, within = 0, LONGEST
+    while within - over > 1:
+        middle = (over + within) // 2
+        over, within = (over, middle) if measure(payload, middle).holds else (middle, within)
+    return within
+
+
+def check_worker(rows: int, prompt: int, responses: Sequence[int], ks: Sequence[int]) -> list[str]:
+    """Streams of a real worker beside fabricated ones, one line each."""
     width = 128
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        teacher = _tiny_teacher(Path(folder), width)
+        scored = _scored(_tiny_teachers(Path(folder), width), rows, prompt)
         for payload in payloads([width], ks):
             for response in responses:
-                scored = _scored_bytes(teacher, payload, make_rollouts(rows, prompt, response))
-                fabricated = measure(payload, rows, prompt, response).stream_bytes
-                verdict = "as fabricated" if scored == fabricated else f"fabricated {fabricated:,}"
-                lines.append(f"scored {payload.label}, R={response}: {scored:,} bytes, {verdict}")
+                real, wanted = scored(payload, response), fabricated(rows, prompt)(payload, response)
+                verdict = (
+                    "as fabricated" if real.stream_bytes == wanted.stream_bytes else f"not {wanted.stream_bytes:,}"
+                )
+                lines.append(
+                    f"scored {payload.label}, R={response}: {real.stream_bytes:,} bytes, {verdict}: "
+                    f"{real.bytes_per_token:,.1f} a token{'' if real.holds else ' (over)'}, limit {payload.limit:,}"
+                )
+            first = holds_from(scored, payload)
+            lines.append(f"scored {payload.label}: within the limit from {_shortest(first)}")
     return lines
 
 
-def _tiny_teacher(folder: Path, width: int) -> Teacher:
+def _tiny_teachers(folder: Path, width: int) -> dict[str, Teacher]:
+    """One for each domain, each with a head of its own."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -155,66 +204,87 @@ def _tiny_teacher(folder: Path, width: int) -> Teacher:
         num_key_value_heads=4,
         max_position_embeddings=1024,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return Teacher(name="chain_sum-expert", model_dir=folder)
+    teachers = {}
+    for seed, domain in enumerate(DOMAINS):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder / domain)
+        teachers[domain] = Teacher(name=f"{domain}-expert", model_dir=folder / domain)
+    return teachers
 
 
-def _scored_bytes(teacher: Teacher, payload: Payload, rollouts: Sequence[Rollout]) -> int:
-    """All rows in one batch: the scorer cuts by tokens, and every batch has its own 1 to 2 kB of headers."""
+def _scored(teachers: dict[str, Teacher], rows: int, prompt: int) -> Measure:
+    """Streams as a worker returns them."""
     from teachers.scorers import ScorerOptions
-    from teachers.scorers.transformers import TransformersScorer
+    from teachers.worker import TeacherWorker
 
-    scorer = TransformersScorer(
-        ScorerOptions(
+    def measure(payload: Payload, response: int) -> Measured:
+        rollouts = make_rollouts(rows, prompt, response)
+        options = ScorerOptions(
             dtype=payload.dtype, payload=payload.name, top_k=payload.width, vocab_size=SMALL_VOCAB, memory_bytes=1 << 30
         )
-    )
-    rows = [row for batch in scorer.score(teacher, rollouts, {}) for row in batch]
-    return write_stream([rows], payload.dtype, payload.name).size
+        worker = TeacherWorker("transformers", options)
+        stream = worker.score([(teachers[domain], 1.0, tuple(part)) for domain, part in rollouts.items()])
+        assert not worker.broken()
+        return Measured(payload, rows, response, stream.nbytes)
+
+    return measure
 
 
-def show(measured: Sequence[Measured], responses: Sequence[int], title: str) -> None:
+def _shortest(first: int | None) -> str:
+    return f"over R={LONGEST}" if first is None else f"R={first}"
+
+
+def show(measured: Sequence[Measured], first: dict[Payload, int | None], responses: Sequence[int], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table("payload", title=title)
-    for name in (*(f"R={r}" for r in responses), "payload alone", f"limit: payload + {ROW_BYTES}", "exact"):
+    for name in (*(f"R={r}" for r in responses), "payload alone", f"limit: + {TOKEN_BYTES}", "exact", "within from"):
         table.add_column(name, justify="right")
     for payload in dict.fromkeys(m.payload for m in measured):
-        mine = [m for m in measured if m.payload == payload]
         exact = {"hidden_states": "yes", "sampled_logprobs": "in expectation", "top_k": "no"}[payload.name]
-        figures = [f"{m.bytes_per_token:,.1f}{'' if m.bytes_per_token <= m.limit else ' (over)'}" for m in mine]
-        table.add_row(payload.label, *figures, f"{payload.token_bytes:,}", f"{mine[0].limit:,}", exact)
+        figures = [f"{m.bytes_per_token:,.1f}{'' if m.holds else ' (over)'}" for m in measured if m.payload == payload]
+        table.add_row(
+            payload.label, *figures, f"{payload.token_bytes:,}", f"{payload.limit:,}", exact, _shortest(first[payload])
+        )
     table.add_section()
     for vocab in DENSE_VOCAB:
         empty = [""] * len(responses)
-        table.add_row(f"dense bfloat16 logits, V={vocab:,} (not sent)", *empty, f"{2 * vocab:,}", "", "yes")
-    Console(width=None if sys.stdout.isatty() else 130).print(table)
+        table.add_row(f"dense bfloat16 logits, V={vocab:,} (not sent)", *empty, f"{2 * vocab:,}", "", "yes", "")
+    Console(width=None if sys.stdout.isatty() else 170).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Bytes per response token on the wire.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=32, help="responses in a stream")
-    parser.add_argument("--prompt", type=int, default=32, help="prompt tokens of a row")
-    parser.add_argument("--response", nargs="+", type=int, default=[16, 64, 256], help="response tokens of a row, R")
+    parser.add_argument("--rows", type=int, default=120, help="responses in a stream, of ten domains")
+    parser.add_argument("--prompt", type=int, default=40, help="prompt tokens of a row")
+    parser.add_argument(
+        "--response", nargs="+", type=int, default=[16, 32, 64, 128], help="response tokens of a row, R"
+    )
     parser.add_argument("--width", nargs="+", type=int, default=[128, 576, 2048, 4096], help="hidden widths, d")
     parser.add_argument("--k", nargs="+", type=int, default=[64, 128], help="K of top_k")
-    parser.add_argument("--scorer", action="store_true", help="score with a tiny Llama too (needs torch, transformers)")
+    parser.add_argument("--scorer", action="store_true", help="score with tiny Llamas too (needs torch, transformers)")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args()
-    grid = [(p, r) for p in payloads(args.width, args.k) for r in args.response]
-    measured = [measure(payload, args.rows, args.prompt, response) for payload, response in grid]
+    measure = fabricated(args.rows, args.prompt)
+    chosen = list(payloads(args.width, args.k))
+    measured = [measure(payload, response) for payload in chosen for response in args.response]
+    first = {payload: holds_from(measure, payload) for payload in chosen}
     title = f"Bytes per response token: one stream of {args.rows} rows, {args.prompt} prompt tokens each"
-    show(measured, args.response, title)
-    checked = check_scorer(args.rows, args.prompt, args.response, args.k) if args.scorer else []
+    show(measured, first, args.response, title)
+    checked = check_worker(args.rows, args.prompt, args.response, args.k) if args.scorer else []
     print("\n".join(checked), end="\n" if checked else "")
     if args.json:
         figures = {
             "rows": args.rows,
             "prompt": args.prompt,
-            "measured": [asdict(m) | {"label": m.payload.label} for m in measured],
+            "measured": [
+                asdict(m) | {"label": m.payload.label, "bytes_per_token": m.bytes_per_token, "limit": m.payload.limit}
+                for m in measured
+            ],
+            "within_from": {payload.label: response for payload, response in first.items()},
             "dense_bfloat16_logits": {str(v): 2 * v for v in DENSE_VOCAB},
             "scored": checked,
         }

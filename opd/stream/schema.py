@@ -1,43 +1,60 @@
 """The Arrow schema of a scored row, its writer and its checking reader. Needs pyarrow only.
 
-A stream is: schema (version, payload, dtype) → row batches → one empty batch whose metadata says how many rows and
-batches came before it. Arrow ends a stream that was cut between two batches without an error, so the reader insists on
+A stream is: schema (version, payload, dtype) → row batches, the last of which says in its metadata how many rows and
+batches the stream has. Arrow ends a stream that was cut between two batches without an error, so the reader insists on
 that end-of-step record. No extension types: nothing in a stream is ever unpickled.
+
+Every byte beside the payload counts, since rows are many and some are short: a payload has only its own columns, what
+is equal in all rows of a group is a dictionary entry, and the small batches of a scorer travel as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pyarrow as pa
 
 from opd.errors import RunError
 
-VERSION = "1"
+VERSION = "2"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-PAYLOADS = ("hidden_states", "sampled_logprobs", "top_k")
+BATCH_ROWS = 256
+BATCH_BYTES = 64 << 20
+"""A batch of so many rows, or of so large a payload, is written: Arrow's 1.3 kB for each are little beside it."""
 
-FIELDS = pa.schema(
-    [
-        pa.field("sample_id", pa.string(), nullable=False),
-        pa.field("step", pa.int32(), nullable=False),
-        pa.field("domain", pa.string(), nullable=False),
-        pa.field("teacher", pa.string(), nullable=False),
-        pa.field("weight", pa.float32(), nullable=False),
-        pa.field("policy_version", pa.int32(), nullable=False),
-        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
-        pa.field("behaviour_logprobs", pa.list_(pa.float32()), nullable=False),
-        pa.field("head", pa.string(), nullable=False),
-        pa.field("hidden_size", pa.int32(), nullable=False),
-        pa.field("hidden", pa.large_binary(), nullable=False),
-        pa.field("teacher_logprobs", pa.list_(pa.float32()), nullable=False),
-        pa.field("topk_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("topk_logprobs", pa.list_(pa.float32()), nullable=False),
-    ]
-)
+
+def _fields(group: Sequence[tuple[str, pa.DataType]], payload: Sequence[tuple[str, pa.DataType]]) -> pa.Schema:
+    """All columns of a payload that adds these to the group and to the row."""
+
+    def required(columns: Sequence[tuple[str, pa.DataType]]) -> list[pa.Field]:
+        return [pa.field(name, type_, nullable=False) for name, type_ in columns]
+
+    constants = [("domain", pa.string()), ("teacher", pa.string()), ("weight", pa.float32()), *group]
+    return pa.schema(
+        required(
+            [
+                ("sample_id", pa.string()),
+                ("group", pa.dictionary(pa.int16(), pa.struct(required(constants)))),
+                ("step", pa.int32()),
+                ("policy_version", pa.int32()),
+                ("prompt_ids", pa.list_(pa.int32())),
+                ("response_ids", pa.list_(pa.int32())),
+                ("loss_mask", pa.list_(pa.bool_())),
+                ("behaviour_logprobs", pa.list_(pa.float32())),
+                *payload,
+            ]
+        )
+    )
+
+
+FIELDS = {
+    "hidden_states": _fields([("head", pa.string()), ("hidden_size", pa.int32())], [("hidden", pa.large_binary())]),
+    "sampled_logprobs": _fields([], [("teacher_logprobs", pa.list_(pa.float32()))]),
+    "top_k": _fields([], [("topk_ids", pa.list_(pa.int32())), ("topk_logprobs", pa.list_(pa.float32()))]),
+}
+"""Payload -> the columns of its streams."""
 
 
 class StreamError(RunError):
@@ -68,10 +85,11 @@ class TargetRow:
     """[R] True where the token is trained."""
     behaviour_logprobs: Sequence[float]
     """[R] what the rollout engine said, nats."""
-    head: str
-    """BLAKE3 of the teacher's output head; the matrix itself travels once, apart from the rows."""
-    hidden_size: int
-    """D"""
+    head: str = ""
+    """BLAKE3 of the teacher's output head; the matrix itself travels once, apart from the rows. Sent with hidden
+    states only."""
+    hidden_size: int = 0
+    """D; sent with hidden states only."""
     hidden: memoryview | bytes = b""
     """[R, D] little-endian, in the stream's dtype: the teacher's last hidden state after the final norm, at the
     position that predicts response token r (one before it). Empty under other payloads."""
@@ -90,28 +108,47 @@ class TargetRow:
 def stream_schema(dtype: str, payload: str) -> pa.Schema:
     """The schema with this stream's metadata; `dtype` is that of the hidden states."""
     assert dtype in DTYPE_BYTES, dtype
-    assert payload in PAYLOADS, payload
-    return FIELDS.with_metadata(
+    assert payload in FIELDS, payload
+    return FIELDS[payload].with_metadata(
         {"opd.version": VERSION, "opd.payload": payload, "opd.norm": "after", "opd.dtype": dtype}
     )
 
 
 def write_stream(batches: Iterable[Sequence[TargetRow]], dtype: str, payload: str = "hidden_states") -> pa.Buffer:
-    """Encode batches of rows, and the end-of-step record, as one Arrow IPC stream."""
+    """Encode rows, and the end-of-step record, as one Arrow IPC stream; batches that came small are joined."""
     sink = pa.BufferOutputStream()
     schema = stream_schema(dtype, payload)
-    num_rows = num_batches = 0
+    num_rows = num_batches = size = 0
+    pending: list[TargetRow] = []
     with pa.ipc.new_stream(sink, schema) as writer:
         for rows in batches:
-            columns = [pa.array([getattr(row, f.name) for row in rows], f.type) for f in FIELDS]
-            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-            num_rows += len(rows)
-            num_batches += 1
-        empty = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in FIELDS], schema=schema)
-        writer.write_batch(
-            empty, custom_metadata={"opd.end": "1", "opd.rows": str(num_rows), "opd.batches": str(num_batches)}
-        )
+            if len(pending) >= BATCH_ROWS or size >= BATCH_BYTES:
+                writer.write_batch(_encode(pending, schema))
+                num_rows += len(pending)
+                num_batches += 1
+                pending, size = [], 0
+            pending += rows
+            size += sum(len(r.hidden) + 4 * len(r.teacher_logprobs) + 8 * len(r.topk_ids) for r in rows)
+        end = {"opd.end": "1", "opd.rows": str(num_rows + len(pending)), "opd.batches": str(num_batches + 1)}
+        writer.write_batch(_encode(pending, schema), custom_metadata=end)
     return sink.getvalue()
+
+
+def _encode(rows: Sequence[TargetRow], schema: pa.Schema) -> pa.RecordBatch:
+    columns = [
+        _encode_groups(rows, f.type) if f.name == "group" else pa.array([getattr(r, f.name) for r in rows], f.type)
+        for f in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _encode_groups(rows: Sequence[TargetRow], kind: pa.DictionaryType) -> pa.DictionaryArray:
+    """A dictionary of this batch's groups alone: Arrow sends it only where it differs from the batch before."""
+    names = [f.name for f in kind.value_type]
+    groups = [tuple(getattr(row, name) for name in names) for row in rows]
+    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    values = pa.array([dict(zip(names, group, strict=True)) for group in numbers], kind.value_type)
+    return pa.DictionaryArray.from_arrays(pa.array([numbers[g] for g in groups], kind.index_type), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +181,14 @@ def _check_schema(schema: pa.Schema) -> tuple[str, str]:
         raise StreamError(
             f"target stream: version {version}, wanted {VERSION}: teachers and trainer run different releases"
         )
-    if not schema.equals(FIELDS):
-        raise StreamError(f"target stream: columns {schema.names}, wanted {FIELDS.names}")
     dtype = metadata.get("opd.dtype", "")
     if dtype not in DTYPE_BYTES:
         raise StreamError(f"target stream: dtype {dtype!r}, wanted one of {', '.join(DTYPE_BYTES)}")
     payload = metadata.get("opd.payload", "")
-    if payload not in PAYLOADS:
-        raise StreamError(f"target stream: payload {payload!r}, wanted one of {', '.join(PAYLOADS)}")
+    if payload not in FIELDS:
+        raise StreamError(f"target stream: payload {payload!r}, wanted one of {', '.join(FIELDS)}")
+    if not schema.equals(FIELDS[payload]):
+        raise StreamError(f"target stream: columns {schema.names} of {payload}, wanted {FIELDS[payload].names}")
     return dtype, payload
 
 
@@ -159,20 +196,19 @@ def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int, payload: str) 
     num_rows = num_batches = 0
     widths: set[int] = set()
     end: dict[str, str] | None = None
-    while True:
+    while end is None:
         try:
             batch, metadata = reader.read_next_batch_with_custom_metadata()
         except StopIteration:
             break
-        if metadata is not None and b"opd.end" in metadata:
-            end = {k.decode(): v.decode() for k, v in metadata.items()}
-            break
-        batch.validate(full=True)
+        _check_batch(batch)
         for row in _rows_of(batch):
             _check_lengths(row, itemsize, payload, widths)
             yield row
         num_rows += batch.num_rows
         num_batches += 1
+        if metadata is not None and b"opd.end" in metadata:
+            end = {k.decode(): v.decode() for k, v in metadata.items()}
     if end is None:
         raise StreamError(f"target stream: ends after {num_rows} rows without its end-of-step record: it was cut")
     promised = (end.get("opd.rows"), end.get("opd.batches"))
@@ -182,17 +218,44 @@ def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int, payload: str) 
         )
 
 
+def _check_batch(batch: pa.RecordBatch) -> None:
+    """Offsets, group numbers and UTF-8, all the way down; a missing value is the one thing Arrow lets pass."""
+    batch.validate(full=True)
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if any(part.null_count for part in _parts(column)):
+            raise StreamError(f"target stream: column {name} has missing values")
+
+
+def _parts(array: pa.Array) -> Iterator[pa.Array]:
+    """The array and all that it is made of."""
+    yield array
+    if isinstance(array, pa.DictionaryArray):
+        yield from _parts(array.dictionary)
+    elif isinstance(array, pa.ListArray):
+        yield from _parts(array.values)
+    elif isinstance(array, pa.StructArray):
+        for i in range(array.type.num_fields):
+            yield from _parts(array.field(i))
+
+
 def _rows_of(batch: pa.RecordBatch) -> Iterator[TargetRow]:
-    hidden = batch.column("hidden")
-    # Through the buffers: a scalar's `as_buffer` copies.
-    _, raw_offsets, data = hidden.buffers()
-    offsets = memoryview(raw_offsets)[8 * hidden.offset : 8 * (hidden.offset + len(hidden) + 1)].cast("q")
-    payload = memoryview(data if data is not None else b"")
-    light = {name: batch.column(name).to_pylist() for name in FIELDS.names if name != "hidden"}
-    for i in range(batch.num_rows):
-        yield TargetRow(
-            hidden=payload[offsets[i] : offsets[i + 1]], **{name: values[i] for name, values in light.items()}
-        )
+    columns = {name: batch.column(name) for name in batch.schema.names}
+    group = columns.pop("group")
+    groups, numbers = group.dictionary.to_pylist(), group.indices.to_pylist()
+    hidden = columns.pop("hidden", None)
+    states: Iterable[memoryview | bytes] = [b""] * batch.num_rows if hidden is None else _views(hidden)
+    light = {name: column.to_pylist() for name, column in columns.items()}
+    for i, (number, view) in enumerate(zip(numbers, states, strict=True)):
+        yield TargetRow(hidden=view, **groups[number], **{name: values[i] for name, values in light.items()})
+
+
+def _views(binary: pa.LargeBinaryArray) -> Iterator[memoryview]:
+    """Through the buffers: a scalar's `as_buffer` copies."""
+    _, raw_offsets, data = binary.buffers()
+    offsets = memoryview(raw_offsets)[8 * binary.offset : 8 * (binary.offset + len(binary) + 1)].cast("q")
+    values = memoryview(data if data is not None else b"")
+    for start, stop in pairwise(offsets):
+        yield values[start:stop]
 
 
 def _check_lengths(row: TargetRow, itemsize: int, payload: str, widths: set[int]) -> None:

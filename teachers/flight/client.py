@@ -229,7 +229,8 @@ class FlightPool:
                     raise ProtocolError(
                         f"{self}: row {row.sample_id} of teacher {row.teacher}: not asked for, or twice"
                     )
-                if row.weight != weight or row.head != self._served[rollout.domain, row.teacher].head:
+                head = self._served[rollout.domain, row.teacher].head if stream.payload == "hidden_states" else ""
+                if row.weight != weight or row.head != head:
                     raise ProtocolError(f"{self}: row {row.sample_id} of teacher {row.teacher}: another weight or head")
                 if not _same(row, rollout):
                     raise ProtocolError(f"{self}: row {row.sample_id} of teacher {row.teacher}: not the rollout sent")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from opd.errors import RunError
+from opd.stream import schema
 from opd.stream.schema import FIELDS, Stream, StreamError, TargetRow, read_stream, stream_schema, write_stream
 
 D = 3
@@ -32,9 +34,6 @@ def row(
         "head": "ab" * 32,
         "hidden_size": width,
         "hidden": bytes((i + k) % 256 for k in range(response * width * itemsize)),
-        "teacher_logprobs": [],
-        "topk_ids": [],
-        "topk_logprobs": [],
     }
     return TargetRow(**values | changes)
 
@@ -44,6 +43,18 @@ BATCHES = [[row(0), row(1, response=1)], [row(2, prompt=5, response=4, width=5)]
 
 def plain(stream: Stream) -> list[dict[str, Any]]:
     return [dataclasses.asdict(dataclasses.replace(r, hidden=bytes(r.hidden))) for r in stream.rows]
+
+
+def unjoined(batches: list[list[TargetRow]], dtype: str = "float32", payload: str = "hidden_states") -> pa.Buffer:
+    """A stream in which each of these batches is one of Arrow's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schema, "BATCH_ROWS", 1)
+        return write_stream(batches, dtype, payload)
+
+
+def arrow_batches(stream: pa.Buffer) -> list[pa.RecordBatch]:
+    with pa.ipc.open_stream(stream) as reader:
+        return list(reader)
 
 
 def test_rows_come_back_as_they_were_written() -> None:
@@ -85,11 +96,12 @@ def test_log_probs_lose_no_float32_digit() -> None:
 def answered(payload: str, i: int = 0, *, response: int = 3, **changes: Any) -> TargetRow:
     """A row with that payload and no hidden states."""
     ids = [(7 * i + k) % 76 for k in range(2 * response)]
+    nothing = {"head": "", "hidden_size": 0, "hidden": b""}
     answers: dict[str, dict[str, Any]] = {
         "sampled_logprobs": {"teacher_logprobs": [-0.125 * (i + k) for k in range(response)]},
         "top_k": {"topk_ids": ids, "topk_logprobs": [-0.5 - k for k in range(2 * response)]},
     }
-    return row(i, response=response, **{"hidden": b"", "hidden_size": 0} | answers[payload] | changes)
+    return row(i, response=response, **nothing | answers[payload] | changes)
 
 
 LIGHT = ["sampled_logprobs", "top_k"]
@@ -123,9 +135,30 @@ def test_a_row_whose_payload_does_not_fit_is_refused_by_name(payload: str, chang
 
 
 @pytest.mark.parametrize("payload", LIGHT)
-def test_a_stream_that_says_another_payload_is_refused(payload: str) -> None:
+def test_rows_of_another_payload_are_refused(payload: str) -> None:
     with pytest.raises(StreamError, match=f"payload {payload} of 0 "):
         read_stream(write_stream(BATCHES, "float32", payload))
+
+
+@pytest.mark.parametrize("payload", LIGHT)
+def test_a_stream_that_says_another_payload_is_refused(payload: str) -> None:
+    metadata = stream_schema("float32", payload).metadata
+    with pytest.raises(StreamError, match=rf"columns .*'hidden'\] of {payload}, wanted "):
+        read_stream(with_schema(FIELDS["hidden_states"].with_metadata(metadata)))
+
+
+@pytest.mark.parametrize("payload", FIELDS)
+def test_a_payload_has_no_columns_of_another(payload: str) -> None:
+    mine = {
+        "hidden_states": {"head", "hidden_size", "hidden"},
+        "sampled_logprobs": {"teacher_logprobs"},
+        "top_k": {"topk_ids", "topk_logprobs"},
+    }
+    found = set(FIELDS[payload].names) | {f.name for f in FIELDS[payload].field("group").type.value_type}
+    assert found & set().union(*mine.values()) == mine[payload]
+    assert found - mine[payload] - {"group"} == {f.name for f in dataclasses.fields(TargetRow)} - set().union(
+        *mine.values()
+    )
 
 
 def test_top_k_of_two_widths_is_refused() -> None:
@@ -134,11 +167,74 @@ def test_top_k_of_two_widths_is_refused() -> None:
         read_stream(write_stream([[answered("top_k"), wide]], "float32", "top_k"))
 
 
+# Groups and batches
+
+
+def test_groups_that_change_from_batch_to_batch_come_back() -> None:
+    rng = random.Random(3)
+    domains = ["reverse", "sort", "umkehr\u00fc"]
+    batches = [
+        [
+            row(
+                10 * b + i,
+                domain=rng.choice(domains),
+                teacher=rng.choice(["a", "b"]),
+                weight=rng.choice([0.25, 0.75]),
+                head=rng.choice(["ab" * 32, "cd" * 32]),
+                width=rng.choice([D, D + 1]),
+            )
+            for i in range(rng.choice([1, 4]))
+        ]
+        for b in range(12)
+    ]
+    stream = unjoined(batches)
+    assert len(arrow_batches(stream)) == 12
+    assert plain(read_stream(stream)) == [dataclasses.asdict(r) for batch in batches for r in batch]
+
+
+def test_a_group_is_sent_once_while_it_lasts() -> None:
+    def dictionaries(batches: list[list[TargetRow]]) -> int:
+        messages = pa.ipc.MessageReader.open_stream(unjoined(batches))
+        return sum(m.type == "dictionary" for m in messages)
+
+    same = [[row(i)] for i in range(5)]
+    assert dictionaries(same) == 1
+    assert dictionaries([*same, [row(5, domain="sort")]]) == 2
+
+
+def test_small_batches_are_joined_until_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(i) for i in range(10)]  # of 36 bytes of hidden states each
+    small = [rows[i : i + 2] for i in range(0, 10, 2)]
+    assert [b.num_rows for b in arrow_batches(write_stream(small, "float32"))] == [10]
+    monkeypatch.setattr(schema, "BATCH_ROWS", 4)
+    assert [b.num_rows for b in arrow_batches(write_stream(small, "float32"))] == [4, 4, 2]
+    monkeypatch.setattr(schema, "BATCH_ROWS", 100)
+    monkeypatch.setattr(schema, "BATCH_BYTES", 5 * 36)
+    assert [b.num_rows for b in arrow_batches(write_stream(small, "float32"))] == [6, 4]
+    top_k = [[answered("top_k", i)] for i in range(10)]  # 3 tokens, 2 ids and log-probs each
+    monkeypatch.setattr(schema, "BATCH_BYTES", 5 * 3 * 2 * 8)
+    assert [b.num_rows for b in arrow_batches(write_stream(top_k, "float32", "top_k"))] == [5, 5]
+
+
+def test_rows_leave_before_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "BATCH_ROWS", 2)
+    encoded = []
+    encode = schema._encode
+    monkeypatch.setattr(schema, "_encode", lambda rows, kind: encoded.append(len(rows)) or encode(rows, kind))
+
+    def batches() -> Iterator[list[TargetRow]]:
+        for i in range(6):
+            assert sum(encoded) >= i - 2
+            yield [row(i)]
+
+    assert len(read_stream(write_stream(batches(), "float32")).rows) == 6
+
+
 # Streams that were cut
 
 
 def test_a_stream_cut_at_any_byte_is_refused() -> None:
-    whole = write_stream(BATCHES, "float32").to_pybytes()
+    whole = unjoined(BATCHES).to_pybytes()
     end_marker = 8  # Arrow's own; all rows and the end-of-step record lie before it
     for cut in range(len(whole) - end_marker):
         with pytest.raises(StreamError):
@@ -158,8 +254,8 @@ def rebuilt(batches: list[tuple[pa.RecordBatch, dict[str, str] | None]], schema:
 
 
 def parts() -> list[tuple[pa.RecordBatch, dict[str, str] | None]]:
-    """The batches of a stream of BATCHES: two with rows, then the end-of-step record."""
-    with pa.ipc.open_stream(write_stream(BATCHES, "float32")) as reader:
+    """The batches of a stream of four rows; the end-of-step record is on the last."""
+    with pa.ipc.open_stream(unjoined([*BATCHES, [row(3)]])) as reader:
         found = []
         while True:
             try:
@@ -170,8 +266,8 @@ def parts() -> list[tuple[pa.RecordBatch, dict[str, str] | None]]:
 
 
 def test_the_parts_make_the_whole() -> None:
-    assert len(parts()) == 3
-    assert len(read_stream(rebuilt(parts())).rows) == 3
+    assert [(b.num_rows, end is None) for b, end in parts()] == [(2, True), (1, True), (1, False)]
+    assert len(read_stream(rebuilt(parts())).rows) == 4
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
@@ -184,67 +280,69 @@ def test_a_stream_that_ends_between_two_batches_is_refused(kept: int) -> None:
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_batch_is_noticed(lost: int) -> None:
     left = [part for i, part in enumerate(parts()) if i != lost]
-    with pytest.raises(StreamError, match="end-of-step record says 3 in 2"):
+    with pytest.raises(StreamError, match="in 2 batches, its end-of-step record says 4 in 3"):
         read_stream(rebuilt(left))
 
 
 def test_a_batch_that_came_twice_is_noticed() -> None:
     first, second, end = parts()
-    with pytest.raises(StreamError, match="5 rows in 3 batches"):
+    with pytest.raises(StreamError, match="6 rows in 4 batches"):
         read_stream(rebuilt([first, first, second, end]))
 
 
 @pytest.mark.parametrize(
     "end",
     [
+        {"opd.end": "1", "opd.rows": "5", "opd.batches": "3"},
         {"opd.end": "1", "opd.rows": "4", "opd.batches": "2"},
-        {"opd.end": "1", "opd.rows": "3", "opd.batches": "1"},
-        {"opd.end": "1", "opd.rows": "3"},
-        {"opd.end": "1", "opd.rows": "three", "opd.batches": "2"},
+        {"opd.end": "1", "opd.rows": "4"},
+        {"opd.end": "1", "opd.rows": "four", "opd.batches": "3"},
     ],
 )
 def test_an_end_record_that_counts_otherwise_is_refused(end: dict[str, str]) -> None:
-    first, second, (empty, _) = parts()
-    with pytest.raises(StreamError):
-        read_stream(rebuilt([first, second, (empty, end)]))
+    first, second, (last, _) = parts()
+    with pytest.raises(StreamError, match="4 rows in 3 batches, its end-of-step record says"):
+        read_stream(rebuilt([first, second, (last, end)]))
 
 
-def test_rows_inside_the_end_record_are_not_dropped() -> None:
-    first, (batch, _), (_, end) = parts()
-    with pytest.raises(StreamError):
-        read_stream(rebuilt([first, (batch, end)]))
+@pytest.mark.parametrize("position", [0, 1])
+def test_an_end_record_that_came_early_is_refused(position: int) -> None:
+    found = parts()
+    end = found[-1][1]
+    found[position] = (found[position][0], end)
+    with pytest.raises(StreamError, match="its end-of-step record says 4 in 3"):
+        read_stream(rebuilt(found))
 
 
 # Streams of another kind
 
 
 def with_schema(schema: pa.Schema) -> pa.Buffer:
-    columns = [pa.array([], f.type) for f in schema]
-    return rebuilt([(pa.RecordBatch.from_arrays(columns, schema=schema), None)], schema)
+    return rebuilt([], schema)
 
 
 @pytest.mark.parametrize(
     ("metadata", "word"),
     [
-        ({"opd.version": "2", "opd.dtype": "float32"}, "version 2, wanted 1"),
+        ({"opd.version": "1", "opd.dtype": "float32"}, "version 1, wanted 2"),
         (None, "version None"),
-        ({"opd.version": "1", "opd.dtype": "float8"}, "dtype 'float8'"),
-        ({"opd.version": "1"}, "dtype ''"),
-        ({"opd.version": "1", "opd.dtype": "float32"}, "payload ''"),
+        ({"opd.version": "2", "opd.dtype": "float8"}, "dtype 'float8'"),
+        ({"opd.version": "2"}, "dtype ''"),
+        ({"opd.version": "2", "opd.dtype": "float32"}, "payload ''"),
         (
-            {"opd.version": "1", "opd.dtype": "float32", "opd.payload": "logits"},
+            {"opd.version": "2", "opd.dtype": "float32", "opd.payload": "logits"},
             "payload 'logits', wanted one of hidden",
         ),
     ],
 )
 def test_another_version_or_dtype_is_refused(metadata: dict[str, str] | None, word: str) -> None:
     with pytest.raises(StreamError, match=word):
-        read_stream(with_schema(FIELDS.with_metadata(metadata)))
+        read_stream(with_schema(FIELDS["hidden_states"].with_metadata(metadata)))
 
 
-@pytest.mark.parametrize("change", ["missing", "extra", "renamed", "retyped", "reordered", "nullable"])
+@pytest.mark.parametrize("change", ["missing", "extra", "renamed", "retyped", "reordered", "nullable", "grouped"])
 def test_other_columns_are_refused(change: str) -> None:
-    fields = list(FIELDS)
+    fields = list(FIELDS["hidden_states"])
     if change == "missing":
         fields.pop()
     elif change == "extra":
@@ -252,11 +350,14 @@ def test_other_columns_are_refused(change: str) -> None:
     elif change == "renamed":
         fields[0] = fields[0].with_name("id")
     elif change == "retyped":
-        fields[1] = pa.field("step", pa.int64(), nullable=False)
+        fields[1] = fields[1].with_type(pa.dictionary(pa.int32(), fields[1].type.value_type))
     elif change == "reordered":
         fields[0], fields[1] = fields[1], fields[0]
-    else:
+    elif change == "nullable":
         fields[0] = fields[0].with_nullable(True)
+    else:
+        constants = [f for f in fields[1].type.value_type if f.name != "head"]
+        fields[1] = fields[1].with_type(pa.dictionary(pa.int16(), pa.struct(constants)))
     with pytest.raises(StreamError, match="columns"):
         read_stream(with_schema(pa.schema(fields, stream_schema("float32", "hidden_states").metadata)))
 
@@ -290,17 +391,79 @@ def test_garbage_is_refused(data: bytes) -> None:
         read_stream(data)
 
 
-def test_a_flipped_bit_is_refused_or_harmless_to_the_reader() -> None:
-    whole, rng = write_stream(BATCHES, "float32").to_pybytes(), random.Random(1)
+def changed(column: str, values: pa.Array) -> pa.Buffer:
+    """A stream of two rows whose column was replaced."""
+    (batch,) = arrow_batches(write_stream([[row(0), row(1)]], "float32"))
+    columns = [values if name == column else batch.column(name) for name in batch.schema.names]
+    end = {"opd.end": "1", "opd.rows": "2", "opd.batches": "1"}
+    return rebuilt([(pa.RecordBatch.from_arrays(columns, schema=batch.schema), end)])
+
+
+def groups_of(numbers: list[int | None], entries: list[dict[str, Any] | None]) -> pa.Array:
+    kind = FIELDS["hidden_states"].field("group").type
+    return pa.DictionaryArray.from_arrays(
+        pa.array(numbers, kind.index_type), pa.array(entries, kind.value_type), safe=False
+    )
+
+
+GROUP = {"domain": "reverse", "teacher": "rev", "weight": 1.0, "head": "ab", "hidden_size": D}
+
+
+def test_the_changed_stream_can_be_right() -> None:
+    stream = read_stream(changed("group", groups_of([1, 0], [GROUP, GROUP | {"domain": "sort"}])))
+    assert [r.domain for r in stream.rows] == ["sort", "reverse"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 32767, -1])
+def test_a_group_that_does_not_exist_is_refused(number: int) -> None:
+    with pytest.raises(StreamError, match="not a whole Arrow stream"):
+        read_stream(changed("group", groups_of([0, number], [GROUP])))
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("sample_id", pa.array(["a", None])),
+        ("step", pa.array([None, 1], pa.int32())),
+        ("response_ids", pa.array([[1, 2, 3], None], pa.list_(pa.int32()))),
+        ("response_ids", pa.array([[1, 2, 3], [1, None, 3]], pa.list_(pa.int32()))),
+        ("loss_mask", pa.array([[True, None, True], [True] * 3])),
+        ("hidden", pa.array([b"\0" * 36, None], pa.large_binary())),
+        ("group", groups_of([0, None], [GROUP])),
+        ("group", groups_of([0, 1], [GROUP, None])),
+        ("group", groups_of([0, 0], [GROUP | {"teacher": None}])),
+        ("group", groups_of([0, 0], [GROUP | {"hidden_size": None}])),
+    ],
+)
+def test_missing_values_are_refused(column: str, values: pa.Array) -> None:
+    with pytest.raises(StreamError, match=f"column {column} has missing values"):
+        read_stream(changed(column, values))
+
+
+def test_names_that_are_not_utf8_are_refused() -> None:
+    whole = write_stream([[row(0, domain="RRRR")]], "float32").to_pybytes()
+    assert whole.count(b"RRRR") == 1
+    with pytest.raises(StreamError, match=r"(?i)utf-?8"):
+        read_stream(whole.replace(b"RRRR", b"RR\xffR"))
+
+
+@pytest.mark.parametrize("payload", FIELDS)
+def test_damaged_bytes_are_refused_or_harmless_to_the_reader(payload: str) -> None:
+    rows = [
+        row(i, response=1 + i, domain=name) if payload == "hidden_states" else answered(payload, i, domain=name)
+        for i, name in enumerate(["reverse", "sort", "sort", "gcd"])
+    ]
+    whole, rng = unjoined([rows[:2], rows[2:]], "float32", payload).to_pybytes(), random.Random(1)
     refused = 0
-    for _ in range(1500):
+    for _ in range(3000):
         damaged = bytearray(whole)
-        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        for _ in range(rng.choice([1, 1, 4])):
+            damaged[rng.randrange(len(whole))] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)])
         try:
-            assert len(read_stream(damaged).rows) == 3
+            assert len(read_stream(damaged).rows) == 4
         except StreamError:
             refused += 1
-    assert refused > 500
+    assert 1000 < refused < 2900
 
 
 def test_a_stream_error_ends_a_run() -> None:
@@ -310,8 +473,33 @@ def test_a_stream_error_ends_a_run() -> None:
 # Size
 
 
-def test_bytes_on_the_wire_per_token() -> None:
-    width, tokens = 576, [64 + 7 * i % 64 for i in range(100)]
-    rows = [row(i, prompt=20, response=n, width=width, itemsize=2) for i, n in enumerate(tokens)]
-    size = write_stream([rows[i : i + 10] for i in range(0, 100, 10)], "bfloat16").size
-    assert size / sum(tokens) <= 2 * width + 16
+def realistic(num_rows: int, response: int) -> list[list[TargetRow]]:
+    """A worker's batches of one step of ten domains, each with an expert and a head of its own: bfloat16, d=576."""
+    names = [
+        "base_conversion", "caesar_cipher", "chain_sum", "count_bits", "gcd", "letter_counting", "number_sorting",
+        "reverse", "spell_backward", "word_sorting",
+    ]  # fmt: skip
+    return [
+        [
+            row(
+                i,
+                prompt=40,
+                response=response,
+                width=576,
+                itemsize=2,
+                sample_id=f"000012/{name}/{i}",
+                domain=name,
+                teacher=f"{name}-expert",
+                head=f"{number:064x}",
+            )
+            for i in range(num_rows // 10)
+        ]
+        for number, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(("num_rows", "response"), [(20, 64), (60, 40), (120, 32), (120, 64), (300, 31)])
+def test_a_token_costs_its_hidden_state_and_at_most_16_bytes(num_rows: int, response: int) -> None:
+    written = write_stream(realistic(num_rows, response), "bfloat16")
+    assert written.size / (num_rows * response) <= 2 * 576 + 16
+    assert len(read_stream(written).rows) == num_rows

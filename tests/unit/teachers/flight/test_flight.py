@@ -328,7 +328,7 @@ def test_a_server_with_another_certificate_is_not_believed(
         (PAYLOADS["log-probs"], {}, "payload: they have sampled_logprobs, this pipeline hidden_states"),
         (PAYLOADS["top-k"], {**PAYLOADS["top-k"], "objective": {"kind": "top_k", "k": 4}}, "objective.k: they have 3, this pipeline 4"),
         ({"hello": {"vocab_size": 75}}, {}, "vocabulary: they have 75, this pipeline 76"),
-        ({"hello": {"stream": "9"}}, {}, "stream version: they have 9, this pipeline 1"),
+        ({"hello": {"stream": "9"}}, {}, "stream version: they have 9, this pipeline 2"),
         ({"hello": {"protocol": "9"}}, {}, "speaks protocol '9', this side '1'"),
         ({"hello": {"domains": {}}}, {}, r"domain reverse: they have no teacher, this pipeline rev \(1, digest of re"),
     ],
@@ -381,7 +381,7 @@ def test_rollouts_of_another_version_are_refused(routes: Routes, serve: Any, mon
     monkeypatch.setattr(
         flight_client, "rollout_batches", lambda r: (b.replace_schema_metadata(newer.metadata) for b in encode(r))
     )
-    with pytest.raises(RunError, match="rollouts of version 2, wanted 1"):
+    with pytest.raises(RunError, match="rollouts of version 2, wanted 2"):
         scoring.score(ROLLOUTS)
 
 
@@ -479,7 +479,7 @@ def newer_stream() -> np.ndarray:
         ({"rows": 11}, "they count 11 rows, wanted 12"),
         ({"quarantined": {"000001/reverse/77": "why"}}, "000001/reverse/77 is quarantined, but was not sent"),
         ({"streams": ()}, "12 rows are missing"),
-        ({"streams": (newer_stream(),)}, "target stream: version 7, wanted 1"),
+        ({"streams": (newer_stream(),)}, "target stream: version 7, wanted 2"),
         ({"streams": (np.frombuffer(write_stream([], "float32"), np.uint8)[:-200],)}, "target stream: .*(cut|whole)"),
         ({"streams": (np.frombuffer(write_stream([], "bfloat16"), np.uint8),)}, "hidden_states in bfloat16 arrived"),
     ],
