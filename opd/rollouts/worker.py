@@ -52,7 +52,7 @@ class VLLMWorker:
     def __init__(self, options: EngineOptions, stop_token_ids: Sequence[int]) -> None:
         self._options = options
         self._stop = list(stop_token_ids)
-        self._llm = _start_engine(options)
+        self._llm = start_engine(options)
         self._shape = model_shape(options.model_dir)
 
     def generate(self, requests: Sequence[Request]) -> list[Sampled]:
@@ -91,18 +91,11 @@ class VLLMWorker:
         """Hold this directory's weights. Raises: RunError if the caches could not be reset."""
         shape = model_shape(model_dir)
         if shape == self._shape:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})
-            repack_output_head(self._model())
+            swap_weights(self._llm, model_dir)
         else:
             self._llm = None  # frees the old engine's memory before the new one takes its own
-            self._llm = _start_engine(dataclasses.replace(self._options, model_dir=model_dir))
+            self._llm = start_engine(dataclasses.replace(self._options, model_dir=model_dir))
             self._shape = shape
-        if not self._llm.reset_prefix_cache():
-            raise RunError("vLLM refused to reset its prefix cache after a weight update: requests were still running")
-
-    def _model(self) -> Any:
-        # In-process engine: the executor, its one worker and the model are reachable objects, no pickled callable needed.
-        return self._llm.llm_engine.model_executor.driver_worker.worker.get_model()
 
 
 def model_shape(model_dir: Path) -> dict[str, Any]:
@@ -111,6 +104,22 @@ def model_shape(model_dir: Path) -> dict[str, Any]:
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
     return {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype", "use_cache")}
+
+
+def swap_weights(llm: Any, model_dir: Path) -> None:
+    """Put a directory's weights into a running engine of that shape.
+
+    Raises: RunError if the prefix cache, which holds what the old weights computed, could not be reset.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})
+    repack_output_head(engine_model(llm))
+    if not llm.reset_prefix_cache():
+        raise RunError("vLLM refused to reset its prefix cache after a weight update: requests were still running")
+
+
+def engine_model(llm: Any) -> Any:
+    """The torch module inside an in-process engine: executor, its one worker and the model are reachable objects."""
+    return llm.llm_engine.model_executor.driver_worker.worker.get_model()
 
 
 def repack_output_head(model: Any) -> None:
@@ -130,7 +139,8 @@ def repack_output_head(model: Any) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def _start_engine(options: EngineOptions) -> Any:
+def start_engine(options: EngineOptions, **more: Any) -> Any:
+    """An in-process `vllm.LLM`; `more` goes to it as it is."""
     from vllm import LLM
 
     return LLM(
@@ -145,6 +155,7 @@ def _start_engine(options: EngineOptions) -> Any:
         trust_remote_code=False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        **more,
     )
 
 
