@@ -25,7 +25,8 @@ class TeacherWorker:
         self._broken: dict[str, str] = {}
 
     def describe(self, teacher: Teacher) -> tuple[str, LogitRule]:
-        """Content hash and logit rule of the teacher's head; loading it here also proves that its weights fit."""
+        """Content hash and logit rule of the teacher's head; asking for them also proves that the teacher can be used:
+        that its weights fit, or that its server answers."""
         return self._scorer.head_key(teacher), self._scorer.head_rule(teacher)
 
     def head(self, teacher: Teacher) -> np.ndarray:

@@ -140,10 +140,10 @@ def repack_output_head(model: Any) -> None:
 
 
 def start_engine(options: EngineOptions, **more: Any) -> Any:
-    """An in-process `vllm.LLM`; `more` goes to it as it is."""
+    """An in-process `vllm.LLM`; `more` goes to it as it is and comes before what is set here."""
     from vllm import LLM
 
-    return LLM(
+    settings: dict[str, Any] = dict(
         model=str(options.model_dir),
         skip_tokenizer_init=True,
         dtype=options.dtype,
@@ -155,8 +155,8 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         trust_remote_code=False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        **more,
     )
+    return LLM(**settings | more)
 
 
 def _sampled(output: Any) -> Sampled:
