@@ -143,19 +143,19 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     """An in-process `vllm.LLM`; `more` goes to it as it is and comes before what is set here."""
     from vllm import LLM
 
-    settings: dict[str, Any] = dict(
-        model=str(options.model_dir),
-        skip_tokenizer_init=True,
-        dtype=options.dtype,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        enforce_eager=True,
-        generation_config="vllm",  # sampling is decided by the pipeline alone, not by a file in the model directory
-        trust_remote_code=False,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-    )
+    settings: dict[str, Any] = {
+        "model": str(options.model_dir),
+        "skip_tokenizer_init": True,
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enforce_eager": True,
+        "generation_config": "vllm",  # sampling is decided by the pipeline alone, not by a file in the model directory
+        "trust_remote_code": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
     return LLM(**settings | more)
 
 
