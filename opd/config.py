@@ -198,7 +198,7 @@ class TeachersConfig(Strict):
     """By expert's name: who serves it. Engine `openai` needs one for each expert."""
     api_key_env: str | None = Field(None, min_length=1)
     """Environment variable that holds the servers' key; set it where the scoring workers run."""
-    server_timeout_s: float = Field(120, gt=0)
+    server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
     """Deadline of one request to a server; it is made up to four times."""
 
     @model_validator(mode="after")
