@@ -113,13 +113,30 @@ def swap_weights(llm: Any, model_dir: Path) -> None:
     """
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})
     repack_output_head(engine_model(llm))
-    if not llm.reset_prefix_cache():
-        raise RunError("vLLM refused to reset its prefix cache after a weight update: requests were still running")
+    _reset_prefix_cache(llm)
+
+
+def wipe_cache(llm: Any) -> None:
+    """Overwrite the key-value cache with zeros. Raises: RunError if the prefix cache could not be reset."""
+    _reset_prefix_cache(llm)
+    for layer in _worker(llm).model_runner.kv_caches:
+        for tensor in layer if isinstance(layer, list | tuple) else [layer]:
+            tensor.zero_()
 
 
 def engine_model(llm: Any) -> Any:
-    """The torch module inside an in-process engine: executor, its one worker and the model are reachable objects."""
-    return llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    """The torch module inside an in-process engine."""
+    return _worker(llm).get_model()
+
+
+def _worker(llm: Any) -> Any:
+    """The executor and its one worker are reachable objects: no pickled callable is needed."""
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+def _reset_prefix_cache(llm: Any) -> None:
+    if not llm.reset_prefix_cache():
+        raise RunError("vLLM refused to reset its prefix cache after a weight update: requests were still running")
 
 
 def repack_output_head(model: Any) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.losses.chunked import LogitRule
-from opd.rollouts.worker import EngineOptions, engine_model, model_shape, start_engine, swap_weights
+from opd.rollouts.worker import EngineOptions, engine_model, model_shape, start_engine, swap_weights, wipe_cache
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher
 from teachers.scorers import ScorerOptions
@@ -83,6 +83,18 @@ class VLLMScorer:
 
     def _answers(self, rollouts: Sequence[Rollout]) -> list[dict[str, Any] | None]:
         """The payload columns of each row from the teacher that is loaded; None if they are not finite."""
+        answers = self._ask(rollouts)
+        for i, rollout in enumerate(rollouts):
+            if answers[i] is None:
+                # Perhaps not its own fault: vLLM hands blocks of its cache on as they are, and attention multiplies what
+                # lies beyond a sequence's end by 0, which leaves NaN what it is.
+                wipe_cache(self._llm)
+                (answers[i],) = self._ask([rollout])
+        if None in answers:
+            wipe_cache(self._llm)  # for the rows and the teacher that come next
+        return answers
+
+    def _ask(self, rollouts: Sequence[Rollout]) -> list[dict[str, Any] | None]:
         prompts: Any = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids]} for r in rollouts]
         return (self._states if self._pooling else self._logprobs)(rollouts, prompts)
 

@@ -108,7 +108,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     state.url = f"http://127.0.0.1:{server.server_port}/v1"
     yield state
     server.shutdown()
