@@ -136,7 +136,7 @@ def _worker(llm: Any) -> Any:
 
 def _reset_prefix_cache(llm: Any) -> None:
     if not llm.reset_prefix_cache():
-        raise RunError("vLLM refused to reset its prefix cache after a weight update: requests were still running")
+        raise RunError("vLLM refused to reset its prefix cache: requests were still running")
 
 
 def repack_output_head(model: Any) -> None:

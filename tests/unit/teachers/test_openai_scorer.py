@@ -153,7 +153,7 @@ def truth(given: Rollout) -> list[list[float]]:
 
 def test_sampled_log_probs_are_the_servers_own(served: Served, teacher: Teacher) -> None:
     given = {r.sample_id: r for r in (rollout(i, prompt=1 + i % 4, response=i % 6) for i in range(40))}
-    served.delay_s = 0.005
+    served.delay_s = 0.1
     rows, broken = score(scorer(served), teacher, list(given.values()))
     assert ({r.sample_id for r in rows}, broken) == (set(given), {})
     for row in rows:
@@ -224,7 +224,11 @@ def test_fewer_log_probs_than_asked_for(served: Served, teacher: Teacher) -> Non
 
 @pytest.mark.parametrize(
     ("raw", "message"),
-    [(b"<html>", "no JSON: <html>"), (b"[]", "without one choice"), (b'{"choices": []}', "without one choice")],
+    [
+        (b"<html>\x1b[31m", r"no JSON: <html> \[31m"),
+        (b"[]", "without one choice"),
+        (b'{"choices": []}', "without one choice"),
+    ],
 )
 def test_no_completion_at_all(raw: bytes, message: str, served: Served, teacher: Teacher) -> None:
     served.raw = raw
@@ -309,10 +313,9 @@ def test_a_server_that_is_busy_is_asked_again(status: int, served: Served, teach
 
 
 def test_a_server_that_stays_busy_stops_the_run(served: Served, teacher: Teacher) -> None:
-    served.refuse = lambda question: (503, "busy \x1b[31m")
-    with pytest.raises(RunError, match=r"4 attempts failed, the last with: status 503: .*busy") as failed:
+    served.refuse = lambda question: (503, "busy")
+    with pytest.raises(RunError, match=r"4 attempts failed, the last with: status 503: .*busy"):
         scorer(served).head_key(teacher)
-    assert "\x1b" not in str(failed.value)
     assert len(served.requests) == product.ATTEMPTS
 
 
