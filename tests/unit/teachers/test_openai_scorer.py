@@ -106,8 +106,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Listener(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128  # the default of 5 would hold requests back by itself
+
+    server = Listener(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     state.url = f"http://127.0.0.1:{server.server_port}/v1"
     yield state
