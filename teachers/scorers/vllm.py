@@ -12,7 +12,6 @@ its files a second time, once per worker and run.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -144,8 +143,7 @@ class VLLMScorer:
         self._loaded = weight_key(teacher)
 
     def _start(self, teacher: Teacher, shape: dict[str, Any]) -> None:
-        self._llm = None
-        gc.collect()  # an engine is full of cycles; collected later, it would take the new one's process groups with it
+        self._llm = None  # frees the old engine's memory before the new one takes its own
         length = self._options.max_model_len if self._pooling else self._options.max_model_len + 1
         context = (shape.get("text_config") or shape).get("max_position_embeddings")
         if context is not None and length > context:
