@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
@@ -136,9 +137,42 @@ class RolloutConfig(Strict):
     """Share of a GPU's memory that a GPU engine may take."""
 
 
+class ServerConfig(Strict):
+    base_url: str
+    """Address of the API with its version, e.g. http://127.0.0.1:8000/v1; plain http to this machine only."""
+    model: str = Field(..., min_length=1)
+    """Name under which the server knows the expert."""
+
+    @model_validator(mode="after")
+    def _https_or_loopback(self) -> ServerConfig:
+        problem = _url_problem(self.base_url)
+        if problem is not None:
+            raise PydanticCustomError(
+                "base_url", "https://HOST/v1, or http://127.0.0.1:PORT/v1 on this machine", {"found": problem}
+            )
+        return self
+
+
+def _url_problem(url: str) -> str | None:
+    """What is wrong with a server's address, without any password in it; None if nothing is."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+    except ValueError as error:
+        return f"no address: {error}"
+    if parts.scheme not in ("http", "https") or not host:
+        return f"{url!r}, no http address"
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        return f"an address of {host} with a user, a query or a fragment (a key goes into teachers.api_key_env)"
+    if parts.scheme == "http" and host not in LOOPBACK:
+        return f"plain http to another machine, {host}: prompts, responses and key would be readable on the way"
+    return None
+
+
 class TeachersConfig(Strict):
-    engine: Literal["transformers", "flight"] = "transformers"
-    """What scores: the model's body under transformers, many rows packed into one forward pass; or `flight`: an
+    engine: Literal["transformers", "vllm", "openai", "flight"] = "transformers"
+    """What scores: the model's body under transformers, many rows packed into one forward pass; a vLLM engine in the
+    worker; `openai`: servers elsewhere that speak the OpenAI completions API with vLLM's prompt log-probs; `flight`: an
     `opd teachers serve` elsewhere, to which `workers` and `memory` are left."""
     address: str | None = None
     """Engine `flight`: who serves the teachers, `grpc+tls://HOST:PORT`; on this machine `grpc://127.0.0.1:PORT` too."""
@@ -152,11 +186,44 @@ class TeachersConfig(Strict):
     """What is sent per response token: the last hidden state after the final norm, from which any objective but `top_k`
     can be computed; the sampled token's log-prob; or the likeliest tokens' log-probs (`objective.k` of them)."""
     memory: ByteSize = Field("8GiB", validate_default=True, gt=0)
-    """Teachers kept in memory by each scoring worker, least recently used out; the one in use always stays."""
+    """Teachers kept in memory by each scoring worker, least recently used out; the one in use always stays. Engine
+    `vllm` holds one and reads the next from its files."""
     max_quarantined: float = Field(0.001, ge=0, le=1)
     """Share of a step's responses that may be left out because a teacher's states are not finite, before the run stops."""
     dtype: DType = "float32"
-    """Teachers compute in it, and hidden states and heads are sent in it."""
+    """Teachers compute in it, and hidden states and heads are sent in it; a server computes in its own."""
+    kv_cache_gib: int = Field(1, ge=1)
+    """Key-value cache of engine `vllm` on a CPU, whole GiB."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of a GPU's memory that engine `vllm` may take."""
+    servers: dict[Name, ServerConfig] = {}
+    """By expert's name: who serves it. Engine `openai` needs one for each expert."""
+    api_key_env: str | None = Field(None, min_length=1)
+    """Environment variable that holds the servers' key; set it where the scoring workers run."""
+    server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
+    """Deadline of one request to a server; it is made up to four times."""
+
+    @model_validator(mode="after")
+    def _servers_only_with_openai(self) -> TeachersConfig:
+        unused = [key for key in ("servers", "api_key_env") if getattr(self, key)] if self.engine != "openai" else []
+        if unused:
+            raise PydanticCustomError(
+                "servers",
+                "engine: openai, or no {key}",
+                {
+                    "key": unused[0],
+                    "where": f"teachers.{unused[0]}",
+                    "found": f"set, with teachers.engine {self.engine}",
+                },
+            )
+        if self.engine == "openai" and self.payload == "hidden_states":
+            raise PydanticCustomError(
+                "payload",
+                "sampled_logprobs or top_k, with objective.kind sampled or top_k: a server sends no hidden states; "
+                "engine transformers or vllm does",
+                {"where": "teachers.payload", "found": "hidden_states with teachers.engine openai"},
+            )
+        return self
 
     @model_validator(mode="after")
     def _an_address_for_flight(self) -> TeachersConfig:
@@ -401,6 +468,24 @@ class PipelineConfig(Strict):
                     "found": f"leave_one_out with teachers.payload {self.teachers.payload}",
                 },
             )
+        return self
+
+    @model_validator(mode="after")
+    def _every_expert_has_a_server(self) -> PipelineConfig:
+        named = self.experts.use if isinstance(self.experts, RegisteredExperts) else list(self.experts)
+        if self.teachers.engine != "openai" or named == "all":  # the registry's names are not known here
+            return self
+        served = self.teachers.servers
+        for wrong, found in (
+            ([name for name in named if name not in served], "nothing"),
+            ([name for name in served if name not in named], "a server of no expert"),
+        ):
+            if wrong:
+                raise PydanticCustomError(
+                    "servers",
+                    "base_url and model for each of the experts {experts}, and no others",
+                    {"experts": ", ".join(named), "where": f"teachers.servers.{wrong[0]}", "found": found},
+                )
         return self
 
     @model_validator(mode="after")

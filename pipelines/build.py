@@ -21,7 +21,12 @@ from pipelines.preflight import Inputs
 from teachers.flight.client import FlightPool
 from teachers.pool import Pool
 
-POOLS: dict[str, type[Pool] | type[FlightPool]] = {"transformers": Pool, "flight": FlightPool}
+POOLS: dict[str, type[Pool] | type[FlightPool]] = {
+    "transformers": Pool,
+    "vllm": Pool,
+    "openai": Pool,
+    "flight": FlightPool,
+}
 """By `teachers.engine`."""
 
 

@@ -11,8 +11,9 @@ from opd.config import PipelineConfig, TopKConfig
 from opd.errors import RunError
 from opd.interfaces import TargetSet
 from opd.losses.chunked import LogitRule
+from opd.rollouts.vllm import ENGINE_ENV
 from opd.types import Rollout, Teacher, WeightedTeacher
-from teachers.scorers import ScorerOptions
+from teachers.scorers import ScorerOptions, Server
 from teachers.weights import base_key, weight_key
 from teachers.worker import Group, TeacherWorker
 
@@ -31,6 +32,8 @@ class Pool:
         self._max_quarantined = config.teachers.max_quarantined
         gpus = config.cluster.teacher_gpus
         env = cluster.worker_env(config.teachers.workers) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        if config.teachers.engine == "vllm":
+            env |= ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(config.teachers.kv_cache_gib)}
         options = scorer_options(config, vocab_size)
         self._workers = [
             cluster.spawn(
@@ -45,7 +48,7 @@ class Pool:
         self._sends_heads = config.teachers.payload == "hidden_states"
 
     def wait_ready(self) -> None:
-        """Load every teacher once and publish each distinct head. Raises: RunError if a teacher does not load."""
+        """Try every teacher once and publish each distinct head. Raises: RunError if one does not load or answer."""
         worker = self._workers[0]
         for teacher in {weight_key(a.teacher): a.teacher for part in self._routes.values() for a in part}.values():
             ((key, rule),) = cluster.call([worker], "describe", [[teacher]], timeout_s=self._start_timeout_s)
@@ -118,6 +121,14 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
         top_k=config.objective.k if isinstance(config.objective, TopKConfig) else 0,
         vocab_size=vocab_size,
         memory_bytes=config.teachers.memory,
+        max_model_len=config.rollout.max_model_len,
+        gpu_memory_utilization=config.teachers.gpu_memory_utilization,
+        servers={
+            name: Server(base_url=server.base_url, model=server.model)
+            for name, server in config.teachers.servers.items()
+        },
+        api_key_env=config.teachers.api_key_env,
+        server_timeout_s=config.teachers.server_timeout_s,
     )
 
 

@@ -26,9 +26,10 @@ class TeacherWorker:
         self._broken: dict[str, str] = {}
 
     def describe(self, teacher: Teacher) -> tuple[str, LogitRule]:
-        """Content hash and logit rule of the teacher's head; loading it here also proves that its weights fit.
+        """Content hash and logit rule of the teacher's head; asking for them also proves that the teacher can be used:
+        that its weights fit, or that its server answers.
 
-        Raises: RunError if they do not, or if the teacher is not the one that was registered.
+        Raises: RunError if it cannot, or if it is not the one that was registered.
         """
         described = self._scorer.head_key(teacher), self._scorer.head_rule(teacher)
         check_probe(self._scorer, teacher, self._options)

@@ -52,7 +52,7 @@ class VLLMWorker:
     def __init__(self, options: EngineOptions, stop_token_ids: Sequence[int]) -> None:
         self._options = options
         self._stop = list(stop_token_ids)
-        self._llm = _start_engine(options)
+        self._llm = start_engine(options)
         self._shape = model_shape(options.model_dir)
 
     def generate(self, requests: Sequence[Request]) -> list[Sampled]:
@@ -91,18 +91,11 @@ class VLLMWorker:
         """Hold this directory's weights. Raises: RunError if the caches could not be reset."""
         shape = model_shape(model_dir)
         if shape == self._shape:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})
-            repack_output_head(self._model())
+            swap_weights(self._llm, model_dir)
         else:
             self._llm = None  # frees the old engine's memory before the new one takes its own
-            self._llm = _start_engine(dataclasses.replace(self._options, model_dir=model_dir))
+            self._llm = start_engine(dataclasses.replace(self._options, model_dir=model_dir))
             self._shape = shape
-        if not self._llm.reset_prefix_cache():
-            raise RunError("vLLM refused to reset its prefix cache after a weight update: requests were still running")
-
-    def _model(self) -> Any:
-        # In-process engine: the executor, its one worker and the model are reachable objects, no pickled callable needed.
-        return self._llm.llm_engine.model_executor.driver_worker.worker.get_model()
 
 
 def model_shape(model_dir: Path) -> dict[str, Any]:
@@ -111,6 +104,39 @@ def model_shape(model_dir: Path) -> dict[str, Any]:
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
     return {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype", "use_cache")}
+
+
+def swap_weights(llm: Any, model_dir: Path) -> None:
+    """Put a directory's weights into a running engine of that shape.
+
+    Raises: RunError if the prefix cache, which holds what the old weights computed, could not be reset.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})
+    repack_output_head(engine_model(llm))
+    _reset_prefix_cache(llm)
+
+
+def wipe_cache(llm: Any) -> None:
+    """Overwrite the key-value cache with zeros. Raises: RunError if the prefix cache could not be reset."""
+    _reset_prefix_cache(llm)
+    for layer in _worker(llm).model_runner.kv_caches:
+        for tensor in layer if isinstance(layer, list | tuple) else [layer]:
+            tensor.zero_()
+
+
+def engine_model(llm: Any) -> Any:
+    """The torch module inside an in-process engine."""
+    return _worker(llm).get_model()
+
+
+def _worker(llm: Any) -> Any:
+    """The executor and its one worker are reachable objects: no pickled callable is needed."""
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+def _reset_prefix_cache(llm: Any) -> None:
+    if not llm.reset_prefix_cache():
+        raise RunError("vLLM refused to reset its prefix cache: requests were still running")
 
 
 def repack_output_head(model: Any) -> None:
@@ -130,22 +156,24 @@ def repack_output_head(model: Any) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def _start_engine(options: EngineOptions) -> Any:
+def start_engine(options: EngineOptions, **more: Any) -> Any:
+    """An in-process `vllm.LLM`; `more` goes to it as it is and comes before what is set here."""
     from vllm import LLM
 
-    return LLM(
-        model=str(options.model_dir),
-        skip_tokenizer_init=True,
-        dtype=options.dtype,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        enforce_eager=True,
-        generation_config="vllm",  # sampling is decided by the pipeline alone, not by a file in the model directory
-        trust_remote_code=False,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-    )
+    settings: dict[str, Any] = {
+        "model": str(options.model_dir),
+        "skip_tokenizer_init": True,
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enforce_eager": True,
+        "generation_config": "vllm",  # sampling is decided by the pipeline alone, not by a file in the model directory
+        "trust_remote_code": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    return LLM(**settings | more)
 
 
 def _sampled(output: Any) -> Sampled:

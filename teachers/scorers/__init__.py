@@ -6,8 +6,8 @@ plain float32 transformers forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Protocol
 
@@ -16,6 +16,16 @@ from torch import Tensor
 from opd.losses.chunked import LogitRule
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Teacher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Where a teacher is served."""
+
+    base_url: str
+    """Up to and including the API's version: https://host/v1."""
+    model: str
+    """What the server calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +41,17 @@ class ScorerOptions:
     vocab_size: int
     """Ids that the tokenizer knows; rows of a head beyond them are padding and have no probability."""
     memory_bytes: int
-    """Budget of the teachers kept in memory."""
+    """Budget of the teachers kept in memory; engine `transformers`."""
+    max_model_len: int = 512
+    """Prompt and response tokens of the longest rollout; engine `vllm`, like the next one."""
+    gpu_memory_utilization: float = 0.85
+    """Share of a GPU's memory that the engine may take."""
+    servers: Mapping[str, Server] = field(default_factory=dict)
+    """By teacher's name; engine `openai`, like the next two."""
+    api_key_env: str | None = None
+    """Environment variable with the servers' key. Only its name travels: the worker reads it itself."""
+    server_timeout_s: float = 120.0
+    """Deadline of one attempt to get an answer."""
 
 
 class Scorer(Protocol):
@@ -50,7 +70,8 @@ class Scorer(Protocol):
         ...
 
     def head_key(self, teacher: Teacher) -> str:
-        """Content hash of head and logit rule. Raises: RunError if the teacher cannot be used."""
+        """Content hash of head and logit rule, empty where no head is at hand. Raises: RunError if the teacher cannot be
+        used: this is where every scorer tries it out."""
         ...
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
@@ -58,7 +79,11 @@ class Scorer(Protocol):
         ...
 
 
-SCORERS = {"transformers": "teachers.scorers.transformers:TransformersScorer"}
+SCORERS = {
+    "transformers": "teachers.scorers.transformers:TransformersScorer",
+    "vllm": "teachers.scorers.vllm:VLLMScorer",
+    "openai": "teachers.scorers.openai:OpenAIScorer",
+}
 """Named, not imported: a worker loads only what it uses."""
 
 

@@ -23,6 +23,7 @@ from opd.stream.schema import TargetRow
 from opd.train.batch import pack_sequences, predict_positions
 from opd.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
+from teachers.scorers.rows import batches, target_row
 from teachers.weights import State, WeightCache, base_key, read_weights, weight_key
 
 SCORE_TOKENS = 4096
@@ -32,13 +33,14 @@ SCORE_TOKENS = 4096
 class TransformersScorer:
     """Implements `teachers.scorers.Scorer`; one teacher is in a skeleton at a time."""
 
-    def __init__(self, options: ScorerOptions) -> None:
+    def __init__(self, options: ScorerOptions, device: str | None = None) -> None:
+        """`device` is torch's name of one; default: the GPU if there is one."""
         self._dtype = getattr(torch, options.dtype)
         self._payload = options.payload
         self._top_k = options.top_k
         self._vocab_size = options.vocab_size
         self._weights = WeightCache(self._dtype, options.memory_bytes, read_weights)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._skeletons: dict[str, Any] = {}
         self._configs: dict[Path, tuple[Any, str]] = {}
         self._loaded = ""
@@ -97,14 +99,14 @@ class TransformersScorer:
         """
         self._load(teacher)
         key = self.head_key(teacher)
-        for batch in _batches(rollouts):
+        for batch in batches(rollouts, SCORE_TOKENS):
             rows = []
             for rollout, hidden_R_D in zip(batch, self._hidden(batch), strict=True):
                 if not bool(torch.isfinite(hidden_R_D).all()):
                     # Alone: in a packed row a masked neighbour's NaN still comes through, as 0 * NaN.
                     (hidden_R_D,) = self._hidden([rollout])
                 if bool(torch.isfinite(hidden_R_D).all()):
-                    rows.append(_row(rollout, teacher, key, self._answer(rollout, hidden_R_D)))
+                    rows.append(target_row(rollout, teacher, key, self._answer(rollout, hidden_R_D)))
                 else:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: hidden states are not finite"
             yield rows
@@ -211,33 +213,3 @@ def _adding(update: Update) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor],
 def _let_go(model: Any) -> None:
     """Leave no weight in a skeleton that is not in use, or its teacher would stay in memory beyond the budget."""
     model.load_state_dict({name: value.to("meta") for name, value in model.state_dict().items()}, assign=True)
-
-
-def _batches(rollouts: Sequence[Rollout]) -> Iterator[list[Rollout]]:
-    batch: list[Rollout] = []
-    tokens = 0
-    for rollout in sorted(rollouts, key=lambda r: (len(r.prompt_ids) + len(r.response_ids), r.sample_id)):
-        length = len(rollout.prompt_ids) + len(rollout.response_ids)
-        if batch and tokens + length > SCORE_TOKENS:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(rollout)
-        tokens += length
-    if batch:
-        yield batch
-
-
-def _row(rollout: Rollout, teacher: Teacher, head_key: str, answer: dict[str, Any]) -> TargetRow:
-    return TargetRow(
-        sample_id=rollout.sample_id,
-        step=rollout.step,
-        domain=rollout.domain,
-        teacher=teacher.name,
-        policy_version=rollout.policy_version,
-        prompt_ids=rollout.prompt_ids,
-        response_ids=rollout.response_ids,
-        loss_mask=rollout.loss_mask,
-        behaviour_logprobs=rollout.behaviour_logprobs,
-        head=head_key,
-        **answer,
-    )

@@ -443,3 +443,81 @@ def test_help_is_quick() -> None:
         return time.monotonic() - began
 
     assert median(seconds() for _ in range(3)) < 2
+
+
+# Servers of teachers
+
+SERVER = {"base_url": "http://127.0.0.1:8000/v1", "model": "m"}
+
+
+def served(**changes: Any) -> dict[str, Any]:
+    """VALID with both experts behind servers."""
+    teachers = {"engine": "openai", "payload": "sampled_logprobs", "servers": {"math": SERVER, "code": SERVER}}
+    return changed("objective", {"kind": "sampled"}) | {"teachers": teachers | changes}
+
+
+def test_teachers_behind_servers() -> None:
+    config = validate(PipelineConfig, served(), "p.yaml").teachers
+    assert (config.servers["math"].base_url, config.servers["code"].model) == ("http://127.0.0.1:8000/v1", "m")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://host.example/v1",
+        "http://localhost:1/v1",
+        
+        "http://[::1]:8000/v1",
+        SERVER["base_url"],
+    ],
+)
+def test_https_and_loopback_are_taken(url: str) -> None:
+    validate(PipelineConfig, served(servers={"math": SERVER | {"base_url": url}, "code": SERVER}), "p.yaml")
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("http://host.example/v1", "plain http to another machine, host.example"),
+        ("http://10.0.0.7:8000/v1", "plain http to another machine, 10.0.0.7"),
+        ("http://localhost.example/v1", "plain http to another machine"),
+        ("http://0.0.0.0:8000/v1", "plain http to another machine"),
+        ("ftp://127.0.0.1/v1", "no http address"),
+        ("127.0.0.1:8000/v1", "no http address"),
+        ("https://", "no http address"),
+        ("http://127.0.0.1:port/v1", "no address"),
+        ("https://me:hunter2@host.example/v1", "a user, a query or a fragment"),
+        ("https://host.example/v1?key=hunter2", "a user, a query or a fragment"),
+    ],
+)
+def test_other_addresses_are_refused_without_showing_a_password(url: str, found: str) -> None:
+    message = refusal(served(servers={"math": SERVER, "code": SERVER | {"base_url": url}}))
+    assert message.startswith("p.yaml: teachers.servers.code"), message
+    assert found in message and "hunter2" not in message
+
+
+def test_a_server_sends_no_hidden_states() -> None:
+    message = refusal(changed("teachers", {"engine": "openai", "servers": {"math": SERVER, "code": SERVER}}))
+    assert message.startswith("p.yaml: teachers.payload\n")
+    assert "hidden_states with teachers.engine openai" in message and "engine transformers or vllm" in message
+
+
+def test_every_expert_has_a_server() -> None:
+    message = refusal(served(servers={"math": SERVER}))
+    assert message.startswith("p.yaml: teachers.servers.code\n") and "experts math, code" in message
+    message = refusal(served(servers={"math": SERVER, "code": SERVER, "maths": SERVER}))
+    assert message.startswith("p.yaml: teachers.servers.maths\n") and "a server of no expert" in message
+    registered = served(servers={"math": SERVER})
+    for use, ok in ((["math"], True), ("all", True), (["math", "code"], False)):
+        registered["experts"] = {"use": use}
+        if ok:
+            validate(PipelineConfig, registered, "p.yaml")
+        else:
+            assert refusal(registered).startswith("p.yaml: teachers.servers.code\n")
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize(("key", "value"), [("servers", {"math": SERVER, "code": SERVER}), ("api_key_env", "KEY")])
+def test_servers_that_nobody_asks_are_refused(engine: str, key: str, value: Any) -> None:
+    message = refusal(changed("teachers", {"engine": engine, key: value}))
+    assert message.startswith(f"p.yaml: teachers.{key}\n") and f"teachers.engine {engine}" in message

@@ -23,7 +23,8 @@ from opd.stream.schema import read_stream, write_stream
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
 from teachers.pool import Pool, share_out
 from teachers.scorers import ScorerOptions
-from teachers.scorers.transformers import TransformersScorer, _batches
+from teachers.scorers.rows import batches
+from teachers.scorers.transformers import TransformersScorer
 
 VOCABULARY = 76
 
@@ -294,11 +295,11 @@ def test_weights_that_do_not_fit_their_config_stop_the_run(
 
 def test_batches_hold_every_row_once_and_stay_small() -> None:
     rollouts = [rollout(i, prompt=300, response=10 + i) for i in range(60)]
-    batches = list(_batches(rollouts))
-    assert sorted(r.sample_id for b in batches for r in b) == sorted(r.sample_id for r in rollouts)
-    assert all(sum(len(r.prompt_ids) + len(r.response_ids) for r in b) <= 4096 for b in batches)
-    assert list(_batches([])) == []
-    assert [len(b) for b in _batches([rollout(0, prompt=9000), rollout(1)])] == [1, 1]
+    found = list(batches(rollouts, 4096))
+    assert sorted(r.sample_id for b in found for r in b) == sorted(r.sample_id for r in rollouts)
+    assert all(sum(len(r.prompt_ids) + len(r.response_ids) for r in b) <= 4096 for b in found)
+    assert list(batches([], 4096)) == []
+    assert [len(b) for b in batches([rollout(0, prompt=9000), rollout(1)], 4096)] == [1, 1]
 
 
 # The pool

@@ -381,7 +381,7 @@ def test_rollouts_of_another_version_are_refused(routes: Routes, serve: Any, mon
     monkeypatch.setattr(
         flight_client, "rollout_batches", lambda r: (b.replace_schema_metadata(newer.metadata) for b in encode(r))
     )
-    with pytest.raises(RunError, match="rollouts of version 2, wanted 2"):
+    with pytest.raises(RunError, match="rollouts of version 2, wanted 1"):
         scoring.score(ROLLOUTS)
 
 

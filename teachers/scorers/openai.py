@@ -1,0 +1,234 @@
+"""Scoring by servers elsewhere that speak the OpenAI completions API with vLLM's prompt log-probs (`vllm serve`).
+
+    POST {base_url}/completions  {"model", "prompt": [ids], "max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
+    → choices[0].prompt_logprobs = [null, {"17": {"logprob": -0.2, ...}, ...}, ...]     one entry a token
+
+One request a response, so an answer cannot reach another's row. Every attempt has a deadline, their number is bounded.
+The expert's own directory is still needed: tokenizer and vocabulary are checked on it; its weights are not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import aiohttp
+from torch import Tensor
+
+from opd.errors import RunError
+from opd.losses.chunked import IDENTITY, LogitRule
+from opd.stream.schema import TargetRow
+from opd.types import Rollout, Teacher
+from teachers.scorers import ScorerOptions, Server
+from teachers.scorers.rows import Position, batches, logprob_answer, target_row
+
+IN_FLIGHT = 16
+"""Requests that a worker has out at a time."""
+ATTEMPTS = 4
+BACKOFF_S = 0.5
+"""Pause before the second attempt; doubles with each."""
+CONNECT_S = 10.0
+BATCH_TOKENS = 32768
+"""Prompt and response tokens whose answers are in memory at a time."""
+PROBE_TOKENS = 8
+SHOWN = 300
+"""Characters of a server's own words in an error."""
+
+Sequences = Sequence[Sequence[int]]
+
+
+class OpenAIScorer:
+    """Implements `teachers.scorers.Scorer`; payloads `sampled_logprobs` and `top_k`."""
+
+    def __init__(self, options: ScorerOptions) -> None:
+        assert options.payload != "hidden_states", "refused when the pipeline is read"
+        self._vocab_size = options.vocab_size
+        self._top_k = min(options.top_k, options.vocab_size) if options.payload == "top_k" else 0
+        self._servers = options.servers
+        self._timeout = aiohttp.ClientTimeout(total=options.server_timeout_s, sock_connect=CONNECT_S)
+        self._key_env = options.api_key_env
+        self._tried: set[str] = set()
+
+    def prefetch(self, teacher: Teacher) -> None:
+        """Nothing: a server has its weights."""
+
+    def head(self, teacher: Teacher) -> Tensor:
+        """Servers do not send it, and no payload of theirs needs it."""
+        raise AssertionError("a head is needed by hidden states only")
+
+    def head_key(self, teacher: Teacher) -> str:
+        """Empty, once the server has scored a few tokens.
+
+        Raises: RunError if the teacher has no server, the server does not score, or its head has padding rows.
+        """
+        if teacher.name not in self._tried:
+            self._refuse_padded(teacher)
+            probe = list(range(min(PROBE_TOKENS, self._vocab_size)))
+            asyncio.run(self._ask_all(self._server(teacher), teacher, [probe]))
+            self._tried.add(teacher.name)
+        return ""
+
+    def head_rule(self, teacher: Teacher) -> LogitRule:
+        """Log-probs are ready: nothing is to be done to them."""
+        return IDENTITY
+
+    def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
+        """Target rows in batches, shortest rows first.
+
+        A response with a log-prob that is not finite gets no row but an entry in `broken`: sample id -> reason.
+        Raises: RunError for an answer that cannot be had or used, after all attempts.
+        """
+        key = self.head_key(teacher)
+        for batch in batches(rollouts, BATCH_TOKENS):
+            sequences = [[*r.prompt_ids, *r.response_ids] for r in batch]
+            rows = []
+            for rollout, positions in zip(
+                batch, asyncio.run(self._ask_all(self._server(teacher), teacher, sequences)), strict=True
+            ):
+                start = len(rollout.prompt_ids)
+                answer = logprob_answer(rollout, positions[start : start + len(rollout.response_ids)], self._top_k)
+                if answer is None:
+                    broken[rollout.sample_id] = f"teacher {teacher.name}: log-probs are not finite"
+                else:
+                    rows.append(target_row(rollout, teacher, key, answer))
+            yield rows
+
+    def _server(self, teacher: Teacher) -> Server:
+        if teacher.name not in self._servers:
+            raise RunError(
+                f"teacher {teacher.name}: no server; teachers.servers names {', '.join(sorted(self._servers)) or 'none'}"
+            )
+        return self._servers[teacher.name]
+
+    def _refuse_padded(self, teacher: Teacher) -> None:
+        """A server's softmax runs over the whole head; what it gives to rows beyond the tokenizer cannot be undone."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(teacher.model_dir, trust_remote_code=False)
+        rows = config.get_text_config(decoder=True).vocab_size
+        if rows > self._vocab_size:
+            raise RunError(
+                f"teacher {teacher.name}: its head has {rows} rows, the tokenizer knows {self._vocab_size}: the rest would "
+                "count in a server's log-probs; use teachers.engine vllm or transformers, or serve a model without them"
+            )
+
+    async def _ask_all(self, server: Server, teacher: Teacher, sequences: Sequences) -> list[list[Position]]:
+        """[sequence][token] log-probs; the first token of each has none."""
+        free = asyncio.Semaphore(IN_FLIGHT)
+        async with aiohttp.ClientSession(timeout=self._timeout, headers=self._headers()) as session:
+
+            async def ask(ids: Sequence[int]) -> list[Position]:
+                async with free:
+                    return self._positions(
+                        await _post(session, server, self._question(server, ids), teacher), ids, teacher
+                    )
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(ask(ids)) for ids in sequences]
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def _question(self, server: Server, ids: Sequence[int]) -> dict[str, Any]:
+        return {
+            "model": server.model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": self._top_k,
+        }
+
+    def _headers(self) -> dict[str, str]:
+        if self._key_env is None:
+            return {}
+        if not os.environ.get(self._key_env):
+            raise RunError(f"teachers.api_key_env: {self._key_env} is not set in the scoring worker's environment")
+        return {"Authorization": f"Bearer {os.environ[self._key_env]}"}
+
+    def _positions(self, answer: Any, ids: Sequence[int], teacher: Teacher) -> list[Position]:
+        """The checked log-probs of one answer. Raises: RunError saying what is wrong with it."""
+        where = f"teacher {teacher.name}: its server"
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+            raise RunError(f"{where} answered without one choice: {_words(json.dumps(answer))}")
+        steps = choices[0].get("prompt_logprobs")
+        if not isinstance(steps, list):
+            raise RunError(f"{where} sends no prompt_logprobs; it has to be one that knows them, such as `vllm serve`")
+        if len(steps) != len(ids):
+            raise RunError(f"{where} scored {len(steps)} positions of {len(ids)} tokens")
+        return [{}, *(self._position(step, token, where) for step, token in zip(steps[1:], ids[1:], strict=True))]
+
+    def _position(self, step: Any, token: int, where: str) -> Position:
+        if step is None:
+            return {token: float("nan")}
+        try:
+            position = {int(key): _number(entry["logprob"]) for key, entry in step.items()}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise RunError(f"{where} sends prompt_logprobs that cannot be read: {_words(json.dumps(step))}") from None
+        beyond = [key for key in position if not 0 <= key < self._vocab_size]
+        if beyond:
+            raise RunError(
+                f"{where} has another vocabulary: it names token {beyond[0]}, the tokenizer knows {self._vocab_size}"
+            )
+        if token not in position:
+            raise RunError(f"{where} scored other tokens than were sent: {token} is not among {list(position)[:5]}")
+        if len(position) < self._top_k:
+            raise RunError(
+                f"{where} sends {len(position)} log-probs a token, objective.k is {self._top_k}: "
+                f"start it with `--max-logprobs {self._top_k}`"
+            )
+        if any(value > 1e-3 for value in position.values()):
+            raise RunError(f"{where} sends {max(position.values()):.3g} as a log-prob; these may be logits")
+        return position
+
+
+def _number(value: Any) -> float:
+    return float("nan") if value is None else float(value)
+
+
+async def _post(session: aiohttp.ClientSession, server: Server, question: dict[str, Any], teacher: Teacher) -> Any:
+    """The server's JSON. Raises: RunError for a refusal, or when every attempt failed."""
+    url = f"{server.base_url.rstrip('/')}/completions"
+    where = f"teacher {teacher.name}: {url}"
+    problem = ""
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
+        try:
+            # A redirect could lead the key to another host.
+            async with session.post(url, json=question, allow_redirects=False) as response:
+                status, body = response.status, await response.read()
+        except TimeoutError:
+            problem = "no answer in time (teachers.server_timeout_s)"
+            continue
+        except aiohttp.ClientError as error:
+            problem = str(error) or type(error).__name__
+            continue
+        if status == 429 or status >= 500:
+            problem = f"status {status}: {_words(body.decode(errors='replace'))}"
+            continue
+        if status != 200:
+            raise RunError(f"{where}: {_refusal(status, server)}: {_words(body.decode(errors='replace'))}")
+        try:
+            return json.loads(body)
+        except ValueError:
+            raise RunError(f"{where}: no JSON: {_words(body.decode(errors='replace'))}") from None
+    raise RunError(f"{where}: {ATTEMPTS} attempts failed, the last with: {problem}")
+
+
+def _refusal(status: int, server: Server) -> str:
+    known = {
+        401: "401, the key is missing or wrong (teachers.api_key_env)",
+        403: "403, the key is not allowed to (teachers.api_key_env)",
+        404: f"404, no model {server.model!r} or no completions API at this base_url",
+    }
+    return known.get(status, f"refused with status {status}")
+
+
+def _words(text: str) -> str:
+    """A server's own words, short and without control characters."""
+    return "".join(c if c.isprintable() else " " for c in text[:SHOWN])

@@ -1,0 +1,233 @@
+"""Scoring by a vLLM engine inside the worker.
+
+Two runners of vLLM answer the three payloads:
+
+    hidden_states                 pooling runner, one embedding a token: the states after the final norm
+    sampled_logprobs, top_k       generating runner, log-probs of the prompt; log-prob of token t lives at t
+
+Teachers of one config are swapped inside the running engine, another config restarts it. vLLM loads what it finds and
+is content, so each teacher is first held against a plain transformers forward of a few tokens on the CPU; that reads
+its files a second time, once per worker and run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opd.errors import RunError
+from opd.losses.chunked import LogitRule
+from opd.rollouts.worker import EngineOptions, engine_model, model_shape, start_engine, swap_weights, wipe_cache
+from opd.stream.schema import TargetRow
+from opd.types import Rollout, Segment, Teacher
+from teachers.scorers import ScorerOptions
+from teachers.scorers.rows import batches, logprob_answer, target_row
+from teachers.scorers.transformers import TransformersScorer
+from teachers.weights import weight_key
+
+BATCH_TOKENS = 32768
+"""Prompt and response tokens handed to the engine at a time; it schedules them itself."""
+MAX_NUM_SEQS = 256
+TOLERANCE = {"float32": 0.01, "bfloat16": 0.1}
+"""Largest gap to transformers on the probe: of log-probs the mean in nats, of hidden states relative to their norm."""
+
+
+class VLLMScorer:
+    """Implements `teachers.scorers.Scorer`; one teacher is in the engine at a time."""
+
+    def __init__(self, options: ScorerOptions) -> None:
+        self._options = options
+        self._dtype = getattr(torch, options.dtype)
+        self._pooling = options.payload == "hidden_states"
+        self._top_k = min(options.top_k, options.vocab_size) if options.payload == "top_k" else 0
+        self._llm: Any = None
+        self._shape: dict[str, Any] = {}
+        self._loaded = ""
+        self._heads: dict[str, tuple[str, LogitRule]] = {}
+
+    def prefetch(self, teacher: Teacher) -> None:
+        """Nothing: the engine reads a teacher's files when it needs them."""
+
+    def head(self, teacher: Teacher) -> Tensor:
+        """[V, D] the teacher's output head, on the CPU, as its files have it: a pooling engine holds none."""
+        return self._reference().head(teacher)
+
+    def head_key(self, teacher: Teacher) -> str:
+        """As `TransformersScorer.head_key`. Raises: RunError, also if vLLM answers otherwise than transformers."""
+        return self._known(teacher)[0]
+
+    def head_rule(self, teacher: Teacher) -> LogitRule:
+        """What the teacher's architecture does to its logits."""
+        return self._known(teacher)[1]
+
+    def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
+        """Target rows in batches, shortest rows first.
+
+        A response whose states or log-probs are not finite gets no row but an entry in `broken`: sample id -> reason.
+        """
+        key = self.head_key(teacher)
+        self._load(teacher)
+        for batch in batches(rollouts, BATCH_TOKENS):
+            rows = []
+            for rollout, answer in zip(batch, self._answers(batch), strict=True):
+                if answer is None:
+                    what = "hidden states" if self._pooling else "log-probs"
+                    broken[rollout.sample_id] = f"teacher {teacher.name}: {what} are not finite"
+                else:
+                    rows.append(target_row(rollout, teacher, key, answer))
+            yield rows
+
+    def _answers(self, rollouts: Sequence[Rollout]) -> list[dict[str, Any] | None]:
+        """The payload columns of each row from the teacher that is loaded; None if they are not finite."""
+        answers = self._ask(rollouts)
+        for i, rollout in enumerate(rollouts):
+            if answers[i] is None:
+                # Perhaps not its own fault: vLLM hands blocks of its cache on as they are, and attention multiplies what
+                # lies beyond a sequence's end by 0, which leaves NaN what it is.
+                wipe_cache(self._llm)
+                (answers[i],) = self._ask([rollout])
+        if None in answers:
+            wipe_cache(self._llm)  # for the rows and the teacher that come next
+        return answers
+
+    def _ask(self, rollouts: Sequence[Rollout]) -> list[dict[str, Any] | None]:
+        prompts: Any = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids]} for r in rollouts]
+        return (self._states if self._pooling else self._logprobs)(rollouts, prompts)
+
+    def _states(self, rollouts: Sequence[Rollout], prompts: Any) -> list[dict[str, Any] | None]:
+        from vllm import PoolingParams
+
+        # By default a pooler scales each state to length 1.
+        params = PoolingParams(use_activation=False)
+        outputs = self._llm.encode(prompts, pooling_params=params, pooling_task="token_embed", use_tqdm=False)
+        answers: list[dict[str, Any] | None] = []
+        for rollout, output in zip(rollouts, outputs, strict=True):
+            start = len(rollout.prompt_ids) - 1  # a response token is predicted one position before it
+            hidden_R_D = output.outputs.data[start : start + len(rollout.response_ids)].to(self._dtype).cpu()
+            if bool(torch.isfinite(hidden_R_D).all()):
+                raw = hidden_R_D.contiguous().view(torch.uint8).numpy().tobytes()
+                answers.append({"hidden_size": hidden_R_D.shape[1], "hidden": raw})
+            else:
+                answers.append(None)
+        return answers
+
+    def _logprobs(self, rollouts: Sequence[Rollout], prompts: Any) -> list[dict[str, Any] | None]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=self._top_k, flat_logprobs=True, detokenize=False
+        )
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        answers = []
+        for rollout, output in zip(rollouts, outputs, strict=True):
+            start = len(rollout.prompt_ids)
+            steps = [output.prompt_logprobs[t] for t in range(start, start + len(rollout.response_ids))]
+            positions = [{token: entry.logprob for token, entry in step.items()} for step in steps]
+            answers.append(logprob_answer(rollout, positions, self._top_k))
+        return answers
+
+    def _load(self, teacher: Teacher) -> None:
+        if self._loaded == weight_key(teacher):
+            return
+        if teacher.adapter_dir is not None:
+            raise RunError(f"teacher {teacher.name}: teachers.engine vllm does not load adapters; transformers does")
+        self._loaded = ""  # half-loaded weights must not pass for a teacher if loading fails
+        shape = model_shape(teacher.model_dir)
+        if self._llm is not None and shape == self._shape:
+            swap_weights(self._llm, teacher.model_dir.absolute())
+        else:
+            self._start(teacher, shape)
+        self._loaded = weight_key(teacher)
+
+    def _start(self, teacher: Teacher, shape: dict[str, Any]) -> None:
+        self._llm = None  # frees the old engine's memory before the new one takes its own
+        length = self._options.max_model_len if self._pooling else self._options.max_model_len + 1
+        context = (shape.get("text_config") or shape).get("max_position_embeddings")
+        if context is not None and length > context:
+            more = "" if self._pooling else " and one token for vLLM to generate"
+            raise RunError(
+                f"teacher {teacher.name}: its context is {context} tokens, rollout.max_model_len "
+                f"{self._options.max_model_len}{more} do not fit: lower rollout.max_model_len"
+            )
+        options = EngineOptions(
+            model_dir=teacher.model_dir.absolute(),
+            dtype=self._options.dtype,
+            max_model_len=length,
+            max_num_seqs=MAX_NUM_SEQS,
+            gpu_memory_utilization=self._options.gpu_memory_utilization,
+        )
+        if self._pooling:
+            from vllm.config import PoolerConfig
+
+            # vLLM's pooling front end insists on a tokenizer; nothing is tokenised.
+            pooler = PoolerConfig(task="token_embed")
+            self._llm = start_engine(options, runner="pooling", pooler_config=pooler, skip_tokenizer_init=False)
+        else:
+            self._llm = start_engine(options, max_logprobs=max(1, self._top_k))
+            self._cut_vocabulary()
+        self._shape = shape
+
+    def _cut_vocabulary(self) -> None:
+        """Take the head's padding rows out of the softmax, as vLLM does with those that it adds itself."""
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        processors = [m for m in engine_model(self._llm).modules() if isinstance(m, LogitsProcessor)]
+        assert processors, "vLLM's model has no logits processor"
+        for processor in processors:
+            processor.org_vocab_size = min(processor.org_vocab_size, self._options.vocab_size)
+
+    def _reference(self) -> TransformersScorer:
+        """Made anew each time: it is asked once per teacher, and must not keep a second one in memory."""
+        return TransformersScorer(self._options, device="cpu")
+
+    def _known(self, teacher: Teacher) -> tuple[str, LogitRule]:
+        """Head key and rule of a teacher on which vLLM and transformers agree."""
+        weights = weight_key(teacher)
+        if weights not in self._heads:
+            reference = self._reference()
+            key, rule = reference.head_key(teacher), reference.head_rule(teacher)
+            probe = _probe(self._options.vocab_size)
+            wanted = [row for rows in reference.score(teacher, [probe], {}) for row in rows]
+            self._load(teacher)
+            (answer,) = self._answers([probe])
+            if wanted and answer is not None:  # states that are not finite are judged row by row
+                gap = _gap(wanted[0], target_row(probe, teacher, key, answer), self._dtype)
+                if gap > TOLERANCE[self._options.dtype]:
+                    raise RunError(
+                        f"teacher {teacher.name}: vLLM is {gap:.3g} away from transformers on "
+                        f"{len(probe.response_ids)} tokens, {TOLERANCE[self._options.dtype]} is allowed: "
+                        "it computes this architecture otherwise; use teachers.engine transformers"
+                    )
+            self._heads[weights] = key, rule
+        return self._heads[weights]
+
+
+def _probe(vocab_size: int) -> Rollout:
+    """A few tokens that every vocabulary has."""
+    prompt, *response = range(min(8, vocab_size))
+    return Rollout(
+        sample_id="probe",
+        step=0,
+        domain="probe",
+        policy_version=0,
+        prompt_ids=(prompt,),
+        response_ids=tuple(response),
+        behaviour_logprobs=(0.0,) * len(response),
+        segments=(Segment(length=len(response), trained=True),),
+        truncated=False,
+    )
+
+
+def _gap(wanted: TargetRow, found: TargetRow, dtype: torch.dtype) -> float:
+    """How far apart two answers are, in the unit of `TOLERANCE`."""
+    if wanted.hidden_size:
+        ours, theirs = (torch.frombuffer(bytearray(row.hidden), dtype=dtype).float() for row in (found, wanted))
+        return float((ours - theirs).norm() / theirs.norm())
+    pairs = zip(
+        (*wanted.teacher_logprobs, *wanted.topk_logprobs), (*found.teacher_logprobs, *found.topk_logprobs), strict=True
+    )
+    gaps = [abs(a - b) for a, b in pairs]
+    return sum(gaps) / len(gaps)

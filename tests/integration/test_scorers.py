@@ -1,0 +1,322 @@
+"""Every scorer and payload against a plain float32 transformers forward, two teachers taking turns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from opd import cluster
+from opd.config import ClusterConfig, PipelineConfig, validate
+from opd.errors import RunError
+from opd.rollouts.vllm import ENGINE_ENV
+from opd.stream.heads import head_tensor
+from opd.stream.schema import TargetRow, read_stream
+from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from teachers.pool import Pool
+from teachers.scorers import ScorerOptions, Server
+from teachers.scorers.openai import OpenAIScorer
+
+Make = Callable[..., Path]
+VOCABULARY = 76
+TOP_K = 8
+TOLERANCE = {"float32": 0.01, "bfloat16": 0.05}
+OBJECTIVES = {"hidden_states": {}, "sampled_logprobs": {"kind": "sampled"}, "top_k": {"kind": "top_k", "k": TOP_K}}
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    with cluster.ray_session(ClusterConfig(), 4):
+        yield
+
+
+def rollouts(num: int = 12, *, below: int = VOCABULARY, seed: int = 0) -> list[Rollout]:
+    """Half of domain left, half right; made-up tokens."""
+    rng = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(num):
+        response = tuple(torch.randint(3, below, (1 + i % 7,), generator=rng).tolist())
+        made.append(
+            Rollout(
+                sample_id=f"000001/{'left' if i % 2 else 'right'}/{i}",
+                step=1,
+                domain="left" if i % 2 else "right",
+                policy_version=0,
+                prompt_ids=tuple(torch.randint(3, below, (1 + i % 5,), generator=rng).tolist()),
+                response_ids=response,
+                behaviour_logprobs=(-1.0,) * len(response),
+                segments=(Segment(length=len(response), trained=True),),
+                truncated=False,
+            )
+        )
+    return made
+
+
+def start_pool(engine: str, payload: str, left: Path, right: Path, *, dtype: str = "float32", **more: Any) -> Pool:
+    config = validate(
+        PipelineConfig,
+        {
+            "name": "test",
+            "student": {"model": left},
+            "experts": {"left": {"model": left, "domain": "left"}, "right": {"model": right, "domain": "right"}},
+            "domains": {"left": {}, "right": {}},
+            "rollout": {"max_model_len": 64},
+            "objective": OBJECTIVES[payload],
+            "teachers": {
+                "engine": engine, "payload": payload, "dtype": dtype, "max_quarantined": more.pop("max_quarantined", 0)
+            },
+            "cluster": more.pop("cluster", {}),
+            "trainer": {"steps": 1, "samples_per_step": 2},
+        },
+        "test",
+    )  # fmt: skip
+    teachers = {"left": Teacher(name="left", model_dir=left), "right": Teacher(name="right", model_dir=right)}
+    routes = {d: (WeightedTeacher(teacher=t, weight=1.0),) for d, t in teachers.items()}
+    pool = Pool(config, routes, more.pop("vocab_size", VOCABULARY))
+    assert not more
+    pool.wait_ready()
+    return pool
+
+
+def stop(pool: Pool) -> None:
+    """Free its memory before the next one starts."""
+    import ray as ray_module
+
+    for actor in pool._workers:
+        ray_module.kill(actor)
+
+
+def scored(pool: Pool, given: Sequence[Rollout]) -> tuple[list[TargetRow], dict[str, torch.Tensor]]:
+    targets = pool.score(given)
+    rows = [row for s in cluster.fetch(list(targets.streams)) for row in read_stream(memoryview(s)).rows]
+    return rows, {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
+
+
+@torch.no_grad()
+def plain(model: Any, row: TargetRow, vocab_size: int = VOCABULARY) -> torch.Tensor:
+    """[R, V] log-probs at the positions before each response token."""
+    ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+    logits_T_V = model(ids).logits[0, :, :vocab_size]
+    return logits_T_V.log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
+
+
+def reference(model_dir: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+def mean_gap(
+    rows: Sequence[TargetRow],
+    heads: dict[str, torch.Tensor],
+    models: dict[str, Any],
+    *,
+    dtype: str = "float32",
+    vocab_size: int = VOCABULARY,
+) -> float:
+    """Mean |Δ log-prob| over everything that the rows say."""
+    gaps = []
+    for row in rows:
+        want_R_V = plain(models[row.teacher], row, vocab_size)
+        if row.hidden_size:
+            states = torch.frombuffer(bytearray(row.hidden), dtype=getattr(torch, dtype)).view(-1, row.hidden_size)
+            found = (states.float() @ heads[row.head].float().T).log_softmax(-1)
+            gaps.append((found - want_R_V).abs().flatten())
+        elif row.topk_ids:
+            ids = torch.tensor(row.topk_ids).view(len(row.response_ids), -1)
+            found = torch.tensor(row.topk_logprobs).view(ids.shape)
+            assert ids.shape[1] == TOP_K and all(len(set(r)) == TOP_K for r in ids.tolist())
+            gaps.append((found - want_R_V.gather(1, ids)).abs().flatten())
+            gaps.append((found - want_R_V.topk(TOP_K).values).abs().flatten())
+        else:
+            want = want_R_V.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
+            gaps.append((torch.tensor(row.teacher_logprobs) - want).abs())
+    return float(torch.cat(gaps).mean())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("payload", OBJECTIVES)
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_scores_are_those_of_a_plain_forward(
+    tmp_path: Path, make_model_dir: Make, ray: None, engine: str, payload: str, dtype: str
+) -> None:
+    """Two tied teachers of one config are swapped back and forth."""
+    left, right = (make_model_dir(tmp_path / n, seed=s) for s, n in enumerate(("left", "right"), start=1))
+    models = {"left": reference(left), "right": reference(right)}
+    pool = start_pool(engine, payload, left, right, dtype=dtype)
+    for turn in range(2):
+        given = rollouts(seed=turn)
+        rows, heads = scored(pool, given)
+        assert {(r.sample_id, r.teacher) for r in rows} == {(r.sample_id, r.domain) for r in given}
+        gap = mean_gap(rows, heads, models, dtype=dtype)
+        wrong = mean_gap(rows, heads, {"left": models["right"], "right": models["left"]}, dtype=dtype)
+        print(f"{engine} {payload} {dtype} turn {turn}: mean |delta| {gap:.2g} nats, of the other teacher {wrong:.2g}")
+        assert gap <= TOLERANCE[dtype]
+        assert wrong > 0.3, "the teachers are too alike to show anything"
+    stop(pool)
+
+
+@pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs"])
+def test_vllm_restarts_for_another_shape(tmp_path: Path, make_model_dir: Make, ray: None, payload: str) -> None:
+    left = make_model_dir(tmp_path / "left", seed=1)
+    right = make_model_dir(tmp_path / "right", seed=2, hidden=128, heads=4, tie=False)
+    pool = start_pool("vllm", payload, left, right)
+    for turn in range(2):
+        rows, heads = scored(pool, rollouts(seed=turn))
+        assert mean_gap(rows, heads, {"left": reference(left), "right": reference(right)}) <= 0.01
+    stop(pool)
+
+
+def test_vllm_leaves_padding_rows_out(tmp_path: Path, make_model_dir: Make, ray: None) -> None:
+    left, right = (make_model_dir(tmp_path / n, seed=s) for s, n in enumerate(("left", "right"), start=1))
+    pool = start_pool("vllm", "top_k", left, right, vocab_size=60)
+    rows, _ = scored(pool, rollouts(below=60))
+    models = {"left": reference(left), "right": reference(right)}
+    assert mean_gap(rows, {}, models, vocab_size=60) <= 0.01
+    assert max(max(row.topk_ids) for row in rows) < 60
+    stop(pool)
+
+
+@pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs", "top_k"])
+def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
+    tmp_path: Path, make_model_dir: Make, ray: None, payload: str
+) -> None:
+    left, right = (make_model_dir(tmp_path / n, seed=s, tie=False) for s, n in enumerate(("left", "right"), start=1))
+    state = load_file(left / "model.safetensors")
+    state["model.embed_tokens.weight"][75] = torch.nan
+    save_file(state, left / "model.safetensors", {"format": "pt"})
+    pool = start_pool("vllm", payload, left, right, max_quarantined=0.9)
+    given = rollouts(24, below=75)
+    poisoned = (5, 9, 17)
+    for i in poisoned:
+        given[i] = Rollout(
+            **{f: getattr(given[i], f) for f in Rollout.__dataclass_fields__ if f != "prompt_ids"}, prompt_ids=(75, 4)
+        )
+    models = {"left": reference(left), "right": reference(right)}
+    for _ in range(3):  # what a broken response left in the cache must not reach later ones
+        targets = pool.score(given)
+        assert set(targets.quarantined) == {given[i].sample_id for i in poisoned}
+        rows = [row for s in cluster.fetch(list(targets.streams)) for row in read_stream(memoryview(s)).rows]
+        heads = {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
+        assert mean_gap(rows, heads, models) <= 0.01
+    stop(pool)
+
+
+def test_vllm_refuses_weights_that_do_not_fit(tmp_path: Path, make_model_dir: Make, ray: None) -> None:
+    left, right = (make_model_dir(tmp_path / n, seed=s) for s, n in enumerate(("left", "right"), start=1))
+    state = load_file(right / "model.safetensors")
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, right / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError, match=r"teacher right: weights do not fit its config: missing .*up_proj"):
+        start_pool("vllm", "sampled_logprobs", left, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("payload", OBJECTIVES)
+def test_vllm_on_a_gpu(tmp_path: Path, make_model_dir: Make, payload: str, dtype: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    left, right = (make_model_dir(tmp_path / n, seed=s) for s, n in enumerate(("left", "right"), start=1))
+    with cluster.ray_session(ClusterConfig(), 4):
+        pool = start_pool("vllm", payload, left, right, dtype=dtype, cluster={"teacher_gpus": 1})
+        for turn in range(2):
+            rows, heads = scored(pool, rollouts(seed=turn))
+            gap = mean_gap(rows, heads, {"left": reference(left), "right": reference(right)}, dtype=dtype)
+            assert gap <= TOLERANCE[dtype]
+        stop(pool)
+
+
+# A real server
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, make_model_dir: Make) -> Iterator[tuple[Path, str]]:
+    """A model, and the address of a `vllm serve` that serves it as `expert` to holders of the key `secret`."""
+    root = tmp_path_factory.mktemp("served")
+    model, port = make_model_dir(root / "expert", seed=1), free_port()
+    env = os.environ | ENGINE_ENV | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_API_KEY": "secret",
+    }  # fmt: skip
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
+        *("--model", str(model), "--served-model-name", "expert", "--dtype", "float32", "--max-model-len", "64"),
+        *("--enforce-eager", "--max-logprobs", str(TOP_K), "--generation-config", "vllm"),
+    ]
+    with (root / "log").open("w") as log:
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 240
+        while not _healthy(port):
+            assert server.poll() is None, (root / "log").read_text()[-3000:]
+            assert time.monotonic() < deadline, (root / "log").read_text()[-3000:]
+            time.sleep(0.5)
+        yield model, f"http://127.0.0.1:{port}/v1"
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)  # its engine is a process of its own, which would outlive it
+        server.wait(timeout=60)
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def asking(url: str, payload: str, *, model: str = "expert", top_k: int = TOP_K) -> OpenAIScorer:
+    return OpenAIScorer(
+        ScorerOptions(
+            dtype="float32", payload=payload, top_k=top_k, vocab_size=VOCABULARY, memory_bytes=1,
+            servers={"left": Server(base_url=url, model=model)}, api_key_env="OPD_TEST_KEY",
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("payload", ["sampled_logprobs", "top_k"])
+def test_a_server_scores_like_a_plain_forward(
+    served: tuple[Path, str], payload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, url = served
+    monkeypatch.setenv("OPD_TEST_KEY", "secret")
+    given, broken = rollouts(40), {}
+    teacher = Teacher(name="left", model_dir=model)
+    rows = [row for batch in asking(url, payload).score(teacher, given, broken) for row in batch]
+    assert ({r.sample_id for r in rows}, broken) == ({r.sample_id for r in given}, {})
+    gap = mean_gap(rows, {}, {"left": reference(model)})
+    print(f"openai {payload} float32: mean |delta| {gap:.2g} nats")
+    assert gap <= 0.01
+
+
+def test_a_server_refuses_what_it_does_not_know(served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, url = served
+    teacher = Teacher(name="left", model_dir=model)
+    monkeypatch.setenv("OPD_TEST_KEY", "secret")
+    with pytest.raises(RunError, match="404, no model 'other'"):
+        asking(url, "top_k", model="other").head_key(teacher)
+    with pytest.raises(RunError, match=r"status 400.*max"):
+        asking(url, "top_k", top_k=TOP_K + 1).head_key(teacher)
+    monkeypatch.setenv("OPD_TEST_KEY", "wrong")
+    with pytest.raises(RunError, match="401, the key is missing or wrong"):
+        asking(url, "top_k").head_key(teacher)
