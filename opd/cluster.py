@@ -6,12 +6,21 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from opd.config import ClusterConfig
 from opd.errors import OpdError, RunError
 
 LOCAL = "local"
+
+
+class WorkerDied(RunError):
+    """A worker's process is gone."""
+
+    def __init__(self, actor: Any, message: str) -> None:
+        super().__init__(message)
+        self.actor = actor
 
 
 @contextmanager
@@ -80,11 +89,31 @@ def kill(actors: Sequence[Any]) -> None:
         ray.kill(actor)
 
 
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A worker's answer that is made when somebody fetches it, and again for the next; may travel to other workers."""
+
+    actor: Any
+    method: str
+    args: tuple[Any, ...]
+    timeout_s: float
+
+
 def fetch(refs: Any) -> Any:
-    """Values behind one handle or a list of handles, read without a copy where they are arrays."""
+    """Values behind one handle or a list of handles, read without a copy where they are arrays.
+
+    Raises: RunError if a `Remote`'s worker is dead or misses its deadline.
+    """
     import ray
 
-    return ray.get(refs)
+    if not isinstance(refs, Remote):
+        return ray.get(refs)
+    try:
+        return ray.get(getattr(refs.actor, refs.method).remote(*refs.args), timeout=refs.timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        raise RunError(f"`{refs.method}` of another worker took longer than {refs.timeout_s:.0f} s") from None
+    except ray.exceptions.RayActorError as error:
+        raise RunError(f"the worker that was asked for `{refs.method}` is dead: {error}") from None
 
 
 def call(actors: Sequence[Any], method: str, argument_lists: Sequence[Sequence[Any]], *, timeout_s: float) -> list[Any]:
@@ -122,13 +151,14 @@ def wait(actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s: 
 def _result(actors: Sequence[Any], refs: Sequence[Any], ref: Any, method: str) -> Any:
     import ray
 
-    name = actors[list(refs).index(ref)]._opd_name
+    actor = actors[list(refs).index(ref)]
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
         # A refusal that we worded ourselves is shown as it is; Ray would wrap the worker's traceback around it.
         raise (error.cause if isinstance(error.cause, OpdError | RunError) else error.as_instanceof_cause()) from None
     except ray.exceptions.RayActorError as error:
-        raise RunError(
-            f"{name}: the worker died during `{method}`: {error}\nits output is under /tmp/ray/session_latest/logs"
+        raise WorkerDied(
+            actor,
+            f"{actor._opd_name}: the worker died during `{method}`: {error}\nits output is under /tmp/ray/session_latest/logs",
         ) from None

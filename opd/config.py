@@ -366,6 +366,8 @@ class TrainerConfig(Strict):
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: int = Field(4096, ge=16)
     """Prompt and response tokens that a rank pushes through the model at a time, give or take one response."""
+    head_memory: ByteSize = Field("1GiB", validate_default=True, gt=0)
+    """Teachers' output heads that each rank keeps, least recently used out; those of one micro-batch always stay."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 

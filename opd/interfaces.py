@@ -17,11 +17,14 @@ class TargetSet:
     streams: tuple[Any, ...]
     """One handle per scoring worker to an Arrow IPC stream (see `opd.stream.schema`)."""
     heads: Mapping[str, Any]
-    """Content hash of an output head -> handle to the head matrix [V, D], for every head the rows name."""
+    """Content hash of an output head -> handle to the head matrix [V, D], for every head the rows name. A rank fetches
+    what it needs and does not hold."""
     head_rules: Mapping[str, Any]
     """Content hash of an output head -> its `LogitRule`."""
     quarantined: Mapping[str, str]
     """Sample id -> why its teacher's scores cannot be used; such a sample is not trained."""
+    restarted: tuple[str, ...] = ()
+    """Scoring workers that died and were started again; their rows were scored a second time."""
     rows: int
     """Rows of the samples that are not quarantined, over all streams: one for each teacher of a sample."""
 

@@ -120,6 +120,7 @@ def _record(
         "quarantined": dict(left_out),
         "quarantined_reasons": {**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
         "skipped": trained.skipped,
+        **({"restarted": list(targets.restarted)} if targets.restarted else {}),
         "grad_norm": trained.grad_norm,
         "lr": trained.lr,
         "logprob_gap": trained.logprob_gap,

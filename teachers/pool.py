@@ -30,32 +30,28 @@ class Pool:
         self._timeout_s = config.cluster.phase_timeout_s
         self._start_timeout_s = config.cluster.start_timeout_s
         self._max_quarantined = config.teachers.max_quarantined
-        gpus = config.cluster.teacher_gpus
-        env = cluster.worker_env(config.teachers.workers) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        self._gpus = config.cluster.teacher_gpus
+        self._env = cluster.worker_env(config.teachers.workers) | ({} if self._gpus else {"CUDA_VISIBLE_DEVICES": ""})
         if config.teachers.engine == "vllm":
-            env |= ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(config.teachers.kv_cache_gib)}
-        options = scorer_options(config, vocab_size)
-        self._workers = [
-            cluster.spawn(
-                TeacherWorker, config.teachers.engine, options, name=f"teacher worker {i}", env=env, gpus=gpus
-            )
-            for i in range(config.teachers.workers)
-        ]
+            self._env |= ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(config.teachers.kv_cache_gib)}
+        self._engine = config.teachers.engine
+        self._options = scorer_options(config, vocab_size)
+        self._workers = [self._spawn(index) for index in range(config.teachers.workers)]
+        self._stopped = False
         self._head_keys: dict[str, str] = {}
         self._head_rules: dict[str, LogitRule] = {}
-        self.heads: dict[str, Any] = {}
-        """Content hash of an output head -> handle to the matrix; filled by `wait_ready`."""
+        self._head_owners: dict[str, Teacher] = {}
+        """Content hash of an output head -> a teacher that has it."""
         self._sends_heads = config.teachers.payload == "hidden_states"
 
     def wait_ready(self) -> None:
-        """Try every teacher once and publish each distinct head. Raises: RunError if one does not load or answer."""
+        """Try every teacher once. Raises: RunError if one does not load or answer."""
         worker = self._workers[0]
         for teacher in {weight_key(a.teacher): a.teacher for part in self._routes.values() for a in part}.values():
             ((key, rule),) = cluster.call([worker], "describe", [[teacher]], timeout_s=self._start_timeout_s)
             self._head_keys[weight_key(teacher)] = key
             self._head_rules[key] = rule
-            if self._sends_heads and key not in self.heads:
-                (self.heads[key],) = cluster.submit([worker], "head", [[teacher]])
+            self._head_owners.setdefault(key, teacher)
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetSet:
         """Every rollout scored by the teachers of its domain.
@@ -65,16 +61,15 @@ class Pool:
         """
         groups = list(self._route(rollouts))
         shares = share_out(groups, len(self._workers))
-        refs = cluster.submit(self._workers, "score", [[share] for share in shares])
-        cluster.wait(self._workers, refs, "score", timeout_s=self._timeout_s)
-        broken = {i: why for part in self._call("broken") for i, why in part.items()}
+        refs, broken, restarted = self._score(shares)
         refuse_many_broken(broken, len(rollouts), self._max_quarantined)
         keys = sorted({self._head_keys[weight_key(teacher)] for teacher, _, _ in groups}) if self._sends_heads else []
         return TargetSet(
             streams=tuple(refs),
-            heads={key: self.heads[key] for key in keys},
+            heads={key: self.head_handle(key) for key in keys},
             head_rules={key: self._head_rules[key] for key in keys},
             quarantined=broken,
+            restarted=restarted,
             rows=sum(len(self._routes[r.domain]) for r in rollouts if r.sample_id not in broken),
         )
 
@@ -85,10 +80,38 @@ class Pool:
 
     def stop(self) -> None:
         """End the workers; a `score` in another thread raises RunError."""
+        self._stopped = True
         cluster.kill(self._workers)
 
-    def _call(self, method: str) -> list[Any]:
-        return cluster.call(self._workers, method, [[]] * len(self._workers), timeout_s=self._timeout_s)
+    def head_handle(self, key: str) -> Any:
+        """Handle to a head, which is read from its teacher's weights when it is fetched. Raises: KeyError."""
+        return cluster.Remote(self._workers[0], "head", (self._head_owners[key],), self._timeout_s)
+
+    def _score(self, shares: Sequence[Sequence[Group]]) -> tuple[list[Any], dict[str, str], tuple[str, ...]]:
+        """Streams, what could not be scored, and the workers that had to be started again, each at most once.
+
+        Raises: RunError if a worker dies twice or misses the deadline.
+        """
+        refs = cluster.submit(self._workers, "score", [[share] for share in shares])
+        restarted: list[str] = []
+        while True:
+            try:
+                cluster.wait(self._workers, refs, "score", timeout_s=self._timeout_s)
+                parts = cluster.call(self._workers, "broken", [[]] * len(self._workers), timeout_s=self._timeout_s)
+                return refs, {i: why for part in parts for i, why in part.items()}, tuple(restarted)
+            except cluster.WorkerDied as error:
+                index = self._workers.index(error.actor)
+                if self._stopped or _name(index) in restarted:
+                    raise
+                restarted.append(_name(index))
+                self._workers[index] = self._spawn(index)
+                # All of its rows: a stream is whole or it is nothing, so none of them is in the step twice.
+                (refs[index],) = cluster.submit([self._workers[index]], "score", [[shares[index]]])
+
+    def _spawn(self, index: int) -> Any:
+        return cluster.spawn(
+            TeacherWorker, self._engine, self._options, name=_name(index), env=self._env, gpus=self._gpus
+        )
 
     def _route(self, rollouts: Sequence[Rollout]) -> Iterator[Group]:
         """One group for each domain and each of its teachers, those of one teacher side by side."""
@@ -101,6 +124,10 @@ class Pool:
         for domain, rows in sorted(by_domain.items()):
             for assigned in self._routes[domain]:
                 yield assigned.teacher, assigned.weight, tuple(rows)
+
+
+def _name(index: int) -> str:
+    return f"teacher worker {index}"
 
 
 def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: float) -> None:

@@ -54,7 +54,6 @@ class DeepSpeedTrainer:
             return StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
         sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
         plan = plan_micro_batches(sizes, len(self._ranks), self._config.micro_batch_tokens)
-        arrays = [*targets.heads.values(), *targets.streams]
         works = [
             RankWork(
                 step=step,
@@ -67,7 +66,9 @@ class DeepSpeedTrainer:
             for part in plan
         ]
         rules = {key: targets.head_rules[key] for key in targets.heads}
-        return _report(step, lr, self._call("train_step", [[work, rules, *arrays] for work in works]))
+        return _report(
+            step, lr, self._call("train_step", [[work, rules, dict(targets.heads), *targets.streams] for work in works])
+        )
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._call("logprobs", [[token_ids]] * len(self._ranks))[0]
@@ -98,6 +99,7 @@ def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
         gradient_checkpointing=trainer.gradient_checkpointing,
+        head_memory_bytes=trainer.head_memory,
         timeout_s=config.cluster.phase_timeout_s,
     )
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd import cluster
 from opd.config import ObjectiveConfig
 from opd.errors import RunError
 from opd.losses import build_objective
@@ -40,7 +41,6 @@ from opd.types import DomainStats
 STATE_FILE = "trainer.safetensors"
 STATE_META = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-HEAD_CACHE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,8 @@ class RankOptions:
     weight_decay: float
     max_grad_norm: float
     gradient_checkpointing: bool
+    head_memory_bytes: int
+    """Budget of the teachers' heads that stay on this rank."""
     timeout_s: float
 
 
@@ -115,22 +117,23 @@ class TrainerRank:
         self._engine = _start_engine(self._options)
         self._device = self._engine.device
 
-    def train_step(self, work: RankWork, head_rules: Mapping[str, LogitRule], *arrays: np.ndarray) -> RankResult:
+    def train_step(
+        self, work: RankWork, head_rules: Mapping[str, LogitRule], head_handles: Mapping[str, Any], *streams: np.ndarray
+    ) -> RankResult:
         """Accumulate gradients over the micro-batches, then step once. Raises: RunError on a non-finite gradient.
 
-        `arrays` are the heads that `head_rules` names, in its order, then the streams: arguments of their own, because that is what Ray
-        hands over as views into shared memory.
+        The streams are arguments of their own, because that is what Ray hands over as views into shared memory; heads
+        are fetched when a micro-batch needs them.
         """
-        raw_heads = dict(zip(head_rules, arrays[: len(head_rules)], strict=True))
         wants_baseline = getattr(self._options.objective, "baseline", "none") != "none"
-        stream = _select(work, arrays[len(head_rules) :], wants_baseline)
+        stream = _select(work, streams, wants_baseline)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = work.lr
         totals = Totals()
         for index, ids in enumerate(work.micro_batches):
             batch = micro_batch([stream.samples[i] for i in ids], stream.payload, stream.dtype, stream.baselines)
             needed = [key for run in batch.runs if isinstance(run, HiddenRun) for key in run.heads]
-            heads = {key: self._head(key, raw_heads, head_rules) for key in needed}
+            heads = {key: self._head(key, head_handles, head_rules) for key in needed}
             # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
             weight_N = token_weights(batch, [work.weights[i] for i in ids])
             self._engine.set_gradient_accumulation_boundary(index == len(work.micro_batches) - 1)
@@ -238,11 +241,12 @@ class TrainerRank:
                 **{kind: torch.zeros_like(flat) for kind in MOMENTS},
             }
 
-    def _head(self, key: str, raw: Mapping[str, np.ndarray], rules: Mapping[str, LogitRule]) -> Head:
+    def _head(self, key: str, handles: Mapping[str, Any], rules: Mapping[str, LogitRule]) -> Head:
         """The head on this device, in the type it was sent, kept while the least recently used ones make room."""
+        budget = self._options.head_memory_bytes
         if key not in self._heads:
-            self._heads[key] = Head(head_tensor(raw[key]).to(self._device), rules[key])
-            while len(self._heads) > 1 and sum(h.weight_V_D.nbytes for h in self._heads.values()) > HEAD_CACHE_BYTES:
+            self._heads[key] = Head(head_tensor(cluster.fetch(handles[key])).to(self._device), rules[key])
+            while len(self._heads) > 1 and sum(h.weight_V_D.nbytes for h in self._heads.values()) > budget:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
         return self._heads[key]

@@ -89,9 +89,9 @@ class PoolServer(flight.FlightServerBase):
         """A head, by its hash."""
         with self._worded(context, "head"):
             key = ticket.ticket.decode(errors="replace")
-            if key not in self._pool.heads:
+            if key not in self._hello.heads:
                 raise ProtocolError(f"no head {key[:64]!r}")
-            head_V_D: np.ndarray = cluster.fetch(self._pool.heads[key])
+            head_V_D: np.ndarray = cluster.fetch(self._pool.head_handle(key))
         # int16 holds the bits of a bfloat16, which numpy lacks.
         meta = {"opd.dtype": str(head_V_D.dtype), "opd.shape": "x".join(map(str, head_V_D.shape))}
         schema = SLICES.with_metadata(meta)

@@ -38,7 +38,7 @@ class InProcess:
         return list(refs)
 
     def fetch(self, refs: Any) -> Any:
-        return refs
+        return getattr(refs.actor, refs.method)(*refs.args) if isinstance(refs, cluster.Remote) else refs
 
     def put(self, value: Any) -> Any:
         return value

@@ -466,7 +466,6 @@ def test_teachers_behind_servers() -> None:
     [
         "https://host.example/v1",
         "http://localhost:1/v1",
-        
         "http://[::1]:8000/v1",
         SERVER["base_url"],
     ],

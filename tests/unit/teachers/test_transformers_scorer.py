@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.losses.chunked import IDENTITY
@@ -342,11 +342,8 @@ def test_every_rollout_goes_to_the_teacher_of_its_domain(
     assert set(targets.head_rules) == set(targets.heads)
     assert set(targets.head_rules.values()) == {IDENTITY}
     assert len(targets.streams) == workers
-
-    def head(value: Any) -> torch.Tensor:
-        return head_tensor(value if isinstance(value, np.ndarray) else value[0])
-
-    check_rows(rows, {key: head(value) for key, value in targets.heads.items()}, expert_dirs)
+    heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in targets.heads.items()}
+    check_rows(rows, heads, expert_dirs)
 
 
 def test_only_heads_that_rows_need_are_sent(teachers: dict[str, Teacher], in_process: Any) -> None:

@@ -20,6 +20,7 @@ import torch
 from pyarrow import flight
 from safetensors.torch import load_file, save_file
 
+from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.stream.schema import TargetRow, read_stream, write_stream
@@ -138,9 +139,10 @@ def rows_of(targets: Any) -> list[TargetRow]:
 def same_targets(found: Any, wanted: Any) -> None:
     assert [bytes(s) for s in found.streams] == [bytes(s) for s in wanted.streams]
     assert list(found.heads) == list(wanted.heads)
-    for key, head_V_D in wanted.heads.items():
-        assert found.heads[key].dtype == head_V_D.dtype
-        assert np.array_equal(found.heads[key], head_V_D)
+    for key, handle in wanted.heads.items():
+        found_V_D, head_V_D = cluster.fetch(found.heads[key]), cluster.fetch(handle)
+        assert found_V_D.dtype == head_V_D.dtype
+        assert np.array_equal(found_V_D, head_V_D)
     assert dict(found.head_rules) == dict(wanted.head_rules)
     assert dict(found.quarantined) == dict(wanted.quarantined)
     assert found.rows == wanted.rows
@@ -401,7 +403,7 @@ class Tampered:
 
     def __init__(self, pool: Pool, change: Callable[[list[TargetRow]], list[TargetRow]], **fields: Any) -> None:
         self._pool, self._change, self._fields = pool, change, fields
-        self.heads, self.head_of = pool.heads, pool.head_of
+        self.head_handle, self.head_of = pool.head_handle, pool.head_of
 
     def score(self, rollouts: Any) -> Any:
         targets = self._pool.score(rollouts)
@@ -521,13 +523,18 @@ def test_an_answer_without_its_end_stops_the_run(
 
 
 @pytest.mark.parametrize("what", ["a bit", "a row less", "another type"])
-def test_a_head_that_is_not_the_one_of_its_hash_stops_the_run(what: str, routes: Routes, serve: Any) -> None:
+def test_a_head_that_is_not_the_one_of_its_hash_stops_the_run(
+    what: str, routes: Routes, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = local_pool(routes)
-    key, head_V_D = next(iter(pool.heads.items()))
+    key, _ = pool.head_of(routes["upper"][0].teacher)
+    whole = pool.head_handle
+    head_V_D = cluster.fetch(whole(key))
     if what == "a bit":
         head_V_D = head_V_D.copy()
         head_V_D.view(np.uint8)[-1, -1] ^= 1
-    pool.heads[key] = {"a bit": head_V_D, "a row less": head_V_D[:-1], "another type": head_V_D.view(np.int32)}[what]
+    spoilt = {"a bit": head_V_D, "a row less": head_V_D[:-1], "another type": head_V_D.view(np.int32)}[what]
+    monkeypatch.setattr(pool, "head_handle", lambda k: spoilt if k == key else whole(k))
     served = serve(pool, routes)
     with pytest.raises(RunError, match=f"teachers at {served.url}: .*{key}.*(hashes to|wanted float32)"):
         remote(served.url, routes)
@@ -663,7 +670,7 @@ class Slow:
 
     def __init__(self, pool: Pool, seconds: float) -> None:
         self._pool, self._seconds = pool, seconds
-        self.heads, self.head_of = pool.heads, pool.head_of
+        self.head_handle, self.head_of = pool.head_handle, pool.head_of
         self.inside = self.most = self.calls = 0
 
     def score(self, rollouts: Any) -> Any:
