@@ -188,6 +188,9 @@ class TeachersConfig(Strict):
     memory: ByteSize = Field("8GiB", validate_default=True, gt=0)
     """Teachers kept in memory by each scoring worker, least recently used out; the one in use always stays. Engine
     `vllm` holds one and reads the next from its files."""
+    mask_tokens: dict[Name, list[str]] = {}
+    """By expert's name: tokens that it never writes, such as `<think>`. Where the student writes one in a domain of that
+    expert, the token carries no loss: the expert has nothing to say about it but "never"."""
     max_quarantined: float = Field(0.001, ge=0, le=1)
     """Share of a step's responses that may be left out because a teacher's states are not finite, before the run stops."""
     dtype: DType = "float32"

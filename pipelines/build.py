@@ -80,7 +80,9 @@ def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Displa
     pool = POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
     if config.teachers.engine == "flight":
         pool.wait_ready()  # takes no core of ours: a wrong token is told before anything else is started
-    engine = VLLMRolloutEngine(config, config.student.model, inputs.student.eos_token_ids, inputs.tokenizer)
+    engine = VLLMRolloutEngine(
+        config, config.student.model, inputs.student.eos_token_ids, inputs.tokenizer, inputs.untrained
+    )
     trainer = DeepSpeedTrainer(config, inputs.student.vocab_size)
     # Started side by side, waited for one after the other.
     engine.wait_ready()

@@ -6,6 +6,7 @@ Reads headers, JSON and prompts; never a weight tensor into a model, never a GPU
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class Inputs:
     prompts: dict[str, list[Prompt]]
     """Training prompts by domain."""
     exams: dict[str, DomainExam]
+    untrained: dict[str, frozenset[int]]
+    """By domain: token ids that one of its teachers never writes."""
     tokenizer: Any
     warnings: tuple[str, ...]
 
@@ -87,6 +90,7 @@ def check(config: PipelineConfig) -> Inputs:
         routes=routes,
         prompts=prompts,
         exams=load_exams(config, tokenizer),
+        untrained=_untrained(config, teaching.routes, tokenizer),
         tokenizer=tokenizer,
         warnings=teaching.warnings,
     )
@@ -191,6 +195,34 @@ def _refuse_twice(names: list[str]) -> None:
         raise ConfigError.at(
             "experts.use", found=f"`{twice[0]}` twice", wanted="each expert once", fix="delete one of the two"
         )
+
+
+def _untrained(
+    config: PipelineConfig, routes: Mapping[str, Sequence[WeightedTeacher]], tokenizer: Any
+) -> dict[str, frozenset[int]]:
+    """`teachers.mask_tokens` as ids, by domain. Raises: ConfigError for a name that is no expert's, or no token."""
+    vocabulary = tokenizer.get_vocab()
+    names = sorted({a.teacher.name for part in routes.values() for a in part})
+    for name, tokens in config.teachers.mask_tokens.items():
+        if name not in names:
+            raise ConfigError.at(
+                "teachers.mask_tokens",
+                found=name,
+                wanted=f"experts of this pipeline: {', '.join(names)}",
+                fix="correct or remove the name",
+            )
+        for token in tokens:
+            if token not in vocabulary:
+                raise ConfigError.at(
+                    f"teachers.mask_tokens.{name}",
+                    found=f"{token!r}, which the tokenizer does not know as one token",
+                    wanted="single tokens as tokenizer.json spells them",
+                    fix="correct it; text of several tokens cannot be masked",
+                )
+    never = {name: [vocabulary[t] for t in tokens] for name, tokens in config.teachers.mask_tokens.items()}
+    return {
+        domain: frozenset(i for a in part for i in never.get(a.teacher.name, ())) for domain, part in routes.items()
+    }
 
 
 def _prompts_file(name: str, domain: DomainConfig, expert: Expert) -> Path:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from opd import cluster
@@ -31,8 +33,15 @@ class VLLMRolloutEngine:
     """Implements `opd.interfaces.RolloutEngine`."""
 
     def __init__(
-        self, config: PipelineConfig, model_dir: Path, stop_token_ids: Sequence[int], tokenizer: Decoder
+        self,
+        config: PipelineConfig,
+        model_dir: Path,
+        stop_token_ids: Sequence[int],
+        tokenizer: Decoder,
+        untrained: Mapping[str, frozenset[int]] = MappingProxyType({}),
     ) -> None:
+        """`untrained`: by domain, token ids that carry no loss where the student writes them."""
+        self._untrained = untrained
         self._config = config
         self._tokenizer = tokenizer
         self._timeout_s = config.cluster.phase_timeout_s
@@ -73,7 +82,10 @@ class VLLMRolloutEngine:
             for p, sample_id in fitting
         ]
         sampled = self._generate(requests)
-        rollouts = [_rollout(p, s, step, policy_version, out) for (p, s), out in zip(fitting, sampled, strict=True)]
+        rollouts = [
+            _rollout(p, s, step, policy_version, out, self._untrained.get(p.domain, frozenset()))
+            for (p, s), out in zip(fitting, sampled, strict=True)
+        ]
         return RolloutBatch(
             rollouts=tuple(rollouts), quarantined=tuple(_refused(p, room) for p in prompts if not _fits(p, room))
         )
@@ -135,7 +147,9 @@ def _seed(seed: int, sample_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{sample_id}".encode()).digest()[:4], "big")
 
 
-def _rollout(prompt: Prompt, sample_id: str, step: int, policy_version: int, out: Sampled) -> Rollout:
+def _rollout(
+    prompt: Prompt, sample_id: str, step: int, policy_version: int, out: Sampled, untrained: frozenset[int]
+) -> Rollout:
     return Rollout(
         sample_id=sample_id,
         step=step,
@@ -144,6 +158,12 @@ def _rollout(prompt: Prompt, sample_id: str, step: int, policy_version: int, out
         prompt_ids=prompt.token_ids,
         response_ids=out.token_ids,
         behaviour_logprobs=out.logprobs,
-        segments=(Segment(length=len(out.token_ids), trained=True),),
+        segments=_segments(out.token_ids, untrained),
         truncated=out.truncated,
     )
+
+
+def _segments(token_ids: Sequence[int], untrained: frozenset[int]) -> tuple[Segment, ...]:
+    """Runs of trained and untrained tokens."""
+    runs = groupby(token_ids, key=lambda token: token not in untrained)
+    return tuple(Segment(length=len(list(run)), trained=trained) for trained, run in runs)

@@ -292,3 +292,31 @@ def test_an_unknown_verifier_is_refused_with_the_known_ones(world: Any) -> None:
     assert "domains.upper.eval.verifier" in str(error.value)
     assert "exact_mach" in str(error.value)
     assert "exact_match" in str(error.value)
+
+
+def test_tokens_that_a_teacher_never_writes_are_masked_in_its_domains(world: Any) -> None:
+    world.data["domains"]["upper"]["teachers"] = {"up": 0.5, "rev": 0.5}
+    world.data["teachers"] = {"mask_tokens": {"rev": ["a", "<eos>"]}}
+    inputs = check(config(world))
+    ids = frozenset(inputs.tokenizer.convert_tokens_to_ids(t) for t in ("a", "<eos>"))
+    assert len(ids) == 2
+    assert inputs.untrained == {"reverse": ids, "upper": ids}
+    world.data["teachers"] = {"mask_tokens": {"up": ["a"]}}
+    assert [len(v) for v in check(config(world)).untrained.values()] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("masks", "words"),
+    [
+        ({"nobody": ["a"]}, ["teachers.mask_tokens\n", "found:  nobody", "experts of this pipeline: rev, up"]),
+        (
+            {"rev": ["no such token"]},
+            ["teachers.mask_tokens.rev\n", "found:  'no such token', which the tokenizer does not know"],
+        ),
+    ],
+)
+def test_masks_of_no_expert_or_no_token_are_refused(world: Any, masks: Any, words: list[str]) -> None:
+    world.data["teachers"] = {"mask_tokens": masks}
+    with pytest.raises(ConfigError) as error:
+        check(config(world))
+    assert all(word in str(error.value) for word in words)

@@ -10,7 +10,7 @@ import pytest
 
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed
+from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed, _segments
 from opd.rollouts.worker import Request, Sampled, _sampled
 from opd.types import Prompt
 
@@ -44,7 +44,9 @@ class Letters:
         return "".join(chr(97 + t) for t in token_ids)
 
 
-def engine(in_process: Any, workers: int = 2, seed: int = 0, **rollout: Any) -> VLLMRolloutEngine:
+def engine(
+    in_process: Any, workers: int = 2, seed: int = 0, untrained: dict[str, frozenset[int]] | None = None, **rollout: Any
+) -> VLLMRolloutEngine:
     in_process.replace = FakeWorker
     config = PipelineConfig.model_validate(
         {
@@ -57,7 +59,7 @@ def engine(in_process: Any, workers: int = 2, seed: int = 0, **rollout: Any) -> 
             "rollout": {"workers": workers, "max_model_len": ROOM, "max_new_tokens": LIMIT} | rollout,
         }
     )
-    return VLLMRolloutEngine(config, Path("base"), (2,), Letters())
+    return VLLMRolloutEngine(config, Path("base"), (2,), Letters(), untrained or {})
 
 
 def prompt(i: int, length: int = 3) -> Prompt:
@@ -75,6 +77,19 @@ def test_every_prompt_gets_its_own_answer_whoever_wrote_it(in_process: Any) -> N
         assert all(r.loss_mask == (True,) * LIMIT for r in batch.rollouts)
         assert all(len(r.behaviour_logprobs) == LIMIT for r in batch.rollouts)
         assert batch.quarantined == ()
+
+
+def test_masked_tokens_of_a_domain_carry_no_loss(in_process: Any) -> None:
+    elsewhere = Prompt(id="e/1", domain="e", token_ids=(1, 2, 3))
+    made = engine(in_process, untrained={"d": frozenset({1})})
+    batch = made.generate([prompt(0), prompt(1), elsewhere], step=1, policy_version=0)
+    assert [r.loss_mask for r in batch.rollouts] == [(True,) * LIMIT, (False,) * LIMIT, (True,) * LIMIT]
+
+
+def test_segments_are_the_runs_of_trained_tokens() -> None:
+    found = _segments((7, 1, 1, 2, 7, 1), frozenset({1, 2}))
+    assert [(s.length, s.trained) for s in found] == [(1, True), (3, False), (1, True), (1, False)]
+    assert _segments((), frozenset({1})) == ()
 
 
 def test_requests_are_spread_evenly(in_process: Any) -> None:
