@@ -51,6 +51,8 @@ class Events:
     """By the teachers, of two rollouts; without any there is only one."""
     written: list[str] = field(default_factory=list)
     """Rollouts of the step."""
+    known: dict[str, float] = field(default_factory=dict)
+    """What the trainer can tell of domain `a` beyond the usual."""
 
     def take(self, step: int) -> list[Prompt]:
         self.seen.append(f"take {step}")
@@ -91,7 +93,7 @@ class Events:
         assert [r.sample_id for r in rollouts] == [i for i in self.written if i not in self.quarantined]
         assert targets.streams == (step,)
         self.seen.append(f"train {step}")
-        stats = {"a": domain_stats(), "b": NOTHING}
+        stats = {"a": domain_stats(**self.known), "b": NOTHING}
         return StepReport(step=step, loss=0.5, grad_norm=1.5, lr=0.1, logprob_gap=1e-6, domains=stats)
 
     def push(self, version: int) -> PushReport:
@@ -242,6 +244,15 @@ def test_the_record_of_a_step() -> None:
     # A checkpoint is written after its step's record: its time is in the next one.
     assert set(second["phase_s"]) == {"rollout", "score", "train", "sync", "checkpoint", "evaluate"}
     assert second["accuracy"] == {"a": 0.5}
+
+
+def test_the_record_has_what_the_objective_knows_of_clips_and_masses() -> None:
+    events = Events(known={"clipped_sum": 1.0, "student_mass_sum": 3.0, "teacher_mass_sum": 3.5})  # over 4 tokens
+    run(events.parts(), plan(last_step=1))
+    domains = events.records[0]["domains"]
+    names = ("clip_rate", "student_mass", "teacher_mass")
+    assert [domains["a"][name] for name in names] == [0.25, 0.75, 0.875]
+    assert not set(names) & set(domains["b"])
 
 
 def test_what_a_teacher_could_not_score_is_not_trained_but_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -98,3 +99,86 @@ def test_keys() -> None:
     assert weight_key(lora("a")) != weight_key(lora("b")) != weight_key(full("base"))
     assert base_key(lora("a")) == base_key(lora("b")) == base_key(full("base")) == weight_key(full("base"))
     assert base_key(lora("a", digest="A", base_digest="B")) == weight_key(full("x", digest="B"))
+
+
+@pytest.mark.parametrize(("budget", "again"), [(200, []), (199, ["base"])], ids=["both fit", "one byte too little"])
+def test_teachers_stay_as_long_as_they_fit_the_budget(budget: int, again: list[str], disk: Disk) -> None:
+    held = cache(disk, budget)
+    for name in ("base", "other", "base"):
+        held.get(full(name))
+    assert disk.read == ["base", "other", *again]
+
+
+def test_what_was_used_again_outlives_what_was_not(disk: Disk) -> None:
+    held = cache(disk, budget=35)
+    for name in ("a", "b", "c", "a", "base"):  # base alone is above the budget: all others go
+        held.get(full(name))
+    assert (disk.read, held.nbytes) == (["a", "b", "c", "base"], 100)
+    disk.read.clear()
+    held = cache(disk, budget=120)
+    for name in ("a", "b", "a", "base"):
+        held.get(full(name))
+    assert held.nbytes == 120
+    held.get(full("c"))
+    held.get(full("a"))
+    assert disk.read == ["a", "b", "base", "c"], "b went for c and not a, which came first but was used again"
+
+
+@pytest.mark.parametrize("budget", [0, 99])
+def test_the_teacher_in_use_stays_above_any_budget(budget: int, disk: Disk) -> None:
+    held = cache(disk, budget)
+    for _ in range(3):
+        held.get(full("base"))
+    assert (disk.read, held.nbytes) == (["base"], 100)
+    held.prefetch(full("other"))
+    held.get(full("base"))
+    held.get(full("other"))
+    assert (disk.read, held.nbytes) == (["base", "other"], 100)
+
+
+def test_tensors_that_share_memory_count_once() -> None:
+    tied = torch.zeros(10, dtype=torch.uint8)
+    held = WeightCache(torch.uint8, 100, lambda directory, dtype: {"embedding": tied, "head": tied})
+    held.get(full("tied"))
+    assert held.nbytes == 10
+
+
+# Reading ahead
+
+
+def test_reading_ahead_returns_at_once_and_reads_once() -> None:
+    may_read, read = Event(), []
+
+    def slow(directory: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        assert may_read.wait(30)
+        read.append(directory.name)
+        return {"weight": torch.full((3,), len(read), dtype=dtype)}
+
+    held = WeightCache(torch.uint8, 1000, slow)
+    for _ in range(3):
+        held.prefetch(full("base"))
+    assert read == []
+    may_read.set()
+    assert held.get(full("base"))[0]["weight"].tolist() == [1, 1, 1]
+    held.prefetch(full("base"))
+    held.get(full("base"))
+    assert (read, held.loads) == (["base"], 1)
+
+
+def test_what_reading_ahead_ran_into_is_raised_where_it_is_wanted(disk: Disk) -> None:
+    broken = {"base"}
+
+    def read(directory: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        if directory.name in broken:
+            raise OSError(f"{directory.name} cannot be read")
+        return disk(directory, dtype)
+
+    held = WeightCache(torch.uint8, 1000, read)
+    held.prefetch(full("base"))
+    held.get(full("other"))  # has nothing to do with it
+    for _ in range(2):  # nor does it pass for loaded the second time
+        with pytest.raises(OSError, match="base cannot be read"):
+            held.get(full("base"))
+    broken.clear()
+    assert list(held.get(full("base"))[0]) == ["base"]
+    assert held.nbytes == 200

@@ -5,6 +5,7 @@ The formulas below are written from the papers with whole logit matrices; they s
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -808,13 +809,206 @@ def test_a_mixtures_entropy_is_that_of_its_normalised_product() -> None:
     same(stats.agree_N, c.logp().argmax(-1) == mean.argmax(-1))
 
 
+# Slices and tiles: how much is computed at a time changes nothing
+
+
+def sampled_setup(baseline: bool) -> tuple[Case, Objective, list[Block]]:
+    c = case()
+    gen = torch.Generator().manual_seed(1)
+    given = torch.randn(N, generator=gen, dtype=torch.float64) if baseline else None
+    return c, Sampled(ratio_clip=3.0, advantage_clip=1.5), sampled_block(c, given)
+
+
+def mixture_setup(objective: Objective) -> tuple[Case, Objective, list[Block]]:
+    c, weights = mixture_case(rules=(STUDENT_RULE, TEACHER_RULE))
+    return c, objective, [MixtureBlock(tuple(c.teachers), weights)]
+
+
+def folded_setup(objective: Objective) -> tuple[Case, Objective, list[Block]]:
+    c, mixture = common_head(torch.float64)
+    folded = mixture.folded(torch.linspace(1, 2, N, dtype=torch.float64))
+    assert folded is not None
+    return c, objective, [folded]
+
+
+def form_setup(form: Form, rules: tuple[LogitRule, LogitRule]) -> tuple[Case, Objective, list[Block]]:
+    c = case(rules=rules)
+    return c, form.objective, blocks(c, form)
+
+
+SETUPS: dict[str, Callable[[], tuple[Case, Objective, list[Block]]]] = {
+    **{name: functools.partial(form_setup, form, RULES[0]) for name, form in FORMS.items()},
+    **{f"{name}, rules": functools.partial(form_setup, form, RULES[1]) for name, form in FORMS.items()},
+    "sampled": functools.partial(sampled_setup, False),
+    "sampled with a baseline": functools.partial(sampled_setup, True),
+    "mixture": functools.partial(mixture_setup, ReverseKL()),
+    "folded": functools.partial(folded_setup, ReverseKL()),
+    "mixture, sampled": functools.partial(mixture_setup, Sampled()),
+    "folded, sampled": functools.partial(folded_setup, Sampled()),
+}
+every_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
+SMALL = {
+    "a row, a row": (1, 1),
+    "ragged": (2 * V + 5, 4 * D + 2),  # 7 tokens are 2 + 2 + 2 + 1; 19 rows of the head are 4 + 4 + 4 + 4 + 3
+    "nearly all": (6 * V, (V - 1) * D),
+}
+small_sizes = pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL.keys())
+
+
+def at_a_time(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]) -> None:
+    """Values of a slice and of a tile from now on."""
+    monkeypatch.setattr(chunked, "SLICE_VALUES", sizes[0])
+    monkeypatch.setattr(chunked, "TILE_VALUES", sizes[1])
+
+
+@every_setup
+@small_sizes
+def test_slices_and_tiles_change_no_gradient_and_no_number(
+    setup: Callable[[], tuple[Case, Objective, list[Block]]], sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c, objective, given = setup()
+    seen: list[int] = []
+    elementwise = chunked._elementwise
+
+    def counted(*args: Any) -> Any:
+        seen.append(len(args[2]))
+        return elementwise(*args)
+
+    monkeypatch.setattr(chunked, "_elementwise", counted)
+    at_a_time(monkeypatch, (1 << 40, 1 << 40))
+    want, stats = run(c, objective, given)
+    whole = list(seen)
+    seen.clear()
+    at_a_time(monkeypatch, sizes)
+    loss, found = run(c, objective, given)
+    rows = max(1, sizes[0] // V)
+    assert seen == [min(rows, n - i) for n in whole for i in range(0, n, rows)]
+    assert len(seen) > len(whole)
+    assert_is(c, loss, want, 1e-12)
+    for name in stats.__slots__:
+        torch.testing.assert_close(getattr(found, name), getattr(stats, name), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["reverse_kl, rules", "jsd 0.5", "skew 0.1", "top_k bucket 4", "mixture", "folded"])
+@small_sizes
+def test_gradients_of_slices_are_finite_differences(
+    name: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c, objective, given = SETUPS[name]()
+    at_a_time(monkeypatch, sizes)
+    assert_gradients_are_differences(c, objective, given, chunk=7)
+
+
+@small_sizes
+def test_tiles_leave_the_gradient_of_padding_rows_at_zero(
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = case(sizes=(N,))
+    cut = V - 4
+    c.token = c.token % cut
+    at_a_time(monkeypatch, sizes)
+    loss, _ = chunked_objective(ReverseKL(), c.hidden, c.head, c.teachers, c.weight, c.token, chunk=7, vocab_size=cut)
+    cut_off = [TeacherBlock(t.hidden_N_E, t.head_V_E[:cut]) for t in c.teachers]
+    short = Case(c.hidden, c.head[:cut], cut_off, c.weight, c.token)
+    wanted = (c.weight * reverse(short.logp(), short.logq())).sum()
+    found = gradients(loss, c.hidden, c.head)
+    for grad, want in zip(found, gradients(wanted, c.hidden, c.head), strict=True):
+        assert relative(grad, want) < 1e-12
+    assert not found[1][cut:].any()
+
+
+# Which objectives take a mixture
+
+
+@pytest.mark.parametrize("objective", [make() for make in OBJECTIVES.values()], ids=OBJECTIVES.keys())
+@pytest.mark.parametrize("folded", [False, True], ids=["mixture", "folded"])
+def test_a_mixture_needs_an_objective_that_is_a_sum_over_teachers(objective: Objective, folded: bool) -> None:
+    # What a log-measure gives is the weighted sum of the single objectives, or it is a bug to ask for it.
+    c, mixture = common_head(torch.float64)
+    logsums = [
+        w * (t.hidden_N_E @ t.head_V_E.T).logsumexp(-1) for w, t in zip(mixture.weights, c.teachers, strict=True)
+    ]
+    block = mixture.folded(torch.stack(logsums).sum(0)) if folded else mixture
+    assert block is not None
+    if not objective.mixes:
+        with pytest.raises(AssertionError):
+            run(c, objective, [block])
+        return
+    loss, _ = run(c, objective, [block])
+    singles = [run(c, objective, [t])[0] for t in c.teachers]
+    assert_is(c, loss, sum((w * s for w, s in zip(mixture.weights, singles, strict=True)), torch.zeros(())), 1e-9)
+
+
+def test_the_guard_is_needed() -> None:
+    """Without it: the divergence from the normalised product is another number than the mean of the divergences."""
+    c, weights = mixture_case()
+    logp = c.logp().detach()
+    product = sum((w * log_probs(t) for w, t in zip(weights, c.teachers, strict=True)), torch.zeros(())).log_softmax(-1)
+    for form in FORMS.values():
+        mean = sum(w * form.formula(logp, log_probs(t)) for w, t in zip(weights, c.teachers, strict=True))
+        assert float((form.formula(logp, product) - mean).abs().min()) > 1e-6
+    assert {type(f.objective) for f in FORMS.values() if not f.objective.mixes} == {ForwardKL, JSD, Skew, TopK}
+
+
+@pytest.mark.parametrize("kind", ["mixture", "folded"])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_a_sampled_mixture_is_the_surrogate_of_the_weighted_log_probs(kind: str, chunk: int) -> None:
+    c, mixture = common_head(torch.float64)
+    given: list[Block] = [mixture]
+    if kind == "folded":
+        parts = [(t.hidden_N_E @ t.head_V_E.T).logsumexp(-1) for t in c.teachers]
+        folded = mixture.folded(torch.stack([w * x for w, x in zip(mixture.weights, parts, strict=True)]).sum(0))
+        assert folded is not None
+        given = [folded]
+    behaviour = c.logp().detach()[range(N), c.token] + torch.linspace(-0.3, 0.3, N, dtype=torch.float64)
+    logq = sum((w * log_probs(t) for w, t in zip(mixture.weights, c.teachers, strict=True)), torch.zeros(()))
+    options: dict[str, Any] = {"chunk": chunk, "vocab_size": V}
+    loss, stats = chunked_objective(Sampled(), c.hidden, c.head, given, c.weight, c.token, behaviour, **options)
+    logp = c.logp().gather(1, c.token[:, None])[:, 0]
+    k1 = logp.detach() - logq[range(N), c.token]
+    torch.testing.assert_close(stats.kl_N, k1)
+    wanted = (c.weight * (logp.detach() - behaviour).exp() * k1 * logp).sum()
+    for found, want in zip(gradients(loss, c.hidden, c.head), gradients(wanted, c.hidden, c.head), strict=True):
+        assert relative(found, want) < 1e-9
+
+
+# How much of both distributions the top tokens hold
+
+
+@pytest.mark.parametrize("rules", RULES, ids=RULE_NAMES)
+@pytest.mark.parametrize("tail", ["bucket", "unnormalised"])
+@pytest.mark.parametrize("k", [1, 4, V])
+def test_masses_are_the_sums_of_probabilities_on_the_support(tail: str, k: int, rules: Any) -> None:
+    c = case(rules=rules)
+    ids = c.logq().topk(k).indices
+    _, stats = run(c, TopK(k=k, tail=tail), top_blocks(c.logq(), k))
+    same(stats.student_mass_N, c.logp().detach().exp().gather(1, ids).sum(-1))
+    same(stats.teacher_mass_N, c.logq().exp().gather(1, ids).sum(-1))
+    if k == V:
+        same(stats.student_mass_N, torch.ones(N))
+        same(stats.teacher_mass_N, torch.ones(N))
+    else:
+        assert bool((stats.teacher_mass_N > stats.student_mass_N).any())
+        assert not torch.allclose(stats.teacher_mass_N, stats.student_mass_N, atol=0.1)
+
+
+@every_setup
+def test_other_objectives_know_no_masses(setup: Callable[[], tuple[Case, Objective, list[Block]]]) -> None:
+    c, objective, given = setup()
+    _, stats = run(c, objective, given)
+    unknown = not isinstance(objective, TopK)
+    assert bool((stats.student_mass_N.isnan() == unknown).all())
+    assert bool((stats.teacher_mass_N.isnan() == unknown).all())
+
+
 # The compiled path, without a compiler
 
 
 @pytest.mark.parametrize("objective", [ReverseKL(), JSD(), Sampled()], ids=str)
 @pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("rows", [1, 2, 1000], ids=lambda n: f"slices of {n}")
 def test_the_padding_for_the_compiled_loss_changes_nothing(
-    objective: Objective, chunk: int, monkeypatch: pytest.MonkeyPatch
+    objective: Objective, chunk: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = set()
 
@@ -826,11 +1020,12 @@ def test_the_padding_for_the_compiled_loss_changes_nothing(
     monkeypatch.setattr(chunked, "_compiled_elementwise", lambda: elementwise)
     c = case(rules=(STUDENT_RULE, TEACHER_RULE))
     want, stats = run(c, objective, c.teachers, chunk)
+    monkeypatch.setattr(chunked, "SLICE_VALUES", rows * V + V // 2)
     loss, found = chunked_objective(
         objective, c.hidden, c.head, c.teachers, c.weight, c.token, chunk=chunk, vocab_size=V, rule=c.rule,
         compiled=True,
     )  # fmt: skip
-    assert shapes == {(chunk, V)}, "one shape, so that it compiles once"
+    assert shapes == {(min(chunk, rows), V)}, "one shape, so that it compiles once"
     assert_is(c, loss, want, 1e-12)
     for name in stats.__slots__:
         torch.testing.assert_close(getattr(found, name), getattr(stats, name), equal_nan=True)

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from opd.losses.chunked import IDENTITY, SampledBlock, TopKBlock
+from opd.errors import RunError
+from opd.losses.chunked import IDENTITY, MixtureBlock, SampledBlock, TeacherBlock, TopKBlock, chunked_objective
 from opd.losses.reverse_kl import ReverseKL
+from opd.losses.sampled import Sampled
 from opd.stream.heads import Head
 from opd.stream.schema import TargetRow
-from opd.train.batch import HiddenRun, MicroBatch, pack_sequences, predict_positions
+from opd.train.batch import (
+    HiddenRun,
+    MicroBatch,
+    SampledRun,
+    gather_samples,
+    leave_one_out,
+    pack_sequences,
+    predict_positions,
+)
 from opd.train.batch import micro_batch as tensors
 from opd.train.student import Student, token_logprobs
 
@@ -282,3 +295,339 @@ def test_top_k_is_one_run_over_all_teachers() -> None:
 def test_an_empty_micro_batch_of_any_payload_has_no_run(payload: str) -> None:
     batch = tensors([], payload, torch.float32)
     assert (batch.runs, batch.row_lengths, len(batch.token_N)) == ((), (), 0)
+
+
+# Samples with several teachers
+
+
+def asked(sample_id: str, **teachers: float) -> list[TargetRow]:
+    """A row from each teacher, weights as they come out of a stream."""
+    return [light(sample_id=sample_id, teacher=t, weight=float(np.float32(w))) for t, w in teachers.items()]
+
+
+def test_rows_are_gathered_by_sample_in_the_order_of_teachers_names() -> None:
+    third = 1 / 3
+    parts = [asked("a", t=0.25, s=0.75), asked("b", s=1.0), asked("c", u=third, s=third, t=third)]
+    rows = [row for part in parts for row in part]
+    want = {"a": ["s", "t"], "b": ["s"], "c": ["s", "t", "u"]}
+    for seed in range(5):  # streams come from workers in any order
+        random.Random(seed).shuffle(rows)
+        found = gather_samples(rows)
+        assert {i: [row.teacher for row in scored] for i, scored in found.items()} == want
+        assert [row.weight for row in found["a"]] == [0.75, 0.25]
+        assert all(row.sample_id == i for i, scored in found.items() for row in scored)
+    assert gather_samples([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        ([*asked("a", s=0.5, t=0.5), *asked("b", s=0.5, t=0.5)[:1]], "sample b: scored by s 0.5;"),
+        ([*asked("a", s=0.5), *asked("a", s=0.5)], "sample a: scored by s 0.5, s 0.5;"),
+        ([*asked("a", s=1.0), *asked("a", t=1.0)], "sample a: scored by s 1, t 1;"),
+        (asked("a", s=0.6, t=0.3), "sample a: scored by s 0.6, t 0.3;"),
+        (asked("a", s=0.999), "sample a: scored by s 0.999;"),
+    ],
+    ids=["one is missing", "one came twice", "each alone", "too little", "a little too little"],
+)
+def test_teachers_that_are_not_all_there_once_stop_the_step(rows: list[TargetRow], parts: str) -> None:
+    with pytest.raises(RunError, match=parts + " the weights of its teachers do not add up to 1"):
+        gather_samples(rows)
+
+
+@pytest.fixture(scope="module")
+def experts(expert_dirs: dict[str, Path], make_model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Three teachers by name; one is wider than the student."""
+    from transformers import AutoModelForCausalLM
+
+    wide = make_model_dir(tmp_path_factory.mktemp("wide") / "wide", seed=7, hidden=96, heads=3)
+    dirs = {**expert_dirs, "wide": wide}
+    return {n: AutoModelForCausalLM.from_pretrained(d, dtype=torch.float32).eval() for n, d in dirs.items()}
+
+
+SHARES = [
+    {"rev": 0.25, "up": 0.75}, {"rev": 0.25, "up": 0.75}, {"rev": 1.0}, {"rev": 0.6, "up": 0.4},
+    {"rev": 0.2, "up": 0.3, "wide": 0.5}, {"wide": 1.0},
+]  # fmt: skip
+"""Teachers' weights of the first rows: one kind twice, one teacher alone, the same two otherwise weighted."""
+
+
+def mixed_samples(experts: Any) -> list[tuple[TargetRow, ...]]:
+    def row(index: int, name: str, weight: float) -> TargetRow:
+        ids, prompt = ROWS[index]
+        model, response = experts[name], ids[prompt:]
+        return replace(
+            scored(model, ids, prompt, sample_id=f"s{index}", weight=weight, head=name),
+            teacher=name,
+            hidden_size=model.config.hidden_size,
+            teacher_logprobs=alone(model, ids)[range(prompt - 1, len(ids) - 1), response].tolist(),
+            loss_mask=[i % 5 != 2 for i in range(len(response))],
+        )
+
+    rows = [row(i, name, w) for i, shares in enumerate(SHARES) for name, w in shares.items()]
+    return [gather_samples(rows)[f"s{i}"] for i in range(len(SHARES))]
+
+
+def heads_of(experts: Any) -> dict[str, Head]:
+    return {name: Head(m.get_output_embeddings().weight.detach(), IDENTITY) for name, m in experts.items()}
+
+
+def gradient_of(lm: Any, loss: Tensor) -> dict[str, Tensor]:
+    lm.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in lm.named_parameters()}
+
+
+def assert_same_gradient(lm: Any, loss: Tensor, wanted: Tensor) -> None:
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    found, want = gradient_of(lm, loss), gradient_of(lm, wanted)
+    for name in want:
+        assert float((found[name] - want[name]).norm()) < 1e-4 * float(want[name].norm()), name
+
+
+def plain_terms(lm: Any, experts: Any) -> Iterator[tuple[Tensor, dict[str, Tensor], Tensor, Tensor]]:
+    """Of each sample [R, V] log-probs of the student, of each teacher, the sampled ids and the mask."""
+    for (ids, prompt), shares in zip(ROWS, SHARES, strict=False):
+        p = lm(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)[prompt - 1 : -1]
+        qs = {name: alone(experts[name], ids)[prompt - 1 : -1] for name in shares}
+        yield p, qs, torch.tensor(ids[prompt:]), torch.tensor([float(i % 5 != 2) for i in range(len(ids) - prompt)])
+
+
+def test_a_mixtures_loss_is_the_weighted_sum_of_its_teachers_written_plainly(lm: Any, experts: Any) -> None:
+    batch = tensors(mixed_samples(experts), "hidden_states", torch.float32)
+    runs = [run for run in batch.runs if isinstance(run, HiddenRun)]
+    pair = ("rev", "up")
+    assert [run.heads for run in runs] == [pair, ("rev",), pair, ("rev", "up", "wide"), ("wide",)]
+    assert [run.weights for run in runs] == [
+        pytest.approx(w) for w in [(0.25, 0.75), (1,), (0.6, 0.4), (0.2, 0.3, 0.5), (1,)]
+    ]
+    assert [type(run.block(heads_of(experts))) for run in runs] == [
+        MixtureBlock, TeacherBlock, MixtureBlock, MixtureBlock, TeacherBlock
+    ]  # fmt: skip
+    total, num = torch.zeros(()), batch.mask_N.sum()
+    for (p, qs, _, mask), shares in zip(plain_terms(lm, experts), SHARES, strict=True):
+        for name, q in qs.items():
+            total = total + shares[name] * (mask * (p.exp() * (p - q)).sum(-1)).sum() / num
+    loss, stats = student(lm)(batch, heads_of(experts), batch.mask_N / num)
+    assert_same_gradient(lm, loss, total)
+    assert bool(stats.kl_N.isfinite().all())
+
+
+@pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs"])
+def test_a_sampled_mixture_weights_its_teachers_log_probs(payload: str, lm: Any, experts: Any) -> None:
+    batch = tensors(mixed_samples(experts), payload, torch.float32)
+    num = batch.mask_N.sum()
+    total, logqs = torch.zeros(()), []
+    for (p, qs, token, mask), shares in zip(plain_terms(lm, experts), SHARES, strict=True):
+        logp = p.gather(1, token[:, None])[:, 0]
+        logq = sum(shares[name] * q.gather(1, token[:, None])[:, 0] for name, q in qs.items())
+        mu = torch.tensor([-0.25 * i for i in range(len(token))])  # as `scored` has it
+        logqs.append(logq)
+        ratio = (logp.detach() - mu).exp().clamp(max=2.0)
+        total = total + (mask * ratio * (logp.detach() - logq) * logp).sum() / num
+    sampled = Student(lm, Sampled(ratio_clip=2.0), chunk=16, vocab_size=76)
+    loss, _ = sampled(batch, heads_of(experts), batch.mask_N / num)
+    found, want = gradient_of(lm, loss), gradient_of(lm, total)
+    for name in want:
+        assert float((found[name] - want[name]).norm()) < 1e-4 * float(want[name].norm()), name
+    if payload == "sampled_logprobs":
+        (run,) = batch.runs
+        assert isinstance(run, SampledRun)
+        assert run.baseline_N is None
+        torch.testing.assert_close(run.logprob_N, torch.cat(logqs), rtol=0, atol=1e-5)
+
+
+def test_top_k_of_several_teachers_is_a_bug_of_the_caller() -> None:
+    rows = tuple(light(teacher=t, weight=0.5, topk_ids=[5, 6], topk_logprobs=[-1.0, -2.0]) for t in "st")
+    with pytest.raises(AssertionError, match="does not mix"):
+        tensors([rows], "top_k", torch.float32)
+
+
+# A baseline without the own response
+
+
+def answered(
+    sample_id: str, q: Sequence[float], mu: Sequence[float], mask: Sequence[bool] | None = None, **changes: Any
+) -> TargetRow:
+    """A response with the teacher's and the engine's log-probs."""
+    return light(
+        sample_id=sample_id, response_ids=[0] * len(q), teacher_logprobs=list(q), behaviour_logprobs=list(mu),
+        loss_mask=[True] * len(q) if mask is None else list(mask), **changes,
+    )  # fmt: skip
+
+
+def one_each(*rows: TargetRow) -> dict[str, tuple[TargetRow, ...]]:
+    return {row.sample_id: (row,) for row in rows}
+
+
+def some_step(seed: int) -> dict[str, tuple[TargetRow, ...]]:
+    """Responses of two domains, one to five tokens, some with two teachers; NaN where nothing is trained."""
+    rng = random.Random(seed)
+    samples = {}
+    for i in range(9):
+        length = rng.randint(1, 5)
+        mask = [rng.random() < 0.7 for _ in range(length)]
+        mu = [-rng.random() for _ in mask]
+        shares = {"s": 0.25, "t": 0.75} if i % 3 else {"s": 1.0}
+        samples[f"{i}"] = tuple(
+            answered(f"{i}", [-rng.random() if m else nan for m in mask], mu, mask, teacher=t, weight=w, domain="xy"[i % 2])
+            for t, w in shares.items()
+        )  # fmt: skip
+    return samples
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_baseline_is_the_mean_advantage_of_the_domains_other_responses(seed: int) -> None:
+    samples = some_step(seed)
+    found = leave_one_out(samples)
+    assert list(found) == list(samples)
+    for own, scored_own in samples.items():
+        others: list[float] = []
+        for other, rows in samples.items():
+            if other == own or rows[0].domain != scored_own[0].domain:
+                continue
+            for t, trained in enumerate(rows[0].loss_mask):
+                if trained:
+                    logq = sum(row.weight * row.teacher_logprobs[t] for row in rows)
+                    others.append(logq - rows[0].behaviour_logprobs[t])
+        assert found[own] == pytest.approx(sum(others) / len(others), rel=1e-9)
+
+
+def test_a_baseline_depends_on_every_response_but_its_own() -> None:
+    samples = some_step(0)
+    assert all(sum(rows[0].loss_mask) for rows in samples.values()), "all must have something to say"
+    before = leave_one_out(samples)
+    for own, rows in samples.items():
+        moved = tuple(replace(row, teacher_logprobs=[x - 3 for x in row.teacher_logprobs]) for row in rows)
+        after = leave_one_out({**samples, own: moved})
+        domain = rows[0].domain
+        assert after[own] == pytest.approx(before[own], abs=1e-12)
+        for other, scored_other in samples.items():
+            if other != own:
+                changed = abs(after[other] - before[other]) > 0.1
+                assert changed == (scored_other[0].domain == domain)
+
+
+def test_a_response_that_is_alone_has_no_baseline() -> None:
+    alone_in_x = answered("a", [-1.0, -2.0], [-0.5, -0.5], domain="x")
+    untrained = answered("b", [nan], [-0.5], [False], domain="x")
+    elsewhere = answered("c", [-9.0], [-0.5], domain="y")
+    assert leave_one_out(one_each(alone_in_x, untrained, elsewhere)) == {
+        "a": 0.0, "b": pytest.approx(-1.0), "c": 0.0
+    }  # fmt: skip
+    assert leave_one_out({}) == {}
+
+
+def test_each_token_of_a_response_has_its_baseline() -> None:
+    rows = [answered("a", [-1.0, -2.0], [-0.5, -0.5]), answered("b", [-4.0], [-1.0]), answered("c", [-3.0], [-3.0])]
+    samples = one_each(*rows)
+    (run,) = tensors(list(samples.values()), "sampled_logprobs", torch.float32, leave_one_out(samples)).runs
+    assert isinstance(run, SampledRun)
+    block = run.block({})
+    assert isinstance(block, SampledBlock)
+    assert block.baseline_N is not None
+    # a: (-3 + 0) / 2; b: (-0.5 - 1.5 + 0) / 3; c: (-0.5 - 1.5 - 3) / 3
+    torch.testing.assert_close(block.baseline_N, torch.tensor([-1.5, -1.5, -2 / 3, -5 / 3]))
+
+
+# Whole responses whose later tokens depend on earlier ones: the mean over many steps is the exact gradient
+
+
+STEPS, GROUP, LENGTH, WORDS = 6000, 3, 2, 3
+START = WORDS
+"""State before the first word; after it a word's own number is the state."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Steps of GROUP responses from a student that is a Markov chain, all [STEPS, GROUP, LENGTH]."""
+
+    student: Tensor
+    """[WORDS + 1, WORDS] logits by state."""
+    teacher: Tensor
+    """[WORDS + 1, WORDS] log-probs by state."""
+    state: Tensor
+    word: Tensor
+    advantage: Tensor
+    """log q - log p of each word."""
+
+    def gradients(self, baseline: Tensor | None) -> Tensor:
+        """[STEPS, (WORDS + 1) * WORDS] by the student's logits, of each step the mean over its tokens."""
+        flat, word = self.state.flatten(), self.word.flatten()
+        hidden = self.student[flat].clone().requires_grad_()
+        block = SampledBlock(self.teacher[flat, word], None if baseline is None else baseline.flatten())
+        mu = self.student.log_softmax(-1)[flat, word]
+        weight = torch.full_like(mu, 1 / (GROUP * LENGTH))
+        loss, _ = chunked_objective(
+            Sampled(), hidden, torch.eye(WORDS, dtype=torch.float64), [block], weight, word, mu, chunk=1 << 16,
+            vocab_size=WORDS,
+        )  # fmt: skip
+        (by_token,) = torch.autograd.grad(loss, hidden)
+        steps = torch.arange(STEPS).repeat_interleave(GROUP * LENGTH)
+        table = torch.zeros(STEPS, WORDS + 1, WORDS, dtype=torch.float64)
+        return table.index_put_((steps, flat), by_token, accumulate=True).flatten(1)
+
+    def exact(self) -> Tensor:
+        """[(WORDS + 1) * WORDS] of sum_s visits(s) KL(p_s || q_s), the visits held fixed."""
+        logits = self.student.clone().requires_grad_()
+        p = logits.log_softmax(-1)
+        visits = torch.cat([p[START].exp(), torch.ones(1)]).detach() / LENGTH
+        (visits * (p.exp() * (p - self.teacher)).sum(-1)).sum().backward()
+        assert logits.grad is not None
+        return logits.grad.flatten()
+
+
+@pytest.fixture(scope="module")
+def chain() -> Chain:
+    gen = torch.Generator().manual_seed(11)
+    logits = torch.tensor([[0.5, -0.5, 0.0], [0.0, 0.4, -0.4], [-0.3, 0.0, 0.6], [0.2, 0.0, -0.2]]).double()
+    # After word 0 the teacher agrees, after word 2 it is far off: the second word's advantage depends on the first.
+    teacher = torch.tensor([[0.6, -0.5, 0.1], [0.8, -0.4, 0.2], [3.0, -1.0, -3.0], [0.0, 0.5, -0.5]]).double()
+    p = logits.softmax(-1)
+    first = torch.multinomial(p[START], STEPS * GROUP, replacement=True, generator=gen)
+    second = torch.multinomial(p[first], 1, generator=gen)[:, 0]
+    word = torch.stack([first, second], -1).view(STEPS, GROUP, LENGTH)
+    state = torch.stack([torch.full_like(first, START), first], -1).view(STEPS, GROUP, LENGTH)
+    logq = teacher.log_softmax(-1)
+    return Chain(logits, logq, state, word, logq[state, word] - logits.log_softmax(-1)[state, word])
+
+
+def standard_errors_off(grads: Tensor, exact: Tensor) -> float:
+    """Largest distance of the mean over steps from the exact gradient."""
+    return float(((grads.mean(0) - exact).abs() / (grads.std(0) / len(grads) ** 0.5)).max())
+
+
+def by_leave_one_out(chain: Chain) -> Tensor:
+    """[STEPS, GROUP, LENGTH] what `leave_one_out` says of each step."""
+    mu = chain.student.log_softmax(-1)[chain.state, chain.word].tolist()
+    logq = chain.teacher[chain.state, chain.word].tolist()
+    values = []
+    for qs, mus in zip(logq, mu, strict=True):
+        found = leave_one_out(one_each(*(answered(f"{g}", qs[g], mus[g]) for g in range(GROUP))))
+        values.append([[found[f"{g}"]] * LENGTH for g in range(GROUP)])
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def by_all_other_tokens(chain: Chain) -> Tensor:
+    """The same, but of all tokens except the one itself: the later word of the same response is among them."""
+    total = chain.advantage.sum((1, 2), keepdim=True)
+    return (total - chain.advantage) / (GROUP * LENGTH - 1)
+
+
+def test_the_baseline_of_other_responses_leaves_the_mean_gradient_where_it_is(chain: Chain) -> None:
+    exact = chain.exact()
+    plain, with_baseline = chain.gradients(None), chain.gradients(by_leave_one_out(chain))
+    assert standard_errors_off(plain, exact) < 4
+    assert standard_errors_off(with_baseline, exact) < 4
+    assert standard_errors_off(with_baseline - plain, torch.zeros_like(exact)) < 4
+    assert standard_errors_off(plain, torch.zeros_like(exact)) > 20, "the test is blunt"
+
+
+def test_counter_example_a_baseline_with_later_words_of_the_same_response_is_biased(chain: Chain) -> None:
+    grads = chain.gradients(by_all_other_tokens(chain))
+    assert standard_errors_off(grads, chain.exact()) > 6
+    first = grads.view(STEPS, WORDS + 1, WORDS)
+    wanted = chain.exact().view(WORDS + 1, WORDS)
+    assert standard_errors_off(first[:, START], wanted[START]) > 6
+    # The last word has no later one: there it is only noise.
+    assert standard_errors_off(first[:, :START].flatten(1), wanted[:START].flatten()) < 4

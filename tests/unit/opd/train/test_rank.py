@@ -236,3 +236,139 @@ def test_a_full_disk_is_said_in_plain_words() -> None:
         file.write("x")
     with pytest.raises(RunError, match="could not be written"), _writing(Path("checkpoint")):
         save_file({"x": torch.zeros(1)}, "/dev/full/x")
+
+
+# Several teachers for a sample
+
+
+def by_teachers(*parts: tuple[str, str, float], **changes: Any) -> np.ndarray:
+    """A stream of one row for each (sample, teacher, weight)."""
+    rows = [dataclasses.replace(row(i), teacher=t, weight=w, **changes) for i, t, w in parts]
+    payload = "sampled_logprobs" if "teacher_logprobs" in changes else "hidden_states"
+    return np.frombuffer(write_stream([rows], "float32", payload), dtype=np.uint8)
+
+
+def test_rows_of_all_teachers_are_counted_and_gathered() -> None:
+    work = dataclasses.replace(WORK, total_rows=5)
+    streams = [
+        by_teachers(("a", "t", 0.25), ("b", "t", 1.0), ("c", "t", 0.5)),
+        by_teachers(("a", "s", 0.75), ("c", "s", 0.5)),
+    ]
+    mine = rank._select(work, streams, False)
+    assert {i: [(r.teacher, r.weight) for r in rows] for i, rows in mine.samples.items()} == {
+        "a": [("s", 0.75), ("t", 0.25)],
+        "b": [("t", 1.0)],
+        "c": [("s", 0.5), ("t", 0.5)],
+    }
+    assert mine.baselines is None
+    with pytest.raises(RunError, match="step 3: 3 scored rows arrived, wanted 5"):
+        rank._select(work, streams[:1], False)
+    with pytest.raises(RunError, match="step 3: 5 scored rows arrived, wanted 3"):
+        rank._select(WORK, streams, False)
+
+
+def test_what_others_said_of_a_sample_that_is_left_out_does_not_count() -> None:
+    # Teacher t could not score b; what s said of it came all the same.
+    streams = [
+        by_teachers(("a", "t", 0.25), ("c", "t", 0.5)),
+        by_teachers(("a", "s", 0.75), ("b", "s", 0.5), ("c", "s", 0.5)),
+    ]
+    work = dataclasses.replace(WORK, left_out=frozenset({"b"}), total_rows=4)
+    assert set(rank._select(work, streams, False).samples) == {"a", "c"}
+    with pytest.raises(RunError, match="step 3: 5 scored rows arrived, wanted 4"):
+        rank._select(dataclasses.replace(work, left_out=frozenset()), streams, False)
+    with pytest.raises(RunError, match=r"sample b: scored by s 0\.5; the weights"):
+        rank._select(dataclasses.replace(work, left_out=frozenset(), total_rows=5), streams, False)
+
+
+@pytest.mark.parametrize("mine", [("a",), ("b",), ("c", "a")])
+def test_baselines_are_over_the_whole_step_and_not_over_the_ranks_part(mine: tuple[str, ...]) -> None:
+    work = dataclasses.replace(WORK, micro_batches=(mine,), left_out=frozenset({"x"}), total_rows=3)
+    streams = [
+        by_teachers((sample_id, "t", 1.0), teacher_logprobs=said)  # the engine said -1 each time
+        for sample_id, said in {"a": [-2.0, -4.0], "b": [-1.0, -2.0], "c": [-6.0, -1.0], "x": [-90.0, -90.0]}.items()
+    ]
+    assert rank._select(work, streams, True).baselines == pytest.approx(
+        {"a": -(0 + 1 + 5 + 0) / 4, "b": -(1 + 3 + 5 + 0) / 4, "c": -(1 + 3 + 0 + 1) / 4}
+    )
+
+
+class PlainEngine:
+    """Stands for DeepSpeed on one rank: the module, its gradients, and no step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.device = module, torch.device("cpu")
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    def set_gradient_accumulation_boundary(self, last: bool) -> None: ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None: ...
+
+    def get_global_grad_norm(self) -> float:
+        return float(torch.cat([p.grad.flatten() for p in self.module.parameters()]).norm())
+
+
+def one_rank(model_dir: Path, objective: dict[str, Any], payload: str = "hidden_states") -> rank.TrainerRank:
+    from transformers import AutoModelForCausalLM
+
+    from opd.losses import build_objective
+    from opd.train.student import Student
+
+    data = config().model_dump(mode="json") | {"objective": objective, "teachers": {"payload": payload}}
+    options = deepspeed._rank_options(PipelineConfig.model_validate(data), vocab_size=76)
+    lm = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    made = rank.TrainerRank(dataclasses.replace(options, world_size=1), 0)
+    made._engine = PlainEngine(Student(lm, build_objective(options.objective), chunk=4, vocab_size=76))
+    made._device = made._engine.device
+    return made
+
+
+def gradient(made: rank.TrainerRank) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in made._engine.module.parameters()])
+
+
+def test_a_step_with_two_teachers_a_sample_is_the_weighted_sum_of_two_steps(tiny_model_dir: Path) -> None:
+    gen = torch.Generator().manual_seed(0)
+    heads = {name: torch.randn(76, 2, generator=gen).numpy() for name in ("hs", "ht")}
+    states = {name: torch.randn(2, 2, generator=gen).numpy().tobytes() for name in ("s", "t")}
+
+    def step(**shares: float) -> tuple[float, torch.Tensor]:
+        streams = [by_teachers(*((i, t, w) for i in "ac"), hidden=states[t], head=f"h{t}") for t, w in shares.items()]
+        work = dataclasses.replace(WORK, total_rows=2 * len(shares))
+        made = one_rank(tiny_model_dir, {"kind": "reverse_kl"})
+        needed = {f"h{t}": IDENTITY for t in shares}
+        result = made.train_step(work, needed, *(heads[key] for key in needed), *streams)
+        return result.loss, gradient(made)
+
+    (loss_s, grad_s), (loss_t, grad_t), (loss, grad) = step(s=1.0), step(t=1.0), step(s=0.25, t=0.75)
+    assert float((grad_s - grad_t).norm()) > 0.1 * float(grad_s.norm())
+    assert loss == pytest.approx(0.25 * loss_s + 0.75 * loss_t, rel=1e-5)
+    torch.testing.assert_close(grad, 0.25 * grad_s + 0.75 * grad_t, rtol=1e-4, atol=1e-5)
+
+
+def test_the_baseline_reaches_the_gradient_only_where_it_is_wanted(tiny_model_dir: Path) -> None:
+    # With equal advantages everywhere the baseline takes all of them away.
+    def step(baseline: str, said: list[float]) -> float:
+        objective = {"kind": "sampled", "baseline": baseline}
+        made = one_rank(tiny_model_dir, objective, "sampled_logprobs")
+        with torch.no_grad():
+            student = made.logprobs([[1, 2, 0, 1]])[0][1:]
+        rows = [
+            dataclasses.replace(
+                row(i), behaviour_logprobs=student, teacher_logprobs=[p + x for p, x in zip(student, said, strict=True)]
+            )
+            for i in "ac"
+        ]
+        stream = np.frombuffer(write_stream([rows], "float32", "sampled_logprobs"), dtype=np.uint8)
+        made.train_step(dataclasses.replace(WORK, total_rows=2), {}, stream)
+        return float(gradient(made).norm())
+
+    assert step("none", [-2.0, -2.0]) > 0.1
+    assert step("leave_one_out", [-2.0, -2.0]) < 1e-3 * step("none", [-2.0, -2.0])
+    assert step("leave_one_out", [-2.0, -1.0]) > 0.1
