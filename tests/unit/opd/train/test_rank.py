@@ -333,7 +333,9 @@ def gradient(made: rank.TrainerRank) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in made._engine.module.parameters()])
 
 
-def test_a_step_with_two_teachers_a_sample_is_the_weighted_sum_of_two_steps(tiny_model_dir: Path) -> None:
+def test_a_step_with_two_teachers_a_sample_is_the_weighted_sum_of_two_steps(
+    tiny_model_dir: Path, in_process: Any
+) -> None:
     gen = torch.Generator().manual_seed(0)
     heads = {name: torch.randn(76, 2, generator=gen).numpy() for name in ("hs", "ht")}
     states = {name: torch.randn(2, 2, generator=gen).numpy().tobytes() for name in ("s", "t")}
@@ -343,7 +345,7 @@ def test_a_step_with_two_teachers_a_sample_is_the_weighted_sum_of_two_steps(tiny
         work = dataclasses.replace(WORK, total_rows=2 * len(shares))
         made = one_rank(tiny_model_dir, {"kind": "reverse_kl"})
         needed = {f"h{t}": IDENTITY for t in shares}
-        result = made.train_step(work, needed, *(heads[key] for key in needed), *streams)
+        result = made.train_step(work, needed, {key: heads[key] for key in needed}, *streams)
         return result.loss, gradient(made)
 
     (loss_s, grad_s), (loss_t, grad_t), (loss, grad) = step(s=1.0), step(t=1.0), step(s=0.25, t=0.75)
@@ -366,7 +368,7 @@ def test_the_baseline_reaches_the_gradient_only_where_it_is_wanted(tiny_model_di
             for i in "ac"
         ]
         stream = np.frombuffer(write_stream([rows], "float32", "sampled_logprobs"), dtype=np.uint8)
-        made.train_step(dataclasses.replace(WORK, total_rows=2), {}, stream)
+        made.train_step(dataclasses.replace(WORK, total_rows=2), {}, {}, stream)
         return float(gradient(made).norm())
 
     assert step("none", [-2.0, -2.0]) > 0.1
