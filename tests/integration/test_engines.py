@@ -299,7 +299,7 @@ def test_a_missing_row_stops_the_step(tmp_path: Path, make_model_dir: Make) -> N
     trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": student, "right": student})
     rows = rollouts()
     short = pool.score(rows[:-1])
-    with pytest.raises(RunError, match="15 scored rows arrived, wanted 16"):
+    with pytest.raises(RunError, match=r"no teacher scored \["):
         trainer.train_step(1, rows, short)
     stop(trainer, pool)
 
