@@ -322,6 +322,7 @@ class _Chunked(torch.autograd.Function):
                 for column, value in zip(stats, values, strict=True):
                     if value is not None:
                         column[span][rows] = value.to(acc)
+            del given  # the teacher's logits make room for what the products need
             if grad_hidden_N_D is not None:
                 grad_hidden_N_D[span] = raw_C_V @ head_v_D
             if grad_head_V_D is not None:
