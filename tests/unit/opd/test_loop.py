@@ -51,6 +51,8 @@ class Events:
     """By the teachers, of two rollouts; without any there is only one."""
     written: list[str] = field(default_factory=list)
     """Rollouts of the step."""
+    restarted: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Step -> scoring workers that died in it."""
 
     def take(self, step: int) -> list[Prompt]:
         self.seen.append(f"take {step}")
@@ -76,6 +78,7 @@ class Events:
             heads={},
             head_rules={},
             quarantined=self.quarantined,
+            restarted=self.restarted.get(rollouts[0].step, ()),
             rows=1 - len(self.quarantined),
         )
 
@@ -195,6 +198,12 @@ def test_nothing_left_to_do() -> None:
     events = Events()
     assert run(events.parts(), plan(first_step=5, last_step=4)) == 4
     assert events.seen == []
+
+
+def test_a_scoring_worker_that_died_is_in_the_record_of_its_step() -> None:
+    events = Events(restarted={2: ("teacher worker 1", "teacher worker 0")})
+    run(events.parts(), plan(last_step=3))
+    assert [r.get("restarted") for r in events.records] == [None, ["teacher worker 1", "teacher worker 0"], None]
 
 
 def test_a_push_that_did_not_arrive_leaves_no_record_and_no_checkpoint() -> None:
