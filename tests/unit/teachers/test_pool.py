@@ -285,3 +285,20 @@ def test_a_pool_that_was_stopped_starts_nothing_again(teachers: dict[str, Teache
     with pytest.raises(RunError, match="died in score"):
         scoring.score(ROLLOUTS)
     assert len(workers) == 2
+
+
+def test_a_pool_that_is_stopped_while_it_restarts_a_worker_ends_that_one_too(
+    teachers: dict[str, Teacher], in_process: Any
+) -> None:
+    workers = mortal(in_process, {0: "score"})
+    scoring = pool(teachers, 2)
+    start = in_process.replace
+
+    def start_and_stop(engine: str, options: Any) -> Mortal:
+        scoring.stop()
+        return start(engine, options)
+
+    in_process.replace = start_and_stop
+    with pytest.raises(RunError, match="died in score"):
+        scoring.score(ROLLOUTS)
+    assert workers[2] in in_process.killed and workers[2].scored == 0
