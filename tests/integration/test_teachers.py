@@ -225,14 +225,16 @@ def test_a_merge_whose_scoring_worker_is_killed_ends_with_the_same_weights(undis
     killed: list[int | None] = []
 
     def kill_one(process: subprocess.Popen[str]) -> None:
-        run, deadline = file.with_name("disturbed"), time.monotonic() + 150
+        deadline = time.monotonic() + 150
 
         def going_on() -> bool:
             return process.poll() is None and time.monotonic() < deadline
 
-        while going_on() and not (run / "metrics.jsonl").exists():
-            time.sleep(0.01)
-        killed.append(kill_scoring(list(scoring(process.pid)), going_on))
+        pids: list[int] = []
+        while going_on() and len(pids) < 2:  # looked up now, because scoring takes less time than a look-up
+            pids = list(scoring(process.pid))
+            time.sleep(0.1)
+        killed.append(kill_scoring(pids, going_on))
 
     disturbed = merge(file, file.with_name("disturbed"), kill_one)
     assert killed[0] is not None, "no worker was seen while it scored"
@@ -323,9 +325,9 @@ def score_and_kill(pool: Pool, rows: Sequence[Rollout], kill: Callable[[Callable
 
 def test_workers_killed_while_they_score_lose_no_row(pool: Pool) -> None:
     """One, both in one step, and one that has nothing to do: the rows are those of a pool that nothing happened to."""
-    rows = rollouts(600)
+    rows = rollouts(300)
     wanted = pool.score(rows)
-    assert wanted.restarted == () and len(contents(wanted)) == 900
+    assert wanted.restarted == () and len(contents(wanted)) == 450
     heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in wanted.heads.items()}
     assert len(heads) == 2
 
@@ -366,4 +368,4 @@ def test_a_worker_that_is_killed_twice_in_a_step_ends_the_run(pool: Pool) -> Non
                 return
 
     with pytest.raises(RunError, match=r"teacher worker [01]: the worker died during `score`"):
-        score_and_kill(pool, rollouts(600), kill_twice)
+        score_and_kill(pool, rollouts(300), kill_twice)
