@@ -102,7 +102,7 @@ class Remote:
 def fetch(refs: Any) -> Any:
     """Values behind one handle or a list of handles, read without a copy where they are arrays.
 
-    Raises: RunError if a `Remote`'s worker is dead or misses its deadline.
+    Raises: RunError if a `Remote`'s worker is dead or misses its deadline; that worker's own OpdError or RunError.
     """
     import ray
 
@@ -112,6 +112,8 @@ def fetch(refs: Any) -> Any:
         return ray.get(getattr(refs.actor, refs.method).remote(*refs.args), timeout=refs.timeout_s)
     except ray.exceptions.GetTimeoutError:
         raise RunError(f"`{refs.method}` of another worker took longer than {refs.timeout_s:.0f} s") from None
+    except ray.exceptions.RayTaskError as error:
+        raise _cause(error) from None
     except ray.exceptions.RayActorError as error:
         raise RunError(f"the worker that was asked for `{refs.method}` is dead: {error}") from None
 
@@ -155,10 +157,14 @@ def _result(actors: Sequence[Any], refs: Sequence[Any], ref: Any, method: str) -
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        # A refusal that we worded ourselves is shown as it is; Ray would wrap the worker's traceback around it.
-        raise (error.cause if isinstance(error.cause, OpdError | RunError) else error.as_instanceof_cause()) from None
+        raise _cause(error) from None
     except ray.exceptions.RayActorError as error:
         raise WorkerDied(
             actor,
             f"{actor._opd_name}: the worker died during `{method}`: {error}\nits output is under /tmp/ray/session_latest/logs",
         ) from None
+
+
+def _cause(error: Any) -> Exception:
+    """A refusal that we worded ourselves is shown as it is; Ray would wrap the worker's traceback around it."""
+    return error.cause if isinstance(error.cause, OpdError | RunError) else error.as_instanceof_cause()

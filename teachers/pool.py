@@ -105,6 +105,9 @@ class Pool:
                     raise
                 restarted.append(_name(index))
                 self._workers[index] = self._spawn(index)
+                if self._stopped:  # just now, and perhaps before this worker was in the list
+                    cluster.kill([self._workers[index]])
+                    raise
                 # All of its rows: a stream is whole or it is nothing, so none of them is in the step twice.
                 (refs[index],) = cluster.submit([self._workers[index]], "score", [[shares[index]]])
 

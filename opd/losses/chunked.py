@@ -327,6 +327,7 @@ class _Chunked(torch.autograd.Function):
                 grad_hidden_N_D[span] = raw_C_V @ head_v_D
             if grad_head_V_D is not None:
                 _add_head_gradient(grad_head_V_D, raw_C_V, h_C_D)
+            del raw_C_V  # before the next chunk's are made
         # Not saved tensors: the backward pass, of which there is one, turns them into its results in place.
         ctx.gradients = (grad_hidden_N_D, grad_head_V_D)
         ctx.head_dtype = head_V_D.dtype

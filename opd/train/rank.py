@@ -132,7 +132,8 @@ class TrainerRank:
         totals = Totals()
         for index, ids in enumerate(work.micro_batches):
             batch = micro_batch([stream.samples[i] for i in ids], stream.payload, stream.dtype, stream.baselines)
-            needed = [key for run in batch.runs if isinstance(run, HiddenRun) for key in run.heads]
+            # Each once: a head that several runs share would be fetched again where others drove it out.
+            needed = dict.fromkeys(key for run in batch.runs if isinstance(run, HiddenRun) for key in run.heads)
             heads = {key: self._head(key, head_handles, head_rules) for key in needed}
             # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
             weight_N = token_weights(batch, [work.weights[i] for i in ids])

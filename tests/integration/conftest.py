@@ -44,6 +44,12 @@ def two_domain_pipeline(root: Path, make_model_dir: Callable[..., Path], *, tie:
     }
 
 
+@pytest.fixture(scope="session")
+def make_pipeline() -> Callable[..., dict[str, Any]]:
+    """`two_domain_pipeline`: make_pipeline(root, make_model_dir, *, tie)."""
+    return two_domain_pipeline
+
+
 @pytest.fixture
 def pipeline(tmp_path: Path, make_model_dir: Callable[..., Path]) -> dict[str, Any]:
     return two_domain_pipeline(tmp_path, make_model_dir)

@@ -22,6 +22,7 @@ class InProcess:
     workers: list[Any] = field(default_factory=list)
     replace: Callable[..., Any] | None = None
     """Makes a worker instead of the class that the product asks for."""
+    killed: list[Any] = field(default_factory=list)
 
     def spawn(self, cls: type, *args: Any, name: str, env: dict[str, str], gpus: float = 0) -> Any:
         worker = (self.replace or cls)(*args)
@@ -29,13 +30,25 @@ class InProcess:
         return worker
 
     def submit(self, actors: Sequence[Any], method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
-        return [getattr(a, method)(*args) for a, args in zip(actors, argument_lists, strict=True)]
+        return [self._answer(a, method, args) for a, args in zip(actors, argument_lists, strict=True)]
+
+    def _answer(self, actor: Any, method: str, args: Sequence[Any]) -> Any:
+        try:
+            return getattr(actor, method)(*args)
+        except cluster.WorkerDied as death:  # whoever waits for the answer gets it
+            return death
 
     def call(self, actors: Sequence[Any], method: str, argument_lists: Any, *, timeout_s: float) -> list[Any]:
-        return self.submit(actors, method, argument_lists)
+        return self.wait(actors, self.submit(actors, method, argument_lists), method, timeout_s=timeout_s)
 
     def wait(self, actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s: float) -> list[Any]:
+        for ref in refs:
+            if isinstance(ref, cluster.WorkerDied):
+                raise ref
         return list(refs)
+
+    def kill(self, actors: Sequence[Any]) -> None:
+        self.killed += actors
 
     def fetch(self, refs: Any) -> Any:
         return getattr(refs.actor, refs.method)(*refs.args) if isinstance(refs, cluster.Remote) else refs
@@ -48,7 +61,7 @@ class InProcess:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> InProcess:
     """Workers run in this process until the test ends."""
     fake = InProcess()
-    for name in ("spawn", "submit", "call", "wait", "fetch", "put"):
+    for name in ("spawn", "submit", "call", "wait", "fetch", "put", "kill"):
         monkeypatch.setattr(cluster, name, getattr(fake, name))
     return fake
 

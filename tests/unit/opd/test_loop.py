@@ -53,6 +53,8 @@ class Events:
     """Rollouts of the step."""
     known: dict[str, float] = field(default_factory=dict)
     """What the trainer can tell of domain `a` beyond the usual."""
+    restarted: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Step -> scoring workers that died in it."""
 
     def take(self, step: int) -> list[Prompt]:
         self.seen.append(f"take {step}")
@@ -78,6 +80,7 @@ class Events:
             heads={},
             head_rules={},
             quarantined=self.quarantined,
+            restarted=self.restarted.get(rollouts[0].step, ()),
             rows=1 - len(self.quarantined),
         )
 
@@ -197,6 +200,12 @@ def test_nothing_left_to_do() -> None:
     events = Events()
     assert run(events.parts(), plan(first_step=5, last_step=4)) == 4
     assert events.seen == []
+
+
+def test_a_scoring_worker_that_died_is_in_the_record_of_its_step() -> None:
+    events = Events(restarted={2: ("teacher worker 1", "teacher worker 0")})
+    run(events.parts(), plan(last_step=3))
+    assert [r.get("restarted") for r in events.records] == [None, ["teacher worker 1", "teacher worker 0"], None]
 
 
 def test_a_push_that_did_not_arrive_leaves_no_record_and_no_checkpoint() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opd import cluster
-from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.losses.chunked import IDENTITY
-from opd.stream.heads import head_tensor
 from opd.stream.schema import read_stream, write_stream
-from opd.types import Rollout, Segment, Teacher, WeightedTeacher
-from teachers.pool import Pool, share_out
+from opd.types import Rollout, Segment, Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.rows import batches
 from teachers.scorers.transformers import TransformersScorer
@@ -44,30 +38,8 @@ def rollout(i: int, domain: str = "reverse", prompt: int = 4, response: int = 5)
     )  # fmt: skip
 
 
-@pytest.fixture
-def teachers(expert_dirs: dict[str, Path]) -> dict[str, Teacher]:
-    """By domain."""
-    names = {"reverse": "rev", "upper": "up"}
-    return {d: Teacher(name=n, model_dir=expert_dirs[n]) for d, n in names.items()}
-
-
-@torch.no_grad()
-def check_rows(rows: Sequence[Any], heads: dict[str, torch.Tensor], dirs: dict[str, Path]) -> None:
-    """Each row's states times its head give what transformers gives for the sequence alone."""
-    from transformers import AutoModelForCausalLM
-
-    models = {n: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for n, path in dirs.items()}
-    for row in rows:
-        ids = [*row.prompt_ids, *row.response_ids]
-        logits = models[row.teacher](input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-        want = logits.log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
-        states = torch.frombuffer(bytearray(row.hidden), dtype=torch.float32).view(-1, row.hidden_size)
-        found = (states @ heads[row.head].T).log_softmax(-1)
-        torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
-
-
 def test_states_and_head_give_the_teachers_log_probs(
-    teachers: dict[str, Teacher], expert_dirs: dict[str, Path]
+    teachers: dict[str, Teacher], expert_dirs: dict[str, Path], check_rows: Callable[..., None]
 ) -> None:
     scoring = scorer()
     rows, heads = [], {}
@@ -100,22 +72,9 @@ def test_equal_heads_have_one_key(teachers: dict[str, Teacher], tmp_path: Path) 
     assert scorer(dtype="bfloat16").head_key(teachers["reverse"]) not in keys
 
 
-def damaged(teacher: Teacher, tmp_path: Path, name: str, row: int, *, tie: bool = True) -> Teacher:
-    """A copy of the teacher with NaN in one row of one tensor."""
-    path = Path(shutil.copytree(teacher.model_dir, tmp_path / "broken"))
-    state = load_file(path / "model.safetensors")
-    if not tie:
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    state[name][row] = torch.nan
-    save_file(state, path / "model.safetensors", {"format": "pt"})
-    return Teacher(name="bad", model_dir=path)
-
-
 @pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs", "top_k"])
 def test_responses_whose_states_are_not_finite_are_left_out_and_named(
-    payload: str, teachers: dict[str, Teacher], tmp_path: Path
+    payload: str, teachers: dict[str, Teacher], tmp_path: Path, damaged: Callable[..., Teacher]
 ) -> None:
     bad = damaged(teachers["reverse"], tmp_path, "model.norm.weight", 3)
     scoring, broken = scorer(payload=payload, vocab_size=VOCABULARY), {}
@@ -128,7 +87,7 @@ def test_responses_whose_states_are_not_finite_are_left_out_and_named(
 
 
 def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
-    teachers: dict[str, Teacher], tmp_path: Path
+    teachers: dict[str, Teacher], tmp_path: Path, damaged: Callable[..., Teacher]
 ) -> None:
     # Packed side by side: a masked neighbour's NaN would still come through, as 0 * NaN.
     scoring, broken = scorer(vocab_size=VOCABULARY), {}
@@ -145,7 +104,9 @@ def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_a_head_that_is_not_finite_stops_the_run(tie: bool, teachers: dict[str, Teacher], tmp_path: Path) -> None:
+def test_a_head_that_is_not_finite_stops_the_run(
+    tie: bool, teachers: dict[str, Teacher], tmp_path: Path, damaged: Callable[..., Teacher]
+) -> None:
     name = "model.embed_tokens.weight" if tie else "lm_head.weight"
     bad = damaged(teachers["reverse"], tmp_path, name, 40, tie=tie)
     with pytest.raises(RunError, match="teacher bad: output head is not finite"):
@@ -300,124 +261,3 @@ def test_batches_hold_every_row_once_and_stay_small() -> None:
     assert all(sum(len(r.prompt_ids) + len(r.response_ids) for r in b) <= 4096 for b in found)
     assert list(batches([], 4096)) == []
     assert [len(b) for b in batches([rollout(0, prompt=9000), rollout(1)], 4096)] == [1, 1]
-
-
-# The pool
-
-
-def alone(teachers: dict[str, Teacher]) -> dict[str, tuple[WeightedTeacher, ...]]:
-    """Each domain has one teacher."""
-    return {domain: (WeightedTeacher(teacher=teacher, weight=1.0),) for domain, teacher in teachers.items()}
-
-
-def pool(teachers: dict[str, Teacher], workers: int, **changes: Any) -> Pool:
-    config = PipelineConfig.model_validate(
-        {
-            "name": "n",
-            "student": {"model": "base"},
-            "experts": {"e": {"model": "m", "domain": "d"}},
-            "domains": {"d": {}},
-            "trainer": {"steps": 1, "samples_per_step": 2},
-            "objective": changes.pop("objective", {}),
-            "teachers": {"workers": workers} | changes,
-        }
-    )
-    made = Pool(config, alone(teachers), VOCABULARY)
-    made.wait_ready()
-    return made
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_every_rollout_goes_to_the_teacher_of_its_domain(
-    workers: int, teachers: dict[str, Teacher], expert_dirs: dict[str, Path], in_process: Any
-) -> None:
-    rollouts = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]
-    targets = pool(teachers, workers).score(rollouts)
-    rows = [row for s in targets.streams for row in read_stream(memoryview(s)).rows]
-    assert {r.sample_id: r.teacher for r in rows} == {
-        r.sample_id: {"upper": "up", "reverse": "rev"}[r.domain] for r in rollouts
-    }
-    assert targets.rows == len(rows) == 8
-    assert targets.quarantined == {}
-    assert set(targets.head_rules) == set(targets.heads)
-    assert set(targets.head_rules.values()) == {IDENTITY}
-    assert len(targets.streams) == workers
-    heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in targets.heads.items()}
-    check_rows(rows, heads, expert_dirs)
-
-
-def test_only_heads_that_rows_need_are_sent(teachers: dict[str, Teacher], in_process: Any) -> None:
-    scored = pool(teachers, 1)
-    assert len(scored.score([rollout(0, "upper")]).heads) == 1
-    assert len(scored.score([rollout(0, "upper"), rollout(1)]).heads) == 2
-
-
-@pytest.mark.parametrize(
-    ("payload", "objective"),
-    [("sampled_logprobs", {"kind": "sampled"}), ("top_k", {"kind": "top_k", "k": 3})],
-)
-def test_other_payloads_need_no_head(
-    payload: str, objective: dict[str, Any], teachers: dict[str, Teacher], in_process: Any
-) -> None:
-    targets = pool(teachers, 2, payload=payload, objective=objective).score([rollout(0, "upper"), rollout(1)])
-    streams = [read_stream(memoryview(s)) for s in targets.streams]
-    assert {s.payload for s in streams} == {payload}
-    assert (dict(targets.heads), dict(targets.head_rules), targets.rows) == ({}, {}, 2)
-    for row in (row for s in streams for row in s.rows):
-        assert len(row.teacher_logprobs) == (5 if payload == "sampled_logprobs" else 0)
-        assert len(row.topk_ids) == len(row.topk_logprobs) == (15 if payload == "top_k" else 0)
-
-
-def test_one_response_that_cannot_be_scored_is_left_out(
-    teachers: dict[str, Teacher], tmp_path: Path, in_process: Any
-) -> None:
-    bad = damaged(teachers["reverse"], tmp_path, "model.norm.weight", 0)
-    scoring = pool({"upper": teachers["upper"], "reverse": bad}, 2, max_quarantined=0)
-    rollouts = [rollout(0, "reverse"), *(rollout(i, "upper") for i in range(3))]
-    targets = scoring.score(rollouts)
-    assert targets.quarantined == {rollouts[0].sample_id: "teacher bad: hidden states are not finite"}
-    rows = [row for s in targets.streams for row in read_stream(memoryview(s)).rows]
-    assert {r.sample_id for r in rows} == {r.sample_id for r in rollouts[1:]}
-    assert targets.rows == 3
-    assert scoring.score(rollouts[1:]).quarantined == {}, "the last step's are forgotten"
-
-
-def test_too_many_responses_that_cannot_be_scored_stop_the_run(
-    teachers: dict[str, Teacher], tmp_path: Path, in_process: Any
-) -> None:
-    bad = damaged(teachers["reverse"], tmp_path, "model.norm.weight", 0)
-    rollouts = [rollout(i, domain) for i in range(3) for domain in ("reverse", "upper")]
-    by_domain = {"upper": teachers["upper"], "reverse": bad}
-    message = (
-        r"3 of 6 responses could not be scored, first 000001/reverse/\d: teacher bad: hidden states are not finite; "
-        r"teachers\.max_quarantined is 0\.49"
-    )
-    with pytest.raises(RunError, match=message):
-        pool(by_domain, 2, max_quarantined=0.49).score(rollouts)
-    assert len(pool(by_domain, 2, max_quarantined=0.5).score(rollouts).quarantined) == 3
-
-
-def test_a_domain_without_a_teacher_is_an_error(teachers: dict[str, Teacher], in_process: Any) -> None:
-    with pytest.raises(RunError, match="no teacher for domain 'math'; teachers serve reverse, upper"):
-        pool(teachers, 1).score([rollout(0), rollout(1, "math")])
-
-
-def test_a_step_without_rollouts(teachers: dict[str, Teacher], in_process: Any) -> None:
-    targets = pool(teachers, 2).score([])
-    assert (targets.rows, dict(targets.heads)) == (0, {})
-    assert [read_stream(memoryview(s)).rows for s in targets.streams] == [(), ()]
-
-
-def test_a_teachers_rows_stay_together_and_workers_are_balanced() -> None:
-    groups = [
-        (
-            Teacher(name=f"t{i}", model_dir=Path(f"t{i}")),
-            1.0,
-            tuple(rollout(j, f"d{i}") for j in range(i + 1)),
-        )
-        for i in range(8)
-    ]
-    shares = share_out(groups, 3)
-    assert sorted(t.name for share in shares for t, _, _ in share) == [f"t{i}" for i in range(8)]
-    loads = [sum(9 * len(rows) for _, _, rows in share) for share in shares]
-    assert max(loads) - min(loads) <= 9 * 8

@@ -103,7 +103,7 @@ def test_the_gradient_takes_the_logits_place(objective: Any, monkeypatch: pytest
     """The student's logits and the teacher's are the only [chunk, V] there are; what is made of them is a slice."""
     chunk, vocab, width = 64, 501, 4
     monkeypatch.setattr(chunked, "SLICE_VALUES", 2 * vocab)
-    peak = measured(objective, tokens=chunk, chunk=chunk, vocab=vocab, width=width).peak
+    peak = measured(objective, tokens=2 * chunk, chunk=chunk, vocab=vocab, width=width).peak
     logits = chunk * vocab * FLOAT
     assert logits < peak < 2.5 * logits
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.interfaces import TargetSet
@@ -109,6 +110,95 @@ def test_a_head_shared_by_body_and_loss_is_trained_once(tiny_model_dir: Path) ->
     params = [p for g in rank._parameter_groups(student, 0.0) for p in g["params"]]
     assert len(params) == len({id(p) for p in params}) == len(list(lm.parameters()))
     assert student.loss_head.weight is lm.get_input_embeddings().weight
+
+
+# Heads
+
+
+class Owner:
+    """Has the heads of teachers a, b and c; each is filled with a number of its own."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def head(self, key: str) -> np.ndarray:
+        self.asked.append(key)
+        return np.full((76, 2), "abc".index(key), np.float32)
+
+
+class StillEngine:
+    """A student on one rank without DeepSpeed, that never takes its step."""
+
+    def __init__(self, model_dir: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from opd.train.student import Student
+
+        self.student = Student(AutoModelForCausalLM.from_pretrained(model_dir), ReverseKL(), chunk=16, vocab_size=76)
+        self.optimizer = torch.optim.SGD(self.student.parameters(), lr=0.0)
+        self.seen: list[dict[str, float]] = []
+        """For each micro-batch the number that fills each head."""
+
+    def __call__(self, batch: Any, heads: dict[str, Any], weight_N: torch.Tensor) -> Any:
+        self.seen.append({key: float(head.weight_V_D.mean()) for key, head in heads.items()})
+        return self.student(batch, heads, weight_N)
+
+    def set_gradient_accumulation_boundary(self, last: bool) -> None: ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None: ...
+
+    def get_global_grad_norm(self) -> float:
+        return 1.0
+
+
+HEAD_BYTES = 76 * 2 * 4
+A, B = {"a": 0.0}, {"b": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "budget", "fetched", "seen"),
+    [
+        ([["a0"], ["b0"], ["a1"], ["b1"]], HEAD_BYTES, "abab", [A, B, A, B]),
+        ([["a0"], ["b0"], ["a1"], ["b1"]], 2 * HEAD_BYTES - 1, "abab", [A, B, A, B]),
+        ([["a0"], ["b0"], ["a1"], ["b1"]], 2 * HEAD_BYTES, "ab", [A, B, A, B]),
+        ([["a0"], ["a1"], ["b0"], ["b1"]], HEAD_BYTES, "ab", [A, A, B, B]),
+        ([["a0", "b0", "a1"]], HEAD_BYTES, "ab", [A | B]),
+        ([["a0", "b0"], ["b1"], ["a1"]], HEAD_BYTES, "aba", [A | B, B, A]),
+        ([["b0", "b1"], []], 1, "b", [B, {}]),
+    ],
+)
+def test_heads_are_fetched_when_they_are_needed_and_kept_within_the_budget(
+    micro_batches: list[list[str]], budget: int, fetched: str, seen: list[Any], tiny_model_dir: Path, in_process: Any
+) -> None:
+    ids = [i for part in micro_batches for i in part]
+    rows = [dataclasses.replace(row(i), head=i[0], teacher=i[0]) for i in ids]
+    work = RankWork(
+        step=1, lr=0.1, micro_batches=tuple(map(tuple, micro_batches)), weights=dict.fromkeys(ids, 0.1),
+        left_out=frozenset(), total_rows=len(rows),
+    )  # fmt: skip
+    owner = Owner()
+    handles = {key: cluster.Remote(owner, "head", (key,), 1.0) for key in "abc"}
+    one = rank.TrainerRank(deepspeed._rank_options(config(head_memory=budget), vocab_size=76), 0)
+    one._engine, one._device = StillEngine(tiny_model_dir), torch.device("cpu")
+    stream = np.frombuffer(write_stream([rows], "float32"), dtype=np.uint8)
+    one.train_step(work, dict.fromkeys("abc", IDENTITY), handles, stream)
+    assert "".join(owner.asked) == fetched
+    assert one._engine.seen == seen
+
+
+def test_of_the_heads_that_stay_the_one_unused_for_longest_goes_first(in_process: Any) -> None:
+    owner = Owner()
+    handles = {key: cluster.Remote(owner, "head", (key,), 1.0) for key in "abc"}
+    one = rank.TrainerRank(deepspeed._rank_options(config(head_memory=2 * HEAD_BYTES), vocab_size=76), 0)
+    one._device = torch.device("cpu")
+    rules = dict.fromkeys("ab", IDENTITY) | {"c": LogitRule(scale=2.0)}
+    for key in "abacab":  # c drives out b, for a was used after it; b then drives out c
+        head = one._head(key, handles, rules)
+        assert (float(head.weight_V_D.mean()), head.rule) == ("abc".index(key), rules[key])
+    assert "".join(owner.asked) == "abcb"
 
 
 # The driver's side

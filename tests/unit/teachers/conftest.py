@@ -1,0 +1,61 @@
+"""What tests of scorers and of the pool share: two teachers, one that is damaged, and the check of what they say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from opd.types import Teacher
+
+
+@pytest.fixture
+def teachers(expert_dirs: dict[str, Path]) -> dict[str, Teacher]:
+    """By domain."""
+    names = {"reverse": "rev", "upper": "up"}
+    return {d: Teacher(name=n, model_dir=expert_dirs[n]) for d, n in names.items()}
+
+
+@torch.no_grad()
+def _check_rows(rows: Sequence[Any], heads: dict[str, torch.Tensor], dirs: dict[str, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    models = {n: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for n, path in dirs.items()}
+    for row in rows:
+        ids = [*row.prompt_ids, *row.response_ids]
+        logits = models[row.teacher](input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        want = logits.log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
+        states = torch.frombuffer(bytearray(row.hidden), dtype=torch.float32).view(-1, row.hidden_size)
+        found = (states @ heads[row.head].T).log_softmax(-1)
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+
+
+def _damaged(teacher: Teacher, tmp_path: Path, name: str, row: int, *, tie: bool = True) -> Teacher:
+    path = Path(shutil.copytree(teacher.model_dir, tmp_path / "broken"))
+    state = load_file(path / "model.safetensors")
+    if not tie:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state[name][row] = torch.nan
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    return Teacher(name="bad", model_dir=path)
+
+
+@pytest.fixture(scope="session")
+def check_rows() -> Callable[..., None]:
+    """check_rows(rows, heads, dirs): each row's states times its head give what transformers gives for the sequence
+    alone; heads by key, model directories by teacher."""
+    return _check_rows
+
+
+@pytest.fixture(scope="session")
+def damaged() -> Callable[..., Teacher]:
+    """damaged(teacher, tmp_path, name, row, *, tie): a copy of the teacher with NaN in one row of tensor `name`."""
+    return _damaged

@@ -1,0 +1,304 @@
+"""The pool: who scores what, what is left out, and what happens when a worker dies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opd import cluster
+from opd.config import PipelineConfig
+from opd.errors import RunError
+from opd.interfaces import TargetSet
+from opd.losses.chunked import IDENTITY
+from opd.stream.heads import head_tensor
+from opd.stream.schema import read_stream
+from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from teachers.pool import Pool, share_out
+from teachers.worker import Group, TeacherWorker
+
+VOCABULARY = 76
+
+
+def rollout(i: int, domain: str = "reverse", prompt: int = 4, response: int = 5) -> Rollout:
+    rng = random.Random(i)
+    return Rollout(
+        sample_id=f"000001/{domain}/{i}", step=1, domain=domain, policy_version=0,
+        prompt_ids=tuple(rng.choices(range(76), k=prompt)), response_ids=tuple(rng.choices(range(76), k=response)),
+        behaviour_logprobs=(-1.0,) * response, segments=(Segment(length=response, trained=True),), truncated=False,
+    )  # fmt: skip
+
+
+def alone(teachers: dict[str, Teacher]) -> dict[str, tuple[WeightedTeacher, ...]]:
+    """Each domain has one teacher."""
+    return {domain: (WeightedTeacher(teacher=teacher, weight=1.0),) for domain, teacher in teachers.items()}
+
+
+def pool(teachers: dict[str, Teacher], workers: int, **changes: Any) -> Pool:
+    config = PipelineConfig.model_validate(
+        {
+            "name": "n",
+            "student": {"model": "base"},
+            "experts": {"e": {"model": "m", "domain": "d"}},
+            "domains": {"d": {}},
+            "trainer": {"steps": 1, "samples_per_step": 2},
+            "objective": changes.pop("objective", {}),
+            "teachers": {"workers": workers} | changes,
+        }
+    )
+    made = Pool(config, alone(teachers), VOCABULARY)
+    made.wait_ready()
+    return made
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_rollout_goes_to_the_teacher_of_its_domain(
+    workers: int,
+    teachers: dict[str, Teacher],
+    expert_dirs: dict[str, Path],
+    check_rows: Callable[..., None],
+    in_process: Any,
+) -> None:
+    rollouts = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]
+    targets = pool(teachers, workers).score(rollouts)
+    rows = [row for s in targets.streams for row in read_stream(memoryview(s)).rows]
+    assert {r.sample_id: r.teacher for r in rows} == {
+        r.sample_id: {"upper": "up", "reverse": "rev"}[r.domain] for r in rollouts
+    }
+    assert targets.rows == len(rows) == 8
+    assert targets.quarantined == {}
+    assert set(targets.head_rules) == set(targets.heads)
+    assert set(targets.head_rules.values()) == {IDENTITY}
+    assert len(targets.streams) == workers
+    heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in targets.heads.items()}
+    check_rows(rows, heads, expert_dirs)
+
+
+def test_only_heads_that_rows_need_are_sent(teachers: dict[str, Teacher], in_process: Any) -> None:
+    scored = pool(teachers, 1)
+    assert len(scored.score([rollout(0, "upper")]).heads) == 1
+    assert len(scored.score([rollout(0, "upper"), rollout(1)]).heads) == 2
+
+
+@pytest.mark.parametrize(
+    ("payload", "objective"),
+    [("sampled_logprobs", {"kind": "sampled"}), ("top_k", {"kind": "top_k", "k": 3})],
+)
+def test_other_payloads_need_no_head(
+    payload: str, objective: dict[str, Any], teachers: dict[str, Teacher], in_process: Any
+) -> None:
+    targets = pool(teachers, 2, payload=payload, objective=objective).score([rollout(0, "upper"), rollout(1)])
+    streams = [read_stream(memoryview(s)) for s in targets.streams]
+    assert {s.payload for s in streams} == {payload}
+    assert (dict(targets.heads), dict(targets.head_rules), targets.rows) == ({}, {}, 2)
+    for row in (row for s in streams for row in s.rows):
+        assert len(row.teacher_logprobs) == (5 if payload == "sampled_logprobs" else 0)
+        assert len(row.topk_ids) == len(row.topk_logprobs) == (15 if payload == "top_k" else 0)
+
+
+def test_one_response_that_cannot_be_scored_is_left_out(
+    teachers: dict[str, Teacher], tmp_path: Path, damaged: Callable[..., Teacher], in_process: Any
+) -> None:
+    bad = damaged(teachers["reverse"], tmp_path, "model.norm.weight", 0)
+    scoring = pool({"upper": teachers["upper"], "reverse": bad}, 2, max_quarantined=0)
+    rollouts = [rollout(0, "reverse"), *(rollout(i, "upper") for i in range(3))]
+    targets = scoring.score(rollouts)
+    assert targets.quarantined == {rollouts[0].sample_id: "teacher bad: hidden states are not finite"}
+    rows = [row for s in targets.streams for row in read_stream(memoryview(s)).rows]
+    assert {r.sample_id for r in rows} == {r.sample_id for r in rollouts[1:]}
+    assert targets.rows == 3
+    assert scoring.score(rollouts[1:]).quarantined == {}, "the last step's are forgotten"
+
+
+def test_too_many_responses_that_cannot_be_scored_stop_the_run(
+    teachers: dict[str, Teacher], tmp_path: Path, damaged: Callable[..., Teacher], in_process: Any
+) -> None:
+    bad = damaged(teachers["reverse"], tmp_path, "model.norm.weight", 0)
+    rollouts = [rollout(i, domain) for i in range(3) for domain in ("reverse", "upper")]
+    by_domain = {"upper": teachers["upper"], "reverse": bad}
+    message = (
+        r"3 of 6 responses could not be scored, first 000001/reverse/\d: teacher bad: hidden states are not finite; "
+        r"teachers\.max_quarantined is 0\.49"
+    )
+    with pytest.raises(RunError, match=message):
+        pool(by_domain, 2, max_quarantined=0.49).score(rollouts)
+    assert len(pool(by_domain, 2, max_quarantined=0.5).score(rollouts).quarantined) == 3
+
+
+def test_a_domain_without_a_teacher_is_an_error(teachers: dict[str, Teacher], in_process: Any) -> None:
+    with pytest.raises(RunError, match="no teacher for domain 'math'; teachers serve reverse, upper"):
+        pool(teachers, 1).score([rollout(0), rollout(1, "math")])
+
+
+def test_a_step_without_rollouts(teachers: dict[str, Teacher], in_process: Any) -> None:
+    targets = pool(teachers, 2).score([])
+    assert (targets.rows, dict(targets.heads)) == (0, {})
+    assert [read_stream(memoryview(s)).rows for s in targets.streams] == [(), ()]
+
+
+def test_a_teachers_rows_stay_together_and_workers_are_balanced() -> None:
+    groups = [
+        (
+            Teacher(name=f"t{i}", model_dir=Path(f"t{i}")),
+            1.0,
+            tuple(rollout(j, f"d{i}") for j in range(i + 1)),
+        )
+        for i in range(8)
+    ]
+    shares = share_out(groups, 3)
+    assert sorted(t.name for share in shares for t, _, _ in share) == [f"t{i}" for i in range(8)]
+    loads = [sum(9 * len(rows) for _, _, rows in share) for share in shares]
+    assert max(loads) - min(loads) <= 9 * 8
+
+
+# Workers that die
+
+
+class Mortal(TeacherWorker):
+    """Scores as the real one, until it dies in a method that a test names; then it answers nothing more."""
+
+    dies_in = ""
+    dead = False
+    scored = 0
+    """Shares that it was given."""
+
+    def score(self, groups: Sequence[Group]) -> Any:
+        self.scored += 1
+        self._may_die("score")
+        return super().score(groups)
+
+    def broken(self) -> dict[str, str]:
+        self._may_die("broken")
+        return super().broken()
+
+    def head(self, teacher: Teacher) -> Any:
+        self._may_die("head")
+        return super().head(teacher)
+
+    def _may_die(self, method: str) -> None:
+        self.dead |= method == self.dies_in
+        if self.dead:
+            raise cluster.WorkerDied(self, f"died in {method}")
+
+
+def mortal(in_process: Any, dies_in: dict[int, str]) -> list[Mortal]:
+    """The workers as they are started, those that are started again last; `dies_in`: which one dies in what."""
+
+    def make(engine: str, options: Any) -> Mortal:
+        worker = Mortal(engine, options)
+        worker.dies_in = dies_in.get(len(in_process.workers), "")
+        return worker
+
+    in_process.replace = make
+    return in_process.workers
+
+
+def contents(targets: TargetSet) -> list[tuple[str, str, bytes]]:
+    rows = [row for s in targets.streams for row in read_stream(memoryview(s)).rows]
+    return sorted((row.sample_id, row.teacher, bytes(row.hidden)) for row in rows)
+
+
+ROLLOUTS = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]
+
+
+@pytest.mark.parametrize("method", ["score", "broken"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_dies_is_started_again_with_its_share_alone(
+    index: int, method: str, teachers: dict[str, Teacher], in_process: Any
+) -> None:
+    wanted = contents(pool(teachers, 2).score(ROLLOUTS))
+    in_process.workers.clear()
+    workers = mortal(in_process, {index: method})
+    scoring = pool(teachers, 2)
+    targets = scoring.score(ROLLOUTS)
+    assert contents(targets) == wanted and len(wanted) == targets.rows == 8
+    assert targets.restarted == (f"teacher worker {index}",)
+    assert [w.scored for w in workers] == [1, 1, 1]
+    assert scoring.score(ROLLOUTS).restarted == (), "of this step, not of the run"
+    assert [w.scored for w in workers] == [2 - (index == 0), 2 - (index == 1), 2]
+
+
+def test_two_workers_may_die_in_one_step(teachers: dict[str, Teacher], in_process: Any) -> None:
+    workers = mortal(in_process, {0: "score", 1: "broken"})
+    targets = pool(teachers, 2).score(ROLLOUTS)
+    assert targets.restarted == ("teacher worker 0", "teacher worker 1")
+    assert len(workers) == 4
+    assert [sample_id for sample_id, *_ in contents(targets)] == sorted(r.sample_id for r in ROLLOUTS)
+
+
+@pytest.mark.parametrize("methods", [("score", "score"), ("score", "broken"), ("broken", "score")])
+def test_a_worker_that_dies_twice_in_a_step_ends_the_run(
+    methods: tuple[str, str], teachers: dict[str, Teacher], in_process: Any
+) -> None:
+    workers = mortal(in_process, {0: methods[0], 2: methods[1]})
+    with pytest.raises(RunError, match=f"died in {methods[1]}"):
+        pool(teachers, 2).score(ROLLOUTS)
+    assert len(workers) == 3
+
+
+def test_a_worker_may_die_again_in_another_step(teachers: dict[str, Teacher], in_process: Any) -> None:
+    workers = mortal(in_process, {0: "score"})
+    scoring = pool(teachers, 2)
+    first = contents(scoring.score(ROLLOUTS))
+    workers[2].dies_in = "score"
+    targets = scoring.score(ROLLOUTS)
+    assert targets.restarted == ("teacher worker 0",) and len(workers) == 4
+    assert contents(targets) == first
+
+
+def test_what_could_not_be_scored_does_not_die_with_the_worker(
+    teachers: dict[str, Teacher], tmp_path: Path, damaged: Callable[..., Teacher], in_process: Any
+) -> None:
+    bad = damaged(teachers["reverse"], tmp_path, "model.norm.weight", 0)
+    workers = mortal(in_process, {})
+    scoring = pool({"upper": teachers["upper"], "reverse": bad}, 2)
+    for worker in list(workers):
+        worker.dies_in = "broken"
+    rollouts = [rollout(0, "reverse"), *(rollout(i, "upper") for i in range(3))]
+    targets = scoring.score(rollouts)
+    assert len(targets.restarted) == 2
+    assert list(targets.quarantined) == [rollouts[0].sample_id] and targets.rows == 3
+
+
+def test_heads_are_read_from_a_worker_that_lives(teachers: dict[str, Teacher], in_process: Any) -> None:
+    workers = mortal(in_process, {0: "score"})
+    scoring = pool(teachers, 2)
+    before = {scoring.head_of(t)[0]: scoring.head_handle(scoring.head_of(t)[0]) for t in teachers.values()}
+    heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in before.items()}
+    targets = scoring.score(ROLLOUTS)
+    assert workers[0].dead and set(targets.heads) == set(before)
+    for key, handle in targets.heads.items():
+        assert torch.equal(head_tensor(cluster.fetch(handle)), heads[key])
+        with pytest.raises(RunError):
+            cluster.fetch(before[key])
+
+
+def test_a_pool_that_was_stopped_starts_nothing_again(teachers: dict[str, Teacher], in_process: Any) -> None:
+    workers = mortal(in_process, {0: "score"})
+    scoring = pool(teachers, 2)
+    scoring.stop()
+    assert in_process.killed == workers
+    with pytest.raises(RunError, match="died in score"):
+        scoring.score(ROLLOUTS)
+    assert len(workers) == 2
+
+
+def test_a_pool_that_is_stopped_while_it_restarts_a_worker_ends_that_one_too(
+    teachers: dict[str, Teacher], in_process: Any
+) -> None:
+    workers = mortal(in_process, {0: "score"})
+    scoring = pool(teachers, 2)
+    start = in_process.replace
+
+    def start_and_stop(engine: str, options: Any) -> Mortal:
+        scoring.stop()
+        return start(engine, options)
+
+    in_process.replace = start_and_stop
+    with pytest.raises(RunError, match="died in score"):
+        scoring.score(ROLLOUTS)
+    assert workers[2] in in_process.killed and workers[2].scored == 0
