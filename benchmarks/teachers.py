@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import random
+import selectors
 import shutil
 import statistics
 import subprocess
@@ -47,7 +48,7 @@ TARGETS = {
 }
 """Largest ratio wanted to one expert. Shown, never judged."""
 SIZES = {
-    "default": {"hidden": 192, "intermediate": 1024, "layers": 12, "vocab": 8192},
+    "default": {"hidden": 192, "intermediate": 1024, "layers": 8, "vocab": 8192},
     "quick": {"hidden": 64, "intermediate": 256, "layers": 4, "vocab": 512},
 }
 
@@ -88,9 +89,8 @@ class Step:
 class Ready:
     """A process that has described all its experts."""
 
-    before_bytes: int
-    before_anon_bytes: int
-    before_file_bytes: int
+    before: dict[str, int]
+    """Memory before the first expert, as `memory` gives it."""
     describe_s: float
     """Load, check and hash of one expert, mean; once in a run."""
     budget_bytes: int
@@ -99,8 +99,6 @@ class Ready:
     adapter_bytes: int
     disk_bytes: int
     """All weight files of the case's experts."""
-    width: int
-    item: int
 
 
 @dataclass
@@ -194,72 +192,59 @@ def weight_bytes(path: Path) -> int:
 
 
 def work(text: str) -> None:
-    """Entry of a child process: a case as JSON, then a step for every line that comes in; a line of JSON out for each."""
+    """Entry of a child process: a case as JSON; for the first line that comes in it describes its experts, for every
+    other it takes a step. A line of JSON out for each."""
     warnings.filterwarnings("ignore")
     sys.path.insert(0, str(ROOT))
-    case = Case(**json.loads(text))
-    scoring = Scoring(case)
-    print(json.dumps(asdict(scoring.ready)), flush=True)
-    for _ in sys.stdin:
-        print(json.dumps(asdict(scoring.step())), flush=True)
+    scoring = Scoring(Case(**json.loads(text)))
+    for turn, _ in enumerate(sys.stdin):
+        print(json.dumps(asdict(scoring.step() if turn else scoring.describe())), flush=True)
 
 
 class Scoring:
-    """A scoring worker that has described all its experts and taken a step."""
+    """A scoring worker and the groups of its step."""
 
     def __init__(self, case: Case) -> None:
-        import torch
         from transformers import AutoConfig
 
         from opd.types import Teacher
-        from teachers.scorers import ScorerOptions
-        from teachers.worker import TeacherWorker
 
         folder = Path(case.folder)
-        full, item = folder / "full-000", getattr(torch, case.dtype).itemsize
-        vocab_size = AutoConfig.from_pretrained(full).get_text_config(decoder=True).vocab_size
-        expert_bytes, adapter_bytes = weight_bytes(full), weight_bytes(folder / "lora-000")
-
-        def worker(budget_bytes: int, vocab_size: int) -> TeacherWorker:
-            options = ScorerOptions(
-                dtype=case.dtype, payload=case.payload, top_k=64, vocab_size=vocab_size, memory_bytes=budget_bytes
-            )
-            return TeacherWorker("transformers", options)
-
+        full, adapter = folder / "full-000", folder / "lora-000"
         small = SIZES["quick"]["vocab"]
         throwaway = Teacher(name="throwaway", model_dir=folder / "throwaway")
-        worker(1, small).score([(throwaway, 1.0, tuple(make_rollouts(case, "throwaway", small)))])
-        trim()
-        before = memory()
-        budget_bytes = max(1, round(case.budget * _nbytes(full, item)))
-        self._worker = worker(budget_bytes, vocab_size)
+        _worker(case, 1, small).score([(throwaway, 1.0, tuple(make_rollouts(case, "throwaway", small)))])
+        vocab_size = AutoConfig.from_pretrained(full).get_text_config(decoder=True).vocab_size
         teachers = [
             Teacher(name=f"e{i}", model_dir=full, adapter_dir=folder / f"lora-{i:03}")
             if case.kind == "lora"
             else Teacher(name=f"e{i}", model_dir=folder / f"full-{i:03}")
             for i in range(case.experts)
         ]
-        started = time.perf_counter()
-        for teacher in teachers:
-            self._worker.describe(teacher)
-        describe_s = (time.perf_counter() - started) / len(teachers)
         self._groups = [(t, 1.0, tuple(make_rollouts(case, t.name, vocab_size))) for t in teachers]
+        self._budget_bytes = max(1, round(case.budget * held_bytes(full, case.dtype)))
         self._swaps: list[float] = []
+        self._worker = _worker(case, self._budget_bytes, vocab_size)
         self._time_swaps()
-        disk = {"full": case.experts * expert_bytes, "lora": expert_bytes + case.experts * adapter_bytes}[case.kind]
-        self.ready = Ready(
-            before["VmRSS"],
-            before["RssAnon"],
-            before["RssFile"],
-            describe_s,
-            budget_bytes,
-            expert_bytes,
-            adapter_bytes,
-            disk,
-            AutoConfig.from_pretrained(full).get_text_config(decoder=True).hidden_size,
-            item,
-        )
+        expert_bytes, adapter_bytes = weight_bytes(full), weight_bytes(adapter)
+        self._disk = {
+            "expert_bytes": expert_bytes,
+            "adapter_bytes": adapter_bytes,
+            "disk_bytes": expert_bytes + case.experts * adapter_bytes
+            if case.kind == "lora"
+            else case.experts * expert_bytes,
+        }
+        trim()
+        self._before = memory()
+
+    def describe(self) -> Ready:
+        """Load, check and hash every expert, then score a row with each."""
+        started = time.perf_counter()
+        for teacher, _, _ in self._groups:
+            self._worker.describe(teacher)
+        describe_s = (time.perf_counter() - started) / len(self._groups)
         self._worker.score([(teacher, weight, rows[:1]) for teacher, weight, rows in self._groups])
+        return Ready(self._before, describe_s, self._budget_bytes, **self._disk)
 
     def step(self) -> Step:
         scorer: Any = self._worker._scorer
@@ -270,7 +255,7 @@ class Scoring:
         started = time.perf_counter()
         stream = self._worker.score(self._groups)
         wall_s = time.perf_counter() - started
-        peak = memory()["VmHWM"] - self.ready.before_bytes
+        peak = memory()["VmHWM"] - self._before["VmRSS"]
         assert not self._worker.broken()
         return Step(wall_s, scorer._weights.loads - loads, list(self._swaps), stream.nbytes, peak)
 
@@ -288,19 +273,25 @@ class Scoring:
         scorer._load = timed
 
 
-def _nbytes(path: Path, item: int) -> int:
-    """Bytes of a model's tensors in the type that teachers compute in."""
-    from safetensors import safe_open
+def _worker(case: Case, budget_bytes: int, vocab_size: int) -> Any:
+    from teachers.scorers import ScorerOptions
+    from teachers.worker import TeacherWorker
 
-    total = 0
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a dict
-                numel = 1
-                for length in opened.get_slice(name).get_shape():
-                    numel *= length
-                total += item * numel
-    return total
+    return TeacherWorker(
+        "transformers",
+        ScorerOptions(
+            dtype=case.dtype, payload=case.payload, top_k=64, vocab_size=vocab_size, memory_bytes=budget_bytes
+        ),
+    )
+
+
+def held_bytes(path: Path, dtype: str) -> int:
+    """Of a model's tensors in the type that teachers compute in."""
+    import torch
+
+    from teachers.weights import read_weights
+
+    return sum(tensor.nbytes for tensor in read_weights(path, getattr(torch, dtype)).values())
 
 
 def make_rollouts(case: Case, domain: str, vocab_size: int) -> Iterator[Any]:
@@ -360,17 +351,16 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=errors,
         )
-        answer, _, _ = self._answer()
-        self.row = Row(case, Ready(**answer))
+        self._case = case
+
+    def describe(self) -> Row:
+        self.row = Row(self._case, Ready(**self._ask()[0]))
+        return self.row
 
     def step(self) -> Step:
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"step\n")
-        self._process.stdin.flush()
-        answer, anon, file = self._answer()
-        ready = self.row.ready
-        step = Step(**answer)
-        step.anon_bytes, step.file_bytes = anon - ready.before_anon_bytes, file - ready.before_file_bytes
+        answer, anon, file = self._ask()
+        step, before = Step(**answer), self.row.ready.before
+        step.anon_bytes, step.file_bytes = anon - before["RssAnon"], file - before["RssFile"]
         self.row.steps.append(step)
         return step
 
@@ -378,11 +368,11 @@ class Child:
         self._process.kill()
         self._process.wait()
 
-    def _answer(self) -> tuple[dict[str, Any], int, int]:
-        """A line of the process, and the most anonymous and file memory that was seen until it came."""
-        import selectors
-
-        assert self._process.stdout is not None
+    def _ask(self) -> tuple[dict[str, Any], int, int]:
+        """What the process says, and the most anonymous and file memory that was seen until it did."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
         anon = file = 0
         deadline = time.monotonic() + DEADLINE_S
         with selectors.DefaultSelector() as selector:
@@ -405,9 +395,10 @@ def measure(cases: Sequence[Case], rounds: int, threads: int, say: Callable[[str
     children: list[Child] = []
     with tempfile.TemporaryFile("w+") as errors:
         try:
-            for case in cases:
-                children.append(Child(case, threads, errors))
-                say(f"{label(case)}: described in {children[-1].row.ready.describe_s * 1000:.0f} ms an expert")
+            children += [Child(case, threads, errors) for case in cases]
+            for child in children:
+                row = child.describe()
+                say(f"{label(row.case)}: described in {row.ready.describe_s * 1000:.0f} ms an expert")
             for turn, child in itertools.product(range(rounds), children):
                 step = child.step()
                 say(
@@ -515,7 +506,7 @@ def parse_args() -> argparse.Namespace:
     add("--quick", action="store_true", help="a tiny model, one round, few experts")
     add("--model-dir", type=Path, help="a real model instead of a random one; copied and perturbed")
     add("--full", nargs="+", type=int, default=[1, 2, 4, 8, 16, 64], help="numbers of full fine-tunes")
-    add("--cached", nargs="*", type=int, default=[16, 64], help="those again, under a budget of --cache models")
+    add("--cached", nargs="*", type=int, default=[16], help="those again, under a budget of --cache models")
     add("--cache", type=float, default=4.0, help="that budget")
     add("--lora", nargs="*", type=int, default=[1, 10, 64], help="numbers of LoRA adapters, all of which are kept")
     add("--rows", type=int, default=16, help="responses for each expert and step")

@@ -39,7 +39,7 @@ def disk() -> Disk:
 
 
 def cache(disk: Disk, budget: int = 1000) -> WeightCache:
-    return WeightCache(torch.uint8, budget, disk)
+    return WeightCache(torch.uint8, budget, disk, lambda directory, dtype: SIZES[directory.name])
 
 
 def test_a_full_model_is_one_entry_and_an_adapter_two(disk: Disk) -> None:
