@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -55,8 +55,10 @@ class WeightCache:
 
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to read a teacher as far as there is room beside the one in use; returns at once."""
-        missing = self._missing(teacher)
-        fits = self._make_room(missing, {*self._in_use, *_parts(teacher)})
+        missing, keep = self._missing(teacher), {*self._in_use, *self._coming, *_parts(teacher)}
+        fits = sum(self._sizes[key] for key in keep) <= self._budget_bytes
+        if fits:
+            self._make_room(missing, keep)
         for key, directory in missing.items():
             if fits:
                 self.loads += 1
@@ -89,20 +91,20 @@ class WeightCache:
 
     def _missing(self, teacher: Teacher) -> dict[str, Path]:
         """Those of its parts that are neither held nor on their way."""
-        return {k: d for k, d in _parts(teacher).items() if k not in self._states and k not in self._coming}
-
-    def _make_room(self, missing: Mapping[str, Path], keep: Collection[str]) -> bool:
-        """Drop what is not in `keep` until the missing parts fit into the budget; whether they do."""
+        missing = {k: d for k, d in _parts(teacher).items() if k not in self._states and k not in self._coming}
         for key, directory in missing.items():
             if key not in self._sizes:
                 self._sizes[key] = self._measure(directory, self._dtype)
+        return missing
+
+    def _make_room(self, missing: Collection[str], keep: Collection[str]) -> None:
+        """Drop what is not in `keep` until the missing parts fit into the budget."""
         excess = sum(self._sizes[key] for key in (*self._states, *self._coming, *missing)) - self._budget_bytes
         for key in [key for key in self._states if key not in keep]:
             if excess <= 0:
                 break
             del self._states[key]
             excess -= self._sizes[key]
-        return excess <= 0
 
     def _read_ahead(self, directory: Path) -> State:
         state = self._read(directory, self._dtype)
