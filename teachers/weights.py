@@ -1,15 +1,18 @@
 """Teachers' weights in memory: mapped from safetensors, kept within a byte budget, the next one read ahead.
 
 A mapped file costs no copy: a swap is a matter of milliseconds, and the pages of a dropped teacher go back to the
-system. Reading ahead touches every page in a thread of its own while the teacher before is still scoring.
+system. Reading ahead touches every page in a thread of its own while the teacher before is still scoring. What is read
+ahead counts: a budget that holds one teacher only has the next one's files brought no further than the page cache.
 
 A LoRA expert is two entries, its base and its adapter: ten adapters of one base are one base and ten adapters.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,41 +28,59 @@ PAGE_BYTES = 4096
 
 
 class WeightCache:
-    """Least recently used out, as soon as the tensors exceed the budget; the teacher in use always stays.
+    """Least recently used out before the tensors exceed the budget; the teacher in use always stays.
 
     Teachers of equal digest share their entries, adapters of equal bases the base's.
     """
 
-    def __init__(self, dtype: torch.dtype, budget_bytes: int, read: Callable[[Path, torch.dtype], State]) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        budget_bytes: int,
+        read: Callable[[Path, torch.dtype], State],
+        measure: Callable[[Path, torch.dtype], int],
+    ) -> None:
+        """`measure` says how many bytes `read` will return."""
         self._dtype = dtype
         self._budget_bytes = budget_bytes
         self._read = read
+        self._measure = measure
         self._states: OrderedDict[str, State] = OrderedDict()
         self._coming: dict[str, Future[State]] = {}
+        self._sizes: dict[str, int] = {}
+        self._in_use: set[str] = set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self.loads = 0
         """Times that a model or an adapter was read from disk."""
 
     def prefetch(self, teacher: Teacher) -> None:
-        """Begin to read a teacher; returns at once."""
-        for key, directory in _parts(teacher).items():
-            if key not in self._states and key not in self._coming:
+        """Begin to read a teacher as far as there is room beside the one in use; returns at once."""
+        missing, keep = self._missing(teacher), {*self._in_use, *self._coming, *_parts(teacher)}
+        fits = sum(self._sizes[key] for key in keep) <= self._budget_bytes
+        if fits:
+            self._make_room(missing, keep)
+        for key, directory in missing.items():
+            if fits:
                 self.loads += 1
                 self._coming[key] = self._thread.submit(self._read_ahead, directory)
+            else:
+                self._thread.submit(_into_page_cache, directory)
 
     def get(self, teacher: Teacher) -> list[State]:
         """Tensors of the (base) model, then those of the adapter if it has one.
 
         Raises: whatever reading its files raised.
         """
-        self.prefetch(teacher)
-        keys = list(_parts(teacher))
+        missing, keys = self._missing(teacher), list(_parts(teacher))
+        self._in_use = set(keys)
+        self._make_room(missing, keys)
         for key in keys:
-            if key not in self._states:
+            if key in missing:
+                self.loads += 1
+                self._states[key] = self._read(missing[key], self._dtype)
+            elif key in self._coming:
                 self._states[key] = self._coming.pop(key).result()
             self._states.move_to_end(key)
-        while len(self._states) > len(keys) and self.nbytes > self._budget_bytes:
-            self._states.popitem(last=False)
         return [self._states[key] for key in keys]
 
     @property
@@ -67,6 +88,23 @@ class WeightCache:
         """Bytes of all tensors held; a tensor that teachers share counts once."""
         sizes = {t.data_ptr(): t.nbytes for state in self._states.values() for t in state.values()}
         return sum(sizes.values())
+
+    def _missing(self, teacher: Teacher) -> dict[str, Path]:
+        """Those of its parts that are neither held nor on their way."""
+        missing = {k: d for k, d in _parts(teacher).items() if k not in self._states and k not in self._coming}
+        for key, directory in missing.items():
+            if key not in self._sizes:
+                self._sizes[key] = self._measure(directory, self._dtype)
+        return missing
+
+    def _make_room(self, missing: Collection[str], keep: Collection[str]) -> None:
+        """Drop what is not in `keep` until the missing parts fit into the budget."""
+        excess = sum(self._sizes[key] for key in (*self._states, *self._coming, *missing)) - self._budget_bytes
+        for key in [key for key in self._states if key not in keep]:
+            if excess <= 0:
+                break
+            del self._states[key]
+            excess -= self._sizes[key]
 
     def _read_ahead(self, directory: Path) -> State:
         state = self._read(directory, self._dtype)
@@ -101,3 +139,19 @@ def read_weights(directory: Path, dtype: torch.dtype) -> State:
         with safe_open(path, framework="pt") as file:
             state.update({name: file.get_tensor(name).to(dtype) for name in file.keys()})  # noqa: SIM118 - not a dict
     return state
+
+
+def weights_nbytes(directory: Path, dtype: torch.dtype) -> int:
+    """Bytes of what `read_weights` returns; reads headers only."""
+    numbers = 0
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            numbers += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return numbers * dtype.itemsize
+
+
+def _into_page_cache(directory: Path) -> None:
+    """Ask the system to read the files; what they take there is not ours, and is given up when memory is short."""
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

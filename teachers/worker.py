@@ -52,7 +52,8 @@ class TeacherWorker:
     def _rows(self, groups: Sequence[Group]) -> Iterator[list[TargetRow]]:
         following = [group[0] for group in groups[1:]] + [None]
         for (teacher, weight, rollouts), upcoming in zip(groups, following, strict=False):
-            for index, rows in enumerate(self._scorer.score(teacher, rollouts, self._broken)):
-                if index == 0 and upcoming is not None:
-                    self._scorer.prefetch(upcoming)
+            batches = self._scorer.score(teacher, rollouts, self._broken)
+            if upcoming is not None:
+                self._scorer.prefetch(upcoming)
+            for rows in batches:
                 yield [row.weighted(weight) for row in rows]

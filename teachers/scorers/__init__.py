@@ -58,7 +58,10 @@ class Scorer(Protocol):
     """One way to ask a teacher about tokens that the student wrote."""
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
-        """Target rows in batches. A response that cannot be scored gets no row but an entry in `broken`: id -> reason."""
+        """Target rows in batches. A response that cannot be scored gets no row but an entry in `broken`: id -> reason.
+
+        A scorer that reads ahead has loaded the teacher when this returns: `prefetch` may follow before the first batch.
+        """
         ...
 
     def prefetch(self, teacher: Teacher) -> None:

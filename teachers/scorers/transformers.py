@@ -24,7 +24,7 @@ from opd.train.batch import pack_sequences, predict_positions
 from opd.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.rows import batches, target_row
-from teachers.weights import State, WeightCache, base_key, read_weights, weight_key
+from teachers.weights import State, WeightCache, base_key, read_weights, weight_key, weights_nbytes
 
 SCORE_TOKENS = 4096
 """Tokens of one forward pass; more does not get faster on a CPU."""
@@ -39,7 +39,7 @@ class TransformersScorer:
         self._payload = options.payload
         self._top_k = options.top_k
         self._vocab_size = options.vocab_size
-        self._weights = WeightCache(self._dtype, options.memory_bytes, read_weights)
+        self._weights = WeightCache(self._dtype, options.memory_bytes, read_weights, weights_nbytes)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._skeletons: dict[str, Any] = {}
         self._configs: dict[Path, tuple[Any, str]] = {}
@@ -93,11 +93,17 @@ class TransformersScorer:
             )
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
-        """Target rows in batches, shortest rows first.
+        """Target rows in batches, shortest rows first. The teacher is loaded when this returns.
 
         A response whose hidden states are not finite gets no row but an entry in `broken`: sample id -> reason.
         """
         self._load(teacher)
+        return self._scored(teacher, rollouts, broken)
+
+    def _scored(
+        self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]
+    ) -> Iterator[list[TargetRow]]:
+        self._load(teacher)  # another one may have been asked since
         key = self.head_key(teacher)
         for batch in batches(rollouts, SCORE_TOKENS):
             rows = []
@@ -144,21 +150,21 @@ class TransformersScorer:
         if self._loaded == weight_key(teacher):
             return
         self._loaded = ""  # a teacher that is half there must not pass for one if loading fails
-        base, *adapters = self._weights.get(teacher)
         while self._hooks:
             self._hooks.pop().remove()
         if self._base != base_key(teacher):
+            self._base = ""
+            if self._model is not None:
+                _let_go(self._model)
+        base, *adapters = self._weights.get(teacher)
+        if not self._base:
             self._assign(teacher, base)
         for adapter in adapters:
             self._attach(teacher, adapter)
         self._loaded = weight_key(teacher)
 
     def _assign(self, teacher: Teacher, state: State) -> None:
-        self._base = ""
-        skeleton = self._skeleton(teacher.model_dir)
-        if self._model is not None and self._model is not skeleton:
-            _let_go(self._model)
-        self._model = skeleton
+        self._model = self._skeleton(teacher.model_dir)
         missing, unexpected = self._model.load_state_dict(state, strict=False, assign=True)
         self._model.tie_weights()
         tied = set(self._model._tied_weights_keys or ()) if self._model.config.tie_word_embeddings else set()
@@ -211,5 +217,5 @@ def _adding(update: Update) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor],
 
 
 def _let_go(model: Any) -> None:
-    """Leave no weight in a skeleton that is not in use, or its teacher would stay in memory beyond the budget."""
+    """Leave no weight in a skeleton: its teacher would stay in memory beyond the budget while the next one is read."""
     model.load_state_dict({name: value.to("meta") for name, value in model.state_dict().items()}, assign=True)

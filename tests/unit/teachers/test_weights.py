@@ -7,11 +7,12 @@ from threading import Event
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from opd.types import Teacher
-from teachers.weights import WeightCache, base_key, weight_key
+from teachers.weights import WeightCache, base_key, read_weights, weight_key, weights_nbytes
 
-SIZES = {"base": 100, "other": 100, "a": 10, "b": 10, "c": 10}
+SIZES = {"base": 100, "other": 100, "third": 100, "a": 10, "b": 10, "c": 10}
 """Bytes of the only tensor in each directory."""
 
 
@@ -40,7 +41,7 @@ def disk() -> Disk:
 
 
 def cache(disk: Disk, budget: int = 1000) -> WeightCache:
-    return WeightCache(torch.uint8, budget, disk)
+    return WeightCache(torch.uint8, budget, disk, lambda directory, dtype: SIZES[directory.name])
 
 
 def test_a_full_model_is_one_entry_and_an_adapter_two(disk: Disk) -> None:
@@ -93,6 +94,63 @@ def test_the_least_recently_used_goes_first(disk: Disk) -> None:
     held.get(full("other"))
     held.get(lora("b"))
     assert disk.read == ["base", "a", "other", "b"]
+
+
+# Reading ahead
+
+
+def settled(held: WeightCache) -> None:
+    """Wait until the thread that reads ahead has nothing left to do."""
+    held._thread.submit(lambda: None).result(timeout=10)
+
+
+def test_what_is_read_ahead_counts(disk: Disk) -> None:
+    held = cache(disk, budget=200)
+    held.get(full("base"))
+    held.get(full("other"))
+    held.prefetch(lora("a", "third", base_digest="third"))
+    settled(held)
+    assert (disk.read, held.nbytes) == (["base", "other"], 200), (
+        "other and 110 more do not fit, so nothing goes for them"
+    )
+    held.prefetch(full("third"))
+    settled(held)
+    assert (disk.read, held.nbytes) == (["base", "other", "third"], 100), "base made room"
+    held.get(full("third"))
+    assert (held.nbytes, held.loads) == (200, 3)
+    held.get(full("other"))
+    assert disk.read == ["base", "other", "third"], "was in use, so it stayed"
+
+
+def test_a_budget_of_one_teacher_holds_one(disk: Disk) -> None:
+    held = cache(disk, budget=1)
+    teachers = [full("base"), full("other"), full("third")]
+    for teacher, upcoming in zip(teachers, teachers[1:] + teachers[:1], strict=True):
+        held.get(teacher)
+        held.prefetch(upcoming)
+        settled(held)
+        assert (held.nbytes, disk.read[-1]) == (100, teacher.name)
+    assert held.loads == 3
+
+
+def test_the_teacher_before_is_gone_when_the_next_one_is_read() -> None:
+    held: WeightCache
+
+    def read(directory: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        assert held.nbytes == 0
+        return {directory.name: torch.zeros(100, dtype=dtype)}
+
+    held = WeightCache(torch.uint8, 150, read, lambda directory, dtype: 100)
+    for name in ("base", "other", "base"):
+        held.get(full(name))
+
+
+@pytest.mark.parametrize(("dtype", "item"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_size_without_reading_is_that_of_what_is_read(dtype: torch.dtype, item: int, tmp_path: Path) -> None:
+    for i, shape in enumerate([(3, 5), (7,), ()]):
+        save_file({f"t{i}": torch.zeros(shape, dtype=torch.float16)}, tmp_path / f"part-{i}.safetensors")
+    assert weights_nbytes(tmp_path, dtype) == (15 + 7 + 1) * item
+    assert sum(t.nbytes for t in read_weights(tmp_path, dtype).values()) == weights_nbytes(tmp_path, dtype)
 
 
 def test_keys() -> None:
