@@ -346,10 +346,10 @@ def experts(expert_dirs: dict[str, Path], make_model_dir: Any, tmp_path_factory:
 
 
 SHARES = [
-    {"rev": 0.25, "up": 0.75}, {"rev": 0.25, "up": 0.75}, {"rev": 1.0}, {"rev": 0.6, "up": 0.4},
+    {"rev": 0.25, "up": 0.75}, {"rev": 0.25, "up": 0.75}, {"rev": 0.6, "up": 0.4}, {"rev": 1.0},
     {"rev": 0.2, "up": 0.3, "wide": 0.5}, {"wide": 1.0},
 ]  # fmt: skip
-"""Teachers' weights of the first rows: one kind twice, one teacher alone, the same two otherwise weighted."""
+"""Teachers' weights of the first rows: one kind twice, the same two otherwise weighted, one teacher alone."""
 
 
 def mixed_samples(experts: Any) -> list[tuple[TargetRow, ...]]:
@@ -357,7 +357,7 @@ def mixed_samples(experts: Any) -> list[tuple[TargetRow, ...]]:
         ids, prompt = ROWS[index]
         model, response = experts[name], ids[prompt:]
         return replace(
-            scored(model, ids, prompt, sample_id=f"s{index}", weight=weight, head=name),
+            scored(model, ids, prompt, sample_id=f"s{index}", weight=float(np.float32(weight)), head=name),
             teacher=name,
             hidden_size=model.config.hidden_size,
             teacher_logprobs=alone(model, ids)[range(prompt - 1, len(ids) - 1), response].tolist(),
@@ -397,13 +397,14 @@ def test_a_mixtures_loss_is_the_weighted_sum_of_its_teachers_written_plainly(lm:
     batch = tensors(mixed_samples(experts), "hidden_states", torch.float32)
     runs = [run for run in batch.runs if isinstance(run, HiddenRun)]
     pair = ("rev", "up")
-    assert [run.heads for run in runs] == [pair, ("rev",), pair, ("rev", "up", "wide"), ("wide",)]
+    assert [run.heads for run in runs] == [pair, pair, ("rev",), ("rev", "up", "wide"), ("wide",)]
     assert [run.weights for run in runs] == [
-        pytest.approx(w) for w in [(0.25, 0.75), (1,), (0.6, 0.4), (0.2, 0.3, 0.5), (1,)]
+        pytest.approx(w) for w in [(0.25, 0.75), (0.6, 0.4), (1,), (0.2, 0.3, 0.5), (1,)]
     ]
     assert [type(run.block(heads_of(experts))) for run in runs] == [
-        MixtureBlock, TeacherBlock, MixtureBlock, MixtureBlock, TeacherBlock
+        MixtureBlock, MixtureBlock, TeacherBlock, MixtureBlock, TeacherBlock
     ]  # fmt: skip
+    assert all(abs(sum(run.weights) - 1) < 1e-12 for run in runs), "to more places than they travelled with"
     total, num = torch.zeros(()), batch.mask_N.sum()
     for (p, qs, _, mask), shares in zip(plain_terms(lm, experts), SHARES, strict=True):
         for name, q in qs.items():
