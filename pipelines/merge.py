@@ -182,8 +182,8 @@ def _model_card(config: PipelineConfig, inputs: Inputs) -> str:
     lines = [
         f"---\n{header}---",
         f"# {config.name}",
-        f"Merged from {len(inputs.experts)} experts by on-policy distillation with opd-merge {__version__}: the student wrote, the expert of",
-        "each prompt's domain scored every token, and the student was trained on the exact reverse KL over the whole vocabulary.",
+        f"Merged from {len(inputs.experts)} experts by on-policy distillation with opd-merge {__version__}: the student wrote,",
+        f"the experts of each prompt's domain scored every token, and the student was trained on `{config.objective.kind}`.",
         "",
         f"- Student: `{config.student.model.name}` ({inputs.student.architecture}, {inputs.student.parameters:,} parameters)",
         f"- Steps: {config.trainer.steps} of {config.trainer.samples_per_step} responses, lr {config.trainer.lr:g}, seed {config.seed}",
