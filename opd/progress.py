@@ -84,4 +84,6 @@ class RunReporter:
             parts.append(f"accuracy {sum(record['accuracy'].values()) / len(record['accuracy']):.3f}")
         if record["quarantined"]:
             parts.append(f"quarantined {sum(record['quarantined'].values())}")
+        for name in record.get("restarted", ()):
+            self._shown.say(f"{name} died in step {record['step']} and was started again; its rows were scored again")
         self._shown.step(record["step"], "  ".join(parts))
