@@ -64,20 +64,29 @@ def test_the_next_teacher_is_read_while_this_one_scores(groups: list[Group], mon
     scoring = worker(1 << 30)
     events: list[str] = []
     weights, scorer = scoring._scorer._weights, scoring._scorer
-    prefetch, forward = weights.prefetch, scorer._hidden
+    get, prefetch, forward = weights.get, weights.prefetch, scorer._hidden
+
+    def noted_get(teacher: Teacher) -> Any:
+        events.append(f"load {teacher.name}")
+        return get(teacher)
 
     def noted_prefetch(teacher: Teacher) -> None:
-        events.append(f"read {teacher.name}")
+        events.append(f"ahead {teacher.name}")
         prefetch(teacher)
 
     def noted_forward(rows: Any) -> Any:
         events.append(f"score {rows[0].domain}")
         return forward(rows)
 
+    monkeypatch.setattr(weights, "get", noted_get)
     monkeypatch.setattr(weights, "prefetch", noted_prefetch)
     monkeypatch.setattr(scorer, "_hidden", noted_forward)
     scoring.score(groups[:3])
-    assert events == ["read e1", "score e0", "read e2", "score e1", "score e2"]
+    assert events == [
+        *("load e0", "ahead e1", "score e0"),
+        *("load e1", "ahead e2", "score e1"),
+        *("load e2", "score e2"),
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
