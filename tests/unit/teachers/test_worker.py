@@ -1,4 +1,4 @@
-"""A worker goes from teacher to teacher: the next one is read ahead, and the one before leaves nothing behind."""
+"""A worker goes from teacher to teacher: each row is its own teacher's, and the one before leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from opd.stream.schema import read_stream
 from opd.types import Rollout, Segment, Teacher
-from teachers.scorers import ScorerOptions, transformers
+from teachers.scorers import ScorerOptions
 from teachers.worker import Group, TeacherWorker
 
 
@@ -51,25 +51,6 @@ def plain_states(teacher: Teacher, row: Any) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(teacher.model_dir, dtype=torch.float32)
     ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, len(row.prompt_ids) - 1 : -1]
-
-
-def test_the_next_teacher_is_read_while_this_one_scores(
-    teachers: dict[str, Teacher], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transformers, "SCORE_TOKENS", 1)  # each row is a batch
-    made = worker()
-    seen: list[str] = []
-    scorer: Any = made._scorer
-    forward, prefetch = scorer._hidden, scorer.prefetch
-    monkeypatch.setattr(scorer, "_hidden", lambda batch: (seen.append("forward"), forward(batch))[1])
-    monkeypatch.setattr(scorer, "prefetch", lambda t: (seen.append(f"read {t.name}"), prefetch(t))[1])
-    made.score([group(teachers["rev"]), group(teachers["up"], num=1), group(teachers["wide"], num=2)])
-    assert seen == [
-        "forward", "read up", "forward", "forward",
-        "forward", "read wide",
-        "forward", "forward",
-    ]  # fmt: skip
-    assert scorer._weights.loads == 3
 
 
 def test_a_teacher_read_ahead_does_not_push_out_the_one_in_use(teachers: dict[str, Teacher]) -> None:

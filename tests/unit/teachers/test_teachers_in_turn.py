@@ -1,0 +1,107 @@
+"""A scoring worker takes its teachers in turn: each is read once a step, ahead if there is room, with equal answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from opd.types import Rollout, Segment, Teacher
+from teachers.scorers import ScorerOptions
+from teachers.worker import Group, TeacherWorker
+
+
+def rollouts(domain: str) -> tuple[Rollout, ...]:
+    rng = random.Random(domain)
+    return tuple(
+        Rollout(
+            sample_id=f"000001/{domain}/{i}", step=1, domain=domain, policy_version=0,
+            prompt_ids=tuple(rng.choices(range(76), k=4)), response_ids=tuple(rng.choices(range(76), k=3 + i)),
+            behaviour_logprobs=(-1.0,) * (3 + i), segments=(Segment(length=3 + i, trained=True),), truncated=False,
+        )
+        for i in range(4)
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def groups(make_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[Group]:
+    """Four full models of one shape, each with rows of its own."""
+    root = tmp_path_factory.mktemp("many")
+    dirs = {f"e{seed}": make_model_dir(root / f"e{seed}", seed=seed) for seed in range(4)}
+    return [(Teacher(name=name, model_dir=path), 1.0, rollouts(name)) for name, path in dirs.items()]
+
+
+def model_bytes(groups: list[Group]) -> int:
+    return sum(t.nbytes for t in load_file(groups[0][0].model_dir / "model.safetensors").values())
+
+
+def worker(memory_bytes: int, dtype: str = "float32") -> Any:
+    return TeacherWorker(
+        "transformers",
+        ScorerOptions(dtype=dtype, payload="hidden_states", top_k=4, vocab_size=76, memory_bytes=memory_bytes),
+    )
+
+
+@pytest.mark.parametrize(("kept", "loads"), [(0, [4, 8]), (1, [4, 8]), (2, [4, 8]), (4, [4, 4])])
+def test_a_step_reads_each_teacher_once_and_any_budget_gives_the_same(
+    kept: int, loads: list[int], groups: list[Group]
+) -> None:
+    wanted = bytes(worker(1 << 30).score(groups))
+    scoring = worker(max(1, kept * model_bytes(groups)))
+    for total in loads:
+        assert bytes(scoring.score(groups)) == wanted
+        assert scoring._scorer._weights.loads == total
+        assert scoring._scorer._weights.nbytes <= max(1, kept) * model_bytes(groups)
+    assert scoring.broken() == {}
+
+
+def test_the_next_teacher_is_read_while_this_one_scores(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    scoring = worker(1 << 30)
+    events: list[str] = []
+    weights, scorer = scoring._scorer._weights, scoring._scorer
+    get, prefetch, forward = weights.get, weights.prefetch, scorer._hidden
+
+    def noted_get(teacher: Teacher) -> Any:
+        events.append(f"load {teacher.name}")
+        return get(teacher)
+
+    def noted_prefetch(teacher: Teacher) -> None:
+        events.append(f"ahead {teacher.name}")
+        prefetch(teacher)
+
+    def noted_forward(rows: Any) -> Any:
+        events.append(f"score {rows[0].domain}")
+        return forward(rows)
+
+    monkeypatch.setattr(weights, "get", noted_get)
+    monkeypatch.setattr(weights, "prefetch", noted_prefetch)
+    monkeypatch.setattr(scorer, "_hidden", noted_forward)
+    scoring.score(groups[:3])
+    assert events == [
+        *("load e0", "ahead e1", "score e0"),
+        *("load e1", "ahead e2", "score e1"),
+        *("load e2", "score e2"),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_of_the_teacher_before_is_held_while_the_next_is_read(
+    dtype: str, groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scoring = worker(1, dtype)
+    scorer = scoring._scorer
+    read, held = scorer._weights._read, []
+
+    def noted(directory: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        if scorer._model is not None:
+            held.append([name for name, p in scorer._model.named_parameters() if p.device.type != "meta"])
+        return read(directory, dtype)
+
+    monkeypatch.setattr(scorer._weights, "_read", noted)
+    scoring.score(groups)
+    assert held == [[], [], []]
