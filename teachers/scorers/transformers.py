@@ -42,7 +42,8 @@ class TransformersScorer:
         self._weights = WeightCache(self._dtype, options.memory_bytes, read_weights, weights_nbytes)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._skeletons: dict[str, Any] = {}
-        self._configs: dict[Path, tuple[Any, str]] = {}
+        """By the config's JSON."""
+        self._skeleton_of: dict[Path, Any] = {}
         self._loaded = ""
         self._base = ""
         self._hooks: list[RemovableHandle] = []
@@ -193,17 +194,18 @@ class TransformersScorer:
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        if model_dir not in self._configs:
-            read = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-            self._configs[model_dir] = (read, read.to_json_string(use_diff=False))
-        config, key = self._configs[model_dir]
-        if key not in self._skeletons:
-            with init_empty_weights(include_buffers=False):
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=self._dtype, attn_implementation="sdpa", trust_remote_code=False
-                )
-            self._skeletons[key] = model.eval().requires_grad_(False)
-        return self._skeletons[key]
+        if model_dir not in self._skeleton_of:
+            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+            config.name_or_path, config.transformers_version = "", None  # where it is from changes nothing
+            key = config.to_json_string(use_diff=False)
+            if key not in self._skeletons:
+                with init_empty_weights(include_buffers=False):
+                    model = AutoModelForCausalLM.from_config(
+                        config, dtype=self._dtype, attn_implementation="sdpa", trust_remote_code=False
+                    )
+                self._skeletons[key] = model.eval().requires_grad_(False)
+            self._skeleton_of[model_dir] = self._skeletons[key]
+        return self._skeleton_of[model_dir]
 
 
 def _adding(update: Update) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
