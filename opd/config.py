@@ -186,8 +186,8 @@ class TeachersConfig(Strict):
     """What is sent per response token: the last hidden state after the final norm, from which any objective but `top_k`
     can be computed; the sampled token's log-prob; or the likeliest tokens' log-probs (`objective.k` of them)."""
     memory: ByteSize = Field("8GiB", validate_default=True, gt=0)
-    """Teachers kept in memory by each scoring worker, least recently used out; the one in use always stays. Engine
-    `vllm` holds one and reads the next from its files."""
+    """Teachers kept in memory by each scoring worker, one read ahead among them, least recently used out; the one in use
+    always stays. Engine `vllm` holds one and reads the next from its files."""
     mask_tokens: dict[Name, list[str]] = {}
     """By expert's name: tokens that it never writes, such as `<think>`. Where the student writes one in a domain of that
     expert, the token carries no loss: the expert has nothing to say about it but "never"."""
