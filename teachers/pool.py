@@ -70,7 +70,7 @@ class Pool:
             head_rules={key: self._head_rules[key] for key in keys},
             quarantined=broken,
             restarted=restarted,
-            rows=sum(len(self._routes[r.domain]) for r in rollouts if r.sample_id not in broken),
+            rows=rows_wanted(rollouts, self._routes, broken),
         )
 
     def head_of(self, teacher: Teacher) -> tuple[str, LogitRule]:
@@ -117,13 +117,11 @@ class Pool:
         )
 
     def _route(self, rollouts: Sequence[Rollout]) -> Iterator[Group]:
-        """One group for each domain and each of its teachers, those of one teacher side by side."""
+        """One group for each domain and each of its teachers."""
+        refuse_unknown_domains(rollouts, self._routes)
         by_domain: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
             by_domain[rollout.domain].append(rollout)
-        unknown = sorted(set(by_domain) - set(self._routes))
-        if unknown:
-            raise RunError(f"no teacher for domain {unknown[0]!r}; teachers serve {', '.join(sorted(self._routes))}")
         for domain, rows in sorted(by_domain.items()):
             for assigned in self._routes[domain]:
                 yield assigned.teacher, assigned.weight, tuple(rows)
@@ -131,6 +129,18 @@ class Pool:
 
 def _name(index: int) -> str:
     return f"teacher worker {index}"
+
+
+def refuse_unknown_domains(rollouts: Sequence[Rollout], routes: Routes) -> None:
+    """Raises: RunError for a domain without a teacher."""
+    unknown = sorted({r.domain for r in rollouts} - set(routes))
+    if unknown:
+        raise RunError(f"no teacher for domain {unknown[0]!r}; teachers serve {', '.join(sorted(routes))}")
+
+
+def rows_wanted(rollouts: Sequence[Rollout], routes: Routes, broken: Mapping[str, str]) -> int:
+    """As `TargetSet.rows`: one for each teacher of each sample that is not in `broken`."""
+    return sum(len(routes[r.domain]) for r in rollouts if r.sample_id not in broken)
 
 
 def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: float) -> None:

@@ -315,7 +315,7 @@ class _Chunked(torch.autograd.Function):
             raw_C_V = h_C_D @ head_v_D.T
             given = _teacher_inputs(block, part, options.vocab_size)
             columns = (token_N[span], behaviour_N[span].to(acc), weight_N[span].to(acc))
-            for rows in _slices(raw_C_V):
+            for rows in _slices(raw_C_V, options.chunk):
                 part_columns = (columns[0][rows], columns[1][rows], columns[2][rows])
                 values, grad_C_V = _slice(options, raw_C_V[rows], given.rows(rows), part_columns)
                 raw_C_V[rows] = grad_C_V
@@ -346,10 +346,13 @@ class _Chunked(torch.autograd.Function):
         return (hidden_N_D, head_V_D, *[None] * 5)
 
 
-def _slices(raw_C_V: Tensor) -> Iterator[slice]:
-    """Rows for the elementwise part: few enough for a CPU's cache, all of them on a GPU."""
-    num, vocab_size = raw_C_V.shape
-    step = num if raw_C_V.is_cuda else max(1, SLICE_VALUES // vocab_size)
+def _slice_rows(raw_C_V: Tensor, chunk: int) -> int:
+    """Rows of the elementwise part: few enough for a CPU's cache, the whole chunk on a GPU."""
+    return chunk if raw_C_V.is_cuda else min(chunk, max(1, SLICE_VALUES // raw_C_V.shape[1]))
+
+
+def _slices(raw_C_V: Tensor, chunk: int) -> Iterator[slice]:
+    num, step = len(raw_C_V), _slice_rows(raw_C_V, chunk)
     return (slice(first, min(first + step, num)) for first in range(0, num, step))
 
 
@@ -431,8 +434,7 @@ def _slice(
         return _elementwise(options.objective, options.rule, raw_C_V, teacher, columns)
     # One shape per (chunk, V, dtype): what is left over is padded, so that it does not compile again.
     num = len(raw_C_V)
-    full = options.chunk if raw_C_V.is_cuda else min(options.chunk, max(1, SLICE_VALUES // raw_C_V.shape[1]))
-    pad = full - num
+    pad = _slice_rows(raw_C_V, options.chunk) - num
     padded = _TeacherInputs(logits_C_V=_pad(teacher.logits_C_V, pad))
     token_C, behaviour_C, weight_C = (_pad(column, pad) for column in columns)
     values, grad_C_V = _compiled_elementwise()(

@@ -32,7 +32,7 @@ from teachers.flight.protocol import (
     parse,
     rollout_batches,
 )
-from teachers.pool import Routes, refuse_many_broken, scorer_options
+from teachers.pool import Routes, refuse_many_broken, refuse_unknown_domains, rows_wanted, scorer_options
 
 RETRY_WAITS_S = (1.0, 4.0)
 """Pauses between the attempts when the server cannot be reached or the connection breaks."""
@@ -88,9 +88,7 @@ class FlightPool:
         Raises: RunError for a domain without a teacher, an answer that is not exactly what was asked, a server that
         refuses or stays away, or more than `teachers.max_quarantined` responses that could not be scored.
         """
-        unknown = sorted({r.domain for r in rollouts} - set(self._routes))
-        if unknown:
-            raise RunError(f"no teacher for domain {unknown[0]!r}; teachers serve {', '.join(sorted(self._routes))}")
+        refuse_unknown_domains(rollouts, self._routes)
         streams, reply = self._ask("score", self._timeout_s, partial(self._score, rollouts))
         self._check(rollouts, streams, reply)
         refuse_many_broken(reply.quarantined, len(rollouts), self._max_quarantined)
@@ -238,7 +236,7 @@ class FlightPool:
         missing = sorted(sample_id for sample_id, _ in wanted if sample_id not in reply.quarantined)
         if missing:
             raise ProtocolError(f"{self}: {len(missing)} rows are missing, first {missing[0]}")
-        rows = sum(len(self._routes[r.domain]) for r in rollouts if r.sample_id not in reply.quarantined)
+        rows = rows_wanted(rollouts, self._routes, reply.quarantined)
         if reply.rows != rows:
             raise ProtocolError(f"{self}: they count {reply.rows} rows, wanted {rows}")
 
