@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import importlib
 import inspect
 import itertools
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -30,6 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from machine import machine, trim
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -278,8 +278,7 @@ def _resident_bytes() -> int:
 
 def _reset_peak() -> None:
     """Give freed memory back and forget the peak of imports and warm-up, which ru_maxrss would otherwise still hold."""
-    with contextlib.suppress(OSError, AttributeError):  # a libc without malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
+    trim()
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -443,21 +442,6 @@ def show_memory(rows: Sequence[Row], console: Any) -> None:
     console.print(table)
 
 
-def machine(threads: int) -> dict[str, Any]:
-    """What the figures depend on."""
-    from importlib.metadata import version
-
-    models = [s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")]
-    return {
-        "cpu": models[0].split(":", 1)[1].strip() if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "load_before": os.getloadavg(),
-    }
-
-
 def _record(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
     medians = {name: row.median(name) for name in ("wall_s", "cpu_s", "warm_up_s", "peak_extra_bytes")}
     return asdict(row) | {"median": medians, "memory_ratio": _memory_ratio(row, rows), "note": row.note}
@@ -509,7 +493,7 @@ def main() -> None:
     plan = Plan(
         1 if args.quick else args.rounds, args.threads, args.memory_gib * 2**30, args.liger_python, args.timeout_s
     )
-    facts = machine(args.threads)
+    facts = machine(args.threads, "torch")
     rows: list[Row] = []
     shapes: Iterable[tuple[int, int, int]] = itertools.product(args.vocab, args.width, args.tokens)
     for shape in [QUICK] if args.quick else shapes:

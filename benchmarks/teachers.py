@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import itertools
 import json
 import os
-import platform
 import random
 import selectors
 import shutil
@@ -33,6 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from machine import machine, trim
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -252,7 +252,7 @@ class Scoring:
             if case.kind == "lora"
             else case.experts * expert_bytes,
         }
-        trim()
+        trim_all()
         self._before = memory()
 
     def describe(self) -> Ready:
@@ -275,7 +275,7 @@ class Scoring:
         scorer: Any = self._worker._scorer
         self._swaps.clear()
         loads = scorer._weights.loads
-        trim()
+        trim_all()
         reset_peak()
         started, cpu = time.perf_counter(), time.process_time()
         stream = self._worker.score(groups)
@@ -344,13 +344,12 @@ def memory(process: int | str = "self") -> dict[str, int]:
     return {name: int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM", "RssAnon", "RssFile")}
 
 
-def trim() -> None:
+def trim_all() -> None:
     """Give freed memory back, Arrow's too."""
     import pyarrow as pa
 
     pa.default_memory_pool().release_unused()
-    with contextlib.suppress(OSError, AttributeError):  # a libc without malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
+    trim()
 
 
 def reset_peak() -> None:
@@ -505,22 +504,6 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def machine(threads: int) -> dict[str, Any]:
-    """What the figures depend on."""
-    from importlib.metadata import version
-
-    models = [s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")]
-    return {
-        "cpu": models[0].split(":", 1)[1].strip() if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "load_before": os.getloadavg(),
-    }
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Cost of N experts in one scoring worker; never a verdict.",
@@ -554,7 +537,7 @@ def main() -> None:
     args = parse_args()
     console = Console(width=None if sys.stdout.isatty() else 170)
     say = Console(stderr=True, highlight=False).print
-    facts = machine(args.threads)
+    facts = machine(args.threads, "torch", "transformers")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         size = SIZES["quick" if args.quick else "default"]
         adapters = max([1, *args.lora])
