@@ -1,0 +1,92 @@
+"""What an evaluation found, as it lies on disk: `RUN_DIR/evaluation/NAME.json`. Report and baselines read these files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opd.files import atomic_write_text
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainScore:
+    """One model on one domain."""
+
+    accuracy: float
+    """Mean score in 0..1: over the questions, of the mean over each question's answers (pass@1)."""
+    stderr: float
+    """Standard error of `accuracy`; questions are the independent draws, not answers."""
+    low: float
+    """Lower end of the 95 % interval, 0..1."""
+    high: float
+    """Upper end."""
+    questions: int
+    samples: int = 1
+    """Answers to each question."""
+    pass_at: dict[str, float] = field(default_factory=dict)
+    """k (as text, JSON's keys are text) -> unbiased pass@k."""
+    mean_tokens: float = 0.0
+    """Length of an answer in tokens."""
+    truncated: float = 0.0
+    """Share of answers that ended at the token limit."""
+    failed: int = 0
+    """Answers whose verifier raised; they count as wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer, to be read by a person."""
+
+    domain: str
+    prompt_id: str
+    prompt: str
+    """Decoded, special tokens left in."""
+    answer: str
+    """What the verifier compared with."""
+    text: str
+    score: float
+    tokens: int = 0
+    truncated: bool = False
+    error: str = ""
+    """Traceback of a verifier that raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One model on all its domains."""
+
+    model: str
+    """Who answered, in words a reader knows: a path, `student before`, `expert`."""
+    scores: dict[str, DomainScore]
+    """By domain."""
+    answers: tuple[Answer, ...] = ()
+    """The first few of each domain, and every one whose verifier raised."""
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """0..1 by domain."""
+        return {domain: score.accuracy for domain, score in self.scores.items()}
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raises: OSError."""
+        atomic_write_text(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Evaluation:
+        """Read what `save` wrote. Raises: OSError."""
+        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Evaluation:
+        """From a parsed file."""
+        assert data["format"] == FORMAT, f"evaluation file of format {data['format']}"
+        return cls(
+            model=data["model"],
+            scores={domain: DomainScore(**score) for domain, score in data["scores"].items()},
+            answers=tuple(Answer(**answer) for answer in data["answers"]),
+        )
