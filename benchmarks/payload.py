@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from machine import score
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -223,9 +225,8 @@ def _scored(teachers: dict[str, Teacher], rows: int, prompt: int) -> Measure:
             dtype=payload.dtype, payload=payload.name, top_k=payload.width, vocab_size=SMALL_VOCAB, memory_bytes=1 << 30
         )
         worker = TeacherWorker("transformers", options)
-        stream = worker.score([(teachers[domain], 1.0, tuple(part)) for domain, part in rollouts.items()])
-        assert not worker.broken()
-        return Measured(payload, rows, response, stream.nbytes)
+        parts = score(worker, [(teachers[domain], 1.0, tuple(part)) for domain, part in rollouts.items()])
+        return Measured(payload, rows, response, sum(part.nbytes for part in parts))
 
     return measure
 
