@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from opd.losses.chunked import LogitRule
 from opd.stream.heads import head_array
-from opd.stream.schema import PartRecord, TargetRow, payload_bytes, write_stream
+from opd.stream.schema import TargetRow, write_parts
 from opd.types import Rollout, Teacher
 from teachers.probe import check_probe
 from teachers.scorers import ScorerOptions, make_scorer
 
 Group = tuple[Teacher, float, tuple[Rollout, ...]]
 """A teacher, its weight in the domain of these rows, and the rows."""
-
-PART_ROWS = 256
-PART_BYTES = 1 << 20
-"""A part leaves with the batch that brings it to so many rows or bytes of payload: soon, and yet Arrow's 2 kB for each
-part are little beside it."""
 
 
 class TeacherWorker:
@@ -57,23 +51,12 @@ class TeacherWorker:
         return next(self._parts, None)
 
     def _make_parts(self, groups: Sequence[Group], worker: int) -> Iterator[np.ndarray]:
-        """A part leaves with the batch that fills it; the last one, which may hold no row, ends the step."""
         broken: dict[str, str] = {}
-        teachers: Counter[str] = Counter({teacher.name: 0 for teacher, _, _ in groups})
-        rows: list[TargetRow] = []
-        number = 0
-        for scored in self._rows(groups, broken):
-            rows += scored
-            teachers.update(row.teacher for row in scored)
-            if len(rows) >= PART_ROWS or payload_bytes(rows) >= PART_BYTES:
-                yield self._encode(rows, PartRecord(worker=worker, number=number, broken=broken))
-                broken.clear()
-                rows, number = [], number + 1
-        yield self._encode(rows, PartRecord(worker=worker, number=number, broken=broken, teachers=dict(teachers)))
-
-    def _encode(self, rows: Sequence[TargetRow], record: PartRecord) -> np.ndarray:
-        stream = write_stream([rows], self._options.dtype, self._options.payload, record)
-        return np.frombuffer(stream, dtype=np.uint8)
+        names = [teacher.name for teacher, _, _ in groups]
+        rows = self._rows(groups, broken)
+        options = self._options
+        for part in write_parts(rows, options.dtype, options.payload, worker=worker, broken=broken, teachers=names):
+            yield np.frombuffer(part, dtype=np.uint8)
 
     def _rows(self, groups: Sequence[Group], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         following = [group[0] for group in groups[1:]] + [None]

@@ -27,6 +27,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 BATCH_ROWS = 256
 BATCH_BYTES = 64 << 20
 """A batch of so many rows, or of so large a payload, is written: Arrow's 1.3 kB for each are little beside it."""
+PART_ROWS = 256
+PART_BYTES = 4 << 20
+"""A part leaves with the scorer's batch that brings it to so many rows or bytes of payload: soon, and yet the 2 kB that
+each part has of its own are little beside it."""
 
 
 def _fields(group: Sequence[tuple[str, pa.DataType]], payload: Sequence[tuple[str, pa.DataType]]) -> pa.Schema:
@@ -155,7 +159,7 @@ def write_stream(
                 num_batches += 1
                 pending, size = [], 0
             pending += rows
-            size += payload_bytes(rows)
+            size += _payload_bytes(rows)
         end = {
             "opd.end": json.dumps(asdict(part), separators=(",", ":")),
             "opd.rows": str(num_rows + len(pending)),
@@ -165,7 +169,35 @@ def write_stream(
     return sink.getvalue()
 
 
-def payload_bytes(rows: Sequence[TargetRow]) -> int:
+def write_parts(
+    batches: Iterable[Sequence[TargetRow]],
+    dtype: str,
+    payload: str,
+    *,
+    worker: int,
+    broken: dict[str, str],
+    teachers: Iterable[str],
+) -> Iterator[pa.Buffer]:
+    """A worker's step as parts, each as soon as its last batch was scored; the last one, which may hold no row, ends it.
+
+    `broken` is what the scorer fills, and is emptied into each part; `teachers` are those whose rows are counted.
+    """
+    counts = dict.fromkeys(teachers, 0)
+    rows: list[TargetRow] = []
+    number = 0
+    for batch in batches:
+        rows += batch
+        for row in batch:
+            counts[row.teacher] += 1
+        if len(rows) >= PART_ROWS or _payload_bytes(rows) >= PART_BYTES:
+            yield write_stream([rows], dtype, payload, PartRecord(worker=worker, number=number, broken=broken))
+            broken.clear()
+            rows, number = [], number + 1
+    end = PartRecord(worker=worker, number=number, broken=broken, teachers=counts)
+    yield write_stream([rows], dtype, payload, end)
+
+
+def _payload_bytes(rows: Sequence[TargetRow]) -> int:
     """What the teacher's answers take on the wire."""
     return sum(len(r.hidden) + 4 * len(r.teacher_logprobs) + 8 * len(r.topk_ids) for r in rows)
 

@@ -291,6 +291,37 @@ def test_two_accumulating_ranks_equal_one(tmp_path: Path, make_model_dir: Make, 
         assert torch.allclose(weight, weights_two[name], rtol=0, atol=1e-5), name
 
 
+def test_training_begins_while_teachers_score_and_ends_with_the_same_weights(
+    tmp_path: Path, make_model_dir: Make
+) -> None:
+    """More rows than one part holds, more micro-batches than one, and a queue that is soon full."""
+    student, expert = make_model_dir(tmp_path / "s"), make_model_dir(tmp_path / "e", seed=1)
+    rows = [
+        dataclasses.replace(
+            r, response_ids=r.response_ids[:1] * 60, behaviour_logprobs=(-1.0,) * 60,
+            segments=(Segment(length=60, trained=True),),
+        )
+        for r in rollouts(160)
+    ]  # fmt: skip
+    cfg = config(student, lr=1e-2, adam_epsilon=1e-3, micro_batch_tokens=1024)
+    cfg = cfg.model_copy(update={"teachers": cfg.teachers.model_copy(update={"workers": 2, "queue": 1})})
+    after = []
+    for overlap in (False, True):
+        trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": expert, "right": student})
+        targets = pool.score(rows)
+        if not overlap:
+            targets.collect()
+        report = trainer.train_step(1, rows, targets)
+        assert targets.num_parts >= 4
+        assert report.peak_bytes < targets.nbytes
+        after.append((report.loss, report.early_micro_batches, weights(trainer, tmp_path / f"after-{overlap}")))
+        stop(trainer, pool)
+    (loss, none_early, apart), (loss_overlapped, early, overlapped) = after
+    assert early > none_early == 0 and loss == loss_overlapped
+    for name, weight in apart.items():
+        assert torch.equal(weight, overlapped[name]), name
+
+
 def test_a_missing_row_stops_the_step(tmp_path: Path, make_model_dir: Make) -> None:
     from opd.errors import RunError
 

@@ -72,7 +72,7 @@ def scoring(root: int) -> dict[int, bool]:
     for process in psutil.Process(root).children(recursive=True):
         title = read_title(process.pid)
         if title.startswith("ray::TeacherWorker"):
-            found[process.pid] = title.endswith(".score")
+            found[process.pid] = title.endswith(".next_part")
     return found
 
 
@@ -85,13 +85,13 @@ def read_title(pid: int) -> str:
 
 
 def kill_scoring(pids: Sequence[int], going_on: Callable[[], bool]) -> int | None:
-    """SIGKILL the first of these workers that is seen in `score`; its pid, or None if `going_on` ended before."""
+    """SIGKILL the first of these workers that is seen in `next_part`; its pid, or None if `going_on` ended before."""
     while going_on():
         for pid in pids:
-            if not read_title(pid).endswith(".score"):
+            if not read_title(pid).endswith(".next_part"):
                 continue
             os.kill(pid, signal.SIGSTOP)  # so that it cannot finish between the look and the shot
-            if read_title(pid).endswith(".score"):
+            if read_title(pid).endswith(".next_part"):
                 os.kill(pid, signal.SIGKILL)
                 return pid
             os.kill(pid, signal.SIGCONT)
@@ -236,7 +236,10 @@ def test_a_merge_whose_scoring_worker_is_killed_ends_with_the_same_weights(undis
             time.sleep(0.1)
         killed.append(kill_scoring(pids, going_on))
 
-    disturbed = merge(file, file.with_name("disturbed"), kill_one)
+    # Trained while teachers score, where the undisturbed merge has them take turns: also no difference.
+    overlapping = file.with_name("overlapping.yaml")
+    overlapping.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"schedule": {"overlap": True}}))
+    disturbed = merge(overlapping, file.with_name("disturbed"), kill_one)
     assert killed[0] is not None, "no worker was seen while it scored"
     (restarted,) = [r["restarted"] for r in disturbed.records if "restarted" in r]
     assert len(restarted) == 1 and restarted[0] in ("teacher worker 0", "teacher worker 1")

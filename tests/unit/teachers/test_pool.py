@@ -14,11 +14,11 @@ from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.losses.chunked import IDENTITY
+from opd.stream import schema
 from opd.stream.heads import head_tensor
 from opd.stream.schema import Stream, TargetRow, read_stream
 from opd.stream.targets import TargetStream
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
-from teachers import worker as worker_module
 from teachers.pool import AHEAD, Pool, share_out
 from teachers.scorers import transformers as transformers_scorer
 from teachers.worker import Group, TeacherWorker
@@ -229,7 +229,7 @@ ROLLOUTS = [rollout(i, domain) for i in range(4) for domain in ("upper", "revers
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row leaves alone."""
-    monkeypatch.setattr(worker_module, "PART_ROWS", 1)
+    monkeypatch.setattr(schema, "PART_ROWS", 1)
     monkeypatch.setattr(transformers_scorer, "SCORE_TOKENS", 1)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from opd.stream import schema
 from opd.stream.schema import PartRecord, Stream, read_stream
 from opd.types import Rollout, Segment, Teacher
-from teachers import worker as worker_module
 from teachers.scorers import ScorerOptions
 from teachers.scorers import transformers as transformers_scorer
 from teachers.worker import Group, TeacherWorker
@@ -96,8 +96,8 @@ def test_a_part_leaves_with_the_batch_that_fills_it(
 ) -> None:
     """Batches of two rows of 3 x 64 float32; two batches fill a part."""
     monkeypatch.setattr(transformers_scorer, "SCORE_TOKENS", 10)
-    monkeypatch.setattr(worker_module, "PART_ROWS", 3 if limit == "rows" else 1000)
-    monkeypatch.setattr(worker_module, "PART_BYTES", 1 << 30 if limit == "rows" else 3 * 3 * 64 * 4)
+    monkeypatch.setattr(schema, "PART_ROWS", 3 if limit == "rows" else 1000)
+    monkeypatch.setattr(schema, "PART_BYTES", 1 << 30 if limit == "rows" else 3 * 3 * 64 * 4)
     made = worker()
     made.begin([group(teachers["rev"], num=6), group(teachers["up"], num=3)], 5)
     first = read_stream(memoryview(made.next_part()))
@@ -114,7 +114,7 @@ def test_a_part_leaves_with_the_batch_that_fills_it(
 def test_a_row_is_scored_when_its_part_is_asked_for(
     teachers: dict[str, Teacher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "PART_ROWS", 1)
+    monkeypatch.setattr(schema, "PART_ROWS", 1)
     made = worker()
     made.begin([group(teachers["rev"]), group(teachers["wide"])], 0)
     assert made._scorer._weights.loads == 0  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def test_a_row_is_scored_when_its_part_is_asked_for(
 def test_a_head_that_is_asked_for_between_two_batches_changes_no_row(
     teachers: dict[str, Teacher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "PART_ROWS", 1)
+    monkeypatch.setattr(schema, "PART_ROWS", 1)
     monkeypatch.setattr(transformers_scorer, "SCORE_TOKENS", 5)
     made = worker()
     made.begin([group(teachers["rev"])], 0)
@@ -147,7 +147,7 @@ def test_a_head_that_is_asked_for_between_two_batches_changes_no_row(
 def test_what_is_broken_is_said_once(
     teachers: dict[str, Teacher], damaged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "PART_ROWS", 1)
+    monkeypatch.setattr(schema, "PART_ROWS", 1)
     bad = damaged(teachers["rev"], tmp_path, "model.norm.weight", 0)
     found = streams(worker(), [group(teachers["rev"], num=1), group(bad, num=2), group(teachers["up"], num=1)])
     assert [(len(s.rows), set(s.part.broken)) for s in found] == [(1, set()), (1, {"0", "1"}), (0, set())]
