@@ -101,6 +101,10 @@ class FlightPool:
             rows=reply.rows,
         )
 
+    def heads(self) -> tuple[Mapping[str, Any], Mapping[str, LogitRule]]:
+        """As `opd.interfaces.TeacherPool.heads`, once the pool is ready."""
+        return self._heads, self._head_rules
+
     def __str__(self) -> str:
         return f"teachers at {self._address}"
 
