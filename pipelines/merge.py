@@ -69,11 +69,13 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     paths = RunPaths(temporary)
-    atomic_write_text(paths.manifest, json.dumps(_manifest(config, inputs), indent=2))
+    manifest = _manifest(config, inputs)
+    manifest["identity"] = identity(manifest)
+    atomic_write_text(paths.manifest, json.dumps(manifest, indent=2))
     atomic_write_text(paths.pipeline, yaml.safe_dump(_resolved(config, inputs), sort_keys=False))
     replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
     with _locked(root), _says_what_is_intact(RunPaths(root)):
-        return _run(config, inputs, RunPaths(root), checkpoints.LATEST, [])
+        return _run(config, inputs, RunPaths(root), manifest["identity"], checkpoints.LATEST, [])
 
 
 def resume(
@@ -103,14 +105,21 @@ def resume(
         if changes:
             atomic_write_text(paths.manifest, json.dumps(recorded | {"config": found["config"]}, indent=2))
             atomic_write_text(paths.pipeline, yaml.safe_dump(found["config"], sort_keys=False))
-        return _run(config, inputs, paths, wanted, notices)
+        return _run(config, inputs, paths, recorded["identity"], wanted, notices)
 
 
-def _run(config: PipelineConfig, inputs: Inputs, paths: RunPaths, wanted: str, notices: list[str]) -> dict[str, Any]:
+def _run(
+    config: PipelineConfig,
+    inputs: Inputs,
+    paths: RunPaths,
+    ours: Mapping[str, Any],
+    wanted: str,
+    notices: list[str],
+) -> dict[str, Any]:
+    """`ours` is the run's `pipelines.resume.identity`, `notices` are said once there is a display."""
     began = time.monotonic()
     for directory in (paths.root, paths.checkpoints, paths.targets):
         sweep(directory)
-    ours = identity(config, _manifest(config, inputs))
     checkpoint = checkpoints.choose(paths.checkpoints, wanted, notices.append)
     done = checkpoint.step if checkpoint else 0
     if checkpoint:

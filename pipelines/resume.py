@@ -94,10 +94,13 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
     return notices
 
 
-def identity(config: PipelineConfig, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint belongs to, by hashes: the keys that may not change, student, experts and prompts."""
+def identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What the checkpoints of a run belong to, by hashes: the keys that may not change, student and experts.
+
+    Taken once, when the run begins: a later release may know more keys.
+    """
     free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING, STEPS)
-    bound = {key: value for key, value in _flat(config.model_dump(mode="json")).items() if not _among(key, free)}
+    bound = {key: value for key, value in _flat(manifest["config"]).items() if not _among(key, free)}
     return {
         "config": _digest(bound),
         "student": _digest(manifest["student"]),
