@@ -78,7 +78,7 @@ _LEFTOVER = re.compile(r"^\.(tmp-.+|.+\.\d+\.(old|tmp))$")
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Raises: StorageError naming `path` where the disk refuses a write; every other error passes."""
+    """Raises: StorageError naming the file, or `path`, where the disk refuses a write; every other error passes."""
     from safetensors import SafetensorError
 
     try:
@@ -86,7 +86,7 @@ def storing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in STORAGE_ERRNOS:
             raise
-        raise StorageError(f"{path}: could not be written: {error.strerror}") from None
+        raise StorageError(f"{error.filename or path}: could not be written: {error.strerror}") from None
     except SafetensorError as error:  # hides the error number in its text
         number = re.search(r"os error (\d+)", str(error))
         if number is None or int(number[1]) not in STORAGE_ERRNOS:

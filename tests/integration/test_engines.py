@@ -304,7 +304,9 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path, make_
         (tmp_path / name).mkdir()
         trainer.begin_save(tmp_path / name)
         files = trainer.saved(60)
-        assert files and {f.name: f.size for f in files} == {p.name: p.stat().st_size for p in (tmp_path / name).iterdir()}
+        assert files and {f.name: f.size for f in files} == {
+            p.name: p.stat().st_size for p in (tmp_path / name).iterdir()
+        }
         return tmp_path / name
 
     for step in (1, 2):

@@ -88,7 +88,7 @@ def test_merge_kill_resume_and_the_model_it_leaves(tmp_path: Path, pipeline: dic
     assert [r["step"] for r in records(broken)] == [1, 2, 3, 4, 5, 6]
     assert {3, 4} <= {r["step"] for r in records(broken) if "replayed" in r}
     assert not any("replayed" in r for r in records(whole))
-    assert os.listdir(broken / "targets") == [], "the last checkpoint holds what all steps taught"
+    assert list((broken / "targets").iterdir()) == [], "the last checkpoint holds what all steps taught"
     assert [r["checkpoint"]["step"] for r in records(whole) if "checkpoint" in r] == [2, 4]
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (whole, broken))
     assert set(ours) == set(theirs)

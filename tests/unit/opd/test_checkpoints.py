@@ -30,7 +30,11 @@ class FakeTrainer:
     def begin_save(self, path: Path) -> None:
         assert path.is_absolute()
         self.begun.append(path.name)
-        self._files = {"rank-0.safetensors": b"zero" * len(self.begun), "rank-1.safetensors": b"one", "trainer.json": b"{}"}
+        self._files = {
+            "rank-0.safetensors": b"zero" * len(self.begun),
+            "rank-1.safetensors": b"one",
+            "trainer.json": b"{}",
+        }
         for name, data in self._files.items():
             (path / name).write_bytes(data)
 
@@ -148,7 +152,7 @@ def test_a_full_disk_under_the_manifest_leaves_the_older_one(tmp_path: Path, mon
             raise OSError(28, "No space left on device", str(self))
 
         patch.setattr(Path, "write_text", full)
-        with pytest.raises(StorageError, match=r"\.tmp-step-000010: could not be written: No space left on device"):
+        with pytest.raises(StorageError, match=r"checkpoint\.json: could not be written: No space left on device"):
             saver.committed(wait=True)
     assert names(tmp_path) == ["step-000005"]
     assert verify(tmp_path / "step-000005").policy_version == 105

@@ -14,9 +14,9 @@ from experts.adapter import whole_model
 from opd.config import PipelineConfig, load_pipeline, validate
 from opd.errors import RunDirError
 from opd.types import Teacher
-from pipelines.build import RunPaths
-from pipelines.merge import _manifest, _refuse_changed_inputs, _resolved
+from pipelines.merge import _manifest, _resolved
 from pipelines.preflight import check
+from pipelines.resume import refuse_changed_inputs
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_a_resume_with_another_adapter_is_refused(mixed: Any) -> None:
     config = load_pipeline(mixed.write())
     before = _manifest(config, check(config))
     assert "adapter" not in before["experts"]["rev"]
-    _refuse_changed_inputs(before, _manifest(config, check(config)), RunPaths(mixed.root))
+    refuse_changed_inputs(before, _manifest(config, check(config)), mixed.root / "manifest.json")
     file = mixed.root / "adapters" / "up" / "adapter_config.json"
     file.write_text(file.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     with pytest.raises(RunDirError, match="experts changed since the run began: up"):
-        _refuse_changed_inputs(before, _manifest(config, check(config)), RunPaths(mixed.root))
+        refuse_changed_inputs(before, _manifest(config, check(config)), mixed.root / "manifest.json")
