@@ -167,6 +167,8 @@ def _train(
         parts.trainer.load(checkpoint.path.absolute())
         pushed = parts.sync.push(checkpoint.policy_version)
         shown.say(f"resumed from step {checkpoint.step}, engine and trainer agree to {pushed.gap:.1e} nats")
+        if checkpoint.world_size != config.trainer.ranks:
+            shown.say(f"its {checkpoint.world_size} ranks are {config.trainer.ranks} now: not bit for bit from here")
         if checkpoint.step >= config.trainer.steps:
             return
     plan = loop.Plan(
