@@ -52,6 +52,7 @@ def replace_dir(tmp: Path, final: Path) -> None:
         final.rename(aside)
     tmp.rename(final)
     fsync_dir(final.parent)
+    fsync_dir(final.parent.parent)  # the parent may be as new as `final`
     if aside.exists():
         shutil.rmtree(aside)
 

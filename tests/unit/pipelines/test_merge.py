@@ -14,7 +14,7 @@ from experts.adapter import whole_model
 from opd.config import PipelineConfig, load_pipeline, validate
 from opd.errors import RunDirError
 from opd.types import Teacher
-from pipelines.merge import _manifest, _resolved
+from pipelines.merge import _manifest, _refuse_fewer_steps, _resolved
 from pipelines.preflight import check
 from pipelines.resume import refuse_changed_inputs
 
@@ -74,3 +74,11 @@ def test_a_resume_with_another_adapter_is_refused(mixed: Any) -> None:
     file.write_text(file.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     with pytest.raises(RunDirError, match="experts changed since the run began: up"):
         refuse_changed_inputs(before, _manifest(config, check(config)), mixed.root / "manifest.json")
+
+
+def test_a_run_cannot_end_before_its_checkpoint(world: Any) -> None:
+    config = load_pipeline(world.write())  # of 2 steps
+    for done in (0, 1, 2):
+        _refuse_fewer_steps(config, done)
+    with pytest.raises(RunDirError, match="2, with a checkpoint of step 3"):
+        _refuse_fewer_steps(config, 3)
