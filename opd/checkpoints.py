@@ -164,7 +164,7 @@ def choose(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | 
             return verify(root / _name(step))
         except DamagedCheckpoint as error:
             where, found, *_ = str(error).split("\n")
-            say(f"warning: {_name(step)} is passed over: {where}: {found.removeprefix('  found:').strip()}")
+            say(f"{_name(step)} is passed over: {where}: {found.removeprefix('  found:').strip()}")
     raise RunDirError.at(
         root,
         found=f"{len(steps)} checkpoints, every one of them damaged",

@@ -75,11 +75,14 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
     atomic_write_text(paths.pipeline, yaml.safe_dump(_resolved(config, inputs), sort_keys=False))
     replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
     with _locked(root), _says_what_is_intact(RunPaths(root)):
-        return _run(config, inputs, RunPaths(root), manifest["identity"], checkpoints.LATEST, [])
+        return _run(config, inputs, RunPaths(root), manifest["identity"], None, [])
 
 
 def resume(
-    root: Path, config: PipelineConfig | None = None, overrides: list[str] | None = None, wanted: str = "latest"
+    root: Path,
+    config: PipelineConfig | None = None,
+    overrides: list[str] | None = None,
+    wanted: str = checkpoints.LATEST,
 ) -> dict[str, Any]:
     """Go on with an interrupted merge from a checkpoint, or from the start if it has none. As `start`.
 
@@ -102,10 +105,30 @@ def resume(
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
     notices = version_warnings(recorded["versions"], found["versions"]) + changes
     with _locked(root), _says_what_is_intact(paths):
+        checkpoint = _go_on_from(config, paths, recorded["identity"], wanted, notices)
         if changes:
             atomic_write_text(paths.manifest, json.dumps(recorded | {"config": found["config"]}, indent=2))
             atomic_write_text(paths.pipeline, yaml.safe_dump(found["config"], sort_keys=False))
-        return _run(config, inputs, paths, recorded["identity"], wanted, notices)
+        return _run(config, inputs, paths, recorded["identity"], checkpoint, notices)
+
+
+def _go_on_from(
+    config: PipelineConfig, paths: RunPaths, ours: Mapping[str, Any], wanted: str, notices: list[str]
+) -> checkpoints.Checkpoint | None:
+    """The checkpoint, verified and this run's own; later ones are set aside. Adds to `notices`.
+
+    Raises: RunDirError, and then nothing but leftovers of a killed process has changed.
+    """
+    for directory in (paths.root, paths.checkpoints, paths.targets):
+        sweep(directory)
+    checkpoint = checkpoints.choose(paths.checkpoints, wanted, notices.append)
+    if checkpoint:
+        refuse_foreign(checkpoint, ours)
+        _refuse_fewer_steps(config, checkpoint.step)
+        aside = checkpoints.supersede(paths.checkpoints, checkpoint.step)
+        if aside:
+            notices.append(f"set aside, since the run goes on from step {checkpoint.step}: {', '.join(aside)}")
+    return checkpoint
 
 
 def _run(
@@ -113,21 +136,12 @@ def _run(
     inputs: Inputs,
     paths: RunPaths,
     ours: Mapping[str, Any],
-    wanted: str,
+    checkpoint: checkpoints.Checkpoint | None,
     notices: list[str],
 ) -> dict[str, Any]:
     """`ours` is the run's `pipelines.resume.identity`, `notices` are said once there is a display."""
     began = time.monotonic()
-    for directory in (paths.root, paths.checkpoints, paths.targets):
-        sweep(directory)
-    checkpoint = checkpoints.choose(paths.checkpoints, wanted, notices.append)
     done = checkpoint.step if checkpoint else 0
-    if checkpoint:
-        refuse_foreign(checkpoint, ours)
-        _refuse_fewer_steps(config, done)
-        aside = checkpoints.supersede(paths.checkpoints, done)
-        if aside:
-            notices.append(f"set aside, since the run goes on from step {done}: {', '.join(aside)}")
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(done)
     earlier_s = sum(sum(record["phase_s"].values()) for record in metrics.read())

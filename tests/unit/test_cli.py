@@ -314,18 +314,25 @@ def test_a_resume_with_another_pipeline_shows_what_differs(started: Path, world:
 def test_a_resume_may_change_what_decides_nothing(started: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(pipelines.merge, "_run", lambda *args: ran.append(args) or REPORT)
-    result = opd("merge", "--resume", started, "--set", "trainer.ranks=1", "--resume-from", "latest-valid")
+    result = opd("merge", "--resume", started, "--set", "trainer.ranks=1")
     assert result.exit_code == 0, result.output
-    config, _, _, _, wanted, notices = ran[0]
-    assert (config.trainer.ranks, wanted) == (1, "latest-valid")
+    config, _, _, _, checkpoint, notices = ran[0]
+    assert (config.trainer.ranks, checkpoint) == (1, None)
     assert notices[0] == "trainer.ranks: 2 before, 1 now"
     # From now on these are the run's own.
     assert opd("merge", "--resume", started).exit_code == 0
-    config, _, _, _, wanted, notices = ran[1]
-    assert (config.trainer.ranks, wanted, notices) == (1, "latest", [])
+    config, *_, notices = ran[1]
+    assert (config.trainer.ranks, notices) == (1, [])
     world.data["trainer"]["ranks"] = 1
     assert opd("merge", world.write(), "--resume", started).exit_code == 0
     assert ran[2][-1] == []
+
+
+def test_a_resume_from_a_checkpoint_that_is_not_there_is_refused(started: Path) -> None:
+    before = (started / "pipeline.yaml").read_bytes()
+    words = ("--resume-from 7\n", "no checkpoint in", "latest-valid or the step")
+    refused(opd("merge", "--resume", started, "--resume-from", "7", "--set", "trainer.ranks=1"), *words)
+    assert (started / "pipeline.yaml").read_bytes() == before
 
 
 def test_a_resume_names_other_versions(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
