@@ -1,11 +1,11 @@
 """The command line. One function a command; torch, ray and vllm are imported inside the commands that need them.
 
-Exit codes: 0 done, 1 a run that failed (or a check that found something), 2 a mistake in the input, 130 Ctrl-C.
+Exit codes: 0 done, 1 a run that failed (or a check that found something), 2 a mistake in the input, 3 a disk that is
+full, over quota, read-only or broken (what was finished before is intact), 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 import typer
 
 from opd import __version__
-from opd.errors import OpdError, RunError
+from opd.errors import OpdError, RunError, StorageError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -59,15 +59,19 @@ def fails_clearly(command: Callable[P, R]) -> Callable[P, R]:
             return command(*args, **kwargs)
         except OpdError as error:
             _end(f"error: {error}", 2)
+        except StorageError as error:
+            _end(f"failed: {error}", 3)
         except RunError as error:
             _end(f"failed: {error}", 1)
         except KeyboardInterrupt:
             _end("stopped by Ctrl-C", 130)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            from opd.files import STORAGE_ERRNOS
+
+            if error.errno not in STORAGE_ERRNOS:
                 raise
             _end(
-                f"failed: {error.strerror}: {error.filename or 'while writing'}; what was finished before is intact", 1
+                f"failed: {error.strerror}: {error.filename or 'while writing'}; what was finished before is intact", 3
             )
 
     return wrapped
@@ -99,15 +103,21 @@ def merge(
     pipeline: Annotated[str | None, typer.Argument(help="A pipeline file, or the name of a shipped one.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run lives. Default: runs/NAME.")] = None,
     overrides: SetOption = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Go on with an interrupted run.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_DIR", help="Go on with an interrupted run; PIPELINE and --set may change some keys."),
+    ] = None,
+    resume_from: Annotated[
+        str | None, typer.Option(help="latest (default), latest-valid (pass over damaged ones), or a step.")
+    ] = None,
 ) -> None:
     """Merge experts into one student; prints what each domain gained."""
-    if (pipeline is None) == (resume is None):
-        raise typer.BadParameter("give either a PIPELINE or --resume RUN_DIR")
-    if resume is not None and (run_dir or overrides):
-        raise typer.BadParameter(
-            "--resume takes its pipeline from the run directory; --run-dir and --set do not go with it"
-        )
+    if pipeline is None and resume is None:
+        raise typer.BadParameter("give a PIPELINE, or --resume RUN_DIR")
+    if resume is not None and run_dir:
+        raise typer.BadParameter("--resume names the run directory; --run-dir does not go with it")
+    if resume is None and resume_from:
+        raise typer.BadParameter("--resume-from goes with --resume RUN_DIR")
     from opd.config import load_pipeline
     from pipelines.catalog import find
 
@@ -115,8 +125,13 @@ def merge(
     from pipelines import merge as merging
 
     try:
-        root = resume or run_dir or Path("runs") / config.name  # type: ignore[union-attr]
-        report = merging.resume(root) if config is None else merging.start(config, root)
+        if resume is not None:
+            root = resume
+            report = merging.resume(root, config, overrides, resume_from or "latest")
+        else:
+            assert config is not None
+            root = run_dir or Path("runs") / config.name
+            report = merging.start(config, root)
     except merging.Interrupted as stopped:
         _end(str(stopped), 130)
     _print_report(report)

@@ -1,81 +1,235 @@
-"""Checkpoints: a directory per step, complete or absent, hashed file by file, without pickle.
+"""Checkpoints: a directory per step, complete or absent, every file hashed, without pickle.
 
-checkpoints/step-000050/  trainer.safetensors  trainer.json  state.json
-                          state.json: step, policy version, BLAKE3 of every other file
+    checkpoints/step-000050/  rank-0.safetensors  rank-1.safetensors  trainer.json  checkpoint.json
+
+The trainer's ranks copy their state and write it while the run goes on; a checkpoint becomes one when the driver, some
+steps later, has written `checkpoint.json` (what it belongs to, BLAKE3 and size of every file) and renamed the directory.
+Until then nothing older is touched.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from opd.errors import RunDirError
-from opd.files import blake3_file, replace_dir
+from opd.config import CheckpointConfig
+from opd.errors import RunDirError, RunError
+from opd.files import blake3_file, replace_dir, storing
 from opd.interfaces import Trainer
+from opd.types import SavedCheckpoint
 
-STATE = "state.json"
+MANIFEST = "checkpoint.json"
+FORMAT = 2
+FALL_BACK = "`--resume-from latest-valid` goes on from the newest checkpoint that is whole"
+LATEST, LATEST_VALID = "latest", "latest-valid"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was written to the end."""
+    """A checkpoint whose every byte was verified."""
 
     path: Path
     step: int
     policy_version: int
+    world_size: int
+    """Trainer ranks that wrote it."""
+    identity: Mapping[str, Any]
+    """What it was trained from, by hashes, as given to `CheckpointStore`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """A checkpoint whose files are being written."""
+
+    step: int
+    policy_version: int
+    path: Path
+    deadline: float
 
 
 class CheckpointStore:
     """Implements `opd.interfaces.Checkpoints` under one root directory."""
 
-    def __init__(self, root: Path, trainer: Trainer, keep: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        trainer: Trainer,
+        keep: CheckpointConfig,
+        *,
+        world_size: int,
+        identity: Mapping[str, Any],
+        timeout_s: float,
+    ) -> None:
         self._root = root
         self._trainer = trainer
         self._keep = keep
+        self._facts = {"world_size": world_size, "identity": dict(identity)}
+        self._timeout_s = timeout_s
+        self._writing: _Writing | None = None
+        self._committed: SavedCheckpoint | None = None
 
     def save(self, step: int, policy_version: int) -> None:
-        """Write everything into a temporary directory, flush it, and rename it: a reader never sees half of it."""
-        final = self._root / f"step-{step:06d}"
-        temporary = final.with_name(f".tmp-{final.name}")
+        """Let the trainer copy its state; at most one checkpoint is under way."""
+        self._commit(wait=True)
+        temporary = self._root / f".tmp-{_name(step)}"
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        self._trainer.save(temporary.absolute())
-        files = {p.name: blake3_file(p) for p in sorted(temporary.iterdir())}
-        (temporary / STATE).write_text(
-            json.dumps({"format": 1, "step": step, "policy_version": policy_version, "files": files}, indent=2)
-        )
-        replace_dir(temporary, final)
-        for old in sorted(self._root.glob("step-*"))[: -self._keep]:
-            shutil.rmtree(old)
+        with storing(temporary):
+            temporary.mkdir(parents=True)
+        self._trainer.begin_save(temporary.absolute())
+        self._writing = _Writing(step, policy_version, temporary, time.monotonic() + self._timeout_s)
+
+    def committed(self, wait: bool) -> SavedCheckpoint | None:
+        """As `opd.interfaces.Checkpoints.committed`."""
+        self._commit(wait)
+        saved, self._committed = self._committed, None
+        return saved
+
+    def _commit(self, wait: bool) -> None:
+        writing = self._writing
+        if writing is None:
+            return
+        left_s = max(0.0, writing.deadline - time.monotonic())
+        try:
+            files = self._trainer.saved(left_s if wait else 0.0)
+            if files is None:
+                if wait or not left_s:
+                    raise RunError(
+                        f"{_name(writing.step)}: the trainer took longer than {self._timeout_s:.0f} s to write it "
+                        "(cluster.phase_timeout_s)"
+                    )
+                return
+            self._writing = None
+            size = sum(file.size for file in files)
+            manifest = {
+                "format": FORMAT,
+                "step": writing.step,
+                "policy_version": writing.policy_version,
+                **self._facts,
+                "files": {file.name: {"blake3": file.blake3, "bytes": file.size} for file in files},
+            }
+            with storing(writing.path):
+                (writing.path / MANIFEST).write_text(json.dumps(manifest, indent=2))
+                replace_dir(writing.path, self._root / _name(writing.step))
+        except RunError:
+            self._writing = None
+            shutil.rmtree(writing.path, ignore_errors=True)  # room for what is to be written next
+            raise
+        self._committed = SavedCheckpoint(step=writing.step, background_s=max(f.seconds for f in files), size=size)
+        self._drop_old(writing.step)
+
+    def _drop_old(self, newest: int) -> None:
+        steps = [step for step in steps_of(self._root) if step <= newest]
+        every = self._keep.keep_every
+        for step in steps[: -self._keep.keep]:
+            if not every or step % every:
+                shutil.rmtree(self._root / _name(step))
+        for path in self._root.glob("superseded-step-*"):
+            if int(path.name.rpartition("-")[2]) <= newest:
+                shutil.rmtree(path)
 
 
-def latest(root: Path) -> Checkpoint | None:
-    """The newest checkpoint, verified. Raises: RunDirError naming a file that is missing or was changed."""
-    found = sorted(root.glob("step-*"))
-    if not found:
-        return None
-    path = found[-1]
-    try:
-        state = json.loads((path / STATE).read_text())
-        checkpoint, files = Checkpoint(path, state["step"], state["policy_version"]), state["files"].items()
-        if path.name != f"step-{checkpoint.step:06d}":
-            raise ValueError(f"step {checkpoint.step}")
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunDirError.at(
-            path / STATE,
-            found=str(error),
-            wanted="the record of a complete checkpoint",
-            fix=f"delete {path}; the one before it is used then",
-        ) from None
-    for name, digest in files:
-        actual = blake3_file(path / name) if (path / name).exists() else "no such file"
-        if actual != digest:
+def steps_of(root: Path) -> list[int]:
+    """Steps that have a committed checkpoint, whole or damaged since, the oldest first."""
+    names = [re.fullmatch(r"step-(\d{6,})", path.name) for path in root.glob("step-*")]
+    return sorted(int(match[1]) for match in names if match)
+
+
+def choose(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint to go on from: `latest`, `latest-valid` or a step. None if the run has none at all.
+
+    `say` is told of damaged ones that `latest-valid` passes over. Raises: RunDirError naming what is wrong.
+    """
+    steps = steps_of(root)
+    if wanted not in (LATEST, LATEST_VALID):
+        if not wanted.isdigit() or int(wanted) not in steps:
             raise RunDirError.at(
-                path / name,
-                found=f"BLAKE3 {actual[:16]}",
-                wanted=f"BLAKE3 {digest[:16]}",
-                fix=f"delete {path} to resume from the checkpoint before it",
+                f"--resume-from {wanted}",
+                found="checkpoints of steps " + ", ".join(map(str, steps)) if steps else f"no checkpoint in {root}",
+                wanted=f"{LATEST}, {LATEST_VALID} or the step of a checkpoint",
+                fix="name one of these steps, or leave the option out",
             )
+        return verify(root / _name(int(wanted)))
+    if not steps:
+        return None
+    if wanted == LATEST:
+        return verify(root / _name(steps[-1]))
+    for step in reversed(steps):
+        try:
+            return verify(root / _name(step))
+        except DamagedCheckpoint as error:
+            where, found, *_ = str(error).split("\n")
+            say(f"{_name(step)} is passed over: {where}: {found.removeprefix('  found:').strip()}")
+    raise RunDirError.at(
+        root,
+        found=f"{len(steps)} checkpoints, every one of them damaged",
+        wanted="one that is whole",
+        fix="put the files back, or start a new run",
+    )
+
+
+class DamagedCheckpoint(RunDirError):
+    """A file of a checkpoint is missing, cut or changed."""
+
+
+def verify(path: Path) -> Checkpoint:
+    """Check every byte of a checkpoint before any of it is used.
+
+    Raises: DamagedCheckpoint naming the file; RunDirError if a newer release wrote it.
+    """
+    manifest = path / MANIFEST
+    try:
+        data = json.loads(manifest.read_text(encoding="utf-8"))
+        number = data["format"]
+        if isinstance(number, int) and number > FORMAT:
+            raise RunDirError.at(
+                manifest,
+                found=f"checkpoint format {number}",
+                wanted=f"format {FORMAT} or older",
+                fix="resume with the release of opd-merge that wrote it, or a newer one",
+            )
+        checkpoint = Checkpoint(path, data["step"], data["policy_version"], data["world_size"], data["identity"])
+        files = {name: (facts["blake3"], facts["bytes"]) for name, facts in data["files"].items()}
+        if number != FORMAT or path.name != _name(checkpoint.step) or not files:
+            raise ValueError(f"format {number}, step {checkpoint.step}, {len(files)} files")
+    except RunDirError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+        raise DamagedCheckpoint.at(manifest, found=found, wanted="a checkpoint's manifest", fix=FALL_BACK) from None
+    for name, (digest, size) in files.items():
+        _verify_file(path / name, digest, size)
     return checkpoint
+
+
+def _verify_file(path: Path, digest: str, size: int) -> None:
+    if not path.is_file():
+        raise DamagedCheckpoint.at(path, found="no such file", wanted=f"a file of {size} bytes", fix=FALL_BACK)
+    actual = path.stat().st_size
+    if actual != size:
+        raise DamagedCheckpoint.at(path, found=f"{actual} bytes", wanted=f"{size} bytes", fix=FALL_BACK)
+    found = blake3_file(path)
+    if found != digest:
+        raise DamagedCheckpoint.at(path, found=f"BLAKE3 {found[:16]}", wanted=f"BLAKE3 {digest[:16]}", fix=FALL_BACK)
+
+
+def supersede(root: Path, step: int) -> list[str]:
+    """Set the checkpoints after `step` aside, so that nothing resumes from them while the run takes those steps again.
+
+    They are deleted when the run has passed them. Returns their names. Raises: OSError.
+    """
+    newer = [_name(s) for s in steps_of(root) if s > step]
+    for name in newer:
+        aside = root / f"superseded-{name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        (root / name).rename(aside)
+    return newer
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"

@@ -400,6 +400,8 @@ class CheckpointConfig(Strict):
     """Steps between checkpoints; the last step always has one."""
     keep: int = Field(3, ge=1)
     """Newest checkpoints that stay on disk."""
+    keep_every: int = Field(0, ge=0)
+    """Checkpoints of steps divisible by this stay for good; 0: none does."""
 
 
 class EvaluateConfig(Strict):

@@ -7,6 +7,7 @@
     ├── PromptError          a prompts file or one of its lines
     └── RunDirError          a run directory that exists, is incomplete or is in use
     RunError(RuntimeError)   a run that started and cannot go on: exit code 1
+    └── StorageError         a disk that takes no more: exit code 3, what was finished before is intact
 
 Our own bugs are `assert`s, not members of this tree.
 """
@@ -50,3 +51,7 @@ class RunDirError(OpdError):
 
 class RunError(RuntimeError):
     """A run that had started and must stop: a dead worker, a weight push that did not arrive."""
+
+
+class StorageError(RunError):
+    """A disk that is full, over quota, read-only, closed to us or broken."""

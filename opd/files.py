@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from blake3 import blake3
+
+from opd.errors import StorageError
+
+STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO})
+"""What the disk can have against a write; anything else is a mistake of ours."""
 
 
 def fsync_dir(path: Path) -> None:
@@ -43,13 +52,52 @@ def replace_dir(tmp: Path, final: Path) -> None:
         final.rename(aside)
     tmp.rename(final)
     fsync_dir(final.parent)
+    fsync_dir(final.parent.parent)  # the parent may be as new as `final`
     if aside.exists():
         shutil.rmtree(aside)
 
 
-def blake3_file(path: Path) -> str:
+def sweep(directory: Path) -> list[str]:
+    """Clear what a killed process left in a directory: temporary files and directories, and what `replace_dir` moved
+    aside, which is put back if its successor never came. Returns the names that were found. Raises: OSError.
+    """
+    found = [p for p in directory.iterdir() if _LEFTOVER.match(p.name)] if directory.is_dir() else []
+    for path in found:
+        aside = _ASIDE.match(path.name)
+        if aside and not (directory / aside[1]).exists():
+            path.rename(directory / aside[1])
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return sorted(path.name for path in found)
+
+
+_ASIDE = re.compile(r"^\.(.+)\.\d+\.old$")
+_LEFTOVER = re.compile(r"^\.(tmp-.+|.+\.\d+\.(old|tmp))$")
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Raises: StorageError naming the file, or `path`, where the disk refuses a write; every other error passes."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in STORAGE_ERRNOS:
+            raise
+        raise StorageError(f"{error.filename or path}: could not be written: {error.strerror}") from None
+    except SafetensorError as error:  # hides the error number in its text
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None or int(number[1]) not in STORAGE_ERRNOS:
+            raise
+        raise StorageError(f"{path}: could not be written: {os.strerror(int(number[1]))}") from None
+
+
+def blake3_file(path: Path, threads: int = blake3.AUTO) -> str:
     """Hash of a file's bytes as 64 hexadecimal digits, read through a memory map. Raises: OSError."""
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    return blake3(max_threads=threads).update_mmap(path).hexdigest()
 
 
 def _fsync(path: Path, flags: int) -> None:

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from opd.types import Completion, Prompt, PushReport, Rollout, RolloutBatch, StepReport
+from opd.types import (
+    Completion,
+    Prompt,
+    PushReport,
+    Rollout,
+    RolloutBatch,
+    SavedCheckpoint,
+    StepReport,
+    WrittenFile,
+)
 
 if TYPE_CHECKING:  # it needs pyarrow, which those who only name it do not
     from opd.stream.targets import TargetStream
@@ -41,10 +50,26 @@ class TeacherPool(Protocol):
         """Have every rollout scored by the teachers of its domain; rows come while they are at it."""
         ...
 
+    def heads(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Every output head that rows of this pool can name: content hash -> handle, and content hash -> its rule."""
+        ...
+
 
 class TargetLog(Protocol):
-    def record(self, step: int, targets: TargetStream) -> None:
-        """Store a step's parts on disk as they pass, all or none: before the last row is trained, all are there."""
+    def replay(
+        self, step: int, policy_version: int, prompts: Sequence[Prompt]
+    ) -> tuple[RolloutBatch, TargetStream] | None:
+        """What `record` stored of this step, if all of it is there and answers this question; else None, and the log
+        forgets the step and all later ones."""
+        ...
+
+    def record(
+        self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
+    ) -> None:
+        """Store a step's parts on disk as they pass, all or none: before the last row is trained, all are there.
+
+        Taking parts raises: StorageError.
+        """
         ...
 
     def prune(self, step: int) -> None:
@@ -65,12 +90,19 @@ class Trainer(Protocol):
         """Write the weights as a Hugging Face directory (config and safetensors)."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write weights and optimiser state, without pickle, into an existing directory."""
+    def begin_save(self, path: Path) -> None:
+        """Copy weights and optimiser state; they are written, without pickle, into an existing directory meanwhile."""
+        ...
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
+        """The files of the last `begin_save`, synced; None if they are not all written after `wait_s`.
+
+        Raises: StorageError.
+        """
         ...
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote."""
+        """Restore what `begin_save` wrote, by whatever number of ranks."""
         ...
 
 
@@ -88,7 +120,14 @@ class Evaluator(Protocol):
 
 class Checkpoints(Protocol):
     def save(self, step: int, policy_version: int) -> None:
-        """Write a checkpoint of this step, then drop the oldest beyond the limit."""
+        """Begin a checkpoint of this step, after the end of one that is under way. Raises: as `committed`."""
+        ...
+
+    def committed(self, wait: bool) -> SavedCheckpoint | None:
+        """The newest checkpoint that was committed since the last call, of one under way only if it `wait`s.
+
+        Raises: StorageError; RunError past the deadline.
+        """
         ...
 
 

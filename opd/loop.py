@@ -3,7 +3,7 @@
     prompts ──Prompt──▶ engine ──Rollout──▶ teachers ──Arrow streams──▶ trainer ──weights, version+1──▶ engine
     (every domain       (vLLM)  (student    (each row by   (hidden states,  (ZeRO-3, exact    (sync: reload,
      in every step)              wrote it)   its domain's    per token)      reverse KL)       probe both sides)
-                                             expert)             └──▶ target log
+                                             expert)             └──▶ target log ──▶ (a resume trains from it)
 
 The schedule is synchronous: every sample is trained by the very weights that wrote it. Scored rows stream to the
 trainer, which with `overlap` begins before the last teacher is done; without, the phases take turns on the same cores.
@@ -11,14 +11,14 @@ Either way it is the same arithmetic. Prompts and seeds are functions of (seed, 
 trainer's weights and optimiser, the step, and the policy version.
 
     each step:     take → generate → score → log → train → push
-    every K steps: checkpoint; every E steps: evaluate
+    every K steps: checkpoint, written beside the next step; every E steps: evaluate
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
@@ -74,13 +74,17 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
     """Take the plan's steps; after each, `stop()` may ask to checkpoint and leave. Returns the last step taken."""
     version = plan.policy_version
     clock = PhaseClock()
+    saving: dict[str, Any] = {}
     step = plan.first_step - 1
     for step in range(plan.first_step, plan.last_step + 1):
         with clock("rollout"):
-            batch = parts.engine.generate(parts.prompts.take(step), step=step, policy_version=version)
+            prompts = parts.prompts.take(step)
+            logged = parts.log.replay(step, version, prompts)
+            batch = logged[0] if logged else parts.engine.generate(prompts, step=step, policy_version=version)
         with clock("score"):
-            targets = parts.teachers.score(batch.rollouts)
-            parts.log.record(step, targets)
+            targets = logged[1] if logged else parts.teachers.score(batch.rollouts)
+            if not logged:
+                parts.log.record(step, version, prompts, batch, targets)
             if not plan.overlap:
                 targets.collect()
         with clock("train"):
@@ -93,13 +97,17 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         if plan.evaluate_every and step % plan.evaluate_every == 0:
             with clock("evaluate"):
                 accuracy = parts.evaluator.evaluate()
-        parts.reporter.step(_record(batch, targets, trained, pushed, accuracy, clock.take()))
+        record = _record(batch, targets, trained, pushed, accuracy, clock.take())
+        parts.reporter.step(record | ({"replayed": True} if logged else {}) | saving)
         leaving = stop() or step == plan.last_step
-        # After the record: a kill in between resumes from the checkpoint before, and that rewinds the records.
-        if leaving or step % plan.checkpoint_every == 0:
-            with clock("checkpoint"):
+        with clock("checkpoint"):
+            # After the record: a kill in between resumes from the checkpoint before, and that rewinds the records.
+            if leaving or step % plan.checkpoint_every == 0:
                 parts.checkpoints.save(step, version)
-                parts.log.prune(step)
+            saved = parts.checkpoints.committed(wait=leaving)
+            if saved:
+                parts.log.prune(saved.step)
+            saving = {"checkpoint": asdict(saved)} if saved else {}
         if leaving:
             break
     return step

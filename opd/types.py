@@ -189,6 +189,29 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A file of a checkpoint as the process that wrote and synced it knows it."""
+
+    name: str
+    blake3: str
+    size: int
+    """Bytes."""
+    seconds: float
+    """From the first byte to the end of the sync."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that was committed."""
+
+    step: int
+    background_s: float
+    """Seconds that the slowest trainer rank wrote beside the run."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
     """Outcome of one weight push."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from opd.checkpoints import CheckpointStore
 from opd.config import PipelineConfig
@@ -75,8 +77,13 @@ def num_workers(config: PipelineConfig) -> int:
     return config.rollout.workers + scoring + config.trainer.ranks
 
 
-def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Display) -> Parts:
-    """Start every worker and put the merge together. Raises: RunError if one does not come up."""
+def build(
+    config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Display, identity: Mapping[str, Any]
+) -> Parts:
+    """Start every worker and put the merge together; `identity` goes into every checkpoint.
+
+    Raises: RunError if a worker does not come up.
+    """
     pool = POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
     if config.teachers.engine == "flight":
         pool.wait_ready()  # takes no core of ours: a wrong token is told before anything else is started
@@ -95,13 +102,20 @@ def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Displa
         prompts=_prompt_source(config, inputs),
         engine=engine,
         teachers=pool,
-        log=ArrowTargetLog(paths.targets),
+        log=ArrowTargetLog(paths.targets, pool, shown.say),
         trainer=trainer,
         sync=SYNCS[config.sync.kind](
             trainer, engine, probe, tolerance=config.sync.tolerance, nbytes=inputs.student.parameters * bytes_per_value
         ),
         evaluator=EngineEvaluator(engine, inputs.exams),
-        checkpoints=CheckpointStore(paths.checkpoints, trainer, config.checkpoint.keep),
+        checkpoints=CheckpointStore(
+            paths.checkpoints,
+            trainer,
+            config.checkpoint,
+            world_size=config.trainer.ranks,
+            identity=identity,
+            timeout_s=config.cluster.phase_timeout_s,
+        ),
         reporter=RunReporter(MetricsFile(paths.metrics), shown),
     )
 

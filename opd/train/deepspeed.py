@@ -16,7 +16,7 @@ from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import learning_rate
 from opd.train.totals import row_weights
-from opd.types import DomainStats, Rollout, StepReport
+from opd.types import DomainStats, Rollout, StepReport, WrittenFile
 
 
 class DeepSpeedTrainer:
@@ -115,8 +115,13 @@ class DeepSpeedTrainer:
     def export(self, path: Path) -> None:
         self._call("export", [[path]] * len(self._ranks))
 
-    def save(self, path: Path) -> None:
-        self._call("save", [[path]] * len(self._ranks))
+    def begin_save(self, path: Path) -> None:
+        self._call("begin_save", [[path]] * len(self._ranks))
+
+    def saved(self, wait_s: float) -> list[WrittenFile] | None:
+        timeout_s = wait_s + self._timeout_s
+        parts = cluster.call(self._ranks, "saved", [[wait_s]] * len(self._ranks), timeout_s=timeout_s)
+        return None if None in parts else [file for part in parts for file in part]
 
     def load(self, path: Path) -> None:
         self._call("load", [[path]] * len(self._ranks))
@@ -142,6 +147,7 @@ def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         max_grad_norm=trainer.max_grad_norm,
         gradient_checkpointing=trainer.gradient_checkpointing,
         head_memory_bytes=trainer.head_memory,
+        seed=config.seed,
         timeout_s=config.cluster.phase_timeout_s,
     )
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from opd import cluster
 from opd.config import ObjectiveConfig
 from opd.errors import RunError
+from opd.files import storing
 from opd.losses import build_objective
 from opd.losses.chunked import LogitRule
 from opd.stream.heads import Head, head_tensor
@@ -34,13 +35,10 @@ from opd.train.batch import (
     pack_sequences,
     predict_positions,
 )
+from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
-from opd.types import DomainStats
-
-STATE_FILE = "trainer.safetensors"
-STATE_META = "trainer.json"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from opd.types import DomainStats, WrittenFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +58,8 @@ class RankOptions:
     gradient_checkpointing: bool
     head_memory_bytes: int
     """Budget of the teachers' heads that stay on this rank."""
+    seed: int
+    """The run's."""
     timeout_s: float
 
 
@@ -93,6 +93,8 @@ class TrainerRank:
         self._rank = rank
         self._dtype = getattr(torch, options.dtype)
         self._heads: OrderedDict[str, Head] = OrderedDict()
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: Future[tuple[WrittenFile, ...]] | None = None
 
     def meeting_point(self, loopback: bool) -> tuple[str, int]:
         """An address of this machine and a free port; rank 0's is where all ranks meet."""
@@ -117,6 +119,10 @@ class TrainerRank:
         """Take a step's work; heads are fetched when a micro-batch needs them."""
         wants_baseline = getattr(self._options.objective, "baseline", "none") != "none"
         self._step = _Step(work, head_rules, head_handles, wants_baseline)
+        # Dropout, where a student has it, is a function of (seed, step, rank): a resume has no generator to restore.
+        torch.manual_seed(
+            int.from_bytes(blake3(f"{self._options.seed}/{work.step}/{self._rank}".encode()).digest()[:8])
+        )
 
     def accumulate(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
         """Add the gradients of the step's micro-batch `index`; all ranks do at the same time.
@@ -180,48 +186,55 @@ class TrainerRank:
             if self._rank == 0:
                 state[name] = weight
         if self._rank == 0:
-            with _writing(path):
+            with storing(path):
                 save_torch_state_dict(state, path, max_shard_size="5GB")
                 self._engine.module.lm.config.save_pretrained(path)
 
-    def save(self, path: Path) -> None:
-        """Write float32 weights and both Adam moments, whole and by name, so any number of ranks can read them."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-        from safetensors.torch import save_file
+    def begin_save(self, path: Path) -> None:
+        """Copy this rank's float32 weights and Adam moments; a thread writes them into `path` while the run goes on."""
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
+        if not self._adam_state():
+            self._create_moments(0)  # no step has been taken yet: what AdamW would begin with
         tensors = {}
         for name, param in self._engine.module.lm.named_parameters():
-            whole = {"param": safe_get_full_fp32_param(param)} | {
-                k: safe_get_full_optimizer_state(param, k) for k in MOMENTS
+            kept = part_sizes(param.ds_numel, self._options.world_size)[self._rank]
+            local = {"param": safe_get_local_fp32_param(param)} | {
+                k: safe_get_local_optimizer_state(param, k) for k in MOMENTS
             }
-            if self._rank == 0:
-                tensors.update(
-                    {
-                        f"{kind}/{name}": t.detach().float().reshape(param.ds_shape).cpu().clone()
-                        for kind, t in whole.items()
-                    }
-                )
-        if self._rank == 0:
-            with _writing(path):
-                save_file(tensors, path / STATE_FILE)
-                (path / STATE_META).write_text(json.dumps({"format": 1, "adam_step": self._adam_step()}))
+            tensors.update(
+                {f"{kind}/{name}": t[:kept].to("cpu", torch.float32, copy=True) for kind, t in local.items()}
+            )
+        self._saving = self._disk.submit(
+            write_shard, path, self._rank, self._options.world_size, tensors, int(self._adam_state()["step"])
+        )
+
+    def saved(self, wait_s: float) -> tuple[WrittenFile, ...] | None:
+        """The files of the last `begin_save`, or None if they are not there after `wait_s`. Raises: StorageError."""
+        assert self._saving is not None
+        wait([self._saving], timeout=wait_s)
+        return self._saving.result() if self._saving.done() else None
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote, with the ranks of now."""
-        from deepspeed import zero
+        """Restore what `begin_save` wrote, by whatever number of ranks: each reads its parts from all their files."""
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-        from safetensors import safe_open
 
-        meta = json.loads((path / STATE_META).read_text())
-        self._create_moments(meta["adam_step"])
-        with safe_open(path / STATE_FILE, framework="pt") as file:
+        optimizer = self._engine.optimizer
+        optimizer.checkpoint_event_prologue()  # small parameters live whole on every rank: back into shards
+        with Shards(path) as shards:
+            self._create_moments(shards.adam_step)
             for name, param in self._engine.module.lm.named_parameters():
-                whole = file.get_tensor(f"param/{name}")
-                safe_set_local_fp32_param(param, self._shard(whole, param))
+                size = param.ds_tensor.numel()
+
+                def part(kind: str, name: str = name, numel: int = param.ds_numel, size: int = size) -> Tensor:
+                    return shards.part(f"{kind}/{name}", numel, self._rank * size, size)
+
+                weights = part("param")
+                safe_set_local_fp32_param(param, weights)
+                param.ds_tensor.data.copy_(weights)
                 for kind in MOMENTS:
-                    safe_set_local_optimizer_state(param, self._shard(file.get_tensor(f"{kind}/{name}"), param), kind)
-                with zero.GatheredParameters([param], modifier_rank=0):
-                    param.data.copy_(whole.to(param.dtype))
+                    safe_set_local_optimizer_state(param, part(kind), kind)
+        optimizer.checkpoint_event_epilogue()  # and whole again
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         from deepspeed import zero
@@ -230,19 +243,12 @@ class TrainerRank:
             with zero.GatheredParameters([param]):
                 yield name, param.detach().to("cpu", self._dtype, copy=True) if self._rank == 0 else param
 
-    def _shard(self, whole: Tensor, param: Any) -> Tensor:
-        # ZeRO-3 pads the flat parameter to a multiple of the number of ranks; its own setter forgets the padding.
-        size = param.ds_tensor.ds_numel if hasattr(param.ds_tensor, "ds_numel") else param.ds_tensor.numel()
-        flat = torch.zeros(size * self._options.world_size)
-        flat[: whole.numel()] = whole.flatten()
-        return flat[self._rank * size : (self._rank + 1) * size]
-
     def _flat_groups(self) -> list[Tensor]:
         return self._engine.optimizer.fp32_partitioned_groups_flat
 
-    def _adam_step(self) -> int:
-        states = [self._engine.optimizer.optimizer.state.get(flat, {}) for flat in self._flat_groups()]
-        return int(states[0]["step"]) if states[0] else 0
+    def _adam_state(self) -> Mapping[str, Any]:
+        """AdamW's of the first group; empty before the first step."""
+        return self._engine.optimizer.optimizer.state.get(self._flat_groups()[0], {})
 
     def _create_moments(self, adam_step: int) -> None:
         # torch's AdamW creates its state in the first step; a restored one must exist before.
@@ -261,17 +267,6 @@ class TrainerRank:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
         return self._heads[key]
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """A full disk in plain words: safetensors hides the error number in an exception of its own."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{path}: could not be written: {error}; what was finished before is intact") from None
 
 
 class _Step:

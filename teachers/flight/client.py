@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -103,6 +103,10 @@ class FlightPool:
             head_rules={key: self._head_rules[key] for key in keys},
             who=str(self),
         )
+
+    def heads(self) -> tuple[Mapping[str, Any], Mapping[str, LogitRule]]:
+        """As `opd.interfaces.TeacherPool.heads`, once the pool is ready."""
+        return self._heads, self._head_rules
 
     def __str__(self) -> str:
         return f"teachers at {self._address}"

@@ -322,6 +322,46 @@ def test_training_begins_while_teachers_score_and_ends_with_the_same_weights(
         assert torch.equal(weight, overlapped[name]), name
 
 
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path, make_model_dir: Make) -> None:
+    """2 -> 1 and 1 -> 2: the step after a load has the loss that it has without one, and leaves the same weights."""
+    student, expert = make_model_dir(tmp_path / "s"), make_model_dir(tmp_path / "e", seed=1)
+    # Vocabulary 76 and odd widths: at two ranks some parts are shorter than others.
+    one, two = (start_trainer(config(student, lr=1e-2, adam_epsilon=1e-3, ranks=ranks)) for ranks in (1, 2))
+    rows = rollouts(32)
+    pool = start_pool(config(student), {"left": expert, "right": expert})
+
+    def checkpoint(trainer: DeepSpeedTrainer, name: str) -> Path:
+        (tmp_path / name).mkdir()
+        trainer.begin_save(tmp_path / name)
+        files = trainer.saved(60)
+        assert files and {f.name: f.size for f in files} == {
+            p.name: p.stat().st_size for p in (tmp_path / name).iterdir()
+        }
+        return tmp_path / name
+
+    for step in (1, 2):
+        two.train_step(step, rows, pool.score(rows))
+    first = checkpoint(two, "two")
+    assert sorted(p.name for p in first.iterdir()) == ["rank-0.safetensors", "rank-1.safetensors", "trainer.json"]
+    undisturbed = two.train_step(3, rows, pool.score(rows))
+    one.load(first)
+    assert one.train_step(3, rows, pool.score(rows)).loss == pytest.approx(undisturbed.loss, abs=1e-3)
+    ours, theirs = weights(one, tmp_path / "one-3"), weights(two, tmp_path / "two-3")
+    for name, weight in theirs.items():
+        assert torch.allclose(weight, ours[name], rtol=0, atol=1e-5), name
+
+    second = checkpoint(one, "one")
+    for step in (4, 5):  # `two` goes astray, and comes back by the checkpoint
+        two.train_step(step, rows[:8], pool.score(rows[:8]))
+    two.load(second)
+    back = weights(two, tmp_path / "back")
+    assert all(torch.equal(back[name], weight) for name, weight in ours.items()), "a load rounds nothing"
+    assert two.train_step(4, rows, pool.score(rows)).loss == pytest.approx(
+        one.train_step(4, rows, pool.score(rows)).loss, abs=1e-3
+    )
+    stop(one, two, pool)
+
+
 def test_a_missing_row_stops_the_step(tmp_path: Path, make_model_dir: Make) -> None:
     from opd.errors import RunError
 

@@ -75,7 +75,8 @@ def test_merge_kill_resume_and_the_model_it_leaves(tmp_path: Path, pipeline: dic
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 300
-    while not (broken / "checkpoints" / "step-000002").exists():
+    # Step 4 is in the log and not in a checkpoint: the resume has steps to replay.
+    while not (broken / "targets" / "step-000004").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
@@ -83,8 +84,12 @@ def test_merge_kill_resume_and_the_model_it_leaves(tmp_path: Path, pipeline: dic
     assert not (broken / "report.json").exists()
     resumed = opd("merge", "--resume", broken, cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    assert "resumed from step" in resumed.stderr
+    assert "resumed from step 2" in resumed.stderr
     assert [r["step"] for r in records(broken)] == [1, 2, 3, 4, 5, 6]
+    assert {3, 4} <= {r["step"] for r in records(broken) if "replayed" in r}
+    assert not any("replayed" in r for r in records(whole))
+    assert list((broken / "targets").iterdir()) == [], "the last checkpoint holds what all steps taught"
+    assert [r["checkpoint"]["step"] for r in records(whole) if "checkpoint" in r] == [2, 4]
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (whole, broken))
     assert set(ours) == set(theirs)
     for name in ours:
@@ -126,7 +131,7 @@ def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint(tmp_path: Path, pipeli
     assert process.returncode == 130, errors
     assert "--resume" in errors
     last = records(run)[-1]["step"]
-    assert (run / "checkpoints" / f"step-{last:06d}" / "state.json").exists()
+    assert (run / "checkpoints" / f"step-{last:06d}" / "checkpoint.json").exists()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")

@@ -23,7 +23,7 @@ from cli import app
 from experts.registry import Registry
 from opd import __version__
 from opd.config import PipelineConfig
-from opd.errors import RunError
+from opd.errors import RunError, StorageError
 from pipelines.check import CheckReport, Finding, Measured
 from pipelines.compare import Comparison
 
@@ -300,6 +300,66 @@ def test_a_resume_with_other_inputs_is_refused(
     refused(opd("merge", "--resume", started), "manifest.json", f"{word} changed since the run began: {name}")
 
 
+def test_a_resume_with_another_pipeline_shows_what_differs(started: Path, world: Any) -> None:
+    before = {p: p.read_bytes() for p in started.rglob("*") if p.is_file()}
+    world.data["trainer"]["lr"] = 0.5
+    refused(opd("merge", world.write(), "--resume", started), "runs/two/pipeline.yaml\n", "trainer.lr  1e-06    0.5")
+    refused(opd("merge", "--resume", started, "--set", "seed=9"), "seed  0        9")
+    assert {p: p.read_bytes() for p in started.rglob("*") if p.is_file()} == before
+    edited = yaml.safe_load((started / "pipeline.yaml").read_text())
+    (started / "pipeline.yaml").write_text(yaml.safe_dump(edited | {"seed": 9}))
+    refused(opd("merge", "--resume", started), "seed  0        9")
+
+
+def test_a_resume_may_change_what_decides_nothing(started: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(pipelines.merge, "_run", lambda *args: ran.append(args) or REPORT)
+    result = opd("merge", "--resume", started, "--set", "trainer.ranks=1")
+    assert result.exit_code == 0, result.output
+    config, _, _, _, checkpoint, notices = ran[0]
+    assert (config.trainer.ranks, checkpoint) == (1, None)
+    assert notices[0] == "trainer.ranks: 2 before, 1 now"
+    # From now on these are the run's own.
+    assert opd("merge", "--resume", started).exit_code == 0
+    config, *_, notices = ran[1]
+    assert (config.trainer.ranks, notices) == (1, [])
+    world.data["trainer"]["ranks"] = 1
+    assert opd("merge", world.write(), "--resume", started).exit_code == 0
+    assert ran[2][-1] == []
+
+
+def test_a_resume_from_a_checkpoint_that_is_not_there_is_refused(started: Path) -> None:
+    before = (started / "pipeline.yaml").read_bytes()
+    words = ("--resume-from 7\n", "no checkpoint in", "latest-valid or the step")
+    refused(opd("merge", "--resume", started, "--resume-from", "7", "--set", "trainer.ranks=1"), *words)
+    assert (started / "pipeline.yaml").read_bytes() == before
+
+
+def test_a_resume_names_other_versions(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(pipelines.merge, "_run", lambda *args: ran.append(args) or REPORT)
+    recorded = json.loads((started / "manifest.json").read_text())["versions"]
+    edit(started / "manifest.json", versions=recorded | {"torch": "1.0"})
+    assert opd("merge", "--resume", started).exit_code == 0
+    (notice,) = ran[0][-1]
+    assert notice.startswith(f"torch 1.0 when the run began, {recorded['torch']} now")
+
+
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        (None, ["FileNotFoundError", "the manifest of a run"]),
+        ("[]", ["the manifest of a run"]),
+        ('{"format": 1}', ["run format 1", "format 2"]),
+        ('{"format": 3}', ["run format 3", "the release of opd-merge that began the run"]),
+    ],
+)
+def test_a_run_of_another_format_is_refused(manifest: str | None, words: list[str], started: Path) -> None:
+    file = started / "manifest.json"
+    file.write_text(manifest) if manifest else file.unlink()
+    refused(opd("merge", "--resume", started), f"{file}\n", *words)
+
+
 def test_a_missing_pipeline_is_refused(world: Any) -> None:
     refused(opd("merge", "nowhere.yaml"), "nowhere.yaml\n", "no such file", "opd pipelines list")
     assert not (world.root / "runs").exists()
@@ -316,9 +376,8 @@ def test_set_reaches_the_run_and_is_checked(world: Any) -> None:
     "args",
     [
         [],
-        ["pipeline.yaml", "--resume", "runs/two"],
-        ["--resume", "r", "--set", "a=1"],
         ["--resume", "r", "--run-dir", "x"],
+        ["pipeline.yaml", "--resume-from", "latest"],
     ],
 )
 def test_arguments_that_contradict_each_other(args: list[str], world: Any) -> None:
@@ -334,7 +393,20 @@ def test_arguments_that_contradict_each_other(args: list[str], world: Any) -> No
     ("error", "code", "words"),
     [
         (RunError("teacher worker 0: the worker died"), 1, ["failed: teacher worker 0: the worker died"]),
-        (OSError(errno.ENOSPC, "No space left on device", "runs/two/x"), 1, ["No space left on device: runs/two/x"]),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/two/x"),
+            3,
+            ["failed: runs/two/x: could not be written: No space left", "no checkpoint", "opd merge --resume runs/two"],
+        ),
+        (
+            StorageError("step-000005: could not be written: Disk quota exceeded"),
+            3,
+            [
+                "failed: step-000005: could not be written: Disk quota exceeded",
+                "intact: ",
+                "opd merge --resume runs/two",
+            ],
+        ),
         (KeyboardInterrupt(), 130, ["Ctrl-C"]),
         (pipelines.merge.Interrupted(5, Path("runs/two")), 130, ["after step 5", "opd merge --resume runs/two"]),
     ],

@@ -1,79 +1,161 @@
-"""A checkpoint is complete or absent, and no changed byte is trained from."""
+"""A checkpoint is complete or absent, nothing older goes before it is, and no changed byte is trained from."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from blake3 import blake3
 
-from opd.checkpoints import Checkpoint, CheckpointStore, latest
-from opd.errors import RunDirError
+from opd.checkpoints import CheckpointStore, choose, supersede, verify
+from opd.config import CheckpointConfig
+from opd.errors import RunDirError, RunError, StorageError
+from opd.types import SavedCheckpoint, WrittenFile
+
+IDENTITY = {"config": "c", "student": "s", "experts": {"e": "h"}}
 
 
 class FakeTrainer:
-    """Writes two files; may die after the first."""
+    """Two ranks; their files are on disk at once, and said to be so when a test lets them."""
 
     def __init__(self) -> None:
-        self.dies = False
-        self.saved = 0
+        self.done = True
+        self.full = False
+        self.begun: list[str] = []
+        self.waits: list[float] = []
 
-    def save(self, path: Path) -> None:
+    def begin_save(self, path: Path) -> None:
         assert path.is_absolute()
-        self.saved += 1
-        (path / "trainer.safetensors").write_bytes(b"weights" * self.saved)
-        if self.dies:
-            raise OSError(28, "No space left on device")
-        (path / "trainer.json").write_text("{}")
+        self.begun.append(path.name)
+        self._files = {
+            "rank-0.safetensors": b"zero" * len(self.begun),
+            "rank-1.safetensors": b"one",
+            "trainer.json": b"{}",
+        }
+        for name, data in self._files.items():
+            (path / name).write_bytes(data)
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
+        self.waits.append(wait_s)
+        if self.full:
+            raise StorageError("rank-1.safetensors: could not be written: No space left on device")
+        if not self.done:
+            return None
+        return [
+            WrittenFile(name=name, blake3=blake3(data).hexdigest(), size=len(data), seconds=float(i))
+            for i, (name, data) in enumerate(self._files.items())
+        ]
 
 
-def store(root: Path, keep: int = 2) -> tuple[CheckpointStore, FakeTrainer]:
-    trainer = FakeTrainer()
-    return CheckpointStore(root, trainer, keep), trainer  # type: ignore[arg-type]
+def store(root: Path, timeout_s: float = 60, **keep: int) -> tuple[CheckpointStore, FakeTrainer]:
+    trainer: Any = FakeTrainer()
+    config = CheckpointConfig(**{"keep": 2} | keep)
+    return CheckpointStore(root, trainer, config, world_size=2, identity=IDENTITY, timeout_s=timeout_s), trainer
 
 
-def steps(root: Path) -> list[str]:
-    return sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
+def write(saver: CheckpointStore, *steps: int) -> None:
+    for step in steps:
+        saver.save(step, step + 100)
+        saver.committed(wait=True)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
 
 
 def test_nothing_is_found_where_nothing_was_written(tmp_path: Path) -> None:
-    assert latest(tmp_path / "checkpoints") is None
+    for wanted in ("latest", "latest-valid"):
+        assert choose(tmp_path / "checkpoints", wanted, print) is None
     (tmp_path / ".tmp-step-000004").mkdir()
-    assert latest(tmp_path) is None
+    (tmp_path / "step-000004-copy").mkdir()
+    assert choose(tmp_path, "latest", print) is None
 
 
-def test_the_newest_is_found_with_its_numbers(tmp_path: Path) -> None:
-    saver, _ = store(tmp_path / "c", keep=9)
-    for step in (2, 10, 9):
-        saver.save(step, step + 100)
-    assert latest(tmp_path / "c") == Checkpoint(tmp_path / "c" / "step-000010", 10, 110)
-    assert sorted(p.name for p in (tmp_path / "c" / "step-000010").iterdir()) == [
-        "state.json",
-        "trainer.json",
-        "trainer.safetensors",
-    ]
+def test_the_newest_is_found_with_all_that_was_written_of_it(tmp_path: Path) -> None:
+    saver, _ = store(tmp_path, keep=9)
+    write(saver, 2, 1000000, 999999)
+    found = choose(tmp_path, "latest", print)
+    assert found is not None
+    assert (found.path, found.step, found.policy_version) == (tmp_path / "step-1000000", 1000000, 1000100)
+    assert (found.world_size, found.identity) == (2, IDENTITY)
+    data = json.loads((found.path / "checkpoint.json").read_text())
+    assert data["files"]["rank-1.safetensors"] == {"blake3": blake3(b"one").hexdigest(), "bytes": 3}
+    assert set(data["files"]) | {"checkpoint.json"} == set(names(found.path))
 
 
-def test_only_the_newest_stay(tmp_path: Path) -> None:
-    saver, _ = store(tmp_path, keep=2)
-    for step in range(1, 6):
-        saver.save(step, step)
-    assert steps(tmp_path) == ["step-000004", "step-000005"]
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-
-
-def test_a_save_that_fails_leaves_the_older_one_as_it_was(tmp_path: Path) -> None:
-    saver, trainer = store(tmp_path, keep=1)
-    saver.save(5, 5)
-    trainer.dies = True
-    with pytest.raises(OSError, match="No space"):
-        saver.save(10, 10)
-    assert steps(tmp_path) == ["step-000005"]
-    assert latest(tmp_path) == Checkpoint(tmp_path / "step-000005", 5, 5)
-    trainer.dies = False
+def test_it_is_written_beside_the_run_and_committed_when_all_is_there(tmp_path: Path) -> None:
+    saver, trainer = store(tmp_path)
+    write(saver, 5)
+    trainer.done = False
     saver.save(10, 10)
-    assert steps(tmp_path) == ["step-000010"]
-    assert latest(tmp_path) is not None
+    assert saver.committed(wait=False) is None
+    assert names(tmp_path) == [".tmp-step-000010", "step-000005"]
+    trainer.done = True
+    assert saver.committed(wait=False) == SavedCheckpoint(step=10, background_s=2.0, size=4 * 2 + 3 + 2)
+    assert names(tmp_path) == ["step-000005", "step-000010"]
+    assert saver.committed(wait=True) is None, "told once"
+    assert trainer.waits[1:] == [0.0, 0.0], "a run that goes on is not held up"
+
+
+def test_there_is_one_under_way_at_most(tmp_path: Path) -> None:
+    saver, trainer = store(tmp_path)
+    saver.save(5, 5)
+    saver.save(10, 10)
+    assert trainer.begun == [".tmp-step-000005", ".tmp-step-000010"]
+    assert names(tmp_path) == [".tmp-step-000010", "step-000005"]
+    assert trainer.waits[0] > 50, "the one before is waited for"
+
+
+def test_one_that_is_not_written_in_time_ends_the_run(tmp_path: Path) -> None:
+    saver, trainer = store(tmp_path, timeout_s=1e-6)
+    trainer.done = False
+    saver.save(5, 5)
+    with pytest.raises(RunError, match=r"step-000005: the trainer took longer than 0 s"):
+        saver.committed(wait=False)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [({"keep": 1}, [10]), ({"keep": 2}, [9, 10]), ({"keep": 1, "keep_every": 4}, [4, 8, 10]), ({"keep": 3, "keep_every": 5}, [5, 8, 9, 10])],
+)  # fmt: skip
+def test_the_newest_stay_and_every_so_many_for_good(keep: dict[str, int], kept: list[int], tmp_path: Path) -> None:
+    saver, _ = store(tmp_path, **keep)
+    write(saver, *range(1, 11))
+    assert names(tmp_path) == [f"step-{step:06d}" for step in kept]
+
+
+def test_nothing_older_goes_before_the_new_one_is_there(tmp_path: Path) -> None:
+    saver, trainer = store(tmp_path, keep=1)
+    write(saver, 5)
+    trainer.full = True
+    saver.save(10, 10)
+    with pytest.raises(StorageError, match="No space"):
+        saver.committed(wait=False)
+    assert names(tmp_path) == ["step-000005"], "and what was begun makes room"
+    assert verify(tmp_path / "step-000005").step == 5
+    trainer.full = False
+    write(saver, 10)
+    assert names(tmp_path) == ["step-000010"]
+
+
+def test_a_full_disk_under_the_manifest_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, _ = store(tmp_path, keep=1)
+    write(saver, 5)
+    saver.save(10, 10)
+    with monkeypatch.context() as patch:
+
+        def full(self: Path, *_: Any, **__: Any) -> None:
+            raise OSError(28, "No space left on device", str(self))
+
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(StorageError, match=r"checkpoint\.json: could not be written: No space left on device"):
+            saver.committed(wait=True)
+    assert names(tmp_path) == ["step-000005"]
+    assert verify(tmp_path / "step-000005").policy_version == 105
 
 
 def test_a_kill_before_the_rename_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,61 +164,97 @@ def test_a_kill_before_the_rename_leaves_no_checkpoint(tmp_path: Path, monkeypat
     def killed(tmp: Path, final: Path) -> None:
         raise KeyboardInterrupt
 
+    saver.save(5, 5)
     with monkeypatch.context() as patch:
         patch.setattr("opd.checkpoints.replace_dir", killed)
         with pytest.raises(KeyboardInterrupt):
-            saver.save(5, 5)
-    assert latest(tmp_path) is None
-    saver.save(5, 6)
-    assert latest(tmp_path) == Checkpoint(tmp_path / "step-000005", 5, 6)
+            saver.committed(wait=True)
+    assert choose(tmp_path, "latest", print) is None
+    again, _ = store(tmp_path)
+    write(again, 5)
+    assert names(tmp_path) == ["step-000005"]
 
 
-def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
+# What a resume goes on from
+
+
+DAMAGE = {
+    "a bit of the weights": ("rank-0.safetensors", lambda data: bytes([data[0] ^ 1]) + data[1:], "BLAKE3"),
+    "a bit of the last rank's": ("rank-1.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 128]), "BLAKE3"),
+    "a file cut short": ("rank-1.safetensors", lambda data: data[:-1], "2 bytes"),
+    "a file grown": ("trainer.json", lambda data: data + b" ", "3 bytes"),
+    "a missing file": ("rank-0.safetensors", None, "no such file"),
+    "no manifest": ("checkpoint.json", None, "no such file"),
+    "an empty manifest": ("checkpoint.json", lambda _: b"", "JSONDecodeError"),
+    "a cut manifest": ("checkpoint.json", lambda data: data[:-9], "JSONDecodeError"),
+    "a manifest that is a list": ("checkpoint.json", lambda _: b"[]", "TypeError"),
+    "a manifest without files": ("checkpoint.json", lambda _: b'{"format": 2, "step": 10}', "KeyError"),
+    "an older format": ("checkpoint.json", lambda data: data.replace(b'"format": 2', b'"format": 1'), "format 1"),
+    "another step's manifest": ("checkpoint.json", lambda data: data.replace(b'"step": 10', b'"step": 11'), "step 11"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_one_is_refused_by_name_and_passed_over_when_told(damage: str, tmp_path: Path) -> None:
     saver, _ = store(tmp_path)
-    saver.save(5, 5)
-    saver.save(5, 7)
-    assert latest(tmp_path) == Checkpoint(tmp_path / "step-000005", 5, 7)
-    assert (tmp_path / "step-000005" / "trainer.safetensors").read_bytes() == b"weights" * 2
+    write(saver, 5, 10)
+    name, change, found = DAMAGE[damage]
+    file = tmp_path / "step-000010" / name
+    file.write_bytes(change(file.read_bytes())) if change else file.unlink()
+    for wanted in ("latest", "10"):
+        with pytest.raises(RunDirError) as error:
+            choose(tmp_path, wanted, print)
+        lines = str(error.value).split("\n")
+        assert lines[0] == str(file)
+        assert found in lines[1]
+        assert "--resume-from latest-valid" in lines[3]
+    said: list[str] = []
+    chosen = choose(tmp_path, "latest-valid", said.append)
+    assert chosen is not None
+    assert chosen.step == 5
+    assert len(said) == 1
+    assert all(word in said[0] for word in ("step-000010", name, found))
+    (tmp_path / "step-000005" / "rank-0.safetensors").unlink()
+    with pytest.raises(RunDirError, match="2 checkpoints, every one of them damaged"):
+        choose(tmp_path, "latest-valid", print)
 
 
-@pytest.mark.parametrize("name", ["trainer.safetensors", "trainer.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-def test_a_changed_byte_is_refused_with_the_file(name: str, damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", ["latest", "latest-valid", "10"])
+def test_a_newer_format_is_not_taken_for_damage(wanted: str, tmp_path: Path) -> None:
     saver, _ = store(tmp_path)
-    saver.save(4, 4)
-    saver.save(5, 5)
-    file = tmp_path / "step-000005" / name
-    data = bytearray(file.read_bytes())
-    data[0] ^= 1
-    if damage == "delete":
-        file.unlink()
-    else:
-        file.write_bytes(data if damage == "flip" else data[:-1])
+    write(saver, 5, 10)
+    file = tmp_path / "step-000010" / "checkpoint.json"
+    file.write_text(json.dumps({"format": 3, "who": "knows"}))
     with pytest.raises(RunDirError) as error:
-        latest(tmp_path)
-    assert str(error.value).startswith(f"{file}\n")
-    assert f"delete {tmp_path / 'step-000005'}" in str(error.value)
+        choose(tmp_path, wanted, print)
+    assert str(error.value).startswith(f"{file}\n  found:  checkpoint format 3\n")
+    assert "a newer one" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "text", [None, "", '{"step": 5', "[]", "{}", "3", '{"step": 4, "policy_version": 4, "files": {}}']
-)
-def test_a_broken_state_file_is_refused(text: str | None, tmp_path: Path) -> None:
-    saver, _ = store(tmp_path)
-    saver.save(5, 5)
-    file = tmp_path / "step-000005" / "state.json"
-    if text is None:
-        file.unlink()
-    else:
-        file.write_text(text)
-    with pytest.raises(RunDirError) as error:
-        latest(tmp_path)
-    assert str(error.value).startswith(f"{file}\n")
+def test_a_step_can_be_named(tmp_path: Path) -> None:
+    saver, _ = store(tmp_path, keep=3)
+    write(saver, 5, 10, 15)
+    chosen = choose(tmp_path, "10", print)
+    assert chosen is not None
+    assert chosen.step == 10
+    for wanted in ("7", "lates", "-5"):
+        with pytest.raises(RunDirError, match=r"checkpoints of steps 5, 10, 15\n"):
+            choose(tmp_path, wanted, print)
+    with pytest.raises(RunDirError, match="no checkpoint in"):
+        choose(tmp_path / "none", "5", print)
 
 
-def test_the_state_file_is_plain_json(tmp_path: Path) -> None:
-    saver, _ = store(tmp_path)
-    saver.save(5, 6)
-    state = json.loads((tmp_path / "step-000005" / "state.json").read_text())
-    assert (state["format"], state["step"], state["policy_version"]) == (1, 5, 6)
-    assert set(state["files"]) == {"trainer.safetensors", "trainer.json"}
+def test_what_a_resume_goes_back_behind_is_kept_until_the_run_has_passed_it(tmp_path: Path) -> None:
+    saver, _ = store(tmp_path, keep=3)
+    write(saver, 5, 10, 15)
+    assert supersede(tmp_path, 15) == []
+    assert supersede(tmp_path, 5) == ["step-000010", "step-000015"]
+    chosen = choose(tmp_path, "latest", print)
+    assert chosen is not None
+    assert chosen.step == 5
+    write(saver, 10)
+    assert names(tmp_path) == ["step-000005", "step-000010", "superseded-step-000015"]
+    supersede(tmp_path, 5)  # a second time
+    assert names(tmp_path) == ["step-000005", "superseded-step-000010", "superseded-step-000015"]
+    write(saver, 15)
+    assert names(tmp_path) == ["step-000005", "step-000015"]

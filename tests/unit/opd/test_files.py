@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
-from opd.files import atomic_write_text, blake3_file, replace_dir
+from opd.errors import StorageError
+from opd.files import atomic_write_text, blake3_file, replace_dir, storing, sweep
 
 
 def test_a_failed_write_leaves_the_old_text_and_no_litter(tmp_path: Path) -> None:
@@ -34,3 +38,39 @@ def test_replace_dir_leaves_only_the_new_directory(taken: bool, tmp_path: Path) 
 def test_blake3_file(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     assert blake3_file(tmp_path / "empty") == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+
+
+def test_sweep_takes_what_a_killed_process_left_and_nothing_else(tmp_path: Path) -> None:
+    for name in (".tmp-step-000004", ".step-000002.77.old", ".step-000003.77.old", "step-000002", "step-000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "origin").write_text(name)
+    for name in (".lock", ".metrics.jsonl.77.tmp", "notes.tmp", ".tmpfile"):
+        (tmp_path / name).write_text("")
+    found = sweep(tmp_path)
+    assert found == [".metrics.jsonl.77.tmp", ".step-000002.77.old", ".step-000003.77.old", ".tmp-step-000004"]
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == [".lock", ".tmpfile", "notes.tmp", "step-000001", "step-000002", "step-000003"]
+    # Its successor never came, so what was moved aside is what there is.
+    assert (tmp_path / "step-000003" / "origin").read_text() == ".step-000003.77.old"
+    assert (tmp_path / "step-000002" / "origin").read_text() == "step-000002"
+    assert sweep(tmp_path) == sweep(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
+def test_what_the_disk_has_against_a_write_is_said_with_the_path(number: int, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with pytest.raises(StorageError) as error, storing(path):
+        raise OSError(number, os.strerror(number))
+    assert str(error.value) == f"{path}: could not be written: {os.strerror(number)}"
+    with pytest.raises(StorageError, match=r"x/y: could"), storing(path):
+        raise OSError(number, os.strerror(number), str(path / "y"))
+    with pytest.raises(StorageError), storing(path):
+        raise SafetensorError(f"Error while serializing: I/O error: some words (os error {number})")
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(errno.ENOENT, "x"), SafetensorError("header too large"), KeyError()]
+)
+def test_other_errors_pass(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(error)), storing(tmp_path):
+        raise error

@@ -18,6 +18,7 @@ from opd.types import (
     Quarantined,
     Rollout,
     RolloutBatch,
+    SavedCheckpoint,
     Segment,
     StepReport,
 )
@@ -66,6 +67,12 @@ class Events:
     """What the trainer can tell of domain `a` beyond the usual."""
     restarted: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Step -> scoring workers that died in it."""
+    logged: frozenset[int] = frozenset()
+    """Steps that the log has."""
+    commits_after: int = 0
+    """How often a checkpoint is asked for before its files are there."""
+    under_way: list[int] = field(default_factory=list)
+    """Step of the checkpoint that is being written, and how often it was asked for."""
 
     def take(self, step: int) -> list[Prompt]:
         self.seen.append(f"take {step}")
@@ -90,8 +97,22 @@ class Events:
         self.targets = Targets(self, self.restarted.get(rollouts[0].step, ()))
         return self.targets
 
-    def record(self, step: int, targets: Any) -> None:
+    def replay(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> Any:
+        if step not in self.logged:
+            return None
+        assert list(prompts) == PROMPTS
+        before = list(self.seen)
+        batch = self.generate(prompts, step=step, policy_version=policy_version)
+        targets = self.score(batch.rollouts)
+        self.seen = [*before, f"replay {step} v{policy_version}"]
+        return batch, targets
+
+    def record(
+        self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: Any
+    ) -> None:
         assert targets is self.targets
+        assert {r.policy_version for r in batch.rollouts} == {policy_version}
+        assert list(prompts) == PROMPTS
         self.seen.append(f"log {step}")
 
     def prune(self, step: int) -> None:
@@ -120,6 +141,15 @@ class Events:
 
     def save(self, step: int, policy_version: int) -> None:
         self.seen.append(f"save {step} v{policy_version}")
+        self.under_way = [step, 0]
+
+    def committed(self, wait: bool) -> SavedCheckpoint | None:
+        if not self.under_way or not (wait or self.under_way[1] >= self.commits_after):
+            self.under_way = self.under_way and [self.under_way[0], self.under_way[1] + 1]
+            return None
+        step, self.under_way = self.under_way[0], []
+        self.seen.append(f"commit {step}")
+        return SavedCheckpoint(step=step, background_s=0.25, size=9)
 
     def step(self, record: Mapping[str, Any]) -> None:
         self.seen.append(f"record {record['step']}")
@@ -155,6 +185,7 @@ def test_the_order_within_a_step() -> None:
         "evaluate",
         "record 1",
         "save 1 v1",
+        "commit 1",
         "prune 1",
     ]
 
@@ -163,6 +194,32 @@ def test_with_overlap_the_trainer_begins_while_teachers_score() -> None:
     events = Events()
     run(events.parts(), plan(overlap=True))
     assert "collect" not in events.seen and len(events.of("train")) == 4
+
+
+def test_the_log_is_pruned_when_its_checkpoint_is_committed_and_not_before() -> None:
+    events = Events(commits_after=2)
+    run(events.parts(), plan(last_step=7, checkpoint_every=3))
+    assert [line for line in events.seen if line.split()[0] in ("record", "save", "commit", "prune")] == [
+        "record 1", "record 2", "record 3", "save 3 v3",
+        "record 4", "record 5", "commit 3", "prune 3",
+        "record 6", "save 6 v6",
+        "record 7", "save 7 v7", "commit 7", "prune 7",
+    ]  # fmt: skip
+    told = {"step": 3, "background_s": 0.25, "size": 9}
+    assert [r["checkpoint"] for r in events.records if "checkpoint" in r] == [told]
+    assert [r["step"] for r in events.records if "checkpoint" in r] == [6], "the record after the commit"
+
+
+def test_steps_of_the_log_are_trained_without_the_engine_and_the_teachers() -> None:
+    events = Events(logged=frozenset({5, 6}))
+    run(events.parts(), plan(first_step=5, last_step=7, policy_version=4))
+    assert events.of("replay") == ["replay 5 v4", "replay 6 v5"]
+    assert events.of("generate") == ["generate 7 v6"]
+    assert events.of("score") == ["score 000007/a/0"]
+    assert events.of("log") == ["log 7"]
+    assert events.of("train") == ["train 5", "train 6", "train 7"]
+    assert events.of("push") == ["push 5", "push 6", "push 7"]
+    assert [r.get("replayed") for r in events.records] == [True, True, None]
 
 
 def test_versions_count_pushes_and_the_engine_writes_with_the_last_one() -> None:
@@ -208,7 +265,7 @@ def test_stop_ends_after_the_step_with_a_checkpoint() -> None:
     events = Events()
     assert run(events.parts(), plan(last_step=10), stop_after(3)) == 3
     assert events.of("take") == ["take 1", "take 2", "take 3"]
-    assert events.seen[-3:] == ["record 3", "save 3 v3", "prune 3"]
+    assert events.seen[-4:] == ["record 3", "save 3 v3", "commit 3", "prune 3"]
     assert events.of("save") == ["save 3 v3"]
 
 
@@ -267,8 +324,9 @@ def test_the_record_of_a_step() -> None:
         "probe_gap": 2e-6,
     }
     assert set(first["phase_s"]) == {"rollout", "score", "train", "sync"}
-    # A checkpoint is written after its step's record: its time is in the next one.
+    # A checkpoint is begun after its step's record: its time is in the next one.
     assert set(second["phase_s"]) == {"rollout", "score", "train", "sync", "checkpoint", "evaluate"}
+    assert second["checkpoint"]["step"] == 1
     assert second["accuracy"] == {"a": 0.5}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from experts.adapter import whole_model
-from opd.config import PipelineConfig, load_pipeline, validate
-from opd.errors import RunDirError
-from opd.types import Teacher
-from pipelines.build import RunPaths
-from pipelines.merge import _manifest, _refuse_changed_inputs, _resolved
+from opd.checkpoints import CheckpointStore
+from opd.config import CheckpointConfig, PipelineConfig, load_pipeline, validate
+from opd.errors import RunDirError, RunError
+from opd.files import blake3_file
+from opd.types import Teacher, WrittenFile
+from pipelines import merge
+from pipelines.merge import _manifest, _refuse_fewer_steps, _resolved
 from pipelines.preflight import check
+from pipelines.resume import refuse_changed_inputs
 
 
 @pytest.fixture
@@ -69,8 +73,100 @@ def test_a_resume_with_another_adapter_is_refused(mixed: Any) -> None:
     config = load_pipeline(mixed.write())
     before = _manifest(config, check(config))
     assert "adapter" not in before["experts"]["rev"]
-    _refuse_changed_inputs(before, _manifest(config, check(config)), RunPaths(mixed.root))
+    refuse_changed_inputs(before, _manifest(config, check(config)), mixed.root / "manifest.json")
     file = mixed.root / "adapters" / "up" / "adapter_config.json"
     file.write_text(file.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     with pytest.raises(RunDirError, match="experts changed since the run began: up"):
-        _refuse_changed_inputs(before, _manifest(config, check(config)), RunPaths(mixed.root))
+        refuse_changed_inputs(before, _manifest(config, check(config)), mixed.root / "manifest.json")
+
+
+def test_a_run_cannot_end_before_its_checkpoint(world: Any) -> None:
+    config = load_pipeline(world.write())  # of 2 steps
+    for done in (0, 1, 2):
+        _refuse_fewer_steps(config, done)
+    with pytest.raises(RunDirError, match="2, with a checkpoint of step 3"):
+        _refuse_fewer_steps(config, 3)
+
+
+# Up to where the workers start
+
+
+class OneFile:
+    """A trainer whose whole state is one file."""
+
+    def begin_save(self, path: Path) -> None:
+        self._file = path / "rank-0.safetensors"
+        self._file.write_bytes(b"weights")
+
+    def saved(self, wait_s: float) -> list[WrittenFile]:
+        return [WrittenFile(name=self._file.name, blake3=blake3_file(self._file), size=7, seconds=0.0)]
+
+
+@pytest.fixture
+def interrupted(world: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with checkpoints of steps 1 and 2, as far as a run comes without Ray."""
+
+    def no_ray(*_: Any) -> None:
+        raise RunError("it would start now")
+
+    monkeypatch.setattr(merge, "ray_session", no_ray)
+    root: Path = world.root / "run"
+    with pytest.raises(RunError, match="it would start now"):
+        merge.start(load_pipeline(world.write()), root)
+    identity = json.loads((root / "manifest.json").read_text())["identity"]
+    trainer: Any = OneFile()
+    store = CheckpointStore(
+        root / "checkpoints", trainer, CheckpointConfig(), world_size=2, identity=identity, timeout_s=9
+    )
+    for step in (1, 2):
+        store.save(step, step)
+        store.committed(wait=True)
+    (root / "metrics.jsonl").write_text('{"step": 1, "phase_s": {}}\n{"step": 2, "phase_s": {}}\n')
+    (root / "checkpoints" / ".tmp-step-000003").mkdir()
+    return root
+
+
+def names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+def recorded(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resume_goes_on_from_the_newest_and_sweeps(interrupted: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(RunError, match="it would start now"):
+            merge.resume(interrupted)
+    assert names(interrupted / "checkpoints") == ["step-000001", "step-000002"]
+    assert recorded(interrupted) == [1, 2]
+
+
+def test_a_damaged_checkpoint_stops_a_resume_until_it_is_told_to_pass_over_it(interrupted: Path) -> None:
+    (interrupted / "checkpoints" / "step-000002" / "rank-0.safetensors").write_bytes(b"wEights")
+    with pytest.raises(RunDirError, match=r"step-000002/rank-0.safetensors\n"):
+        merge.resume(interrupted)
+    assert names(interrupted / "checkpoints") == ["step-000001", "step-000002"]
+    assert recorded(interrupted) == [1, 2]
+    with pytest.raises(RunError, match="it would start now"):
+        merge.resume(interrupted, wanted="latest-valid")
+    assert names(interrupted / "checkpoints") == ["step-000001", "superseded-step-000002"]
+    assert recorded(interrupted) == [1]
+    with pytest.raises(RunError, match="it would start now"):
+        merge.resume(interrupted)  # nothing remembers the damaged one
+
+
+def test_a_checkpoint_from_elsewhere_is_refused(interrupted: Path) -> None:
+    file = interrupted / "checkpoints" / "step-000002" / "checkpoint.json"
+    data = json.loads(file.read_text())
+    data["identity"]["experts"]["up"] = "0" * 64
+    file.write_text(json.dumps(data))
+    with pytest.raises(RunDirError, match="a checkpoint of another run: expert up differ"):
+        merge.resume(interrupted)
+
+
+def test_fewer_steps_than_the_checkpoint_has_are_refused(interrupted: Path) -> None:
+    with pytest.raises(RunDirError, match="1, with a checkpoint of step 2"):
+        merge.resume(interrupted, overrides=["trainer.steps=1"])
+    with pytest.raises(RunError, match="it would start now"):
+        merge.resume(interrupted)  # what was refused did not become the run's own

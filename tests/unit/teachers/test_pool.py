@@ -95,7 +95,9 @@ def test_every_rollout_goes_to_the_teacher_of_its_domain(
 def test_only_heads_that_rows_need_are_sent(teachers: dict[str, Teacher], in_process: Any) -> None:
     scored = pool(teachers, 1)
     assert len(scored.score([rollout(0, "upper")]).heads) == 1
-    assert len(scored.score([rollout(0, "upper"), rollout(1)]).heads) == 2
+    both = scored.score([rollout(0, "upper"), rollout(1)])
+    assert len(both.heads) == 2
+    assert scored.heads() == (both.heads, both.head_rules), "what a replay can ask for"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
-"""The target log holds a step's parts bit by bit, whole or not at all."""
+"""The target log holds a step's streams bit by bit, whole or not at all, and gives back what a step was trained on."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,73 +12,268 @@ import numpy as np
 import pytest
 import torch
 
+from opd.errors import StorageError
+from opd.losses.chunked import LogitRule
 from opd.stream.heads import head_array, head_tensor
 from opd.stream.log import ArrowTargetLog
-from opd.stream.schema import PartRecord
+from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
+from opd.stream.targets import Expected, TargetStream
+from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment
+
+PROMPTS = [Prompt(id=f"{d}/{i}", domain=d, token_ids=(1, 2 + i)) for d in "ab" for i in range(2)]
+RULES = {"h": LogitRule(scale=2.0), "other": LogitRule(scale=3.0)}
 
 
-class Parts:
-    """Stands for a `TargetStream`: shows parts to whoever wants to see them."""
+class Teachers:
+    """Have two heads."""
 
-    def __init__(self, *parts: tuple[int, int, bytes]) -> None:
-        self.parts = parts
-        self.sinks: list[Any] = []
-
-    def tee(self, sink: Any) -> None:
-        self.sinks.append(sink)
-
-    def pass_by(self, num: int | None = None) -> None:
-        """The first `num` parts, or all and the end."""
-        for worker, number, raw in self.parts[:num]:
-            for sink in self.sinks:
-                sink(PartRecord(worker=worker, number=number), np.frombuffer(raw, dtype=np.uint8))
-        for sink in self.sinks if num is None else []:
-            sink(None, None)
+    def heads(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        return {"h": "handle of h", "other": "handle of other"}, RULES
 
 
-def record(log: ArrowTargetLog, step: int, *parts: tuple[int, int, bytes]) -> None:
-    targets: Any = Parts(*parts)
-    log.record(step, targets)
-    targets.pass_by()
+def rollout(name: str, *, step: int = 12, mask: tuple[int, ...] = (3,), truncated: bool = False) -> Rollout:
+    """`mask`: lengths of runs, trained and untrained in turn."""
+    segments = tuple(Segment(length=n, trained=i % 2 == 0) for i, n in enumerate(mask))
+    num = sum(mask)
+    return Rollout(
+        sample_id=f"{step:06d}/{name}", step=step, domain=name[0], policy_version=step - 1, prompt_ids=(1, 2),
+        response_ids=tuple(range(3, 3 + num)), behaviour_logprobs=(-0.5,) * num, segments=segments, truncated=truncated,
+    )  # fmt: skip
 
 
-def test_parts_are_stored_as_they_are(tmp_path: Path) -> None:
-    record(ArrowTargetLog(tmp_path / "targets"), 12, (0, 0, b"abc"), (1, 0, b""), (0, 1, b"\0\xff"))
-    (path,) = (tmp_path / "targets").iterdir()
-    assert path.name == "step-000012"
-    assert {p.name: p.read_bytes() for p in path.iterdir()} == {
-        "worker-0-part-0000.arrow": b"abc",
-        "worker-0-part-0001.arrow": b"\0\xff",
-        "worker-1-part-0000.arrow": b"",
-    }
+def scored(r: Rollout, teacher: str = "t", weight: float = 1.0) -> TargetRow:
+    return TargetRow(
+        sample_id=r.sample_id, step=r.step, domain=r.domain, teacher=teacher, weight=weight,
+        policy_version=r.policy_version, prompt_ids=r.prompt_ids, response_ids=r.response_ids, loss_mask=r.loss_mask,
+        behaviour_logprobs=r.behaviour_logprobs, head="h", hidden_size=2,
+        hidden=np.arange(2 * len(r.response_ids), dtype=np.float32).tobytes(),
+    )  # fmt: skip
 
 
-def test_a_step_that_is_taken_again_replaces_the_first(tmp_path: Path) -> None:
-    log = ArrowTargetLog(tmp_path)
-    record(log, 1, (0, 0, b"a"), (0, 1, b"b"))
-    record(log, 1, (0, 0, b"c"))
-    (path,) = tmp_path.iterdir()
-    assert path.name == "step-000001"
-    assert [p.read_bytes() for p in path.iterdir()] == [b"c"]
+def part(*rows: TargetRow, **record: Any) -> np.ndarray:
+    return np.frombuffer(write_stream([rows], "float32", part=PartRecord(**record)), dtype=np.uint8)
 
 
-def test_a_step_that_did_not_end_is_not_in_the_log(tmp_path: Path) -> None:
-    log = ArrowTargetLog(tmp_path)
-    targets: Any = Parts((0, 0, b"a"), (0, 1, b"b"))
-    log.record(1, targets)
-    targets.pass_by(1)
-    assert list(tmp_path.glob("step-*")) == []
-    record(log, 1, (0, 0, b"c"))
-    (path,) = tmp_path.iterdir()
-    assert [p.read_bytes() for p in path.iterdir()] == [b"c"]
+TEACHERS = {"a": {"t": Expected(weight=1.0, head="h")}, "b": {"t": Expected(weight=1.0, head="h")}}
 
 
-def test_prune_drops_what_a_checkpoint_holds(tmp_path: Path) -> None:
-    log = ArrowTargetLog(tmp_path)
+def stream(batch: RolloutBatch, parts: list[np.ndarray], teachers: Any = TEACHERS) -> TargetStream:
+    return TargetStream(
+        iter(parts), batch.rollouts, teachers, kind=("float32", "hidden_states"), max_quarantined=0.0,
+        heads={"h": "handle of h"}, head_rules={"h": RULES["h"]},
+    )  # fmt: skip
+
+
+def a_step(step: int = 12) -> tuple[RolloutBatch, list[np.ndarray]]:
+    """Four responses, one that its teacher could not score, and one prompt that was too long; three parts."""
+    one, two = rollout("b/0", step=step, mask=(2, 1, 1), truncated=True), rollout("a/0", step=step)
+    three, lost = rollout("b/1", step=step, mask=(1,)), rollout("a/1", step=step, mask=(2, 3), truncated=True)
+    batch = RolloutBatch(
+        rollouts=(one, lost, two, three), quarantined=(Quarantined(prompt_id="b/9", domain="b", reason="long"),)
+    )
+    parts = [
+        part(scored(two), broken={lost.sample_id: "teacher t: not finite"}),
+        part(scored(three), worker=1, teachers={"t": 1}),
+        part(scored(one), number=1, teachers={"t": 2}),
+    ]
+    return batch, parts
+
+
+def record(
+    log: ArrowTargetLog, step: int, version: int, prompts: list[Prompt], batch: RolloutBatch, parts: list[np.ndarray],
+    teachers: Any = TEACHERS,
+) -> None:  # fmt: skip
+    targets = stream(batch, parts, teachers)
+    log.record(step, version, prompts, batch, targets)
+    targets.collect()
+
+
+PARTS = ["worker-0-part-0000.arrow", "worker-0-part-0001.arrow", "worker-1-part-0000.arrow"]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def log(tmp_path: Path, said: list[str], in_process: Any) -> ArrowTargetLog:
+    return ArrowTargetLog(tmp_path / "targets", Teachers(), said.append)  # type: ignore[arg-type]
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+def test_parts_are_stored_as_they_are(log: ArrowTargetLog, tmp_path: Path) -> None:
+    batch, parts = a_step()
+    record(log, 12, 11, PROMPTS, batch, parts)
+    path = tmp_path / "targets" / "step-000012"
+    assert names(path) == ["step.json", *PARTS]
+    for name, index in zip(PARTS, (0, 2, 1), strict=True):
+        assert (path / name).read_bytes() == parts[index].tobytes()
+
+
+def test_a_part_is_on_disk_before_it_is_trained_and_the_step_is_there_with_the_last(
+    log: ArrowTargetLog, tmp_path: Path
+) -> None:
+    batch, parts = a_step()
+    targets = stream(batch, parts)
+    log.record(12, 11, PROMPTS, batch, targets)
+    for index in range(3):
+        assert targets.take() is not None
+        assert names(tmp_path / "targets") == [".tmp-step-000012"]
+        assert len(names(tmp_path / "targets" / ".tmp-step-000012")) == index + 1
+    assert targets.take() is None
+    assert names(tmp_path / "targets") == ["step-000012"]
+
+
+def test_a_step_comes_back_as_it_was_written(log: ArrowTargetLog, said: list[str]) -> None:
+    batch, parts = a_step()
+    record(log, 12, 11, PROMPTS, batch, parts)
+    found = log.replay(12, 11, PROMPTS)
+    assert found is not None
+    assert found[0] == batch
+    targets = found[1]
+    assert targets.arrived and targets.quarantined == {"000012/a/1": "teacher t: not finite"}
+    assert (targets.heads, targets.head_rules, targets.rows) == ({"h": "handle of h"}, {"h": RULES["h"]}, 3)
+    taken = []
+    while (each := targets.take()) is not None:
+        taken.append(each.handle.tobytes())
+    assert taken == [p.tobytes() for p in parts]
+    assert said == []
+
+
+def test_steps_are_replayed_one_after_the_other(log: ArrowTargetLog, tmp_path: Path) -> None:
+    for step in (5, 6):
+        record(log, step, step - 1, PROMPTS, *a_step(step))
+    found = [log.replay(step, step - 1, PROMPTS) for step in (5, 6, 7)]
+    assert [f and f[0].rollouts[0].step for f in found] == [5, 6, None]
+    assert names(tmp_path / "targets") == ["step-000005", "step-000006"]
+
+
+def flip(data: bytes) -> bytes:
+    return data[:200] + bytes([data[200] ^ 1]) + data[201:]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (PARTS[1], flip, f"{PARTS[1]}: its bytes were changed"),
+        (PARTS[0], lambda data: data[:-1], f"{PARTS[0]}: "),
+        (PARTS[2], None, PARTS[2]),
+        ("step.json", None, "step.json"),
+        ("step.json", lambda data: data[:-5], "cannot be used"),
+        ("step.json", lambda _: b"[]", "cannot be used"),
+        ("step.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), "format is 2, wanted 1"),
+        ("step.json", lambda data: data.replace(b'"weight": 1.0', b'"weight": 0.5'), "another weight or head"),
+        ("step.json", lambda data: data.replace(b'"t": {', b'"s": {'), "not asked for"),
+        ("step.json", lambda data: data.replace(b"000012/b/1", b"000012/b/2"), "000012/b/2"),
+    ],
+)
+def test_a_damaged_step_and_all_after_it_are_rolled_out_again(
+    name: str, change: Callable[[bytes], bytes] | None, words: str, log: ArrowTargetLog, said: list[str], tmp_path: Path
+) -> None:
+    for step in (11, 12, 13):
+        record(log, step, step - 1, PROMPTS, *a_step(step))
+    file = tmp_path / "targets" / "step-000012" / name
+    file.write_bytes(change(file.read_bytes())) if change else file.unlink()
+    assert log.replay(11, 10, PROMPTS) is not None
+    assert log.replay(12, 11, PROMPTS) is None
+    assert len(said) == 1
+    assert "step 12 is rolled out again" in said[0]
+    assert words in said[0]
+    assert names(tmp_path / "targets") == ["step-000011"]
+
+
+def test_an_answer_to_another_question_is_not_taken(log: ArrowTargetLog, said: list[str], tmp_path: Path) -> None:
+    others = [PROMPTS[:-1], [*PROMPTS[1:], PROMPTS[0]], [dataclasses.replace(PROMPTS[0], token_ids=(1,)), *PROMPTS[1:]]]
+    for version, prompts in [(10, PROMPTS), *((11, other) for other in others)]:
+        record(log, 12, 11, PROMPTS, *a_step())
+        assert log.replay(12, version, prompts) is None
+        assert names(tmp_path / "targets") == []
+    assert "policy_version is 11, wanted 10" in said[0]
+    assert all("prompts is" in line for line in said[1:])
+
+
+def test_a_step_whose_teacher_is_gone_is_not_taken(log: ArrowTargetLog, said: list[str]) -> None:
+    batch, parts = a_step()
+    teachers = TEACHERS | {"b": {"t": Expected(weight=1.0, head="stranger")}}
+    one, three = batch.rollouts[0], batch.rollouts[3]
+    parts[1] = part(dataclasses.replace(scored(three), head="stranger"), worker=1, teachers={"t": 1})
+    parts[2] = part(dataclasses.replace(scored(one), head="stranger"), number=1, teachers={"t": 2})
+    record(log, 12, 11, PROMPTS, batch, parts, teachers)
+    assert log.replay(12, 11, PROMPTS) is None
+    assert "no teacher has the output head stranger" in said[0]
+
+
+def test_what_lies_behind_a_gap_is_not_replayed(log: ArrowTargetLog, said: list[str], tmp_path: Path) -> None:
+    """A resume from an older checkpoint: the log begins later, and was written by weights of another course."""
+    for step in (5, 6):
+        record(log, step, step - 1, PROMPTS, *a_step(step))
+    assert log.replay(3, 2, PROMPTS) is None
+    assert names(tmp_path / "targets") == []
+    assert said == []
+
+
+def test_a_step_that_is_taken_again_replaces_the_first(log: ArrowTargetLog, tmp_path: Path) -> None:
+    batch, parts = a_step()
+    record(log, 12, 11, PROMPTS, batch, parts)
+    two, lost = batch.rollouts[2], batch.rollouts[1]
+    fewer = dataclasses.replace(batch, rollouts=(lost, two))
+    record(log, 12, 11, PROMPTS, fewer, [part(scored(two), broken={lost.sample_id: "why"}, teachers={"t": 1})])
+    assert names(tmp_path / "targets") == ["step-000012"]
+    assert names(tmp_path / "targets" / "step-000012") == ["step.json", PARTS[0]]
+
+
+def test_a_step_that_does_not_end_is_not_in_the_log(log: ArrowTargetLog, tmp_path: Path) -> None:
+    batch, parts = a_step()
+    with pytest.raises(StreamError):
+        record(log, 12, 11, PROMPTS, batch, parts[:2])
+    assert names(tmp_path / "targets") == [".tmp-step-000012"], "which the next command sweeps"
+    assert log.replay(12, 11, PROMPTS) is None
+    record(log, 12, 11, PROMPTS, batch, parts)
+    assert names(tmp_path / "targets") == ["step-000012"]
+
+
+def test_a_full_disk_leaves_the_steps_before(
+    log: ArrowTargetLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(log, 11, 10, PROMPTS, *a_step(11))
+    write_bytes, written = Path.write_bytes, []
+
+    def fills_up(self: Path, data: Any) -> int:
+        written.append(self.name)
+        if len(written) == 2:
+            write_bytes(self, bytes(data)[:40])
+            raise OSError(28, "No space left on device", str(self))
+        return write_bytes(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", fills_up)
+        with pytest.raises(
+            StorageError, match=r"step-000012/worker-1-part-0000.arrow: could not be written: No space left on device"
+        ):
+            record(log, 12, 11, PROMPTS, *a_step())
+    assert written == [PARTS[0], PARTS[2]]
+    assert names(tmp_path / "targets") == ["step-000011"]
+    assert log.replay(11, 10, PROMPTS) is not None
+
+
+def test_prune_drops_what_a_checkpoint_holds(log: ArrowTargetLog, tmp_path: Path) -> None:
     for step in (9, 10, 11):
-        record(log, step, (0, 0, b"a"))
+        record(log, step, step - 1, PROMPTS, *a_step(step))
     log.prune(10)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000011"]
+    assert names(tmp_path / "targets") == ["step-000011"]
+
+
+def test_the_manifest_is_small(log: ArrowTargetLog, tmp_path: Path) -> None:
+    """Ids and hidden states are in the streams alone."""
+    batch, parts = a_step()
+    record(log, 12, 11, PROMPTS, batch, parts)
+    data = json.loads((tmp_path / "targets" / "step-000012" / "step.json").read_text())
+    assert data["samples"] == [r.sample_id for r in batch.rollouts]
+    assert [r["sample_id"] for r in data["unscored"]] == ["000012/a/1"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

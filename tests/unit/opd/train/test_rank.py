@@ -422,20 +422,17 @@ def test_every_tensor_of_a_micro_batch_goes_to_the_device() -> None:
     assert (batch.domains, batch.row_lengths, run.heads) == (("d",), (2,), ("h",))
 
 
-def test_a_full_disk_is_said_in_plain_words() -> None:
-    from safetensors.torch import save_file
+def test_chance_is_a_function_of_seed_step_and_rank(tiny_model_dir: Path) -> None:
+    def drawn(step: int, index: int, seed: int) -> float:
+        made = one_rank(tiny_model_dir, {"kind": "reverse_kl"})
+        made._rank, made._options = index, dataclasses.replace(made._options, seed=seed)
+        torch.manual_seed(step)  # what an earlier step left
+        take_step(made, dataclasses.replace(WORK, step=step, micro_batches=((),)), {}, {}, stream("a", "b", "c"))
+        return float(torch.rand(()))
 
-    from opd.train.rank import _writing
-
-    # /dev/full accepts no byte: what a disk does when it is full.
-    with (
-        pytest.raises(RunError, match=r"checkpoint: could not be written: .*No space left on device"),
-        _writing(Path("checkpoint")),
-        Path("/dev/full").open("w") as file,
-    ):
-        file.write("x")
-    with pytest.raises(RunError, match="could not be written"), _writing(Path("checkpoint")):
-        save_file({"x": torch.zeros(1)}, "/dev/full/x")
+    numbers = [drawn(*which) for which in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]]
+    assert len(set(numbers)) == 4
+    assert drawn(1, 0, 0) == numbers[0]
 
 
 # Several teachers for a sample

@@ -202,7 +202,9 @@ def test_a_domain_needs_its_heads_only_and_no_rollouts_need_none(routes: Routes,
 def test_a_pipeline_may_use_a_part_of_what_is_served(routes: Routes, serve: Any) -> None:
     served = serve(local_pool(routes), routes)
     pool = remote(served.url, {"reverse": routes["reverse"]})
-    assert len(score(pool, ROLLOUTS[1::2]).heads) == 1
+    found = score(pool, ROLLOUTS[1::2])
+    assert len(found.heads) == 1
+    assert (list(pool.heads()[0]), pool.heads()[1]) == (list(found.heads), found.head_rules)
     with pytest.raises(RunError, match="no teacher for domain 'upper'; teachers serve reverse"):
         score(pool)
 

@@ -1,0 +1,92 @@
+"""What a trainer rank holds, on disk: float32 weights and Adam moments as safetensors, cut as ZeRO-3 cuts them.
+
+    trainer.json          how many ranks wrote, AdamW's step count
+    rank-0.safetensors    param/NAME, exp_avg/NAME, exp_avg_sq/NAME: one flat part of every parameter
+    rank-1.safetensors    the next part of each, and so on
+
+The parts of all ranks, one after the other, are the flattened parameter, without the padding that ZeRO-3 adds. So any
+number of ranks can read them, each only what it needs, and no rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from opd.files import blake3_file, storing
+from opd.types import WrittenFile
+
+PLAN = "trainer.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def part_sizes(numel: int, world_size: int) -> list[int]:
+    """Elements of a parameter on each rank: equal parts, rounded up, until nothing is left."""
+    size = -(-numel // world_size)
+    return [max(0, min(size, numel - rank * size)) for rank in range(world_size)]
+
+
+def write_shard(
+    directory: Path, rank: int, world_size: int, tensors: Mapping[str, Tensor], adam_step: int
+) -> tuple[WrittenFile, ...]:
+    """Write and sync a rank's file, and the plan if it is rank 0. Raises: StorageError."""
+    from safetensors.torch import save_file
+
+    began = time.monotonic()
+    paths = [directory / f"rank-{rank}.safetensors"]
+    with storing(paths[0]):
+        save_file(dict(tensors), paths[0])
+        if rank == 0:
+            paths.append(directory / PLAN)
+            paths[1].write_text(json.dumps({"world_size": world_size, "adam_step": adam_step}))
+        for path in paths:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    # One thread: the step that goes on meanwhile has the other cores.
+    hashes = [blake3_file(path, threads=1) for path in paths]
+    seconds = time.monotonic() - began
+    return tuple(
+        WrittenFile(name=path.name, blake3=digest, size=path.stat().st_size, seconds=seconds)
+        for path, digest in zip(paths, hashes, strict=True)
+    )
+
+
+class Shards:
+    """The files of all ranks that wrote a checkpoint, read piece by piece."""
+
+    def __init__(self, directory: Path) -> None:
+        plan = json.loads((directory / PLAN).read_text())
+        self.adam_step: int = plan["adam_step"]
+        self._paths = [directory / f"rank-{rank}.safetensors" for rank in range(plan["world_size"])]
+
+    def __enter__(self) -> Self:
+        from safetensors import safe_open
+
+        with ExitStack() as stack:
+            self._files = [stack.enter_context(safe_open(path, framework="pt")) for path in self._paths]
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def part(self, name: str, numel: int, start: int, size: int) -> Tensor:
+        """[size] elements from `start` of the flat tensor `name` of `numel` elements; zeros past its end."""
+        out = torch.zeros(size)
+        offset = 0
+        for file, held in zip(self._files, part_sizes(numel, len(self._files)), strict=True):
+            low, high = max(start, offset), min(start + size, offset + held)
+            if low < high:
+                stored: Any = file.get_slice(name)
+                assert stored.get_shape() == [held], (name, stored.get_shape(), held)
+                out[low - start : high - start] = stored[low - offset : high - offset]
+            offset += held
+        return out
