@@ -212,6 +212,12 @@ def test_other_end_tokens_are_not_compared(world: Any, make_model_dir: Callable[
     refused(opd("up", "other", "--pipeline", "pipeline.yaml", "--compare"), "other\n", "end tokens [1]", "[2]")
 
 
+def test_a_shorter_context_is_refused(world: Any) -> None:
+    file = world.root / "up" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 31}))
+    refused(opd("up", "--pipeline", "pipeline.yaml"), "up\n", "a context of 31 tokens", "max_model_len = 32")
+
+
 def test_a_leak_is_refused_here_too(world: Any) -> None:
     (world.root / "upper-eval.jsonl").write_text((world.root / "upper.jsonl").read_text())
     refused(opd("up", "--pipeline", "pipeline.yaml"), "6 of the 6 questions of upper")

@@ -62,6 +62,13 @@ def test_only_the_questions_that_are_asked_matter(world: Any) -> None:
     assert len(check(load_pipeline(world.write())).exams["upper"].prompts) == 5
 
 
+def test_questions_without_room_for_an_answer_are_told(world: Any) -> None:
+    add(world.root / "upper-eval.jsonl", "a" * 31, "a" * 32, "a" * 99)
+    assert check(load_pipeline(world.write())).warnings == (
+        "2 of the 9 questions of upper leave no room for an answer in rollout.max_model_len = 32; they count as wrong",
+    )
+
+
 # Holdout
 
 
