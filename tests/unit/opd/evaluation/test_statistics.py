@@ -39,6 +39,7 @@ def test_copies_of_an_answer_say_nothing_new() -> None:
     copied = [question * 8 for question in once]
     assert standard_error(copied) == pytest.approx(standard_error(once))
     assert interval(copied) == pytest.approx(interval(once))
+    assert interval([[1.0] * 8] * 20) == pytest.approx(interval(answers(20, 20)))
 
 
 def test_answers_that_differ_within_questions_narrow_the_interval() -> None:
