@@ -1,4 +1,4 @@
-"""What the benchmarks share: facts about the machine, and memory given back before a measurement."""
+"""What the benchmarks share: facts about the machine, memory given back before a measurement, a step of a worker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,3 +29,10 @@ def trim() -> None:
     """Give freed memory back to the system."""
     with contextlib.suppress(OSError, AttributeError):  # a libc without malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def score(worker: Any, groups: Sequence[Any]) -> Iterator[Any]:
+    """The parts that a `TeacherWorker` sends of a step, as they are scored."""
+    worker.begin(groups, 0)
+    while (part := worker.next_part()) is not None:
+        yield part

@@ -2,8 +2,8 @@
 
     python benchmarks/payload.py
 
-Rows go through `TargetRow` and `write_stream`, as in a run; what is counted is the finished Arrow stream of one worker
-and step with prompts, ids, log-probs, masks, names, offsets, padding and Arrow's headers. Nothing is compressed, so the
+Rows go through `TargetRow` and `write_parts`, as in a run; what is counted are all Arrow streams of one worker and step
+with prompts, ids, log-probs, masks, names, offsets, padding and Arrow's headers. Nothing is compressed, so the
 values do not matter. The last column is the shortest response from which a token costs its payload and at most 16 bytes.
 `--scorer` also lets a `TeacherWorker` with tiny randomly initialised Llamas score the same rows, and checks that its
 stream is as long as the fabricated one. No figure depends on the machine.
@@ -21,10 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from machine import score
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from opd.stream.schema import DTYPE_BYTES, TargetRow, write_stream  # noqa: E402 - found without an installation
+from opd.stream.schema import DTYPE_BYTES, TargetRow, write_parts  # noqa: E402 - found without an installation
 from opd.types import Rollout, Segment, Teacher  # noqa: E402
 
 SMALL_VOCAB = 256
@@ -153,7 +155,9 @@ def fabricated(rows: int, prompt: int) -> Measure:
     def measure(payload: Payload, response: int) -> Measured:
         answered = answer(payload, response)
         batches = [[fabricate(r, answered) for r in part] for part in make_rollouts(rows, prompt, response).values()]
-        return Measured(payload, rows, response, write_stream(batches, payload.dtype, payload.name).size)
+        names = [f"{domain}-expert" for domain in DOMAINS]
+        parts = write_parts(batches, payload.dtype, payload.name, worker=0, broken={}, teachers=names)
+        return Measured(payload, rows, response, sum(part.size for part in parts))
 
     return measure
 
@@ -223,9 +227,8 @@ def _scored(teachers: dict[str, Teacher], rows: int, prompt: int) -> Measure:
             dtype=payload.dtype, payload=payload.name, top_k=payload.width, vocab_size=SMALL_VOCAB, memory_bytes=1 << 30
         )
         worker = TeacherWorker("transformers", options)
-        stream = worker.score([(teachers[domain], 1.0, tuple(part)) for domain, part in rollouts.items()])
-        assert not worker.broken()
-        return Measured(payload, rows, response, stream.nbytes)
+        parts = score(worker, [(teachers[domain], 1.0, tuple(part)) for domain, part in rollouts.items()])
+        return Measured(payload, rows, response, sum(part.nbytes for part in parts))
 
     return measure
 

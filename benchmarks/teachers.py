@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import machine, trim
+from machine import machine, score, trim
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -231,7 +231,7 @@ class Scoring:
         full, adapter = folder / "full-000", folder / "lora-000"
         small = SIZES["quick"]["vocab"]
         throwaway = Teacher(name="throwaway", model_dir=folder / "throwaway")
-        _worker(case, 1, small).score([(throwaway, 1.0, tuple(make_rollouts(case, "throwaway", small)))])
+        list(score(_worker(case, 1, small), [(throwaway, 1.0, tuple(make_rollouts(case, "throwaway", small)))]))
         vocab_size = AutoConfig.from_pretrained(full).get_text_config(decoder=True).vocab_size
         teachers = [
             Teacher(name=f"e{i}", model_dir=full, adapter_dir=folder / f"lora-{i:03}")
@@ -258,13 +258,13 @@ class Scoring:
     def describe(self) -> Ready:
         """Score all rows with the first expert; then load, check and hash every expert, and score a row with each."""
         first = self._groups[0][0]
-        self._worker.score([(first, 1.0, self._groups[0][2])])
+        list(score(self._worker, [(first, 1.0, self._groups[0][2])]))
         alone = self._measured([(first, weight, rows) for _, weight, rows in self._groups])
         started, others = time.perf_counter(), self._groups[1:]
         for teacher, _, _ in others:
             self._worker.describe(teacher)
         describe_s = (time.perf_counter() - started) / len(others) if others else None
-        self._worker.score([(teacher, weight, rows[:1]) for teacher, weight, rows in self._groups])
+        list(score(self._worker, [(teacher, weight, rows[:1]) for teacher, weight, rows in self._groups]))
         return Ready(self._before, alone, describe_s, self._budget_bytes, **self._disk)
 
     def step(self) -> Step:
@@ -278,11 +278,10 @@ class Scoring:
         trim_all()
         reset_peak()
         started, cpu = time.perf_counter(), time.process_time()
-        stream = self._worker.score(groups)
+        nbytes = sum(part.nbytes for part in score(self._worker, groups))
         wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
         peak = memory()["VmHWM"] - self._before["VmRSS"]
-        assert not self._worker.broken()
-        return Step(wall_s, cpu_s, scorer._weights.loads - loads, list(self._swaps), stream.nbytes, peak)
+        return Step(wall_s, cpu_s, scorer._weights.loads - loads, list(self._swaps), nbytes, peak)
 
     def _time_swaps(self) -> None:
         """Stand before the scorer's own `_load` with a watch."""

@@ -150,6 +150,18 @@ def wait(actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s: 
     return [_result(actors, refs, ref, method) for ref in refs]
 
 
+def first(actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s: float) -> int:
+    """Index of a call of `submit` that has ended, waiting for one. Raises: as `call`."""
+    import ray
+
+    ready, _ = ray.wait(list(refs), num_returns=1, timeout=timeout_s, fetch_local=False)
+    if not ready:
+        names = ", ".join(actor._opd_name for actor in actors)
+        raise RunError(f"{names}: `{method}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s)")
+    _result(actors, refs, ready[0], method)
+    return list(refs).index(ready[0])
+
+
 def _result(actors: Sequence[Any], refs: Sequence[Any], ref: Any, method: str) -> Any:
     import ray
 

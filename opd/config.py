@@ -311,6 +311,9 @@ class TeachersConfig(Strict):
     memory: ByteSize = Field("8GiB", validate_default=True, gt=0)
     """Teachers kept in memory by each scoring worker, one read ahead among them, least recently used out; the one in use
     always stays. Engine `vllm` holds one and reads the next from its files."""
+    queue: ByteSize = Field("256MiB", validate_default=True, gt=0)
+    """Scored rows that may wait for the trainer while it overlaps with the teachers (`schedule.overlap`), over all scoring
+    workers, and two more parts of about a mebibyte for each; what the next micro-batch needs is always let in."""
     mask_tokens: dict[Name, list[str]] = {}
     """By expert's name: tokens that it never writes, such as `<think>`. Where the student writes one in a domain of that
     expert, the token carries no loss: the expert has nothing to say about it but "never"."""
@@ -500,7 +503,10 @@ class TrainerConfig(Strict):
 
 class ScheduleConfig(Strict):
     mode: Literal["sync"] = "sync"
-    """`sync`: roll out, score, train, push, one after the other; every sample is exactly on-policy."""
+    """`sync`: every sample is trained by the very weights that wrote it."""
+    overlap: bool | Literal["auto"] = "auto"
+    """Train while teachers still score; the result is the same. `auto`: where they do not share cores, that is if either
+    has GPUs or the teachers are served elsewhere. On the same cores both get slower."""
 
 
 class SyncConfig(Strict):
@@ -668,6 +674,14 @@ class PipelineConfig(Strict):
                 },
             )
         return self
+
+
+def overlaps(config: PipelineConfig) -> bool:
+    """What `schedule.overlap` comes to."""
+    if config.schedule.overlap != "auto":
+        return config.schedule.overlap
+    gpus = config.cluster.trainer_gpus or config.cluster.teacher_gpus
+    return bool(gpus) or config.teachers.engine in ("openai", "flight")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

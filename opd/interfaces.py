@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from opd.evaluation.scores import Evaluation
 from opd.types import Completion, Prompt, PushReport, Rollout, RolloutBatch, StepReport
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetSet:
-    """One step's scored rows, as handles: the driver never touches the hidden states."""
-
-    streams: tuple[Any, ...]
-    """One handle per scoring worker to an Arrow IPC stream (see `opd.stream.schema`)."""
-    heads: Mapping[str, Any]
-    """Content hash of an output head -> handle to the head matrix [V, D], for every head the rows name. A rank fetches
-    what it needs and does not hold."""
-    head_rules: Mapping[str, Any]
-    """Content hash of an output head -> its `LogitRule`."""
-    quarantined: Mapping[str, str]
-    """Sample id -> why its teacher's scores cannot be used; such a sample is not trained."""
-    restarted: tuple[str, ...] = ()
-    """Scoring workers that died and were started again; their rows were scored a second time."""
-    rows: int
-    """Rows of the samples that are not quarantined, over all streams: one for each teacher of a sample."""
+if TYPE_CHECKING:  # it needs pyarrow, which those who only name it do not
+    from opd.stream.targets import TargetStream
 
 
 class PromptSource(Protocol):
@@ -56,14 +39,14 @@ class RolloutEngine(Protocol):
 
 
 class TeacherPool(Protocol):
-    def score(self, rollouts: Sequence[Rollout]) -> TargetSet:
-        """Every rollout scored by the teacher of its domain."""
+    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+        """Have every rollout scored by the teachers of its domain; rows come while they are at it."""
         ...
 
 
 class TargetLog(Protocol):
-    def write(self, step: int, targets: TargetSet) -> Path:
-        """Store a step's streams on disk, whole or not at all."""
+    def record(self, step: int, targets: TargetStream) -> None:
+        """Store a step's parts on disk as they pass, all or none: before the last row is trained, all are there."""
         ...
 
     def prune(self, step: int) -> None:
@@ -72,8 +55,8 @@ class TargetLog(Protocol):
 
 
 class Trainer(Protocol):
-    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetSet) -> StepReport:
-        """One optimiser step over all rows."""
+    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetStream) -> StepReport:
+        """One optimiser step over the rows of all rollouts that are not quarantined; takes every part of `targets`."""
         ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -5,9 +5,10 @@
      in every step)              wrote it)   its domain's    per token)      reverse KL)       probe both sides)
                                              expert)             └──▶ target log
 
-The schedule is synchronous: each phase waits for the one before, so every sample is trained by the very weights that
-wrote it, and on one machine the phases take turns on the same cores. Prompts and seeds are functions of (seed, step):
-the only state of a run is the trainer's weights and optimiser, the step, and the policy version.
+The schedule is synchronous: every sample is trained by the very weights that wrote it. Scored rows stream to the
+trainer, which with `overlap` begins before the last teacher is done; without, the phases take turns on the same cores.
+Either way it is the same arithmetic. Prompts and seeds are functions of (seed, step): the only state of a run is the
+trainer's weights and optimiser, the step, and the policy version.
 
     each step:     take → generate → score → log → train → push
     every K steps: checkpoint; every E steps: evaluate
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opd.interfaces import (
     Checkpoints,
@@ -28,13 +29,15 @@ from opd.interfaces import (
     Reporter,
     RolloutEngine,
     TargetLog,
-    TargetSet,
     TeacherPool,
     Trainer,
     WeightSync,
 )
 from opd.metrics import PhaseClock
 from opd.types import DomainStats, PushReport, RolloutBatch, StepReport
+
+if TYPE_CHECKING:
+    from opd.stream.targets import TargetStream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,8 @@ class Plan:
     checkpoint_every: int
     evaluate_every: int
     """0: not during the merge."""
+    overlap: bool
+    """Train while teachers still score: for those that do not share their cores."""
 
 
 def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> int:
@@ -75,10 +80,11 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
             batch = parts.engine.generate(parts.prompts.take(step), step=step, policy_version=version)
         with clock("score"):
             targets = parts.teachers.score(batch.rollouts)
-            parts.log.write(step, targets)
-        scored = [r for r in batch.rollouts if r.sample_id not in targets.quarantined]
+            parts.log.record(step, targets)
+            if not plan.overlap:
+                targets.collect()
         with clock("train"):
-            trained = parts.trainer.train_step(step, scored, targets)
+            trained = parts.trainer.train_step(step, batch.rollouts, targets)
         with clock("sync"):
             version += 1
             pushed = parts.sync.push(version)
@@ -103,7 +109,7 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
 
 def _record(
     batch: RolloutBatch,
-    targets: TargetSet,
+    targets: TargetStream,
     trained: StepReport,
     pushed: PushReport,
     accuracy: dict[str, float],
@@ -123,6 +129,12 @@ def _record(
         "quarantined_reasons": {**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
         "skipped": trained.skipped,
         **({"restarted": list(targets.restarted)} if targets.restarted else {}),
+        "stream": {
+            "parts": targets.num_parts,
+            "bytes": targets.nbytes,
+            "peak_bytes": trained.peak_bytes,
+            "early_micro_batches": trained.early_micro_batches,
+        },
         "grad_norm": trained.grad_norm,
         "lr": trained.lr,
         "logprob_gap": trained.logprob_gap,

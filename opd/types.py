@@ -184,6 +184,10 @@ class StepReport:
     domains: dict[str, DomainStats]
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
+    early_micro_batches: int = 0
+    """Rounds of micro-batches that the ranks had before the last row was scored."""
+    peak_bytes: int = 0
+    """Most bytes of parts that had come and were not yet trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from experts.adapter import whole_model
 from experts.registry import default_root
 from opd import __version__, checkpoints, loop
 from opd.cluster import ray_session
-from opd.config import PipelineConfig, RegisteredExperts, load_pipeline
+from opd.config import PipelineConfig, RegisteredExperts, load_pipeline, overlaps
 from opd.errors import RunDirError
 from opd.evaluation.evaluator import MERGED, measure_before, measure_experts
 from opd.evaluation.harness import is_task_file
@@ -146,6 +146,7 @@ def _train(
         policy_version=checkpoint.policy_version if checkpoint else 0,
         checkpoint_every=config.checkpoint.every,
         evaluate_every=config.evaluate.every,
+        overlap=overlaps(config),
     )
     with _polite_interrupt(shown) as stop:
         last = loop.run(parts, plan, stop)

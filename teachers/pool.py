@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from opd import cluster
 from opd.config import PipelineConfig, TopKConfig
 from opd.errors import RunError
-from opd.interfaces import TargetSet
 from opd.losses.chunked import LogitRule
 from opd.rollouts.vllm import ENGINE_ENV
+from opd.stream.targets import Expected, TargetStream
 from opd.types import Rollout, Teacher, WeightedTeacher
 from teachers.scorers import ScorerOptions, Server
 from teachers.weights import base_key, weight_key
@@ -19,6 +19,9 @@ from teachers.worker import Group, TeacherWorker
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]
 """Domain -> the teachers that score it."""
+AHEAD = 2
+"""Parts that a worker is asked for before the first of them is taken, so that it never waits for the driver; together
+with `teachers.queue` this bounds the bytes that are scored and not yet trained."""
 
 
 class Pool:
@@ -53,24 +56,26 @@ class Pool:
             self._head_rules[key] = rule
             self._head_owners.setdefault(key, teacher)
 
-    def score(self, rollouts: Sequence[Rollout]) -> TargetSet:
-        """Every rollout scored by the teachers of its domain.
+    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+        """Every rollout scored by the teachers of its domain; the workers begin now. Taking parts raises: RunError if a
+        worker dies twice or misses the deadline.
 
-        Raises: RunError for a domain without a teacher, or if more than `teachers.max_quarantined` of the responses
-        could not be scored (one is always tolerated).
+        Raises: RunError for a domain without a teacher.
         """
         groups = list(self._route(rollouts))
         shares = share_out(groups, len(self._workers))
-        refs, broken, restarted = self._score(shares)
-        refuse_many_broken(broken, len(rollouts), self._max_quarantined)
-        keys = sorted({self._head_keys[weight_key(teacher)] for teacher, _, _ in groups}) if self._sends_heads else []
-        return TargetSet(
-            streams=tuple(refs),
-            heads={key: self.head_handle(key) for key in keys},
-            head_rules={key: self._head_rules[key] for key in keys},
-            quarantined=broken,
+        restarted: list[str] = []
+        asked = [self._begin(index, share) for index, share in enumerate(shares)]
+        heads = {t.name: self._head_keys[weight_key(t)] for t, _, _ in groups} if self._sends_heads else {}
+        return TargetStream(
+            self._source(shares, asked, restarted),
+            rollouts,
+            expected_rows({r.domain for r in rollouts}, self._routes, heads),
+            kind=(self._options.dtype, self._options.payload),
+            max_quarantined=self._max_quarantined,
+            heads={key: self.head_handle(key) for key in sorted(set(heads.values()))},
+            head_rules={key: self._head_rules[key] for key in sorted(set(heads.values()))},
             restarted=restarted,
-            rows=rows_wanted(rollouts, self._routes, broken),
         )
 
     def head_of(self, teacher: Teacher) -> tuple[str, LogitRule]:
@@ -87,18 +92,20 @@ class Pool:
         """Handle to a head, which is read from its teacher's weights when it is fetched. Raises: KeyError."""
         return cluster.Remote(self._workers[0], "head", (self._head_owners[key],), self._timeout_s)
 
-    def _score(self, shares: Sequence[Sequence[Group]]) -> tuple[list[Any], dict[str, str], tuple[str, ...]]:
-        """Streams, what could not be scored, and the workers that had to be started again, each at most once.
+    def _source(
+        self, shares: Sequence[Sequence[Group]], asked: list[deque[Any]], restarted: list[str]
+    ) -> Iterator[Any]:
+        """Handles to the parts of all workers as they come; `asked`: by worker, its answers that are on their way.
 
-        Raises: RunError if a worker dies twice or misses the deadline.
+        A worker that dies is started again, once, and scores its share anew; the parts that had come are left out.
         """
-        refs = cluster.submit(self._workers, "score", [[share] for share in shares])
-        restarted: list[str] = []
-        while True:
+        came, skip = [0] * len(shares), [0] * len(shares)
+        while any(asked):
+            # Who gave least comes first, so that no share falls behind while the trainer holds the others up.
+            busy = sorted((index for index, refs in enumerate(asked) if refs), key=lambda index: came[index])
+            workers, refs = [self._workers[i] for i in busy], [asked[i][0] for i in busy]
             try:
-                cluster.wait(self._workers, refs, "score", timeout_s=self._timeout_s)
-                parts = cluster.call(self._workers, "broken", [[]] * len(self._workers), timeout_s=self._timeout_s)
-                return refs, {i: why for part in parts for i, why in part.items()}, tuple(restarted)
+                index = busy[cluster.first(workers, refs, "next_part", timeout_s=self._timeout_s)]
             except cluster.WorkerDied as error:
                 index = self._workers.index(error.actor)
                 if self._stopped or _name(index) in restarted:
@@ -108,8 +115,22 @@ class Pool:
                 if self._stopped:  # just now, and perhaps before this worker was in the list
                     cluster.kill([self._workers[index]])
                     raise
-                # All of its rows: a stream is whole or it is nothing, so none of them is in the step twice.
-                (refs[index],) = cluster.submit([self._workers[index]], "score", [[shares[index]]])
+                asked[index] = self._begin(index, shares[index])
+                came[index], skip[index] = 0, came[index]
+                continue
+            ref = asked[index].popleft()
+            if cluster.fetch(ref) is None:
+                asked[index].clear()
+                continue
+            asked[index] += cluster.submit([self._workers[index]], "next_part", [[]])
+            came[index] += 1
+            if came[index] > skip[index]:
+                yield ref
+
+    def _begin(self, index: int, share: Sequence[Group]) -> deque[Any]:
+        worker = self._workers[index]
+        cluster.submit([worker], "begin", [[share, index]])
+        return deque(ref for _ in range(AHEAD) for ref in cluster.submit([worker], "next_part", [[]]))
 
     def _spawn(self, index: int) -> Any:
         return cluster.spawn(
@@ -138,19 +159,12 @@ def refuse_unknown_domains(rollouts: Sequence[Rollout], routes: Routes) -> None:
         raise RunError(f"no teacher for domain {unknown[0]!r}; teachers serve {', '.join(sorted(routes))}")
 
 
-def rows_wanted(rollouts: Sequence[Rollout], routes: Routes, broken: Mapping[str, str]) -> int:
-    """As `TargetSet.rows`: one for each teacher of each sample that is not in `broken`."""
-    return sum(len(routes[r.domain]) for r in rollouts if r.sample_id not in broken)
-
-
-def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: float) -> None:
-    """Raises: RunError if more than `max_share` of the responses could not be scored; one always may."""
-    if len(broken) > max(1, max_share * num_rollouts):
-        sample_id, why = next(iter(broken.items()))
-        raise RunError(
-            f"{len(broken)} of {num_rollouts} responses could not be scored, first {sample_id}: {why}; "
-            f"teachers.max_quarantined is {max_share}"
-        )
+def expected_rows(domains: Collection[str], routes: Routes, heads: Mapping[str, str]) -> dict[str, dict[str, Expected]]:
+    """Domain -> teacher -> what its rows must say; `heads`: teacher -> content hash, empty where none are sent."""
+    return {
+        domain: {a.teacher.name: Expected(weight=a.weight, head=heads.get(a.teacher.name, "")) for a in routes[domain]}
+        for domain in sorted(domains)
+    }
 
 
 def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
@@ -175,7 +189,8 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
 def share_out(groups: Sequence[Group], workers: int) -> list[list[Group]]:
     """All groups of a teacher to one worker, most tokens first to the worker with the fewest.
 
-    In a share, teachers of one base lie side by side, so that the base is put in place once.
+    A share keeps the order of the groups, which is that of the trainer's micro-batches, but for this: groups of one
+    teacher and teachers of one base lie side by side, so that each is put in place once.
     """
     by_teacher: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -184,10 +199,14 @@ def share_out(groups: Sequence[Group], workers: int) -> list[list[Group]]:
         key: sum(len(r.prompt_ids) + len(r.response_ids) for _, _, rows in mine for r in rows)
         for key, mine in by_teacher.items()
     }
-    shares: list[list[Group]] = [[] for _ in range(workers)]
+    shares: list[set[str]] = [set() for _ in range(workers)]
     loads = [0] * workers
     for key in sorted(by_teacher, key=lambda k: (-sizes[k], k)):
         worker = loads.index(min(loads))
-        shares[worker] += by_teacher[key]
+        shares[worker].add(key)
         loads[worker] += sizes[key]
-    return [sorted(share, key=lambda group: base_key(group[0])) for share in shares]
+    by_base: dict[str, list[str]] = defaultdict(list)
+    for key, mine in by_teacher.items():
+        by_base[base_key(mine[0][0])].append(key)
+    order = [key for keys in by_base.values() for key in keys]
+    return [[group for key in order if key in share for group in by_teacher[key]] for share in shares]

@@ -8,7 +8,7 @@ import numpy as np
 
 from opd.losses.chunked import LogitRule
 from opd.stream.heads import head_array
-from opd.stream.schema import TargetRow, write_stream
+from opd.stream.schema import TargetRow, write_parts
 from opd.types import Rollout, Teacher
 from teachers.probe import check_probe
 from teachers.scorers import ScorerOptions, make_scorer
@@ -18,12 +18,15 @@ Group = tuple[Teacher, float, tuple[Rollout, ...]]
 
 
 class TeacherWorker:
-    """Scores groups of rows, one teacher after the other, while the next one is read ahead."""
+    """Scores groups of rows, one teacher after the other, while the next one is read ahead.
+
+    It scores when it is asked for a part and not before: who asks decides how far it may be ahead.
+    """
 
     def __init__(self, engine: str, options: ScorerOptions) -> None:
         self._options = options
         self._scorer = make_scorer(engine, options)
-        self._broken: dict[str, str] = {}
+        self._parts: Iterator[np.ndarray] = iter(())
 
     def describe(self, teacher: Teacher) -> tuple[str, LogitRule]:
         """Content hash and logit rule of the teacher's head; asking for them also proves that the teacher can be used:
@@ -39,20 +42,26 @@ class TeacherWorker:
         """[V, D] the head, for the object store."""
         return head_array(self._scorer.head(teacher))
 
-    def score(self, groups: Sequence[Group]) -> np.ndarray:
-        """One Arrow stream (bytes as uint8) with all rows of all groups that could be scored."""
-        self._broken = {}
-        stream = write_stream(self._rows(groups), self._options.dtype, self._options.payload)
-        return np.frombuffer(stream, dtype=np.uint8)
+    def begin(self, groups: Sequence[Group], worker: int) -> None:
+        """Take these groups' rows as the next step's; `next_part` scores them. `worker` numbers this one in the step."""
+        self._parts = self._make_parts(groups, worker)
 
-    def broken(self) -> dict[str, str]:
-        """Sample id -> why the last `score` left it out."""
-        return self._broken
+    def next_part(self) -> np.ndarray | None:
+        """One Arrow stream (bytes as uint8) with the rows that follow, scored now; None after the last part."""
+        return next(self._parts, None)
 
-    def _rows(self, groups: Sequence[Group]) -> Iterator[list[TargetRow]]:
+    def _make_parts(self, groups: Sequence[Group], worker: int) -> Iterator[np.ndarray]:
+        broken: dict[str, str] = {}
+        names = [teacher.name for teacher, _, _ in groups]
+        rows = self._rows(groups, broken)
+        options = self._options
+        for part in write_parts(rows, options.dtype, options.payload, worker=worker, broken=broken, teachers=names):
+            yield np.frombuffer(part, dtype=np.uint8)
+
+    def _rows(self, groups: Sequence[Group], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         following = [group[0] for group in groups[1:]] + [None]
         for (teacher, weight, rollouts), upcoming in zip(groups, following, strict=False):
-            batches = self._scorer.score(teacher, rollouts, self._broken)
+            batches = self._scorer.score(teacher, rollouts, broken)
             if upcoming is not None:
                 self._scorer.prefetch(upcoming)
             for rows in batches:

@@ -17,6 +17,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from opd.stream.schema import TargetRow
+    from opd.stream.targets import TargetStream
+
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<unk>"]
 CHARACTERS = [*string.ascii_lowercase, *string.ascii_uppercase, *string.digits, " ", *"=,+-.:<>?"]
 CHAT_TEMPLATE = (
@@ -125,6 +128,22 @@ def build_certificate(root: Path) -> tuple[Path, Path]:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """PEM files of a certificate for localhost and its key."""
     return build_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def _rows_of(targets: TargetStream) -> list[TargetRow]:
+    from opd import cluster
+    from opd.stream.schema import read_stream
+
+    rows: list[TargetRow] = []
+    while (part := targets.take()) is not None:
+        rows += read_stream(memoryview(cluster.fetch(part.handle))).rows
+    return rows
+
+
+@pytest.fixture(scope="session")
+def rows_of() -> Callable[[TargetStream], list[TargetRow]]:
+    """rows_of(targets): every row of a step, once all are scored."""
+    return _rows_of
 
 
 @pytest.fixture(scope="session")

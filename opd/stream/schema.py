@@ -1,8 +1,10 @@
 """The Arrow schema of a scored row, its writer and its checking reader. Needs pyarrow only.
 
-A stream is: schema (version, payload, dtype) → row batches, the last of which says in its metadata how many rows and
-batches the stream has. Arrow ends a stream that was cut between two batches without an error, so the reader insists on
-that end-of-step record. No extension types: nothing in a stream is ever unpickled.
+A scoring worker sends its rows of a step in parts, each as soon as it is scored; every part is a stream of its own:
+schema (version, payload, dtype) → row batches, the last of which says in its metadata how many rows and batches there
+are, which part this is, and, if it is the worker's last, how many rows each teacher gave. Arrow ends a stream that was
+cut between two batches without an error, so the reader insists on that record. No extension types: nothing in a stream
+is ever unpickled.
 
 Every byte beside the payload counts, since rows are many and some are short: a payload has only its own columns, what
 is equal in all rows of a group is a dictionary entry, and the small batches of a scorer travel as one.
@@ -10,19 +12,25 @@ is equal in all rows of a group is a dictionary entry, and the small batches of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 
 import pyarrow as pa
+from pydantic import TypeAdapter, ValidationError
 
 from opd.errors import RunError
 
-VERSION = "2"
+VERSION = "3"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 BATCH_ROWS = 256
 BATCH_BYTES = 64 << 20
 """A batch of so many rows, or of so large a payload, is written: Arrow's 1.3 kB for each are little beside it."""
+PART_ROWS = 256
+PART_BYTES = 4 << 20
+"""A part leaves with the scorer's batch that brings it to so many rows or bytes of payload: soon, and yet the 2 kB that
+each part has of its own are little beside it."""
 
 
 def _fields(group: Sequence[tuple[str, pa.DataType]], payload: Sequence[tuple[str, pa.DataType]]) -> pa.Schema:
@@ -105,6 +113,24 @@ class TargetRow:
         return self if weight == self.weight else replace(self, weight=weight)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRecord:
+    """What a worker says at the end of each part about the step, beside the part's rows."""
+
+    worker: int = 0
+    """Which of the step's scoring workers."""
+    number: int = 0
+    """Place among that worker's parts of the step, from 0. The same rows make the same parts, so a part that comes
+    again after a restart is known by these two."""
+    broken: Mapping[str, str] = field(default_factory=dict)
+    """Sample id -> why its teacher's scores cannot be used; those since the part before."""
+    teachers: Mapping[str, int] | None = None
+    """The end of the step, in the worker's last part only: teacher -> rows that the worker sent."""
+
+
+_PART_RECORD = TypeAdapter(PartRecord)
+
+
 def stream_schema(dtype: str, payload: str) -> pa.Schema:
     """The schema with this stream's metadata; `dtype` is that of the hidden states."""
     assert dtype in DTYPE_BYTES, dtype
@@ -114,8 +140,13 @@ def stream_schema(dtype: str, payload: str) -> pa.Schema:
     )
 
 
-def write_stream(batches: Iterable[Sequence[TargetRow]], dtype: str, payload: str = "hidden_states") -> pa.Buffer:
-    """Encode rows, and the end-of-step record, as one Arrow IPC stream; batches that came small are joined."""
+def write_stream(
+    batches: Iterable[Sequence[TargetRow]],
+    dtype: str,
+    payload: str = "hidden_states",
+    part: PartRecord = PartRecord(),
+) -> pa.Buffer:
+    """Encode one part as one Arrow IPC stream; batches that came small are joined."""
     sink = pa.BufferOutputStream()
     schema = stream_schema(dtype, payload)
     num_rows = num_batches = size = 0
@@ -128,10 +159,47 @@ def write_stream(batches: Iterable[Sequence[TargetRow]], dtype: str, payload: st
                 num_batches += 1
                 pending, size = [], 0
             pending += rows
-            size += sum(len(r.hidden) + 4 * len(r.teacher_logprobs) + 8 * len(r.topk_ids) for r in rows)
-        end = {"opd.end": "1", "opd.rows": str(num_rows + len(pending)), "opd.batches": str(num_batches + 1)}
+            size += _payload_bytes(rows)
+        end = {
+            "opd.end": json.dumps(asdict(part), separators=(",", ":")),
+            "opd.rows": str(num_rows + len(pending)),
+            "opd.batches": str(num_batches + 1),
+        }
         writer.write_batch(_encode(pending, schema), custom_metadata=end)
     return sink.getvalue()
+
+
+def write_parts(
+    batches: Iterable[Sequence[TargetRow]],
+    dtype: str,
+    payload: str,
+    *,
+    worker: int,
+    broken: dict[str, str],
+    teachers: Iterable[str],
+) -> Iterator[pa.Buffer]:
+    """A worker's step as parts, each as soon as its last batch was scored; the last one, which may hold no row, ends it.
+
+    `broken` is what the scorer fills, and is emptied into each part; `teachers` are those whose rows are counted.
+    """
+    counts = dict.fromkeys(teachers, 0)
+    rows: list[TargetRow] = []
+    number = 0
+    for batch in batches:
+        rows += batch
+        for row in batch:
+            counts[row.teacher] += 1
+        if len(rows) >= PART_ROWS or _payload_bytes(rows) >= PART_BYTES:
+            yield write_stream([rows], dtype, payload, PartRecord(worker=worker, number=number, broken=broken))
+            broken.clear()
+            rows, number = [], number + 1
+    end = PartRecord(worker=worker, number=number, broken=broken, teachers=counts)
+    yield write_stream([rows], dtype, payload, end)
+
+
+def _payload_bytes(rows: Sequence[TargetRow]) -> int:
+    """What the teacher's answers take on the wire."""
+    return sum(len(r.hidden) + 4 * len(r.teacher_logprobs) + 8 * len(r.topk_ids) for r in rows)
 
 
 def _encode(rows: Sequence[TargetRow], schema: pa.Schema) -> pa.RecordBatch:
@@ -153,25 +221,26 @@ def _encode_groups(rows: Sequence[TargetRow], kind: pa.DictionaryType) -> pa.Dic
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A stream that was read to its end-of-step record."""
+    """A part that was read to its end."""
 
     dtype: str
     payload: str
     rows: tuple[TargetRow, ...]
+    part: PartRecord = PartRecord()
 
 
 def read_stream(source: pa.Buffer | bytes | memoryview) -> Stream:
-    """Decode and check one stream; hidden states stay views into `source`.
+    """Decode and check one part; hidden states stay views into `source`.
 
     Raises: StreamError if the version differs, the stream was cut, or a row's lengths disagree.
     """
     try:
         with pa.ipc.open_stream(source) as reader:
             dtype, payload = _check_schema(reader.schema)
-            rows = tuple(_read_rows(reader, DTYPE_BYTES[dtype], payload))
+            rows, part = _read_rows(reader, DTYPE_BYTES[dtype], payload)
     except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: text that is not UTF-8
         raise StreamError(f"target stream: not a whole Arrow stream: {error}") from None
-    return Stream(dtype, payload, rows)
+    return Stream(dtype, payload, tuple(rows), part)
 
 
 def _check_schema(schema: pa.Schema) -> tuple[str, str]:
@@ -192,8 +261,9 @@ def _check_schema(schema: pa.Schema) -> tuple[str, str]:
     return dtype, payload
 
 
-def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int, payload: str) -> Iterator[TargetRow]:
-    num_rows = num_batches = 0
+def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int, payload: str) -> tuple[list[TargetRow], PartRecord]:
+    rows: list[TargetRow] = []
+    num_batches = 0
     widths: set[int] = set()
     end: dict[str, str] | None = None
     while end is None:
@@ -204,18 +274,28 @@ def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int, payload: str) 
         _check_batch(batch)
         for row in _rows_of(batch):
             _check_lengths(row, itemsize, payload, widths)
-            yield row
-        num_rows += batch.num_rows
+            rows.append(row)
         num_batches += 1
         if metadata is not None and b"opd.end" in metadata:
             end = {k.decode(): v.decode() for k, v in metadata.items()}
     if end is None:
-        raise StreamError(f"target stream: ends after {num_rows} rows without its end-of-step record: it was cut")
+        raise StreamError(f"target stream: ends after {len(rows)} rows without its end record: it was cut")
     promised = (end.get("opd.rows"), end.get("opd.batches"))
-    if promised != (str(num_rows), str(num_batches)):
+    if promised != (str(len(rows)), str(num_batches)):
         raise StreamError(
-            f"target stream: {num_rows} rows in {num_batches} batches, its end-of-step record says {promised[0]} in {promised[1]}"
+            f"target stream: {len(rows)} rows in {num_batches} batches, its end record says {promised[0]} in {promised[1]}"
         )
+    return rows, _part_record(end["opd.end"])
+
+
+def _part_record(text: str) -> PartRecord:
+    """Raises: StreamError for anything but what `write_stream` writes."""
+    try:
+        return _PART_RECORD.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise StreamError(
+            f"target stream: its end record is broken: {error.errors()[0]['msg']}: {text[:200]}"
+        ) from None
 
 
 def _check_batch(batch: pa.RecordBatch) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opd import cluster
-from opd.config import PipelineConfig
-from opd.interfaces import TargetSet
+from opd.config import PipelineConfig, SampledConfig
+from opd.stream.targets import TargetStream
+from opd.train.feed import Feed
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import learning_rate
@@ -24,6 +27,9 @@ class DeepSpeedTrainer:
         self._normalize = config.objective.normalize
         self._domain_weights = {name: domain.loss_weight for name, domain in config.domains.items()}
         self._timeout_s = config.cluster.phase_timeout_s
+        self._queue_bytes = config.teachers.queue
+        # A baseline is a mean over the step's other responses.
+        self._all_first = isinstance(config.objective, SampledConfig) and config.objective.baseline != "none"
         options = _rank_options(config, vocab_size)
         env = cluster.worker_env(config.trainer.ranks)
         if not config.cluster.trainer_gpus:
@@ -46,29 +52,62 @@ class DeepSpeedTrainer:
         """Block until every rank holds its shard. Raises: RunError past the deadline."""
         cluster.wait(self._ranks, self._starting, "start", timeout_s=self._start_timeout_s)
 
-    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetSet) -> StepReport:
-        """One optimiser step over all rows; skipped, and said so, if no token is trained."""
+    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetStream) -> StepReport:
+        """One optimiser step over all rows; skipped, and said so, if no token is trained.
+
+        Weights are those of all rollouts, so that training can begin before it is known which cannot be scored. These
+        give no gradient, and the optimiser divides by the share that is left: the loss is a mean over what was scored.
+        """
         lr = learning_rate(step, self._config)
+        skipped = StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
         weights = row_weights(rollouts, self._normalize, self._domain_weights)
         if not weights:
-            return StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
+            targets.collect()
+            return skipped
         sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
         plan = plan_micro_batches(sizes, len(self._ranks), self._config.micro_batch_tokens)
+        self._begin(step, lr, plan, weights, targets)
+        feed = Feed(targets, plan, queue_bytes=self._queue_bytes, all_first=self._all_first)
+        running: deque[tuple[int, list[Any]]] = deque()
+
+        def finish_oldest() -> bool:
+            if not running:
+                return False
+            index, refs = running.popleft()
+            cluster.wait(self._ranks, refs, "accumulate", timeout_s=self._timeout_s)
+            feed.trained(index)
+            return True
+
+        for index in range(len(plan[0])):
+            handles = feed.parts(index, finish_oldest)
+            left_out = frozenset(targets.quarantined)
+            if index == len(plan[0]) - 1 and not _scored_share(rollouts, weights, left_out):
+                return skipped
+            running.append((index, self._submit("accumulate", [[index, left_out, *handles]] * len(self._ranks))))
+        while finish_oldest():
+            pass
+        share = _scored_share(rollouts, weights, targets.quarantined)
+        results = self._call("finish_step", [[share]] * len(self._ranks))
+        return replace(_report(step, lr, results), early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
+
+    def _begin(
+        self,
+        step: int,
+        lr: float,
+        plan: Sequence[Sequence[Sequence[str]]],
+        weights: Mapping[str, float],
+        targets: TargetStream,
+    ) -> None:
         works = [
             RankWork(
                 step=step,
                 lr=lr,
                 micro_batches=tuple(map(tuple, part)),
                 weights={i: weights[i] for ids in part for i in ids},
-                left_out=frozenset(targets.quarantined),
-                total_rows=targets.rows,
             )
             for part in plan
         ]
-        rules = {key: targets.head_rules[key] for key in targets.heads}
-        return _report(
-            step, lr, self._call("train_step", [[work, rules, dict(targets.heads), *targets.streams] for work in works])
-        )
+        self._submit("begin_step", [[work, dict(targets.head_rules), dict(targets.heads)] for work in works])
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._call("logprobs", [[token_ids]] * len(self._ranks))[0]
@@ -81,6 +120,9 @@ class DeepSpeedTrainer:
 
     def load(self, path: Path) -> None:
         self._call("load", [[path]] * len(self._ranks))
+
+    def _submit(self, method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
+        return cluster.submit(self._ranks, method, argument_lists)
 
     def _call(self, method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
         return cluster.call(self._ranks, method, argument_lists, timeout_s=self._timeout_s)
@@ -102,6 +144,13 @@ def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         head_memory_bytes=trainer.head_memory,
         timeout_s=config.cluster.phase_timeout_s,
     )
+
+
+def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], left_out: Collection[str]) -> float:
+    """How much of the weight of all trained tokens is on those that were scored, 0..1; exactly 1 if nothing is left out."""
+    if not left_out:
+        return 1.0
+    return sum(weights[r.sample_id] * sum(r.loss_mask) for r in rollouts if r.sample_id not in left_out)
 
 
 def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:

@@ -20,7 +20,8 @@ def plan_micro_batches(rows: Sequence[RowSize], ranks: int, micro_batch_tokens: 
     """[rank][micro-batch] -> sample ids. Every rank gets the same number of micro-batches, some perhaps empty.
 
     ZeRO-3 gathers parameters in every forward, so ranks must run in step. Rows are dealt out longest first to the rank
-    with the fewest tokens, then ordered by domain, hence by teacher, so that a micro-batch touches few heads.
+    with the fewest tokens, then put into the order in which teachers score: by domain, the shortest first. So the first
+    micro-batches can be trained while the last teachers score, and each touches few heads.
     """
     shares: list[list[RowSize]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -29,7 +30,7 @@ def plan_micro_batches(rows: Sequence[RowSize], ranks: int, micro_batch_tokens: 
         shares[rank].append(row)
         loads[rank] += row.length
     num = max(1, -(-max(loads) // micro_batch_tokens))
-    return [_split(sorted(share, key=lambda r: (r.domain, r.sample_id)), num) for share in shares]
+    return [_split(sorted(share, key=lambda r: (r.domain, r.length, r.sample_id)), num) for share in shares]
 
 
 def _split(rows: Sequence[RowSize], num: int) -> list[list[str]]:

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import socket
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,10 +24,10 @@ from opd.errors import RunError
 from opd.losses import build_objective
 from opd.losses.chunked import LogitRule
 from opd.stream.heads import Head, head_tensor
-from opd.stream.schema import read_stream
+from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import (
     HiddenRun,
-    Scored,
+    MicroBatch,
     gather_samples,
     leave_one_out,
     micro_batch,
@@ -73,10 +73,6 @@ class RankWork:
     """Sample ids of each micro-batch; every rank has the same number of them."""
     weights: Mapping[str, float]
     """Sample id -> weight of each of its trained tokens in the loss; over all ranks they make it a mean."""
-    left_out: frozenset[str]
-    """Samples that one of their teachers could not score: rows that its other teachers sent do not count."""
-    total_rows: int
-    """Rows over all streams of the step, one for each teacher of a sample; fewer means that something was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,38 +113,52 @@ class TrainerRank:
         self._engine = _start_engine(self._options)
         self._device = self._engine.device
 
-    def train_step(
-        self, work: RankWork, head_rules: Mapping[str, LogitRule], head_handles: Mapping[str, Any], *streams: np.ndarray
-    ) -> RankResult:
-        """Accumulate gradients over the micro-batches, then step once. Raises: RunError on a non-finite gradient.
-
-        The streams are arguments of their own, because that is what Ray hands over as views into shared memory; heads
-        are fetched when a micro-batch needs them.
-        """
+    def begin_step(self, work: RankWork, head_rules: Mapping[str, LogitRule], head_handles: Mapping[str, Any]) -> None:
+        """Take a step's work; heads are fetched when a micro-batch needs them."""
         wants_baseline = getattr(self._options.objective, "baseline", "none") != "none"
-        stream = _select(work, streams, wants_baseline)
+        self._step = _Step(work, head_rules, head_handles, wants_baseline)
+
+    def accumulate(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
+        """Add the gradients of the step's micro-batch `index`; all ranks do at the same time.
+
+        `parts` are streams that came since the last call; arguments of their own, because that is what Ray hands over
+        as views into shared memory. `left_out` could not be scored by one of their teachers: what the others sent does
+        not count. Raises: RunError if rows are missing.
+        """
+        step = self._step
+        step.receive(parts)
+        ids = [i for i in step.work.micro_batches[index] if i not in left_out]
+        batch = step.micro_batch(ids, left_out)
+        # Each once: a head that several runs share would be fetched again where others drove it out.
+        needed = dict.fromkeys(key for run in batch.runs if isinstance(run, HiddenRun) for key in run.heads)
+        heads = {key: self._head(key, step.head_handles, step.head_rules) for key in needed}
+        # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
+        weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
+        self._engine.set_gradient_accumulation_boundary(index == len(step.work.micro_batches) - 1)
+        scaled_N = (weight_N * self._options.world_size).to(self._device)
+        loss, stats = self._engine(_to(batch, self._device), heads, scaled_N)
+        self._engine.backward(loss)
+        step.totals.add(batch, weight_N, _to(stats, torch.device("cpu")))
+
+    def finish_step(self, share: float) -> RankResult:
+        """Step the optimiser with the accumulated gradients, divided by the share of the weights that was scored.
+
+        Raises: RunError on a non-finite gradient.
+        """
+        work, totals = self._step.work, self._step.totals
+        del self._step
         for group in self._engine.optimizer.param_groups:
             group["lr"] = work.lr
-        totals = Totals()
-        for index, ids in enumerate(work.micro_batches):
-            batch = micro_batch([stream.samples[i] for i in ids], stream.payload, stream.dtype, stream.baselines)
-            # Each once: a head that several runs share would be fetched again where others drove it out.
-            needed = dict.fromkeys(key for run in batch.runs if isinstance(run, HiddenRun) for key in run.heads)
-            heads = {key: self._head(key, head_handles, head_rules) for key in needed}
-            # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
-            weight_N = token_weights(batch, [work.weights[i] for i in ids])
-            self._engine.set_gradient_accumulation_boundary(index == len(work.micro_batches) - 1)
-            scaled_N = (weight_N * self._options.world_size).to(self._device)
-            loss, stats = self._engine(_to(batch, self._device), heads, scaled_N)
-            self._engine.backward(loss)
-            totals.add(batch, weight_N, _to(stats, torch.device("cpu")))
+        if share != 1 or self._engine.optimizer.custom_loss_scaler:
+            # What DeepSpeed divides gradients by before it clips them; it is 1 without loss scaling.
+            self._engine.optimizer.override_loss_scale(share)
         self._engine.step()
         grad_norm = float(self._engine.get_global_grad_norm())
         if not math.isfinite(grad_norm):
             raise RunError(
                 f"step {work.step}: gradient norm {grad_norm}: the student's weights or the learning rate broke"
             )
-        return RankResult(loss=totals.loss, grad_norm=grad_norm, domains=totals.domains)
+        return RankResult(loss=totals.loss / share, grad_norm=grad_norm, domains=totals.domains)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, from the current weights."""
@@ -264,34 +274,49 @@ def _writing(path: Path) -> Iterator[None]:
         raise RunError(f"{path}: could not be written: {error}; what was finished before is intact") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """The samples of a step."""
+class _Step:
+    """A step under way: its work, and the rows that came and were not yet trained."""
 
-    samples: Mapping[str, Scored]
-    baselines: Mapping[str, float] | None
-    payload: str
-    dtype: torch.dtype
+    def __init__(
+        self,
+        work: RankWork,
+        head_rules: Mapping[str, LogitRule],
+        head_handles: Mapping[str, Any],
+        wants_baseline: bool,
+    ) -> None:
+        self.work = work
+        self.head_rules = head_rules
+        self.head_handles = head_handles
+        self.totals = Totals()
+        self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
+        self._wants_baseline = wants_baseline
+        self._baselines: Mapping[str, float] | None = None
+        self._rows: dict[str, list[TargetRow]] = defaultdict(list)
+        self._kind: tuple[str, str] = ("hidden_states", "float32")
 
+    def receive(self, parts: Sequence[np.ndarray]) -> None:
+        """Keep the rows of this rank; of all ranks if a baseline over the whole step is wanted: the update must not
+        depend on how many ranks there are."""
+        import pyarrow as pa
 
-def _select(work: RankWork, arrays: Sequence[np.ndarray], wants_baseline: bool) -> _Stream:
-    """This rank's samples of a step by id. Raises: RunError if rows are missing."""
-    import pyarrow as pa
+        for part in parts:
+            stream = read_stream(pa.py_buffer(part))
+            self._kind = stream.payload, stream.dtype
+            for row in stream.rows:
+                if self._wants_baseline or row.sample_id in self._mine:
+                    self._rows[row.sample_id].append(row)
 
-    decoded = [read_stream(pa.py_buffer(s)) for s in arrays]
-    rows = [row for stream in decoded for row in stream.rows if row.sample_id not in work.left_out]
-    if len(rows) != work.total_rows:
-        raise RunError(f"step {work.step}: {len(rows)} scored rows arrived, wanted {work.total_rows}")
-    samples = gather_samples(rows)
-    mine = {sample_id for ids in work.micro_batches for sample_id in ids}
-    if mine - set(samples):
-        raise RunError(f"step {work.step}: no teacher scored {sorted(mine - set(samples))[:3]}")
-    kinds = {(s.payload, s.dtype) for s in decoded}
-    assert len(kinds) == 1, kinds
-    payload, dtype = kinds.pop()
-    # Over the whole step, not this rank's part of it: the update must not depend on the number of ranks.
-    baselines = leave_one_out(samples) if wants_baseline else None
-    return _Stream(samples, baselines, payload, getattr(torch, dtype))
+    def micro_batch(self, ids: Sequence[str], left_out: Collection[str]) -> MicroBatch:
+        """The tensors of these samples, which are forgotten. Raises: RunError if rows of theirs are missing."""
+        missing = sorted(set(ids) - set(self._rows))
+        if missing:
+            raise RunError(f"step {self.work.step}: no teacher scored {missing[:3]}")
+        if self._wants_baseline and self._baselines is None:
+            whole = gather_samples(row for i, rows in self._rows.items() if i not in left_out for row in rows)
+            self._baselines = leave_one_out(whole)
+        samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
+        payload, dtype = self._kind
+        return micro_batch([samples[i] for i in ids], payload, getattr(torch, dtype), self._baselines)
 
 
 def _to(batch: Any, device: torch.device) -> Any:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+from blake3 import blake3
 from pyarrow import flight
 
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.interfaces import TargetSet
 from opd.losses.chunked import LogitRule
 from opd.stream.heads import head_key, head_tensor
 from opd.stream.schema import VERSION as STREAM_VERSION
-from opd.stream.schema import StreamError, TargetRow, read_stream
+from opd.stream.targets import TargetStream
 from opd.types import Rollout
 from teachers.flight.access import read_roots, read_token
 from teachers.flight.protocol import (
@@ -32,7 +33,7 @@ from teachers.flight.protocol import (
     parse,
     rollout_batches,
 )
-from teachers.pool import Routes, refuse_many_broken, refuse_unknown_domains, rows_wanted, scorer_options
+from teachers.pool import Routes, expected_rows, refuse_unknown_domains, scorer_options
 
 RETRY_WAITS_S = (1.0, 4.0)
 """Pauses between the attempts when the server cannot be reached or the connection breaks."""
@@ -82,29 +83,31 @@ class FlightPool:
                 head_V_D = self._ask("head", self._start_timeout_s, partial(self._head, key))
                 self._heads[key] = cluster.put(head_V_D)
 
-    def score(self, rollouts: Sequence[Rollout]) -> TargetSet:
-        """Every rollout scored by the teachers of its domain.
+    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+        """Every rollout scored by the teachers of its domain; asked when the first part is taken.
 
-        Raises: RunError for a domain without a teacher, an answer that is not exactly what was asked, a server that
-        refuses or stays away, or more than `teachers.max_quarantined` responses that could not be scored.
+        Taking parts raises: RunError for an answer that is not exactly what was asked, or a server that refuses or
+        stays away. Raises: RunError for a domain without a teacher.
         """
         refuse_unknown_domains(rollouts, self._routes)
-        streams, reply = self._ask("score", self._timeout_s, partial(self._score, rollouts))
-        self._check(rollouts, streams, reply)
-        refuse_many_broken(reply.quarantined, len(rollouts), self._max_quarantined)
-        keys = sorted({self._served[r.domain, a.teacher.name].head for r in rollouts for a in self._routes[r.domain]})
-        return TargetSet(
-            streams=tuple(cluster.put(stream) for stream in streams),
-            heads={key: self._heads[key] for key in keys if key in self._heads},
-            head_rules={key: self._head_rules[key] for key in keys if key in self._heads},
-            quarantined=reply.quarantined,
-            rows=reply.rows,
+        domains = {r.domain for r in rollouts}
+        heads = {a.teacher.name: self._served[d, a.teacher.name].head for d in domains for a in self._routes[d]}
+        keys = sorted(set(heads.values()) & set(self._heads))
+        return TargetStream(
+            (cluster.put(raw) for raw in self._parts(rollouts)),
+            rollouts,
+            expected_rows(domains, self._routes, heads if self._options.payload == "hidden_states" else {}),
+            kind=(self._options.dtype, self._options.payload),
+            max_quarantined=self._max_quarantined,
+            heads={key: self._heads[key] for key in keys},
+            head_rules={key: self._head_rules[key] for key in keys},
+            who=str(self),
         )
 
     def __str__(self) -> str:
         return f"teachers at {self._address}"
 
-    # The three questions
+    # The questions
 
     def _hello(self, options: Any) -> Hello:
         (result,) = self._client.do_action(flight.Action("hello", b""), options)
@@ -113,7 +116,7 @@ class FlightPool:
     def _head(self, key: str, options: Any) -> np.ndarray:
         reader = self._client.do_get(flight.Ticket(key.encode()), options)
         meta = {k.decode(): v.decode() for k, v in (reader.schema.metadata or {}).items()}
-        pieces = [_piece(chunk.data)[1] for chunk in reader]
+        pieces = [_piece(chunk.data) for chunk in reader]
         wanted = HEAD_DTYPES[self._options.dtype]
         shape = [int(n) for n in meta.get("opd.shape", "").split("x") if n.isdigit()]
         raw = np.concatenate([np.zeros(0, np.uint8), *pieces])
@@ -129,7 +132,21 @@ class FlightPool:
             raise ProtocolError(f"the head that came for {key} hashes to {found}")
         return head_V_D
 
-    def _score(self, rollouts: Sequence[Rollout], options: Any) -> tuple[list[np.ndarray], Reply]:
+    def _parts(self, rollouts: Sequence[Rollout]) -> Iterator[np.ndarray]:
+        """Bytes of the parts as they come. After a break the question is asked again from the start: what had come
+        before is the same, byte for byte, and is left out."""
+        seen: set[bytes] = set()
+        for attempt in self._attempts("score", self._timeout_s):
+            with attempt as options:
+                for raw in self._exchange(rollouts, options):
+                    digest = blake3(raw.data).digest()
+                    if digest not in seen:
+                        seen.add(digest)
+                        yield raw
+                return
+
+    def _exchange(self, rollouts: Sequence[Rollout], options: Any) -> Iterator[np.ndarray]:
+        """One question. Raises: ProtocolError for an answer without its last record."""
         request = Request(served=self._identity, rollouts=len(rollouts)).model_dump_json().encode()
         writer, reader = self._client.do_exchange(flight.FlightDescriptor.for_command(request), options)
         with writer:
@@ -137,49 +154,60 @@ class FlightPool:
             for batch in rollout_batches(rollouts):
                 writer.write_batch(batch)
             writer.done_writing()
-            pieces: dict[int, list[np.ndarray]] = {}
+            sizes: list[int] = []
+            pieces: list[np.ndarray] = []
             reply: Reply | None = None
             for chunk in reader:
                 if chunk.data is None:
                     reply = parse(Reply, chunk.app_metadata.to_pybytes())
-                else:
-                    stream, piece = _piece(chunk.data)
-                    pieces.setdefault(stream, []).append(piece)
+                    continue
+                pieces.append(_piece(chunk.data))
+                if chunk.app_metadata is not None:
+                    raw, pieces = np.concatenate(pieces), []
+                    sizes.append(raw.nbytes)
+                    yield raw
         if reply is None:
             raise ProtocolError("the answer ended without its last record: it was cut")
-        streams = [np.concatenate([np.zeros(0, np.uint8), *pieces.pop(i, [])]) for i in range(len(reply.sizes))]
-        if pieces or tuple(s.nbytes for s in streams) != reply.sizes:
-            raise ProtocolError(
-                f"streams of {[s.nbytes for s in streams]} bytes arrived, {list(reply.sizes)} were sent"
-            )
-        return streams, reply
+        if pieces or tuple(sizes) != reply.sizes:
+            raise ProtocolError(f"parts of {sizes} bytes arrived, {list(reply.sizes)} were sent")
 
     def _ask(self, what: str, timeout_s: float, question: Callable[[Any], T]) -> T:
-        """One question, asked again if the server cannot be reached; all attempts share the deadline."""
+        """One question with one answer. Raises: as `_attempts`."""
+        for attempt in self._attempts(what, timeout_s):
+            with attempt as options:
+                return question(options)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _attempts(self, what: str, timeout_s: float) -> Iterator[AbstractContextManager[Any]]:
+        """Call options of each attempt, within which to ask; it swallows that the server could not be reached, all but
+        the last. All attempts share the deadline. Raises: RunError."""
         deadline = time.monotonic() + timeout_s
         for wait_s in (*RETRY_WAITS_S, None):
-            left_s = max(0.001, deadline - time.monotonic())
-            try:
-                return question(flight.FlightCallOptions(timeout=left_s, headers=self._headers))
-            except flight.FlightTimedOutError:
+            yield self._attempt(what, timeout_s, deadline, wait_s)
+
+    @contextmanager
+    def _attempt(self, what: str, timeout_s: float, deadline: float, wait_s: float | None) -> Iterator[Any]:
+        left_s = max(0.001, deadline - time.monotonic())
+        try:
+            yield flight.FlightCallOptions(timeout=left_s, headers=self._headers)
+        except flight.FlightTimedOutError:
+            raise RunError(
+                f"{self}: `{what}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
+            ) from None
+        except flight.FlightUnauthenticatedError as error:
+            raise RunError(
+                f"{self}: {_words(error)}; give the server's by teachers.token_file or OPD_TEACHERS_TOKEN"
+            ) from None
+        except (flight.FlightUnavailableError, flight.FlightCancelledError) as error:
+            if wait_s is None or time.monotonic() + wait_s > deadline:
                 raise RunError(
-                    f"{self}: `{what}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
+                    f"{self}: no answer to `{what}` in {len(RETRY_WAITS_S) + 1} attempts: {_words(error)}"
                 ) from None
-            except flight.FlightUnauthenticatedError as error:
-                raise RunError(
-                    f"{self}: {_words(error)}; give the server's by teachers.token_file or OPD_TEACHERS_TOKEN"
-                ) from None
-            except (flight.FlightUnavailableError, flight.FlightCancelledError) as error:
-                if wait_s is None or time.monotonic() + wait_s > deadline:
-                    raise RunError(
-                        f"{self}: no answer to `{what}` in {len(RETRY_WAITS_S) + 1} attempts: {_words(error)}"
-                    ) from None
-                time.sleep(wait_s)
-            except (flight.FlightError, pa.ArrowException, OSError) as error:
-                raise RunError(f"{self}: `{what}` failed: {_words(error)}") from None
-            except ProtocolError as error:
-                raise ProtocolError(f"{self}: {error}") from None
-        raise AssertionError("the last attempt returns or raises")
+            time.sleep(wait_s)
+        except (flight.FlightError, pa.ArrowException, OSError) as error:
+            raise RunError(f"{self}: `{what}` failed: {_words(error)}") from None
+        except ProtocolError as error:
+            raise ProtocolError(f"{self}: {error}") from None
 
     # What is checked
 
@@ -204,61 +232,13 @@ class FlightPool:
             if theirs[what] != own:
                 raise RunError(f"{self}: {what}: they have {_shown(theirs[what])}, this pipeline {_shown(own)}")
 
-    def _check(self, rollouts: Sequence[Rollout], streams: Sequence[np.ndarray], reply: Reply) -> None:
-        """Each rollout once from each of its teachers, as it was sent. Raises: RunError, StreamError."""
-        sent = {r.sample_id: r for r in rollouts}
-        strange = sorted(set(reply.quarantined) - set(sent))
-        if strange:
-            raise ProtocolError(f"{self}: {strange[0]} is quarantined, but was not sent")
-        wanted = {
-            (r.sample_id, a.teacher.name): float(np.float32(a.weight)) for r in rollouts for a in self._routes[r.domain]
-        }
-        for raw in streams:
-            try:
-                stream = read_stream(pa.py_buffer(raw))
-            except StreamError as error:
-                raise StreamError(f"{self}: {error}") from None
-            if (stream.dtype, stream.payload) != (self._options.dtype, self._options.payload):
-                raise ProtocolError(f"{self}: a stream of {stream.payload} in {stream.dtype} arrived")
-            for row in stream.rows:
-                weight = wanted.pop((row.sample_id, row.teacher), None)
-                rollout = sent.get(row.sample_id)
-                if weight is None or rollout is None:
-                    raise ProtocolError(
-                        f"{self}: row {row.sample_id} of teacher {row.teacher}: not asked for, or twice"
-                    )
-                head = self._served[rollout.domain, row.teacher].head if stream.payload == "hidden_states" else ""
-                if row.weight != weight or row.head != head:
-                    raise ProtocolError(f"{self}: row {row.sample_id} of teacher {row.teacher}: another weight or head")
-                if not _same(row, rollout):
-                    raise ProtocolError(f"{self}: row {row.sample_id} of teacher {row.teacher}: not the rollout sent")
-        # Of a quarantined response, a second teacher's row may be there all the same.
-        missing = sorted(sample_id for sample_id, _ in wanted if sample_id not in reply.quarantined)
-        if missing:
-            raise ProtocolError(f"{self}: {len(missing)} rows are missing, first {missing[0]}")
-        rows = rows_wanted(rollouts, self._routes, reply.quarantined)
-        if reply.rows != rows:
-            raise ProtocolError(f"{self}: they count {reply.rows} rows, wanted {rows}")
 
-
-def _piece(batch: pa.RecordBatch) -> tuple[int, np.ndarray]:
-    """Stream number and bytes of a slice."""
+def _piece(batch: pa.RecordBatch) -> np.ndarray:
+    """Bytes of a slice."""
     if not batch.schema.equals(SLICES) or batch.num_rows != 1 or any(c.null_count for c in batch.columns):
         raise ProtocolError(f"a batch of {batch.num_rows} rows with columns {batch.schema.names}, wanted one slice")
     raw: Any = batch.column("bytes")[0].as_buffer()
-    return batch.column("stream")[0].as_py(), np.frombuffer(raw, np.uint8)
-
-
-def _same(row: TargetRow, rollout: Rollout) -> bool:
-    return (
-        (row.step, row.domain, row.policy_version) == (rollout.step, rollout.domain, rollout.policy_version)
-        and tuple(row.prompt_ids) == rollout.prompt_ids
-        and tuple(row.response_ids) == rollout.response_ids
-        and tuple(row.loss_mask) == rollout.loss_mask
-        and np.array_equal(
-            np.array(row.behaviour_logprobs, np.float32), np.array(rollout.behaviour_logprobs, np.float32)
-        )
-    )
+    return np.frombuffer(raw, np.uint8)
 
 
 def _words(error: Any) -> str:

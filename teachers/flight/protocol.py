@@ -15,7 +15,7 @@ from opd.losses.chunked import LogitRule
 from opd.stream.schema import VERSION as STREAM_VERSION
 from opd.types import Rollout, Segment
 
-PROTOCOL = "1"
+PROTOCOL = "2"
 ROLLOUTS_VERSION = "1"
 SLICE_BYTES = 4 << 20
 """Largest piece of a stream or head in one message."""
@@ -37,10 +37,10 @@ ROLLOUTS = pa.schema(
     ],
     metadata={"opd.rollouts": ROLLOUTS_VERSION},
 )
-SLICES = pa.schema(
-    [pa.field("stream", pa.int32(), nullable=False), pa.field("bytes", pa.large_binary(), nullable=False)]
-)
-"""Pieces of byte strings, in order; `stream` is the number of the byte string."""
+SLICES = pa.schema([pa.field("bytes", pa.large_binary(), nullable=False)])
+"""Pieces of byte strings, in order."""
+PART_ENDS = b"end"
+"""Metadata of a part's last piece."""
 
 
 class ProtocolError(RunError):
@@ -107,11 +107,7 @@ class Reply(Wire):
     """Comes after the slices."""
 
     sizes: tuple[int, ...]
-    """Bytes of each stream."""
-    rows: int
-    """As `TargetSet.rows`."""
-    quarantined: dict[str, str]
-    """As `TargetSet.quarantined`."""
+    """Bytes of each part, in order."""
 
 
 W = TypeVar("W", bound=Wire)
@@ -202,10 +198,10 @@ def _decode(row: dict[str, Any], vocab_size: int) -> Rollout:
     return rollout
 
 
-def slices(raw: memoryview, stream: int = 0) -> Iterator[pa.RecordBatch]:
+def slices(raw: memoryview) -> Iterator[pa.RecordBatch]:
     """A byte string in pieces; nothing is copied."""
     for start in range(0, len(raw), SLICE_BYTES):
         piece = raw[start : start + SLICE_BYTES]
         offsets = pa.array([0, len(piece)], pa.int64()).buffers()[1]
         data = pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(piece)])
-        yield pa.RecordBatch.from_arrays([pa.array([stream], pa.int32()), data], schema=SLICES)
+        yield pa.RecordBatch.from_arrays([data], schema=SLICES)

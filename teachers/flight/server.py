@@ -16,8 +16,10 @@ from pyarrow import flight
 from opd import __version__, cluster
 from opd.config import PipelineConfig
 from opd.errors import OpdError, RunError
+from opd.stream.targets import TargetStream
 from teachers.flight.access import Endpoint
 from teachers.flight.protocol import (
+    PART_ENDS,
     SLICES,
     Hello,
     ProtocolError,
@@ -98,7 +100,7 @@ class PoolServer(flight.FlightServerBase):
         return flight.GeneratorStream(schema, slices(np.ascontiguousarray(head_V_D).data.cast("B")))
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """A step's rollouts in, target streams out."""
+        """A step's rollouts in, its targets out, part by part."""
         with self._worded(context, "score"):
             request = parse(Request, descriptor.command)
             if request.served != self._identity:
@@ -110,14 +112,19 @@ class PoolServer(flight.FlightServerBase):
             if len(rollouts) != request.rollouts:
                 raise ProtocolError(f"{len(rollouts)} rollouts arrived, {request.rollouts} were announced")
             with self._my_turn(context):
-                targets = self._pool.score(rollouts)
-                streams = [memoryview(s).cast("B") for s in cluster.fetch(list(targets.streams))]
+                sizes = list(self._send(self._pool.score(rollouts), writer))
+        writer.write_metadata(Reply(sizes=tuple(sizes)).model_dump_json().encode())
+
+    def _send(self, targets: TargetStream, writer: Any) -> Iterator[int]:
+        """Sends parts as they are scored, and no faster than the client takes them; gives their sizes."""
         writer.begin(SLICES)
-        for index, stream in enumerate(streams):
-            for batch in slices(stream, index):
+        while (part := targets.take()) is not None:
+            raw = memoryview(cluster.fetch(part.handle)).cast("B")
+            *most, last = slices(raw)
+            for batch in most:
                 writer.write_batch(batch)
-        reply = Reply(sizes=tuple(map(len, streams)), rows=targets.rows, quarantined=dict(targets.quarantined))
-        writer.write_metadata(reply.model_dump_json().encode())
+            writer.write_with_metadata(last, PART_ENDS)
+            yield len(raw)
 
     @contextmanager
     def _my_turn(self, context: Any) -> Iterator[None]:

@@ -104,9 +104,9 @@ class TransformersScorer:
     def _scored(
         self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]
     ) -> Iterator[list[TargetRow]]:
-        self._load(teacher)  # another one may have been asked since
         key = self.head_key(teacher)
         for batch in batches(rollouts, SCORE_TOKENS):
+            self._load(teacher)  # another one may have been asked for its head since
             rows = []
             for rollout, hidden_R_D in zip(batch, self._hidden(batch), strict=True):
                 if not bool(torch.isfinite(hidden_R_D).all()):

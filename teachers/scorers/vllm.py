@@ -69,8 +69,8 @@ class VLLMScorer:
         A response whose states or log-probs are not finite gets no row but an entry in `broken`: sample id -> reason.
         """
         key = self.head_key(teacher)
-        self._load(teacher)
         for batch in batches(rollouts, BATCH_TOKENS):
+            self._load(teacher)  # another one may have been asked since
             rows = []
             for rollout, answer in zip(batch, self._answers(batch), strict=True):
                 if answer is None:

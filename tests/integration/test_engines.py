@@ -14,7 +14,6 @@ from opd import cluster
 from opd.config import PipelineConfig, validate
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import VLLMWorker
-from opd.stream.schema import read_stream
 from opd.sync.shared_memory import SharedMemorySync
 from opd.train.deepspeed import DeepSpeedTrainer
 from opd.types import Prompt, Rollout, Segment, Teacher, WeightedTeacher
@@ -211,7 +210,7 @@ def test_rollouts_report_the_log_probs_of_what_they_sampled(tiny_model_dir: Path
     stop(engine)
 
 
-def test_teachers_score_each_row_with_its_own_expert(tmp_path: Path, make_model_dir: Make) -> None:
+def test_teachers_score_each_row_with_its_own_expert(tmp_path: Path, make_model_dir: Make, rows_of: Any) -> None:
     """Hidden state times head equals the expert's own logits, for experts of different width, on two workers."""
     from opd.stream.heads import head_tensor
 
@@ -220,9 +219,10 @@ def test_teachers_score_each_row_with_its_own_expert(tmp_path: Path, make_model_
     pool = start_pool(cfg, {"left": left, "right": right})
     rows = rollouts()
     targets = pool.score(rows)
-    assert targets.rows == len(rows) and len(targets.streams) == 2 and len(targets.heads) == 2
+    assert targets.rows == len(rows) and len(targets.heads) == 2
     heads = {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
-    scored = {row.sample_id: row for s in cluster.fetch(list(targets.streams)) for row in read_stream(s.data).rows}
+    scored = {row.sample_id: row for row in rows_of(targets)}
+    assert targets.num_parts == 2
     assert set(scored) == {r.sample_id for r in rows}
     for rollout in rows:
         row = scored[rollout.sample_id]
@@ -291,6 +291,37 @@ def test_two_accumulating_ranks_equal_one(tmp_path: Path, make_model_dir: Make, 
         assert torch.allclose(weight, weights_two[name], rtol=0, atol=1e-5), name
 
 
+def test_training_begins_while_teachers_score_and_ends_with_the_same_weights(
+    tmp_path: Path, make_model_dir: Make
+) -> None:
+    """More rows than one part holds, more micro-batches than one, and a queue that is soon full."""
+    student, expert = make_model_dir(tmp_path / "s"), make_model_dir(tmp_path / "e", seed=1)
+    rows = [
+        dataclasses.replace(
+            r, response_ids=r.response_ids[:1] * 60, behaviour_logprobs=(-1.0,) * 60,
+            segments=(Segment(length=60, trained=True),),
+        )
+        for r in rollouts(160)
+    ]  # fmt: skip
+    cfg = config(student, lr=1e-2, adam_epsilon=1e-3, micro_batch_tokens=1024)
+    cfg = cfg.model_copy(update={"teachers": cfg.teachers.model_copy(update={"workers": 2, "queue": 1})})
+    after = []
+    for overlap in (False, True):
+        trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": expert, "right": student})
+        targets = pool.score(rows)
+        if not overlap:
+            targets.collect()
+        report = trainer.train_step(1, rows, targets)
+        assert targets.num_parts >= 4
+        assert report.peak_bytes < targets.nbytes
+        after.append((report.loss, report.early_micro_batches, weights(trainer, tmp_path / f"after-{overlap}")))
+        stop(trainer, pool)
+    (loss, none_early, apart), (loss_overlapped, early, overlapped) = after
+    assert early > none_early == 0 and loss == loss_overlapped
+    for name, weight in apart.items():
+        assert torch.equal(weight, overlapped[name]), name
+
+
 def test_a_missing_row_stops_the_step(tmp_path: Path, make_model_dir: Make) -> None:
     from opd.errors import RunError
 
@@ -313,7 +344,9 @@ def test_a_missing_row_stops_the_step(tmp_path: Path, make_model_dir: Make) -> N
     ],
     ids=lambda value: value if isinstance(value, str) else value["kind"],
 )
-def test_every_payload_trains(tmp_path: Path, make_model_dir: Make, payload: str, objective: dict[str, Any]) -> None:
+def test_every_payload_trains(
+    tmp_path: Path, make_model_dir: Make, rows_of: Any, payload: str, objective: dict[str, Any]
+) -> None:
     """Through real workers: the numbers of the stream are the teacher's own, and the student moves toward it."""
     student, expert = make_model_dir(tmp_path / "s", seed=0), make_model_dir(tmp_path / "e", seed=1)
     cfg = config(student, objective=objective, payload=payload, lr=3e-3)
@@ -327,13 +360,13 @@ def test_every_payload_trains(tmp_path: Path, make_model_dir: Make, payload: str
     targets = pool.score(rows)
     assert bool(targets.heads) == (payload == "hidden_states")
     if payload == "sampled_logprobs":
-        scored = {r.sample_id: r for s in cluster.fetch(list(targets.streams)) for r in read_stream(s.data).rows}
+        scored = {row.sample_id: row for row in rows_of(targets)}
         for rollout in rows:
             (own,) = plain_logprobs(expert, [(*rollout.prompt_ids, *rollout.response_ids)])
             assert scored[rollout.sample_id].teacher_logprobs == pytest.approx(
                 own[len(rollout.prompt_ids) - 1 :], abs=1e-4
             )
-    reports = [trainer.train_step(step, rows, targets) for step in range(1, 13)]
+    reports = [trainer.train_step(step, rows, pool.score(rows)) for step in range(1, 13)]
     assert reports[0].logprob_gap < 1e-4
     assert reports[-1].logprob_gap > 1e-3, "the student moved away from where it sampled"
     if payload != "sampled_logprobs":  # on fixed samples k1 itself need not fall
@@ -355,14 +388,24 @@ def test_a_teacher_with_broken_weights_is_quarantined_up_to_a_budget(tmp_path: P
         update={"teachers": config(good).teachers.model_copy(update={"max_quarantined": 0.5})}
     )
     rows = rollouts()
-    trainer, pool = start_trainer(tolerant), start_pool(tolerant, {"left": good, "right": bad})
-    targets = pool.score(rows)
-    assert set(targets.quarantined) == {r.sample_id for r in rows if r.domain == "right"}
-    kept = [r for r in rows if r.sample_id not in targets.quarantined]
-    report = trainer.train_step(1, kept, targets)
-    assert set(report.domains) == {"left"} and report.loss < float("inf")
-    stop(pool)
+    reports, after = [], []
+    for given in (rows, [r for r in rows if r.domain == "left"], rows):
+        trainer, pool = start_trainer(tolerant), start_pool(tolerant, {"left": good, "right": bad})
+        for step in (1, 2):
+            targets = pool.score(given)
+            reports.append(trainer.train_step(step, given, targets))
+            assert set(targets.quarantined) == {r.sample_id for r in given if r.domain == "right"}
+        after.append(weights(trainer, tmp_path / f"after-{len(after)}"))
+        stop(pool, trainer)
+    assert all(set(report.domains) == {"left"} for report in reports)
+    # As if the rest had never been asked: the mean is over what was scored, and so is the norm that is clipped.
+    for with_broken, without in zip(reports[:2], reports[2:4], strict=True):
+        assert with_broken.loss == pytest.approx(without.loss, rel=1e-5)
+        assert with_broken.grad_norm == pytest.approx(without.grad_norm, rel=1e-4)
+    for name, weight in after[0].items():
+        assert torch.allclose(weight, after[1][name], rtol=0, atol=1e-6), name
+        assert torch.equal(weight, after[2][name]), name
     strict = start_pool(config(good), {"left": good, "right": bad})
     with pytest.raises(RunError, match=r"8 of 16 responses could not be scored.*max_quarantined is 0.001"):
-        strict.score(rows)
-    stop(trainer, strict)
+        strict.score(rows).collect()
+    stop(strict)

@@ -24,6 +24,7 @@ from opd.errors import RunError
 from opd.rollouts.vllm import ENGINE_ENV
 from opd.stream.heads import head_tensor
 from opd.stream.schema import TargetRow, read_stream
+from opd.stream.targets import TargetStream
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
@@ -98,10 +99,16 @@ def stop(pool: Pool) -> None:
         ray_module.kill(actor)
 
 
+def all_rows(targets: TargetStream) -> list[TargetRow]:
+    rows: list[TargetRow] = []
+    while (part := targets.take()) is not None:
+        rows += read_stream(memoryview(cluster.fetch(part.handle))).rows
+    return rows
+
+
 def scored(pool: Pool, given: Sequence[Rollout]) -> tuple[list[TargetRow], dict[str, torch.Tensor]]:
     targets = pool.score(given)
-    rows = [row for s in cluster.fetch(list(targets.streams)) for row in read_stream(memoryview(s)).rows]
-    return rows, {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
+    return all_rows(targets), {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
 
 
 @torch.no_grad()
@@ -207,8 +214,8 @@ def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
     models = {"left": reference(left), "right": reference(right)}
     for _ in range(3):  # what a broken response left in the cache must not reach later ones
         targets = pool.score(given)
+        rows = all_rows(targets)
         assert set(targets.quarantined) == {given[i].sample_id for i in poisoned}
-        rows = [row for s in cluster.fetch(list(targets.streams)) for row in read_stream(memoryview(s)).rows]
         heads = {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
         assert mean_gap(rows, heads, models) <= 0.01
     stop(pool)

@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 from opd import cluster
 from opd.config import ClusterConfig, PipelineConfig, validate
 from opd.errors import RunError
-from opd.interfaces import TargetSet
 from opd.stream.heads import head_tensor
 from opd.stream.schema import TargetRow, read_stream
+from opd.stream.targets import TargetStream
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
 from teachers.pool import Pool
 
@@ -72,7 +72,7 @@ def scoring(root: int) -> dict[int, bool]:
     for process in psutil.Process(root).children(recursive=True):
         title = read_title(process.pid)
         if title.startswith("ray::TeacherWorker"):
-            found[process.pid] = title.endswith(".score")
+            found[process.pid] = title.endswith(".next_part")
     return found
 
 
@@ -85,13 +85,13 @@ def read_title(pid: int) -> str:
 
 
 def kill_scoring(pids: Sequence[int], going_on: Callable[[], bool]) -> int | None:
-    """SIGKILL the first of these workers that is seen in `score`; its pid, or None if `going_on` ended before."""
+    """SIGKILL the first of these workers that is seen in `next_part`; its pid, or None if `going_on` ended before."""
     while going_on():
         for pid in pids:
-            if not read_title(pid).endswith(".score"):
+            if not read_title(pid).endswith(".next_part"):
                 continue
             os.kill(pid, signal.SIGSTOP)  # so that it cannot finish between the look and the shot
-            if read_title(pid).endswith(".score"):
+            if read_title(pid).endswith(".next_part"):
                 os.kill(pid, signal.SIGKILL)
                 return pid
             os.kill(pid, signal.SIGCONT)
@@ -236,7 +236,10 @@ def test_a_merge_whose_scoring_worker_is_killed_ends_with_the_same_weights(undis
             time.sleep(0.1)
         killed.append(kill_scoring(pids, going_on))
 
-    disturbed = merge(file, file.with_name("disturbed"), kill_one)
+    # Trained while teachers score, where the undisturbed merge has them take turns: also no difference.
+    overlapping = file.with_name("overlapping.yaml")
+    overlapping.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"schedule": {"overlap": True}}))
+    disturbed = merge(overlapping, file.with_name("disturbed"), kill_one)
     assert killed[0] is not None, "no worker was seen while it scored"
     (restarted,) = [r["restarted"] for r in disturbed.records if "restarted" in r]
     assert len(restarted) == 1 and restarted[0] in ("teacher worker 0", "teacher worker 1")
@@ -303,21 +306,24 @@ def rollouts(num: int) -> list[Rollout]:
     return made
 
 
-def contents(targets: TargetSet) -> list[tuple[Any, ...]]:
+def contents(targets: TargetStream) -> list[tuple[Any, ...]]:
     """Every row and every byte of its payload, in an order that does not depend on the workers."""
-    streams = cluster.fetch(list(targets.streams))
-    rows = [row for s in streams for row in read_stream(s.data).rows]
+    rows: list[TargetRow] = []
+    while (part := targets.take()) is not None:
+        rows += read_stream(cluster.fetch(part.handle).data).rows
     assert len(rows) == targets.rows
     return sorted((r.sample_id, r.teacher, r.weight, r.head, *r.response_ids, bytes(r.hidden)) for r in rows)
 
 
-def score_and_kill(pool: Pool, rows: Sequence[Rollout], kill: Callable[[Callable[[], bool]], None]) -> TargetSet:
-    """`pool.score` while another thread kills; `kill` is told how to ask whether scoring goes on."""
+def score_and_kill(pool: Pool, rows: Sequence[Rollout], kill: Callable[[Callable[[], bool]], None]) -> TargetStream:
+    """All targets of `pool.score` while another thread kills; `kill` is told how to ask whether scoring goes on."""
     done = threading.Event()
     with ThreadPoolExecutor(1) as thread:
         killing = thread.submit(kill, lambda: not done.is_set())
         try:
-            return pool.score(rows)
+            targets = pool.score(rows)
+            targets.collect()
+            return targets
         finally:
             done.set()
             killing.result()
@@ -326,9 +332,10 @@ def score_and_kill(pool: Pool, rows: Sequence[Rollout], kill: Callable[[Callable
 def test_workers_killed_while_they_score_lose_no_row(pool: Pool) -> None:
     """One, both in one step, and one that has nothing to do: the rows are those of a pool that nothing happened to."""
     rows = rollouts(300)
-    wanted = pool.score(rows)
-    assert wanted.restarted == () and len(contents(wanted)) == 450
-    heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in wanted.heads.items()}
+    untouched = pool.score(rows)
+    wanted = contents(untouched)
+    assert untouched.restarted == [] and len(wanted) == 450
+    heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in untouched.heads.items()}
     assert len(heads) == 2
 
     def kill(num: int) -> Callable[[Callable[[], bool]], None]:
@@ -344,7 +351,7 @@ def test_workers_killed_while_they_score_lose_no_row(pool: Pool) -> None:
     for num in (1, 2):
         targets = score_and_kill(pool, rows, kill(num))
         assert len(targets.restarted) == len(set(targets.restarted)) == num and set(targets.restarted) <= both
-        assert contents(targets) == contents(wanted)
+        assert contents(targets) == wanted
         assert targets.quarantined == {}
         for key, handle in targets.heads.items():
             assert torch.equal(head_tensor(cluster.fetch(handle)), heads[key])
@@ -352,9 +359,11 @@ def test_workers_killed_while_they_score_lose_no_row(pool: Pool) -> None:
     idle = next(iter(scoring(os.getpid())))
     os.kill(idle, signal.SIGKILL)
     targets = pool.score(rows)
+    assert contents(targets) == wanted
     assert len(targets.restarted) == 1
-    assert contents(targets) == contents(wanted)
-    assert pool.score(rows).restarted == (), "the last step's are forgotten"
+    again = pool.score(rows)
+    again.collect()
+    assert again.restarted == [], "the last step's are forgotten"
 
 
 def test_a_worker_that_is_killed_twice_in_a_step_ends_the_run(pool: Pool) -> None:
@@ -367,5 +376,5 @@ def test_a_worker_that_is_killed_twice_in_a_step_ends_the_run(pool: Pool) -> Non
                 kill_scoring(new, going_on)
                 return
 
-    with pytest.raises(RunError, match=r"teacher worker [01]: the worker died during `score`"):
+    with pytest.raises(RunError, match=r"teacher worker [01]: the worker died during `next_part`"):
         score_and_kill(pool, rollouts(300), kill_twice)

@@ -47,6 +47,10 @@ class InProcess:
                 raise ref
         return list(refs)
 
+    def first(self, actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s: float) -> int:
+        self.wait(actors[:1], refs[:1], method, timeout_s=timeout_s)
+        return 0
+
     def kill(self, actors: Sequence[Any]) -> None:
         self.killed += actors
 
@@ -61,7 +65,7 @@ class InProcess:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> InProcess:
     """Workers run in this process until the test ends."""
     fake = InProcess()
-    for name in ("spawn", "submit", "call", "wait", "fetch", "put", "kill"):
+    for name in ("spawn", "submit", "call", "wait", "first", "fetch", "put", "kill"):
         monkeypatch.setattr(cluster, name, getattr(fake, name))
     return fake
 

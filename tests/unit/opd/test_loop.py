@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from opd.errors import RunError
 from opd.evaluation.scores import DomainScore, Evaluation
-from opd.interfaces import TargetSet
 from opd.loop import Parts, Plan, run
 from opd.types import (
     DomainStats,
@@ -39,6 +37,19 @@ def domain_stats(**changes: Any) -> DomainStats:
 NOTHING = domain_stats(
     tokens=0, samples=0, kl_sum=0.0, entropy_sum=0.0, teacher_entropy_sum=nan, agree_sum=nan, teacher_top1_sum=nan
 )
+
+
+class Targets:
+    """Stands for a `TargetStream`."""
+
+    def __init__(self, events: Events, restarted: tuple[str, ...]) -> None:
+        self._events = events
+        self.restarted = list(restarted)
+        self.quarantined: dict[str, str] = {}
+        self.num_parts, self.nbytes = 3, 999
+
+    def collect(self) -> None:
+        self._events.seen.append("collect")
 
 
 @dataclass
@@ -74,31 +85,29 @@ class Events:
         self.written = [r.sample_id for r in rollouts]
         return RolloutBatch(rollouts=rollouts, quarantined=(Quarantined(prompt_id="b/0", domain="b", reason="long"),))
 
-    def score(self, rollouts: Sequence[Rollout]) -> TargetSet:
+    def score(self, rollouts: Sequence[Rollout]) -> Any:
         self.seen.append(f"score {rollouts[0].sample_id}")
-        return TargetSet(
-            streams=(rollouts[0].step,),
-            heads={},
-            head_rules={},
-            quarantined=self.quarantined,
-            restarted=self.restarted.get(rollouts[0].step, ()),
-            rows=1 - len(self.quarantined),
-        )
+        self.step_of_targets = rollouts[0].step
+        self.targets = Targets(self, self.restarted.get(rollouts[0].step, ()))
+        return self.targets
 
-    def write(self, step: int, targets: TargetSet) -> Path:
-        assert targets.streams == (step,)
+    def record(self, step: int, targets: Any) -> None:
+        assert targets is self.targets
         self.seen.append(f"log {step}")
-        return Path()
 
     def prune(self, step: int) -> None:
         self.seen.append(f"prune {step}")
 
-    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetSet) -> StepReport:
-        assert [r.sample_id for r in rollouts] == [i for i in self.written if i not in self.quarantined]
-        assert targets.streams == (step,)
+    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: Any) -> StepReport:
+        assert [r.sample_id for r in rollouts] == self.written
+        assert targets is self.targets and self.step_of_targets == step
         self.seen.append(f"train {step}")
+        targets.quarantined = self.quarantined  # known when all parts came
         stats = {"a": domain_stats(**self.known), "b": NOTHING}
-        return StepReport(step=step, loss=0.5, grad_norm=1.5, lr=0.1, logprob_gap=1e-6, domains=stats)
+        return StepReport(
+            step=step, loss=0.5, grad_norm=1.5, lr=0.1, logprob_gap=1e-6, domains=stats, early_micro_batches=2,
+            peak_bytes=77,
+        )  # fmt: skip
 
     def push(self, version: int) -> PushReport:
         self.seen.append(f"push {version}")
@@ -133,9 +142,9 @@ class Events:
         return [line for line in self.seen if line.split()[0] == kind]
 
 
-def plan(**changes: int) -> Plan:
+def plan(**changes: Any) -> Plan:
     values = {"first_step": 1, "last_step": 4, "policy_version": 0, "checkpoint_every": 100, "evaluate_every": 0}
-    return Plan(**values | changes)
+    return Plan(**values | {"overlap": False} | changes)  # type: ignore[arg-type]
 
 
 def test_the_order_within_a_step() -> None:
@@ -146,6 +155,7 @@ def test_the_order_within_a_step() -> None:
         "generate 1 v0",
         "score 000001/a/0",
         "log 1",
+        "collect",
         "train 1",
         "push 1",
         "evaluate step 1",
@@ -154,6 +164,12 @@ def test_the_order_within_a_step() -> None:
         "save 1 v1",
         "prune 1",
     ]
+
+
+def test_with_overlap_the_trainer_begins_while_teachers_score() -> None:
+    events = Events()
+    run(events.parts(), plan(overlap=True))
+    assert "collect" not in events.seen and len(events.of("train")) == 4
 
 
 def test_versions_count_pushes_and_the_engine_writes_with_the_last_one() -> None:
@@ -250,6 +266,7 @@ def test_the_record_of_a_step() -> None:
         "quarantined": {"b": 1},
         "quarantined_reasons": {"b/0": "long"},
         "skipped": False,
+        "stream": {"parts": 3, "bytes": 999, "peak_bytes": 77, "early_micro_batches": 2},
         "grad_norm": 1.5,
         "lr": 0.1,
         "logprob_gap": 1e-6,
@@ -273,7 +290,7 @@ def test_the_record_has_what_the_objective_knows_of_clips_and_masses() -> None:
 
 def test_what_a_teacher_could_not_score_is_not_trained_but_counted() -> None:
     events = Events(quarantined={"000001/a/0": "teacher t: hidden states are not finite"})
-    run(events.parts(), plan(last_step=1))  # the fake trainer refuses a rollout that was quarantined
+    run(events.parts(), plan(last_step=1))
     (record,) = events.records
     assert events.of("train") == ["train 1"]
     assert record["quarantined"] == {"a": 1, "b": 1}

@@ -18,7 +18,7 @@ import pytest
 from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.losses.chunked import IDENTITY
-from opd.stream.schema import TargetRow, read_stream
+from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
@@ -390,7 +390,7 @@ def test_a_head_with_padding_rows_is_refused(served: Served, teacher: Teacher) -
 
 
 def test_the_pool_tries_every_server_before_the_first_step(
-    served: Served, teacher: Teacher, tmp_path: Path, in_process: Any
+    served: Served, teacher: Teacher, tmp_path: Path, in_process: Any, rows_of: Any
 ) -> None:
     config = {
         "name": "n",
@@ -412,5 +412,4 @@ def test_the_pool_tries_every_server_before_the_first_step(
     assert len(served.requests) == 1
     targets = pool.score([rollout(0), rollout(1)])
     assert (targets.rows, dict(targets.heads), dict(targets.head_rules)) == (2, {}, {})
-    (stream,) = targets.streams
-    assert len(read_stream(memoryview(stream)).rows) == 2
+    assert len(rows_of(targets)) == 2

@@ -13,12 +13,14 @@ import torch
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.interfaces import TargetSet
 from opd.losses.chunked import IDENTITY
+from opd.stream import schema
 from opd.stream.heads import head_tensor
-from opd.stream.schema import read_stream
+from opd.stream.schema import Stream, TargetRow, read_stream
+from opd.stream.targets import TargetStream
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
-from teachers.pool import Pool, share_out
+from teachers.pool import AHEAD, Pool, share_out
+from teachers.scorers import transformers as transformers_scorer
 from teachers.worker import Group, TeacherWorker
 
 VOCABULARY = 76
@@ -55,6 +57,18 @@ def pool(teachers: dict[str, Teacher], workers: int, **changes: Any) -> Pool:
     return made
 
 
+def streams_of(targets: TargetStream) -> list[Stream]:
+    """Every part."""
+    found = []
+    while (part := targets.take()) is not None:
+        found.append(read_stream(memoryview(cluster.fetch(part.handle))))
+    return found
+
+
+def rows_of(targets: TargetStream) -> list[TargetRow]:
+    return [row for stream in streams_of(targets) for row in stream.rows]
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_every_rollout_goes_to_the_teacher_of_its_domain(
     workers: int,
@@ -65,7 +79,7 @@ def test_every_rollout_goes_to_the_teacher_of_its_domain(
 ) -> None:
     rollouts = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]
     targets = pool(teachers, workers).score(rollouts)
-    rows = [row for s in targets.streams for row in read_stream(memoryview(s)).rows]
+    rows = rows_of(targets)
     assert {r.sample_id: r.teacher for r in rows} == {
         r.sample_id: {"upper": "up", "reverse": "rev"}[r.domain] for r in rollouts
     }
@@ -73,7 +87,7 @@ def test_every_rollout_goes_to_the_teacher_of_its_domain(
     assert targets.quarantined == {}
     assert set(targets.head_rules) == set(targets.heads)
     assert set(targets.head_rules.values()) == {IDENTITY}
-    assert len(targets.streams) == workers
+    assert targets.num_parts == workers
     heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in targets.heads.items()}
     check_rows(rows, heads, expert_dirs)
 
@@ -92,7 +106,7 @@ def test_other_payloads_need_no_head(
     payload: str, objective: dict[str, Any], teachers: dict[str, Teacher], in_process: Any
 ) -> None:
     targets = pool(teachers, 2, payload=payload, objective=objective).score([rollout(0, "upper"), rollout(1)])
-    streams = [read_stream(memoryview(s)) for s in targets.streams]
+    streams = streams_of(targets)
     assert {s.payload for s in streams} == {payload}
     assert (dict(targets.heads), dict(targets.head_rules), targets.rows) == ({}, {}, 2)
     for row in (row for s in streams for row in s.rows):
@@ -107,11 +121,13 @@ def test_one_response_that_cannot_be_scored_is_left_out(
     scoring = pool({"upper": teachers["upper"], "reverse": bad}, 2, max_quarantined=0)
     rollouts = [rollout(0, "reverse"), *(rollout(i, "upper") for i in range(3))]
     targets = scoring.score(rollouts)
+    rows = rows_of(targets)
     assert targets.quarantined == {rollouts[0].sample_id: "teacher bad: hidden states are not finite"}
-    rows = [row for s in targets.streams for row in read_stream(memoryview(s)).rows]
     assert {r.sample_id for r in rows} == {r.sample_id for r in rollouts[1:]}
     assert targets.rows == 3
-    assert scoring.score(rollouts[1:]).quarantined == {}, "the last step's are forgotten"
+    again = scoring.score(rollouts[1:])
+    again.collect()
+    assert again.quarantined == {}, "the last step's are forgotten"
 
 
 def test_too_many_responses_that_cannot_be_scored_stop_the_run(
@@ -125,8 +141,10 @@ def test_too_many_responses_that_cannot_be_scored_stop_the_run(
         r"teachers\.max_quarantined is 0\.49"
     )
     with pytest.raises(RunError, match=message):
-        pool(by_domain, 2, max_quarantined=0.49).score(rollouts)
-    assert len(pool(by_domain, 2, max_quarantined=0.5).score(rollouts).quarantined) == 3
+        pool(by_domain, 2, max_quarantined=0.49).score(rollouts).collect()
+    targets = pool(by_domain, 2, max_quarantined=0.5).score(rollouts)
+    targets.collect()
+    assert len(targets.quarantined) == 3
 
 
 def test_a_domain_without_a_teacher_is_an_error(teachers: dict[str, Teacher], in_process: Any) -> None:
@@ -137,7 +155,7 @@ def test_a_domain_without_a_teacher_is_an_error(teachers: dict[str, Teacher], in
 def test_a_step_without_rollouts(teachers: dict[str, Teacher], in_process: Any) -> None:
     targets = pool(teachers, 2).score([])
     assert (targets.rows, dict(targets.heads)) == (0, {})
-    assert [read_stream(memoryview(s)).rows for s in targets.streams] == [(), ()]
+    assert [s.rows for s in streams_of(targets)] == [(), ()]
 
 
 def test_a_teachers_rows_stay_together_and_workers_are_balanced() -> None:
@@ -162,18 +180,22 @@ class Mortal(TeacherWorker):
     """Scores as the real one, until it dies in a method that a test names; then it answers nothing more."""
 
     dies_in = ""
+    """A method, or `part N`: when it is asked for that part."""
     dead = False
-    scored = 0
+    begun = 0
     """Shares that it was given."""
+    asked = 0
 
-    def score(self, groups: Sequence[Group]) -> Any:
-        self.scored += 1
-        self._may_die("score")
-        return super().score(groups)
+    def begin(self, groups: Sequence[Group], worker: int) -> None:
+        self.begun += 1
+        self.asked = 0
+        self._may_die("begin")
+        super().begin(groups, worker)
 
-    def broken(self) -> dict[str, str]:
-        self._may_die("broken")
-        return super().broken()
+    def next_part(self) -> Any:
+        self.asked += 1
+        self._may_die(f"part {self.asked - 1}")
+        return super().next_part()
 
     def head(self, teacher: Teacher) -> Any:
         self._may_die("head")
@@ -197,18 +219,24 @@ def mortal(in_process: Any, dies_in: dict[int, str]) -> list[Mortal]:
     return in_process.workers
 
 
-def contents(targets: TargetSet) -> list[tuple[str, str, bytes]]:
-    rows = [row for s in targets.streams for row in read_stream(memoryview(s)).rows]
-    return sorted((row.sample_id, row.teacher, bytes(row.hidden)) for row in rows)
+def contents(targets: TargetStream) -> list[tuple[str, str, bytes]]:
+    return sorted((row.sample_id, row.teacher, bytes(row.hidden)) for row in rows_of(targets))
 
 
 ROLLOUTS = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]
 
 
-@pytest.mark.parametrize("method", ["score", "broken"])
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row leaves alone."""
+    monkeypatch.setattr(schema, "PART_ROWS", 1)
+    monkeypatch.setattr(transformers_scorer, "SCORE_TOKENS", 1)
+
+
+@pytest.mark.parametrize("method", ["begin", "part 0", "part 1", "part 3", "part 4", "part 5"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_worker_that_dies_is_started_again_with_its_share_alone(
-    index: int, method: str, teachers: dict[str, Teacher], in_process: Any
+    index: int, method: str, teachers: dict[str, Teacher], small_parts: None, in_process: Any
 ) -> None:
     wanted = contents(pool(teachers, 2).score(ROLLOUTS))
     in_process.workers.clear()
@@ -216,38 +244,41 @@ def test_a_worker_that_dies_is_started_again_with_its_share_alone(
     scoring = pool(teachers, 2)
     targets = scoring.score(ROLLOUTS)
     assert contents(targets) == wanted and len(wanted) == targets.rows == 8
-    assert targets.restarted == (f"teacher worker {index}",)
-    assert [w.scored for w in workers] == [1, 1, 1]
-    assert scoring.score(ROLLOUTS).restarted == (), "of this step, not of the run"
-    assert [w.scored for w in workers] == [2 - (index == 0), 2 - (index == 1), 2]
+    assert targets.num_parts == 10, "four of a row each and the end, from either worker"
+    assert targets.restarted == [f"teacher worker {index}"]
+    assert [w.begun for w in workers] == [1, 1, 1]
+    again = scoring.score(ROLLOUTS)
+    assert contents(again) == wanted
+    assert again.restarted == [], "of this step, not of the run"
+    assert [w.begun for w in workers] == [2 - (index == 0), 2 - (index == 1), 2]
 
 
-def test_two_workers_may_die_in_one_step(teachers: dict[str, Teacher], in_process: Any) -> None:
-    workers = mortal(in_process, {0: "score", 1: "broken"})
+def test_two_workers_may_die_in_one_step(teachers: dict[str, Teacher], small_parts: None, in_process: Any) -> None:
+    workers = mortal(in_process, {0: "part 0", 1: "part 2"})
     targets = pool(teachers, 2).score(ROLLOUTS)
-    assert targets.restarted == ("teacher worker 0", "teacher worker 1")
-    assert len(workers) == 4
     assert [sample_id for sample_id, *_ in contents(targets)] == sorted(r.sample_id for r in ROLLOUTS)
+    assert targets.restarted == ["teacher worker 0", "teacher worker 1"]
+    assert len(workers) == 4
 
 
-@pytest.mark.parametrize("methods", [("score", "score"), ("score", "broken"), ("broken", "score")])
+@pytest.mark.parametrize("methods", [("part 0", "part 0"), ("part 0", "part 3"), ("part 3", "begin")])
 def test_a_worker_that_dies_twice_in_a_step_ends_the_run(
-    methods: tuple[str, str], teachers: dict[str, Teacher], in_process: Any
+    methods: tuple[str, str], teachers: dict[str, Teacher], small_parts: None, in_process: Any
 ) -> None:
     workers = mortal(in_process, {0: methods[0], 2: methods[1]})
-    with pytest.raises(RunError, match=f"died in {methods[1]}"):
-        pool(teachers, 2).score(ROLLOUTS)
+    with pytest.raises(RunError, match="died in"):
+        pool(teachers, 2).score(ROLLOUTS).collect()
     assert len(workers) == 3
 
 
 def test_a_worker_may_die_again_in_another_step(teachers: dict[str, Teacher], in_process: Any) -> None:
-    workers = mortal(in_process, {0: "score"})
+    workers = mortal(in_process, {0: "part 0"})
     scoring = pool(teachers, 2)
     first = contents(scoring.score(ROLLOUTS))
-    workers[2].dies_in = "score"
+    workers[2].dies_in = "part 0"
     targets = scoring.score(ROLLOUTS)
-    assert targets.restarted == ("teacher worker 0",) and len(workers) == 4
     assert contents(targets) == first
+    assert targets.restarted == ["teacher worker 0"] and len(workers) == 4
 
 
 def test_what_could_not_be_scored_does_not_die_with_the_worker(
@@ -257,18 +288,31 @@ def test_what_could_not_be_scored_does_not_die_with_the_worker(
     workers = mortal(in_process, {})
     scoring = pool({"upper": teachers["upper"], "reverse": bad}, 2)
     for worker in list(workers):
-        worker.dies_in = "broken"
+        worker.dies_in = "part 1"
     rollouts = [rollout(0, "reverse"), *(rollout(i, "upper") for i in range(3))]
     targets = scoring.score(rollouts)
+    targets.collect()
     assert len(targets.restarted) == 2
     assert list(targets.quarantined) == [rollouts[0].sample_id] and targets.rows == 3
 
 
+def test_a_worker_is_asked_for_few_parts_before_one_is_taken(
+    teachers: dict[str, Teacher], small_parts: None, in_process: Any
+) -> None:
+    workers = mortal(in_process, {})
+    targets = pool(teachers, 1).score(ROLLOUTS)
+    assert workers[0].asked == AHEAD
+    for taken in range(1, 6):
+        assert targets.take() is not None
+        assert workers[0].asked == AHEAD + taken
+
+
 def test_heads_are_read_from_a_worker_that_lives(teachers: dict[str, Teacher], in_process: Any) -> None:
-    workers = mortal(in_process, {0: "score"})
+    workers = mortal(in_process, {0: "part 0"})
     scoring = pool(teachers, 2)
     before = {scoring.head_of(t)[0]: scoring.head_handle(scoring.head_of(t)[0]) for t in teachers.values()}
     heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in before.items()}
+    scoring.score(ROLLOUTS).collect()
     targets = scoring.score(ROLLOUTS)
     assert workers[0].dead and set(targets.heads) == set(before)
     for key, handle in targets.heads.items():
@@ -278,19 +322,19 @@ def test_heads_are_read_from_a_worker_that_lives(teachers: dict[str, Teacher], i
 
 
 def test_a_pool_that_was_stopped_starts_nothing_again(teachers: dict[str, Teacher], in_process: Any) -> None:
-    workers = mortal(in_process, {0: "score"})
+    workers = mortal(in_process, {0: "part 0"})
     scoring = pool(teachers, 2)
     scoring.stop()
     assert in_process.killed == workers
-    with pytest.raises(RunError, match="died in score"):
-        scoring.score(ROLLOUTS)
+    with pytest.raises(RunError, match="died in part 0"):
+        scoring.score(ROLLOUTS).collect()
     assert len(workers) == 2
 
 
 def test_a_pool_that_is_stopped_while_it_restarts_a_worker_ends_that_one_too(
     teachers: dict[str, Teacher], in_process: Any
 ) -> None:
-    workers = mortal(in_process, {0: "score"})
+    workers = mortal(in_process, {0: "part 0"})
     scoring = pool(teachers, 2)
     start = in_process.replace
 
@@ -299,6 +343,6 @@ def test_a_pool_that_is_stopped_while_it_restarts_a_worker_ends_that_one_too(
         return start(engine, options)
 
     in_process.replace = start_and_stop
-    with pytest.raises(RunError, match="died in score"):
-        scoring.score(ROLLOUTS)
-    assert workers[2] in in_process.killed and workers[2].scored == 0
+    with pytest.raises(RunError, match="died in part 0"):
+        scoring.score(ROLLOUTS).collect()
+    assert workers[2] in in_process.killed and workers[2].begun == 0

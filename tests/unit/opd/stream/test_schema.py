@@ -13,7 +13,16 @@ import torch
 
 from opd.errors import RunError
 from opd.stream import schema
-from opd.stream.schema import FIELDS, Stream, StreamError, TargetRow, read_stream, stream_schema, write_stream
+from opd.stream.schema import (
+    FIELDS,
+    PartRecord,
+    Stream,
+    StreamError,
+    TargetRow,
+    read_stream,
+    stream_schema,
+    write_stream,
+)
 
 D = 3
 
@@ -235,7 +244,7 @@ def test_rows_leave_before_all_are_there(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_stream_cut_at_any_byte_is_refused() -> None:
     whole = unjoined(BATCHES).to_pybytes()
-    end_marker = 8  # Arrow's own; all rows and the end-of-step record lie before it
+    end_marker = 8  # Arrow's own; all rows and the end record lie before it
     for cut in range(len(whole) - end_marker):
         with pytest.raises(StreamError):
             read_stream(whole[:cut])
@@ -254,7 +263,7 @@ def rebuilt(batches: list[tuple[pa.RecordBatch, dict[str, str] | None]], schema:
 
 
 def parts() -> list[tuple[pa.RecordBatch, dict[str, str] | None]]:
-    """The batches of a stream of four rows; the end-of-step record is on the last."""
+    """The batches of a stream of four rows; the end record is on the last."""
     with pa.ipc.open_stream(unjoined([*BATCHES, [row(3)]])) as reader:
         found = []
         while True:
@@ -273,14 +282,14 @@ def test_the_parts_make_the_whole() -> None:
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_a_stream_that_ends_between_two_batches_is_refused(kept: int) -> None:
     rows = sum(batch.num_rows for batch, _ in parts()[:kept])
-    with pytest.raises(StreamError, match=f"ends after {rows} rows without its end-of-step record"):
+    with pytest.raises(StreamError, match=f"ends after {rows} rows without its end record"):
         read_stream(rebuilt(parts()[:kept]))
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_batch_is_noticed(lost: int) -> None:
     left = [part for i, part in enumerate(parts()) if i != lost]
-    with pytest.raises(StreamError, match="in 2 batches, its end-of-step record says 4 in 3"):
+    with pytest.raises(StreamError, match="in 2 batches, its end record says 4 in 3"):
         read_stream(rebuilt(left))
 
 
@@ -301,8 +310,31 @@ def test_a_batch_that_came_twice_is_noticed() -> None:
 )
 def test_an_end_record_that_counts_otherwise_is_refused(end: dict[str, str]) -> None:
     first, second, (last, _) = parts()
-    with pytest.raises(StreamError, match="4 rows in 3 batches, its end-of-step record says"):
+    with pytest.raises(StreamError, match="4 rows in 3 batches, its end record says"):
         read_stream(rebuilt([first, second, (last, end)]))
+
+
+NO_RECORD = '{"worker":0,"number":0,"broken":{},"teachers":null}'
+
+
+def test_a_part_says_which_it_is_and_what_was_left_out() -> None:
+    record = PartRecord(worker=2, number=7, broken={"a/1": 'no "finite" state'}, teachers={"rev": 3, "up": 0})
+    assert read_stream(write_stream(BATCHES, "float32", part=record)).part == record
+    assert read_stream(write_stream(BATCHES, "float32")).part == PartRecord()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1", "", "{", "null", "[]", '{"worker":"0"}', NO_RECORD.replace("0", "null", 1), NO_RECORD.replace("0", "0.5", 1),
+        NO_RECORD.replace("{}", '{"a":1}'), NO_RECORD.replace("null", '{"rev":"3"}'), NO_RECORD.replace("null", "[3]"),
+    ],
+)  # fmt: skip
+def test_an_end_record_of_another_form_is_refused(text: str) -> None:
+    first, second, (last, end) = parts()
+    assert end is not None
+    with pytest.raises(StreamError, match="its end record is broken"):
+        read_stream(rebuilt([first, second, (last, end | {"opd.end": text})]))
 
 
 @pytest.mark.parametrize("position", [0, 1])
@@ -310,7 +342,7 @@ def test_an_end_record_that_came_early_is_refused(position: int) -> None:
     found = parts()
     end = found[-1][1]
     found[position] = (found[position][0], end)
-    with pytest.raises(StreamError, match="its end-of-step record says 4 in 3"):
+    with pytest.raises(StreamError, match="its end record says 4 in 3"):
         read_stream(rebuilt(found))
 
 
@@ -324,13 +356,13 @@ def with_schema(schema: pa.Schema) -> pa.Buffer:
 @pytest.mark.parametrize(
     ("metadata", "word"),
     [
-        ({"opd.version": "1", "opd.dtype": "float32"}, "version 1, wanted 2"),
+        ({"opd.version": "2", "opd.dtype": "float32"}, "version 2, wanted 3"),
         (None, "version None"),
-        ({"opd.version": "2", "opd.dtype": "float8"}, "dtype 'float8'"),
-        ({"opd.version": "2"}, "dtype ''"),
-        ({"opd.version": "2", "opd.dtype": "float32"}, "payload ''"),
+        ({"opd.version": "3", "opd.dtype": "float8"}, "dtype 'float8'"),
+        ({"opd.version": "3"}, "dtype ''"),
+        ({"opd.version": "3", "opd.dtype": "float32"}, "payload ''"),
         (
-            {"opd.version": "2", "opd.dtype": "float32", "opd.payload": "logits"},
+            {"opd.version": "3", "opd.dtype": "float32", "opd.payload": "logits"},
             "payload 'logits', wanted one of hidden",
         ),
     ],
@@ -395,7 +427,7 @@ def changed(column: str, values: pa.Array) -> pa.Buffer:
     """A stream of two rows whose column was replaced."""
     (batch,) = arrow_batches(write_stream([[row(0), row(1)]], "float32"))
     columns = [values if name == column else batch.column(name) for name in batch.schema.names]
-    end = {"opd.end": "1", "opd.rows": "2", "opd.batches": "1"}
+    end = {"opd.end": NO_RECORD, "opd.rows": "2", "opd.batches": "1"}
     return rebuilt([(pa.RecordBatch.from_arrays(columns, schema=batch.schema), end)])
 
 

@@ -14,19 +14,18 @@ from torch import nn
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.interfaces import TargetSet
 from opd.losses.chunked import IDENTITY, LogitRule, TokenStats
 from opd.losses.reverse_kl import ReverseKL
 from opd.stream.schema import TargetRow, write_stream
+from opd.stream.targets import Part
 from opd.train import deepspeed, rank
 from opd.train.batch import micro_batch
 from opd.train.rank import RankResult, RankWork
 from opd.train.totals import Totals
 from opd.types import DomainStats, Rollout, Segment
 
-WORK = RankWork(
-    step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25}, left_out=frozenset(), total_rows=3
-)
+WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25})
+NONE: frozenset[str] = frozenset()
 
 
 def row(sample_id: str, domain: str = "d", mask: tuple[bool, ...] = (True, True)) -> TargetRow:
@@ -41,10 +40,22 @@ def stream(*ids: str, dtype: str = "float32") -> np.ndarray:
     return np.frombuffer(write_stream([[row(i) for i in ids]], dtype), dtype=np.uint8)
 
 
-def test_a_rank_takes_its_own_rows_from_all_streams() -> None:
-    mine = rank._select(WORK, [stream("a", "b"), stream("c")], False)
-    assert set(mine.samples) == {"a", "b", "c"}
-    assert (mine.payload, mine.dtype) == ("hidden_states", torch.float32)
+def begun(work: RankWork = WORK, *, baseline: bool = False) -> rank._Step:
+    return rank._Step(work, {}, {}, baseline)
+
+
+def test_a_rank_takes_its_own_rows_as_they_come() -> None:
+    step = begun()
+    step.receive([stream("a", "b")])
+    assert step.micro_batch(["a"], NONE).token_N.tolist() == [0, 1]
+    with pytest.raises(RunError, match=r"step 3: no teacher scored \['c'\]"):
+        step.micro_batch(["c"], NONE)
+    step.receive([stream("x"), stream("c", dtype="float32")])
+    batch = step.micro_batch(["c"], NONE)
+    assert (batch.domains, batch.row_lengths) == (("d",), (2,))
+    with pytest.raises(RunError, match="no teacher scored"):
+        step.micro_batch(["c"], NONE)  # what is trained is forgotten
+    assert step._rows == {}, "others' rows are not kept"
 
 
 def test_streams_of_another_payload_are_taken_too() -> None:
@@ -52,20 +63,22 @@ def test_streams_of_another_payload_are_taken_too() -> None:
         rows = [dataclasses.replace(row(i), hidden=b"", teacher_logprobs=[-0.5, -1.5]) for i in ids]
         return np.frombuffer(write_stream([rows], "bfloat16", "sampled_logprobs"), dtype=np.uint8)
 
-    mine = rank._select(WORK, [part("a", "b"), part("c")], False)
-    assert (mine.payload, list(mine.samples["c"][0].teacher_logprobs)) == ("sampled_logprobs", [-0.5, -1.5])
+    step = begun()
+    step.receive([part("a", "b"), part("c")])
+    (run,) = step.micro_batch(["c"], NONE).runs
+    assert run.logprob_N.tolist() == [-0.5, -1.5]
 
 
-def test_a_missing_row_stops_the_step() -> None:
-    with pytest.raises(RunError, match="step 3: 2 scored rows arrived, wanted 3"):
-        rank._select(WORK, [stream("a", "b")], False)
-    with pytest.raises(RunError, match=r"no teacher scored .*'c'"):
-        rank._select(WORK, [stream("a", "b"), stream("x")], False)
+def test_a_micro_batch_may_be_empty() -> None:
+    batch = begun().micro_batch([], NONE)
+    assert (batch.runs, batch.row_lengths) == ((), ())
 
 
 def test_a_row_that_came_twice_for_another_stops_the_step() -> None:
+    step = begun()
+    step.receive([stream("a", "a"), stream("b")])
     with pytest.raises(RunError, match="sample a: scored by t 1, t 1; the weights of its teachers do not add up to 1"):
-        rank._select(WORK, [stream("a", "a"), stream("b")], False)
+        step.micro_batch(["a"], NONE)
 
 
 def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
@@ -126,6 +139,24 @@ class Owner:
         return np.full((76, 2), "abc".index(key), np.float32)
 
 
+class Optimizer(torch.optim.SGD):
+    """With what DeepSpeed's has beside it."""
+
+    custom_loss_scaler = False
+    divisor = 1.0
+
+    def override_loss_scale(self, value: float) -> None:
+        self.custom_loss_scaler, self.divisor = True, value
+
+
+def take_step(made: rank.TrainerRank, work: RankWork, rules: Any, handles: Any, *streams: np.ndarray) -> RankResult:
+    """All parts with the first micro-batch, nothing left out."""
+    made.begin_step(work, rules, handles)
+    for index in range(len(work.micro_batches)):
+        made.accumulate(index, NONE, *(streams if index == 0 else ()))
+    return made.finish_step(1.0)
+
+
 class StillEngine:
     """A student on one rank without DeepSpeed, that never takes its step."""
 
@@ -135,7 +166,7 @@ class StillEngine:
         from opd.train.student import Student
 
         self.student = Student(AutoModelForCausalLM.from_pretrained(model_dir), ReverseKL(), chunk=16, vocab_size=76)
-        self.optimizer = torch.optim.SGD(self.student.parameters(), lr=0.0)
+        self.optimizer = Optimizer(self.student.parameters(), lr=0.0)
         self.seen: list[dict[str, float]] = []
         """For each micro-batch the number that fills each head."""
 
@@ -176,15 +207,14 @@ def test_heads_are_fetched_when_they_are_needed_and_kept_within_the_budget(
     ids = [i for part in micro_batches for i in part]
     rows = [dataclasses.replace(row(i), head=i[0], teacher=i[0]) for i in ids]
     work = RankWork(
-        step=1, lr=0.1, micro_batches=tuple(map(tuple, micro_batches)), weights=dict.fromkeys(ids, 0.1),
-        left_out=frozenset(), total_rows=len(rows),
+        step=1, lr=0.1, micro_batches=tuple(map(tuple, micro_batches)), weights=dict.fromkeys(ids, 0.1)
     )  # fmt: skip
     owner = Owner()
     handles = {key: cluster.Remote(owner, "head", (key,), 1.0) for key in "abc"}
     one = rank.TrainerRank(deepspeed._rank_options(config(head_memory=budget), vocab_size=76), 0)
     one._engine, one._device = StillEngine(tiny_model_dir), torch.device("cpu")
     stream = np.frombuffer(write_stream([rows], "float32"), dtype=np.uint8)
-    one.train_step(work, dict.fromkeys("abc", IDENTITY), handles, stream)
+    take_step(one, work, dict.fromkeys("abc", IDENTITY), handles, stream)
     assert "".join(owner.asked) == fetched
     assert one._engine.seen == seen
 
@@ -215,9 +245,15 @@ class FakeRank:
 
     def start(self, address: str, port: int) -> None: ...
 
-    def train_step(self, work: RankWork, rules: dict[str, LogitRule], *arrays: Any) -> RankResult:
-        """`arrays`: heads by key, then the streams."""
-        self.works.append((work, rules, arrays))
+    def begin_step(self, work: RankWork, rules: dict[str, LogitRule], heads: dict[str, Any]) -> None:
+        self.works.append((work, rules, heads))
+        self.rounds: list[Any] = []
+
+    def accumulate(self, index: int, left_out: frozenset[str], *parts: Any) -> None:
+        self.rounds.append((index, set(left_out), parts))
+
+    def finish_step(self, share: float) -> RankResult:
+        self.share = share
         own, shared = domain_stats(2, 1.5, gap=2.0), domain_stats(1, 1.0, gap=1.0)
         return RankResult(loss=0.5, grad_norm=2.0, domains={f"d{self.index}": own, "d": shared})
 
@@ -249,13 +285,42 @@ def rollout(sample_id: str, trained: bool = True) -> Rollout:
 
 
 RULES = {"h1": LogitRule(scale=2.0), "h0": IDENTITY}
-TARGETS = TargetSet(streams=("s0", "s1"), heads={"h0": "H0", "h1": "H1"}, head_rules=RULES, quarantined={}, rows=2)
+
+
+class Targets:
+    """Stands for a `TargetStream` of one row a part, in the order of the ids; ids in `broken` come without a row."""
+
+    def __init__(self, *ids: str, broken: tuple[str, ...] = ()) -> None:
+        self.heads, self.head_rules = {"h0": "H0", "h1": "H1"}, RULES
+        self.quarantined: dict[str, str] = {}
+        self.arrived = False
+        self._broken = broken
+        self._left = list(ids)
+        self._taken: set[str] = set()
+
+    def take(self) -> Part | None:
+        if not self._left:
+            self.arrived = True
+            return None
+        sample_id = self._left.pop(0)
+        if sample_id in self._broken:
+            self.quarantined[sample_id] = "not finite"
+            return Part(handle=f"empty {sample_id}", nbytes=1, samples=())
+        self._taken.add(sample_id)
+        return Part(handle=f"part {sample_id}", nbytes=10, samples=(sample_id,))
+
+    def collect(self) -> None:
+        while self.take():
+            pass
+
+    def has(self, ids: list[str]) -> bool:
+        return set(ids) <= self._taken | set(self.quarantined)
 
 
 def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
     in_process.replace = FakeRank
     trainer = deepspeed.DeepSpeedTrainer(config(), vocab_size=9)
-    report = trainer.train_step(1, [rollout("a"), rollout("b")], TARGETS)
+    report = trainer.train_step(1, [rollout("a"), rollout("b")], Targets("a", "b"))  # type: ignore[arg-type]
     assert (report.loss, report.grad_norm, report.lr, report.skipped) == (1.0, 2.0, 0.5, False)
     assert report.logprob_gap == pytest.approx(6.0 / 6)
     assert report.domains == {
@@ -267,11 +332,53 @@ def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
     assert list(report.domains) == ["d", "d0", "d1"]
     works = [w.works[0] for w in in_process.workers]
     assert sorted(i for work, _, _ in works for part in work.micro_batches for i in part) == ["a", "b"]
-    for work, rules, arrays in works:
-        assert (work.total_rows, work.lr) == (2, 0.5)
+    for work, rules, heads in works:
+        assert work.lr == 0.5
         assert dict(work.weights) == {i: 0.25 for part in work.micro_batches for i in part}
-        assert arrays == ({"h0": "H0", "h1": "H1"}, "s0", "s1")
+        assert heads == {"h0": "H0", "h1": "H1"}
         assert rules == RULES
+    assert [w.rounds for w in in_process.workers] == [[(0, set(), ("part a", "part b"))]] * 2
+    assert [w.share for w in in_process.workers] == [1.0, 1.0]
+
+
+def test_micro_batches_begin_before_the_last_row_is_scored(in_process: Any) -> None:
+    in_process.replace = FakeRank
+    trainer = deepspeed.DeepSpeedTrainer(config(ranks=1, micro_batch_tokens=16), vocab_size=9)
+    rollouts = [dataclasses.replace(rollout(i), prompt_ids=(1,) * 14) for i in "abcd"]
+    report = trainer.train_step(1, rollouts, Targets("a", "c", "b", "d"))  # type: ignore[arg-type]
+    (fake,) = in_process.workers
+    assert [(index, parts) for index, _, parts in fake.rounds] == [
+        (0, ("part a",)), (1, ("part c", "part b")), (2, ()), (3, ("part d",)),
+    ]  # fmt: skip
+    assert report.early_micro_batches == 3
+
+
+def test_what_cannot_be_scored_is_left_out_of_the_mean(in_process: Any) -> None:
+    in_process.replace = FakeRank
+    trainer = deepspeed.DeepSpeedTrainer(config(ranks=1, micro_batch_tokens=16), vocab_size=9)
+    rollouts = [dataclasses.replace(rollout(i), prompt_ids=(1,) * 14) for i in "abcd"]
+    trainer.train_step(1, rollouts, Targets("a", "b", "c", "d", broken=("b",)))  # type: ignore[arg-type]
+    (fake,) = in_process.workers
+    assert [left_out for _, left_out, _ in fake.rounds] == [set(), {"b"}, {"b"}, {"b"}]
+    assert fake.share == pytest.approx(3 / 4)
+
+
+def test_a_step_of_which_nothing_could_be_scored_is_skipped(in_process: Any) -> None:
+    in_process.replace = FakeRank
+    trainer = deepspeed.DeepSpeedTrainer(config(ranks=1), vocab_size=9)
+    report = trainer.train_step(1, [rollout("a")], Targets("a", broken=("a",)))  # type: ignore[arg-type]
+    assert report.skipped and in_process.workers[0].rounds == []
+
+
+def test_with_a_baseline_no_round_begins_before_every_row_is_there(in_process: Any) -> None:
+    in_process.replace = FakeRank
+    data = config(ranks=1, micro_batch_tokens=16).model_dump(mode="json")
+    data |= {"objective": {"kind": "sampled", "baseline": "leave_one_out"}, "teachers": {"payload": "sampled_logprobs"}}
+    trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
+    rollouts = [dataclasses.replace(rollout(i), prompt_ids=(1,) * 14) for i in "ab"]
+    report = trainer.train_step(1, rollouts, Targets("a", "b"))  # type: ignore[arg-type]
+    assert in_process.workers[0].rounds == [(0, set(), ("part a", "part b")), (1, set(), ())]
+    assert report.early_micro_batches == 0
 
 
 def test_the_weights_follow_the_objective_and_the_domains(in_process: Any) -> None:
@@ -280,7 +387,8 @@ def test_the_weights_follow_the_objective_and_the_domains(in_process: Any) -> No
     data["domains"] = {"d": {}, "e": {"loss_weight": 3.0}}
     data["objective"]["normalize"] = "sequence_mean"
     trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
-    trainer.train_step(1, [rollout("a"), dataclasses.replace(rollout("b"), domain="e")], TARGETS)
+    rollouts = [rollout("a"), dataclasses.replace(rollout("b"), domain="e")]
+    trainer.train_step(1, rollouts, Targets("a", "b"))  # type: ignore[arg-type]
     weights = {i: w for fake in in_process.workers for work, _, _ in fake.works for i, w in work.weights.items()}
     assert weights == pytest.approx({"a": 1 / 4 / 2, "b": 3 / 4 / 2})
 
@@ -288,8 +396,10 @@ def test_the_weights_follow_the_objective_and_the_domains(in_process: Any) -> No
 @pytest.mark.parametrize("rollouts", [[], [rollout("a", trained=False)]])
 def test_a_step_without_trained_tokens_is_skipped_and_says_so(rollouts: list[Rollout], in_process: Any) -> None:
     in_process.replace = FakeRank
-    report = deepspeed.DeepSpeedTrainer(config(), vocab_size=9).train_step(3, rollouts, TARGETS)
+    targets: Any = Targets(*(r.sample_id for r in rollouts))
+    report = deepspeed.DeepSpeedTrainer(config(), vocab_size=9).train_step(3, rollouts, targets)
     assert report.skipped
+    assert targets.arrived, "the log wants them all the same"
     assert report.step == 3
     assert all(not w.works for w in in_process.workers)
 
@@ -338,47 +448,23 @@ def by_teachers(*parts: tuple[str, str, float], **changes: Any) -> np.ndarray:
     return np.frombuffer(write_stream([rows], "float32", payload), dtype=np.uint8)
 
 
-def test_rows_of_all_teachers_are_counted_and_gathered() -> None:
-    work = dataclasses.replace(WORK, total_rows=5)
-    streams = [
-        by_teachers(("a", "t", 0.25), ("b", "t", 1.0), ("c", "t", 0.5)),
-        by_teachers(("a", "s", 0.75), ("c", "s", 0.5)),
-    ]
-    mine = rank._select(work, streams, False)
-    assert {i: [(r.teacher, r.weight) for r in rows] for i, rows in mine.samples.items()} == {
-        "a": [("s", 0.75), ("t", 0.25)],
-        "b": [("t", 1.0)],
-        "c": [("s", 0.5), ("t", 0.5)],
-    }
-    assert mine.baselines is None
-    with pytest.raises(RunError, match="step 3: 3 scored rows arrived, wanted 5"):
-        rank._select(work, streams[:1], False)
-    with pytest.raises(RunError, match="step 3: 5 scored rows arrived, wanted 3"):
-        rank._select(WORK, streams, False)
-
-
-def test_what_others_said_of_a_sample_that_is_left_out_does_not_count() -> None:
-    # Teacher t could not score b; what s said of it came all the same.
-    streams = [
-        by_teachers(("a", "t", 0.25), ("c", "t", 0.5)),
-        by_teachers(("a", "s", 0.75), ("b", "s", 0.5), ("c", "s", 0.5)),
-    ]
-    work = dataclasses.replace(WORK, left_out=frozenset({"b"}), total_rows=4)
-    assert set(rank._select(work, streams, False).samples) == {"a", "c"}
-    with pytest.raises(RunError, match="step 3: 5 scored rows arrived, wanted 4"):
-        rank._select(dataclasses.replace(work, left_out=frozenset()), streams, False)
-    with pytest.raises(RunError, match=r"sample b: scored by s 0\.5; the weights"):
-        rank._select(dataclasses.replace(work, left_out=frozenset(), total_rows=5), streams, False)
+def test_rows_of_all_teachers_are_gathered() -> None:
+    step = begun()
+    step.receive([by_teachers(("a", "t", 0.25), ("b", "t", 1.0), ("c", "t", 0.5)), by_teachers(("a", "s", 0.75))])
+    (run,) = step.micro_batch(["a"], NONE).runs
+    assert run.weights == (0.75, 0.25), "in the order of their names"
+    with pytest.raises(RunError, match=r"sample c: scored by t 0\.5; the weights"):
+        step.micro_batch(["c"], NONE)
 
 
 @pytest.mark.parametrize("mine", [("a",), ("b",), ("c", "a")])
 def test_baselines_are_over_the_whole_step_and_not_over_the_ranks_part(mine: tuple[str, ...]) -> None:
-    work = dataclasses.replace(WORK, micro_batches=(mine,), left_out=frozenset({"x"}), total_rows=3)
-    streams = [
-        by_teachers((sample_id, "t", 1.0), teacher_logprobs=said)  # the engine said -1 each time
-        for sample_id, said in {"a": [-2.0, -4.0], "b": [-1.0, -2.0], "c": [-6.0, -1.0], "x": [-90.0, -90.0]}.items()
-    ]
-    assert rank._select(work, streams, True).baselines == pytest.approx(
+    step = begun(dataclasses.replace(WORK, micro_batches=(mine,)), baseline=True)
+    said = {"a": [-2.0, -4.0], "b": [-1.0, -2.0], "c": [-6.0, -1.0], "x": [-90.0, -90.0]}
+    step.receive([by_teachers((i, "t", 1.0), teacher_logprobs=values) for i, values in said.items()])
+    step.micro_batch(mine, frozenset({"x"}))
+    # The engine said -1 each time.
+    assert step._baselines == pytest.approx(
         {"a": -(0 + 1 + 5 + 0) / 4, "b": -(1 + 3 + 5 + 0) / 4, "c": -(1 + 3 + 0 + 1) / 4}
     )
 
@@ -388,7 +474,7 @@ class PlainEngine:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.device = module, torch.device("cpu")
-        self.optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        self.optimizer = Optimizer(module.parameters(), lr=1.0)
 
     def __call__(self, *args: Any) -> Any:
         return self.module(*args)
@@ -432,16 +518,31 @@ def test_a_step_with_two_teachers_a_sample_is_the_weighted_sum_of_two_steps(
 
     def step(**shares: float) -> tuple[float, torch.Tensor]:
         streams = [by_teachers(*((i, t, w) for i in "ac"), hidden=states[t], head=f"h{t}") for t, w in shares.items()]
-        work = dataclasses.replace(WORK, total_rows=2 * len(shares))
         made = one_rank(tiny_model_dir, {"kind": "reverse_kl"})
         needed = {f"h{t}": IDENTITY for t in shares}
-        result = made.train_step(work, needed, {key: heads[key] for key in needed}, *streams)
+        result = take_step(made, WORK, needed, {key: heads[key] for key in needed}, *streams)
         return result.loss, gradient(made)
 
     (loss_s, grad_s), (loss_t, grad_t), (loss, grad) = step(s=1.0), step(t=1.0), step(s=0.25, t=0.75)
     assert float((grad_s - grad_t).norm()) > 0.1 * float(grad_s.norm())
     assert loss == pytest.approx(0.25 * loss_s + 0.75 * loss_t, rel=1e-5)
     torch.testing.assert_close(grad, 0.25 * grad_s + 0.75 * grad_t, rtol=1e-4, atol=1e-5)
+
+
+def test_a_share_that_is_left_divides_the_gradient(tiny_model_dir: Path) -> None:
+    """It goes to DeepSpeed, whose own arithmetic the tests with two real ranks check."""
+    made = one_rank(tiny_model_dir, {"kind": "sampled"}, "sampled_logprobs")
+    rows = [dataclasses.replace(row(i), hidden=b"", teacher_logprobs=[-0.5, -1.5]) for i in "ac"]
+    part = np.frombuffer(write_stream([rows], "float32", "sampled_logprobs"), dtype=np.uint8)
+    losses = []
+    for share in (1.0, 0.5, 1.0):
+        made.begin_step(WORK, {}, {})
+        made.accumulate(0, NONE, part)
+        made.accumulate(1, NONE)
+        losses.append(made.finish_step(share).loss)
+        assert made._engine.optimizer.divisor == share
+        made._engine.module.zero_grad()
+    assert losses == pytest.approx([losses[0], 2 * losses[0], losses[0]])
 
 
 def test_the_baseline_reaches_the_gradient_only_where_it_is_wanted(tiny_model_dir: Path) -> None:
@@ -458,7 +559,7 @@ def test_the_baseline_reaches_the_gradient_only_where_it_is_wanted(tiny_model_di
             for i in "ac"
         ]
         stream = np.frombuffer(write_stream([rows], "float32", "sampled_logprobs"), dtype=np.uint8)
-        made.train_step(dataclasses.replace(WORK, total_rows=2), {}, {}, stream)
+        take_step(made, WORK, {}, {}, stream)
         return float(gradient(made).norm())
 
     assert step("none", [-2.0, -2.0]) > 0.1

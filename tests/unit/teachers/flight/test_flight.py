@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.stream.schema import TargetRow, read_stream, write_stream
+from opd.stream.schema import PartRecord, TargetRow, read_stream, write_stream
+from opd.stream.targets import Part
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
 from teachers.flight import client as flight_client
 from teachers.flight import protocol
@@ -132,19 +134,38 @@ def remote(url: str, routes: Routes, *, ready: bool = True, **changes: Any) -> F
     return pool
 
 
-def rows_of(targets: Any) -> list[TargetRow]:
-    return [row for s in targets.streams for row in read_stream(memoryview(s)).rows]
+@dataclasses.dataclass
+class Scored:
+    """A step's targets when all parts were taken."""
+
+    parts: list[bytes]
+    heads: dict[str, Any]
+    head_rules: dict[str, Any]
+    quarantined: dict[str, str]
+    rows: int
 
 
-def same_targets(found: Any, wanted: Any) -> None:
-    assert [bytes(s) for s in found.streams] == [bytes(s) for s in wanted.streams]
+def score(pool: Any, rollouts: list[Rollout] = ROLLOUTS) -> Scored:
+    targets = pool.score(rollouts)
+    parts = []
+    while (part := targets.take()) is not None:
+        parts.append(bytes(cluster.fetch(part.handle)))
+    return Scored(parts, dict(targets.heads), dict(targets.head_rules), dict(targets.quarantined), targets.rows)
+
+
+def rows_of(scored: Scored) -> list[TargetRow]:
+    return [row for part in scored.parts for row in read_stream(part).rows]
+
+
+def same_targets(found: Scored, wanted: Scored) -> None:
+    assert found.parts == wanted.parts
     assert list(found.heads) == list(wanted.heads)
     for key, handle in wanted.heads.items():
         found_V_D, head_V_D = cluster.fetch(found.heads[key]), cluster.fetch(handle)
         assert found_V_D.dtype == head_V_D.dtype
         assert np.array_equal(found_V_D, head_V_D)
-    assert dict(found.head_rules) == dict(wanted.head_rules)
-    assert dict(found.quarantined) == dict(wanted.quarantined)
+    assert found.head_rules == wanted.head_rules
+    assert found.quarantined == wanted.quarantined
     assert found.rows == wanted.rows
 
 
@@ -163,27 +184,27 @@ PAYLOADS = {
 @pytest.mark.parametrize("kind", PAYLOADS)
 def test_targets_are_those_of_the_local_pool_byte_for_byte(kind: str, workers: int, routes: Routes, serve: Any) -> None:
     changes = {"workers": workers, **PAYLOADS[kind]}
-    wanted = local_pool(routes, **changes).score(ROLLOUTS)
+    wanted = score(local_pool(routes, **changes))
     pool = remote(serve(local_pool(routes, **changes), routes, **changes).url, routes, **changes)
     for _ in range(2):
-        found = pool.score(ROLLOUTS)
+        found = score(pool)
         same_targets(found, wanted)
-    assert len(found.streams) == workers and len(rows_of(found)) == found.rows == 12
+    assert len(found.parts) == workers and len(rows_of(found)) == found.rows == 12
     assert len(found.heads) == (2 if "states" in kind else 0)
 
 
 def test_a_domain_needs_its_heads_only_and_no_rollouts_need_none(routes: Routes, serve: Any) -> None:
     pool = remote(serve(local_pool(routes), routes).url, routes)
     for part in ([], ROLLOUTS[1::2], ROLLOUTS[::2]):
-        same_targets(pool.score(part), local_pool(routes).score(part))
+        same_targets(score(pool, part), score(local_pool(routes), part))
 
 
 def test_a_pipeline_may_use_a_part_of_what_is_served(routes: Routes, serve: Any) -> None:
     served = serve(local_pool(routes), routes)
     pool = remote(served.url, {"reverse": routes["reverse"]})
-    assert len(pool.score(ROLLOUTS[1::2]).heads) == 1
+    assert len(score(pool, ROLLOUTS[1::2]).heads) == 1
     with pytest.raises(RunError, match="no teacher for domain 'upper'; teachers serve reverse"):
-        pool.score(ROLLOUTS)
+        score(pool)
 
 
 def test_a_head_is_fetched_once(routes: Routes, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +212,9 @@ def test_a_head_is_fetched_once(routes: Routes, serve: Any, monkeypatch: pytest.
     get = PoolServer.do_get
     monkeypatch.setattr(PoolServer, "do_get", lambda s, c, t: [asked.append(t.ticket), get(s, c, t)][1])
     pool = remote(serve(local_pool(routes), routes).url, routes)
-    pool.score(ROLLOUTS)
+    score(pool)
     pool.wait_ready()
-    pool.score(ROLLOUTS)
+    score(pool)
     assert len(asked) == len(set(asked)) == 2
 
 
@@ -207,7 +228,7 @@ def test_what_an_architecture_does_to_its_logits_comes_along(tmp_path: Path, ser
     Gemma2ForCausalLM(made).save_pretrained(tmp_path / "capped")
     routes = {"reverse": (WeightedTeacher(teacher=Teacher(name="c", model_dir=tmp_path / "capped"), weight=1.0),)}
     pool = remote(serve(local_pool(routes), routes).url, routes)
-    (rule,) = pool.score(ROLLOUTS[1::2]).head_rules.values()
+    (rule,) = score(pool, ROLLOUTS[1::2]).head_rules.values()
     assert rule.softcap == 3.7
 
 
@@ -224,15 +245,15 @@ def test_responses_that_cannot_be_scored(routes: Routes, tmp_path: Path, serve: 
     routes |= {"upper": (WeightedTeacher(teacher=damaged(routes["upper"][0].teacher, tmp_path / "bad"), weight=1.0),)}
     served = serve(local_pool(routes, max_quarantined=0.5), routes)
     pool = remote(served.url, routes, max_quarantined=0.5)
-    found = pool.score(ROLLOUTS)
-    same_targets(found, local_pool(routes, max_quarantined=0.5).score(ROLLOUTS))
+    found = score(pool)
+    same_targets(found, score(local_pool(routes, max_quarantined=0.5)))
     assert set(found.quarantined) == {r.sample_id for r in ROLLOUTS[::2]} and found.rows == 4
     # The trainer's own limit counts, and the server's.
     with pytest.raises(RunError, match=r"4 of 8 .* teachers\.max_quarantined is 0\.1"):
-        remote(served.url, routes, max_quarantined=0.1).score(ROLLOUTS)
+        score(remote(served.url, routes, max_quarantined=0.1))
     strict = serve(local_pool(routes, max_quarantined=0.1), routes)
     with pytest.raises(RunError, match=rf"{strict.url}: `score` failed: 4 of 8 .* teachers\.max_quarantined is 0\.1$"):
-        remote(strict.url, routes, max_quarantined=1).score(ROLLOUTS)
+        score(remote(strict.url, routes, max_quarantined=1))
     assert "4 of 8" in strict.said[0]
 
 
@@ -240,8 +261,8 @@ def test_of_two_teachers_one_cannot_score(routes: Routes, tmp_path: Path, serve:
     bad = damaged(routes["upper"][0].teacher, tmp_path / "bad")
     routes |= {"upper": (WeightedTeacher(teacher=bad, weight=0.7), routes["upper"][1])}
     same_targets(
-        remote(serve(local_pool(routes, max_quarantined=1), routes).url, routes, max_quarantined=1).score(ROLLOUTS),
-        local_pool(routes, max_quarantined=1).score(ROLLOUTS),
+        score(remote(serve(local_pool(routes, max_quarantined=1), routes).url, routes, max_quarantined=1)),
+        score(local_pool(routes, max_quarantined=1)),
     )
 
 
@@ -265,7 +286,7 @@ def test_with_tls_and_token(routes: Routes, serve: Any, door: Endpoint, certific
     served = serve(local_pool(routes), routes, door=door)
     assert served.url.startswith("grpc+tls://127.0.0.1:")
     pool = remote(served.url, routes, tls_root_certs=certificate[0], token_file=write_token(tmp_path, TOKEN))
-    same_targets(pool.score(ROLLOUTS), local_pool(routes).score(ROLLOUTS))
+    same_targets(score(pool), score(local_pool(routes)))
 
 
 @pytest.mark.parametrize("given", [None, "wrong", TOKEN[:-1], TOKEN + "x", TOKEN.upper()])
@@ -303,7 +324,7 @@ def test_the_token_of_the_environment(
 ) -> None:
     served = serve(local_pool(routes), routes, door=door)
     monkeypatch.setenv("OPD_TEACHERS_TOKEN", TOKEN)
-    assert remote(served.url, routes, tls_root_certs=certificate[0]).score(ROLLOUTS).rows == 12
+    assert score(remote(served.url, routes, tls_root_certs=certificate[0])).rows == 12
 
 
 def test_a_server_with_another_certificate_is_not_believed(
@@ -330,8 +351,8 @@ def test_a_server_with_another_certificate_is_not_believed(
         (PAYLOADS["log-probs"], {}, "payload: they have sampled_logprobs, this pipeline hidden_states"),
         (PAYLOADS["top-k"], {**PAYLOADS["top-k"], "objective": {"kind": "top_k", "k": 4}}, "objective.k: they have 3, this pipeline 4"),
         ({"hello": {"vocab_size": 75}}, {}, "vocabulary: they have 75, this pipeline 76"),
-        ({"hello": {"stream": "9"}}, {}, "stream version: they have 9, this pipeline 2"),
-        ({"hello": {"protocol": "9"}}, {}, "speaks protocol '9', this side '1'"),
+        ({"hello": {"stream": "9"}}, {}, "stream version: they have 9, this pipeline 3"),
+        ({"hello": {"protocol": "9"}}, {}, "speaks protocol '9', this side '2'"),
         ({"hello": {"domains": {}}}, {}, r"domain reverse: they have no teacher, this pipeline rev \(1, digest of re"),
     ],
 )  # fmt: skip
@@ -357,7 +378,7 @@ def test_other_teachers_of_a_domain_are_refused(change: str, routes: Routes, ser
     with pytest.raises(RunError, match=r"domain upper: they have rev .* up .*, this pipeline "):
         remote(served.url, routes | {"upper": other})
     swapped = routes | {"upper": (second, first)}
-    assert remote(served.url, swapped).score(ROLLOUTS).rows == 12, "the order is no difference"
+    assert score(remote(served.url, swapped)).rows == 12, "the order is no difference"
 
 
 def test_a_server_that_came_back_with_other_teachers_is_refused(routes: Routes, serve: Any) -> None:
@@ -367,11 +388,11 @@ def test_a_server_that_came_back_with_other_teachers_is_refused(routes: Routes, 
     address = endpoint(first.url.removeprefix("grpc://"), None, None, None)
     first.server.shutdown()
     again = serve(pool, routes, door=address)
-    assert scoring.score(ROLLOUTS).rows == 12, "the same teachers are welcome"
+    assert score(scoring).rows == 12, "the same teachers are welcome"
     again.server.shutdown()
     last = serve(pool, routes, door=address, hello={"release": "9.9"})
     with pytest.raises(RunError, match="not the teachers that you began with"):
-        scoring.score(ROLLOUTS)
+        score(scoring)
     assert "not the teachers" in last.said[0]
 
 
@@ -384,32 +405,45 @@ def test_rollouts_of_another_version_are_refused(routes: Routes, serve: Any, mon
         flight_client, "rollout_batches", lambda r: (b.replace_schema_metadata(newer.metadata) for b in encode(r))
     )
     with pytest.raises(RunError, match="rollouts of version 2, wanted 1"):
-        scoring.score(ROLLOUTS)
+        score(scoring)
 
 
 def test_a_rollout_that_a_teacher_must_not_read(routes: Routes, serve: Any) -> None:
     scoring = remote(serve(local_pool(routes), routes).url, routes)
     bad = dataclasses.replace(ROLLOUTS[1], prompt_ids=(VOCABULARY,))
     with pytest.raises(RunError, match=f"rollout {bad.sample_id}: a token id outside"):
-        scoring.score([ROLLOUTS[0], bad])
-    assert scoring.score(ROLLOUTS).rows == 12, "the server goes on"
+        score(scoring, [ROLLOUTS[0], bad])
+    assert score(scoring).rows == 12, "the server goes on"
 
 
 # Answers that are not what was asked
 
 
+class Answer:
+    """Parts to send, whatever is in them."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self._parts = parts
+
+    def take(self) -> Part | None:
+        return Part(handle=self._parts.pop(0), nbytes=1, samples=()) if self._parts else None
+
+
 class Tampered:
     """A real pool whose answers are changed on the way out."""
 
-    def __init__(self, pool: Pool, change: Callable[[list[TargetRow]], list[TargetRow]], **fields: Any) -> None:
-        self._pool, self._change, self._fields = pool, change, fields
+    def __init__(
+        self, pool: Pool, change: Callable[[list[TargetRow]], list[TargetRow]], parts: Any = None, **record: Any
+    ) -> None:
+        self._pool, self._change, self._parts, self._record = pool, change, parts, record
         self.head_handle, self.head_of = pool.head_handle, pool.head_of
 
     def score(self, rollouts: Any) -> Any:
-        targets = self._pool.score(rollouts)
-        rows = self._change(sorted(rows_of(targets), key=lambda r: (r.sample_id, r.teacher)))
-        stream = np.frombuffer(write_stream([rows], "float32"), np.uint8)
-        return dataclasses.replace(targets, **{"streams": (stream,), **self._fields})
+        rows = self._change(sorted(rows_of(score(self._pool, rollouts)), key=lambda r: (r.sample_id, r.teacher)))
+        counts = dict(Counter(row.teacher for row in rows))
+        record = PartRecord(**{"teachers": counts, **self._record})
+        whole = np.frombuffer(write_stream([rows], "float32", part=record), np.uint8)
+        return Answer([whole] if self._parts is None else list(self._parts))
 
 
 def tamper(name: str) -> Callable[[list[TargetRow]], list[TargetRow]]:
@@ -451,20 +485,28 @@ def tamper(name: str) -> Callable[[list[TargetRow]], list[TargetRow]]:
         ("another teacher's states", "another weight or head"),
         ("another weight", "row 000001/upper/0 of teacher rev: another weight or head"),
         ("another sample", "row 000001/reverse/99 of teacher rev: not asked for"),
-        *((f"another {x}", "not the rollout sent") for x in ("domain", "step", "policy", "prompt", "response", "mask")),
-        ("other log-probs", "not the rollout sent"),
+        *(
+            (f"another {x}", "not the rollout that was sent")
+            for x in ("domain", "step", "policy", "prompt", "response", "mask")
+        ),
+        ("other log-probs", "not the rollout that was sent"),
     ],
 )
 def test_rows_that_were_not_asked_for_stop_the_run(name: str, words: str, routes: Routes, serve: Any) -> None:
     assert len(ROLLOUTS[1].response_ids) == 3
     served = serve(Tampered(local_pool(routes), tamper(name)), routes)
     with pytest.raises(RunError, match=f"teachers at {served.url}: .*{words}"):
-        remote(served.url, routes).score(ROLLOUTS)
+        score(remote(served.url, routes))
 
 
 def test_the_tampering_itself_changes_nothing(routes: Routes, serve: Any) -> None:
     served = serve(Tampered(local_pool(routes), tamper("nothing")), routes)
-    assert remote(served.url, routes).score(ROLLOUTS).rows == 12
+    assert score(remote(served.url, routes)).rows == 12
+
+
+def raw_stream(dtype: str, **record: Any) -> np.ndarray:
+    """A part without rows."""
+    return np.frombuffer(write_stream([], dtype, part=PartRecord(**record)), np.uint8)
 
 
 def newer_stream() -> np.ndarray:
@@ -478,12 +520,18 @@ def newer_stream() -> np.ndarray:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"rows": 11}, "they count 11 rows, wanted 12"),
-        ({"quarantined": {"000001/reverse/77": "why"}}, "000001/reverse/77 is quarantined, but was not sent"),
-        ({"streams": ()}, "12 rows are missing"),
-        ({"streams": (newer_stream(),)}, "target stream: version 7, wanted 2"),
-        ({"streams": (np.frombuffer(write_stream([], "float32"), np.uint8)[:-200],)}, "target stream: .*(cut|whole)"),
-        ({"streams": (np.frombuffer(write_stream([], "bfloat16"), np.uint8),)}, "hidden_states in bfloat16 arrived"),
+        ({"teachers": {"rev": 7, "up": 4}}, "worker 0 counts {'rev': 7, 'up': 4} rows, {'rev': 8, 'up': 4} came"),
+        ({"teachers": None}, "worker 0 ends after 1 parts without its end record"),
+        ({"number": 1}, "part 1 of worker 0 came after 0 of its parts"),
+        ({"broken": {"000001/reverse/77": "why"}}, "000001/reverse/77 is said to be broken, but was not sent"),
+        ({"parts": ()}, "12 rows are missing"),
+        ({"parts": (newer_stream(),)}, "target stream: version 7, wanted 3"),
+        ({"parts": (raw_stream("float32")[:-200],)}, "target stream: .*(cut|whole)"),
+        ({"parts": (raw_stream("bfloat16"),)}, "hidden_states in bfloat16 came, wanted hidden_states in float32"),
+        (
+            {"parts": (raw_stream("float32", teachers={}), raw_stream("float32", number=1))},
+            "part 1 of worker 0 came after 1",
+        ),
     ],
 )
 def test_streams_that_are_not_right_stop_the_run(
@@ -491,7 +539,7 @@ def test_streams_that_are_not_right_stop_the_run(
 ) -> None:
     served = serve(Tampered(local_pool(routes), tamper("nothing"), **fields), routes)
     with pytest.raises(RunError, match=f"teachers at {served.url}: .*{words}"):
-        remote(served.url, routes).score(ROLLOUTS)
+        score(remote(served.url, routes))
 
 
 @pytest.mark.parametrize("what", ["slice", "last record"])
@@ -502,14 +550,15 @@ def test_an_answer_without_its_end_stops_the_run(
         from teachers.flight import server
 
         cut = server.slices
-        monkeypatch.setattr(server, "slices", lambda raw, i=0: list(cut(raw, i))[:-1])
-        words = "bytes arrived"
+        monkeypatch.setattr(server, "slices", lambda raw: list(cut(raw))[:-1])
+        words = "not a whole Arrow stream"
     else:
         exchange = PoolServer.do_exchange
 
         class Silent:
             def __init__(self, writer: Any) -> None:
                 self.begin, self.write_batch = writer.begin, writer.write_batch
+                self.write_with_metadata = writer.write_with_metadata
 
             def write_metadata(self, raw: bytes) -> None:
                 pass
@@ -519,7 +568,7 @@ def test_an_answer_without_its_end_stops_the_run(
     routes, payload = {"reverse": routes["reverse"]}, PAYLOADS["log-probs"]  # heads travel in slices too
     served = serve(local_pool(routes, **payload), routes, **payload)
     with pytest.raises(RunError, match=words):
-        remote(served.url, routes, **payload).score(ROLLOUTS[1::2])
+        score(remote(served.url, routes, **payload), ROLLOUTS[1::2])
 
 
 @pytest.mark.parametrize("what", ["a bit", "a row less", "another type"])
@@ -613,12 +662,12 @@ def proxied(routes: Routes, serve: Any) -> Iterator[tuple[Proxy, Served]]:
 def test_a_connection_that_breaks_is_tried_again(after: int, routes: Routes, proxied: tuple[Proxy, Served]) -> None:
     proxy, _ = proxied
     scoring = remote(proxy.url, routes)
-    wanted = local_pool(routes).score(ROLLOUTS)
-    assert sum(s.nbytes for s in wanted.streams) > 12000
+    wanted = score(local_pool(routes))
+    assert sum(map(len, wanted.parts)) > 12000
     proxy.cut_after = [after, None]
     before = proxy.connections
     proxy.cut()
-    same_targets(scoring.score(ROLLOUTS), wanted)
+    same_targets(score(scoring), wanted)
     assert proxy.connections >= before + 2
 
 
@@ -628,7 +677,7 @@ def test_a_connection_that_breaks_in_the_middle_every_time(routes: Routes, proxi
     proxy.cut_after = [9000] * 50
     proxy.cut()
     with pytest.raises(RunError, match=rf"teachers at {proxy.url}: no answer to `score` in 3 attempts: \S"):
-        scoring.score(ROLLOUTS)
+        score(scoring)
 
 
 def test_a_server_that_is_gone_or_was_never_there(routes: Routes, serve: Any) -> None:
@@ -636,7 +685,7 @@ def test_a_server_that_is_gone_or_was_never_there(routes: Routes, serve: Any) ->
     scoring = remote(served.url, routes)
     served.server.shutdown()
     with pytest.raises(RunError, match=rf"teachers at {served.url}: no answer to `score` in 3 attempts: \S"):
-        scoring.score(ROLLOUTS)
+        score(scoring)
     with pytest.raises(RunError, match="no answer to `hello` in 3 attempts"):
         remote(served.url, routes)
 
@@ -647,7 +696,7 @@ def test_a_server_that_goes_silent_meets_the_deadline(routes: Routes, proxied: t
     proxy.silent.set()
     began = time.monotonic()
     with pytest.raises(RunError, match=rf"teachers at {proxy.url}: `score` took longer than 3 s"):
-        scoring.score(ROLLOUTS)
+        score(scoring)
     assert 2 < time.monotonic() - began < 20
 
 
@@ -658,7 +707,7 @@ def test_retries_share_the_deadline(routes: Routes, serve: Any, monkeypatch: pyt
     monkeypatch.setattr(flight_client, "RETRY_WAITS_S", (0.1, 1000.0))
     began = time.monotonic()
     with pytest.raises(RunError, match="no answer to `score`"):
-        scoring.score(ROLLOUTS)
+        score(scoring)
     assert time.monotonic() - began < 20
 
 
@@ -690,7 +739,7 @@ def test_steps_of_several_clients_are_scored_one_after_the_other(routes: Routes,
     found: dict[int, Any] = {}
 
     def ask(i: int) -> None:
-        found[i] = remote(served.url, routes).score(parts[i])
+        found[i] = score(remote(served.url, routes), parts[i])
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
     for thread in threads:
@@ -698,7 +747,7 @@ def test_steps_of_several_clients_are_scored_one_after_the_other(routes: Routes,
     for thread in threads:
         thread.join(timeout=60)
     for i, part in enumerate(parts):
-        same_targets(found[i], local_pool(routes).score(part))
+        same_targets(found[i], score(local_pool(routes), part))
     assert (slow.most, slow.calls) == (1, 3)
 
 
@@ -706,21 +755,21 @@ def test_a_client_that_left_is_not_scored_and_a_busy_server_says_so(routes: Rout
     slow = Slow(local_pool(routes), 4.0)
     served = serve(slow, routes, busy_s=1)
     patient, second = remote(served.url, routes), remote(served.url, routes)
-    first = threading.Thread(target=patient.score, args=(ROLLOUTS,))
+    first = threading.Thread(target=score, args=(patient,))
     first.start()
     while not slow.inside:
         time.sleep(0.01)
     with pytest.raises(RunError, match=r"others' steps took longer than 1 s"):
-        second.score(ROLLOUTS)
+        score(second)
     first.join(timeout=60)
     served = serve(slow, routes)
     hasty = remote(served.url, routes, phase_s=1)
-    first = threading.Thread(target=remote(served.url, routes).score, args=(ROLLOUTS,))
+    first = threading.Thread(target=score, args=(remote(served.url, routes),))
     first.start()
     while not slow.inside:
         time.sleep(0.01)
     with pytest.raises(RunError, match="`score` took longer than 1 s"):
-        hasty.score(ROLLOUTS)
+        score(hasty)
     first.join(timeout=60)
     time.sleep(0.5)
     assert slow.calls == 2, "the one who left was not scored"

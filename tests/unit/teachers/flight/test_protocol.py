@@ -85,11 +85,11 @@ def test_other_columns_and_another_version_of_them() -> None:
 
 
 def test_records() -> None:
-    reply = Reply(sizes=(1, 2), rows=3, quarantined={"a": "b"})
+    reply = Reply(sizes=(1, 2))
     assert parse(Reply, reply.model_dump_json().encode()) == reply
-    other = json.dumps({"protocol": "2", "something": "new"}).encode()
+    other = json.dumps({"protocol": "3", "something": "new"}).encode()
     for model in (Hello, Request, Reply):
-        with pytest.raises(ProtocolError, match="speaks protocol '2', this side '1'"):
+        with pytest.raises(ProtocolError, match="speaks protocol '3', this side '2'"):
             parse(model, other)
     for raw in (
         b"",
@@ -97,10 +97,10 @@ def test_records() -> None:
         b"[]",
         b"null",
         b"{",
-        b'{"sizes": [1]}',
-        b'{"sizes": [], "rows": "x", "quarantined": {}}',
+        b"{}",
+        b'{"sizes": ["x"]}',
     ):
-        with pytest.raises(ProtocolError, match="no Reply of protocol 1"):
+        with pytest.raises(ProtocolError, match="no Reply of protocol 2"):
             parse(Reply, raw)
 
 
@@ -108,6 +108,6 @@ def test_records() -> None:
 def test_slices_are_the_bytes_in_order(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "SLICE_BYTES", 8)
     raw = np.arange(length, dtype=np.uint8)
-    pieces = list(slices(raw.data, 5))
-    assert [p.column("stream").to_pylist() for p in pieces] == [[5]] * -(-length // 8)
+    pieces = list(slices(raw.data))
+    assert len(pieces) == -(-length // 8)
     assert b"".join(p.column("bytes")[0].as_py() for p in pieces) == raw.tobytes()

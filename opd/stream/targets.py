@@ -1,0 +1,205 @@
+"""A step's scored rows as the driver sees them: part by part, each checked when it comes, while teachers still score."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from opd import cluster
+from opd.errors import RunError
+from opd.stream.schema import PartRecord, StreamError, TargetRow, read_stream
+from opd.types import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What every row of one teacher must say in a domain."""
+
+    weight: float
+    head: str
+    """Content hash of the teacher's head; empty under payloads without hidden states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Some rows of a step. The driver keeps no row: it has looked at them, the trainer reads them."""
+
+    handle: Any
+    """To the bytes [uint8] of one Arrow stream of `opd.stream.schema`."""
+    nbytes: int
+    samples: tuple[str, ...]
+    """The sample of each row."""
+
+
+class TargetStream:
+    """One step's targets. Whoever trains on them takes parts until there are no more.
+
+    Every row is compared with the rollout that was sent, must come from a teacher of its domain and no second time, and
+    at the end none may be missing: what the scoring workers counted and what came is compared, by teacher.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        rollouts: Sequence[Rollout],
+        teachers: Mapping[str, Mapping[str, Expected]],
+        *,
+        kind: tuple[str, str],
+        max_quarantined: float,
+        heads: Mapping[str, Any],
+        head_rules: Mapping[str, Any],
+        restarted: Sequence[str] = (),
+        who: str = "teachers",
+    ) -> None:
+        """`source` gives handles to parts as they are scored, and may add to `restarted`; `teachers`: domain -> name ->
+        what its rows say; `kind`: dtype and payload; `who` names them in errors."""
+        self.heads = heads
+        """Content hash of an output head -> handle to the matrix [V, D], for every head the rows name. A rank fetches
+        what it needs and does not hold."""
+        self.head_rules = head_rules
+        """Content hash of an output head -> its `LogitRule`."""
+        self.quarantined: dict[str, str] = {}
+        """Sample id -> why its teacher's scores cannot be used; such a sample is not trained. Whole when `arrived`."""
+        self.restarted = restarted
+        """Scoring workers that died and were started again; their rows were scored a second time."""
+        self.arrived = False
+        """All parts came, and no row is missing."""
+        self.num_parts = 0
+        self.nbytes = 0
+        self._source = source
+        self._sent = {r.sample_id: r for r in rollouts}
+        self._teachers = teachers
+        self._missing = {(r.sample_id, name) for r in rollouts for name in teachers[r.domain]}
+        self._to_take = Counter(sample_id for sample_id, _ in self._missing)
+        self._kind = kind
+        self._who = who
+        self._max_quarantined = max_quarantined
+        self._collected: deque[Part] = deque()
+        self._records: dict[int, list[PartRecord]] = {}
+        self._came: dict[int, Counter[str]] = {}
+        """Worker -> rows that came from it, by teacher."""
+        self._sinks: list[Callable[[PartRecord | None, np.ndarray | None], None]] = []
+
+    def tee(self, sink: Callable[[PartRecord | None, np.ndarray | None], None]) -> None:
+        """Show every part's record and bytes to `sink` before anybody trains on it, then None when all have come."""
+        self._sinks.append(sink)
+
+    def collect(self) -> None:
+        """Wait for all parts; `take` gives them afterwards. Raises: as `take`."""
+        while (part := self._next()) is not None:
+            self._collected.append(part)
+
+    def take(self) -> Part | None:
+        """The next part, waiting for it; None after the last.
+
+        Raises: StreamError for a part that is not what was asked; RunError if a teacher fails, or if more than
+        `max_quarantined` of the responses could not be scored (one always may).
+        """
+        part = self._collected.popleft() if self._collected else self._next()
+        if part is not None:
+            self._to_take.subtract(part.samples)
+        return part
+
+    def has(self, sample_ids: Sequence[str]) -> bool:
+        """True once every teacher's row of these samples was taken, or the sample is quarantined."""
+        return all(not self._to_take[i] or i in self.quarantined for i in sample_ids)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the samples that are not quarantined: one for each teacher of a sample."""
+        return sum(len(self._teachers[r.domain]) for i, r in self._sent.items() if i not in self.quarantined)
+
+    def _next(self) -> Part | None:
+        if self.arrived:
+            return None
+        handle = next(self._source, None)
+        if handle is None:
+            self._check_whole()
+            self._show(None, None)
+            self.arrived = True
+            return None
+        raw = cluster.fetch(handle)
+        try:
+            stream = read_stream(memoryview(raw))
+        except StreamError as error:
+            raise StreamError(f"{self._who}: {error}") from None
+        if (stream.dtype, stream.payload) != self._kind:
+            raise StreamError(
+                f"{self._who}: {stream.payload} in {stream.dtype} came, wanted {' in '.join(self._kind[::-1])}"
+            )
+        for row in stream.rows:
+            self._check(row)
+        self._keep(stream.part, stream.rows)
+        self._show(stream.part, raw)
+        self.num_parts += 1
+        self.nbytes += raw.nbytes
+        return Part(handle=handle, nbytes=raw.nbytes, samples=tuple(row.sample_id for row in stream.rows))
+
+    def _show(self, record: PartRecord | None, raw: np.ndarray | None) -> None:
+        for sink in self._sinks:
+            sink(record, raw)
+
+    def _check(self, row: TargetRow) -> None:
+        """Asked for, not yet here, and about the very tokens that were sent. Raises: StreamError."""
+        who = f"{self._who}: row {row.sample_id} of teacher {row.teacher}"
+        rollout = self._sent.get(row.sample_id)
+        if rollout is None or (row.sample_id, row.teacher) not in self._missing:
+            raise StreamError(f"{who}: not asked for, or twice")
+        expected = self._teachers[rollout.domain][row.teacher]
+        if row.weight != float(np.float32(expected.weight)) or row.head != expected.head:
+            raise StreamError(f"{who}: another weight or head")
+        if not _same(row, rollout):
+            raise StreamError(f"{who}: not the rollout that was sent")
+        self._missing.remove((row.sample_id, row.teacher))
+
+    def _keep(self, record: PartRecord, rows: Sequence[TargetRow]) -> None:
+        records = self._records.setdefault(record.worker, [])
+        if record.number != len(records) or (records and records[-1].teachers is not None):
+            raise StreamError(
+                f"{self._who}: part {record.number} of worker {record.worker} came after {len(records)} of its parts"
+            )
+        records.append(record)
+        self._came.setdefault(record.worker, Counter()).update(row.teacher for row in rows)
+        strange = sorted(set(record.broken) - set(self._sent))
+        if strange:
+            raise StreamError(f"{self._who}: {strange[0]} is said to be broken, but was not sent")
+        self.quarantined |= record.broken
+        if len(self.quarantined) > max(1, self._max_quarantined * len(self._sent)):
+            sample_id, why = next(iter(self.quarantined.items()))
+            raise RunError(
+                f"{len(self.quarantined)} of {len(self._sent)} responses could not be scored, first {sample_id}: {why}; "
+                f"teachers.max_quarantined is {self._max_quarantined}"
+            )
+
+    def _check_whole(self) -> None:
+        """Raises: StreamError if a worker's last part or a row is missing."""
+        for worker, records in self._records.items():
+            counted = records[-1].teachers
+            if counted is None:
+                raise StreamError(
+                    f"{self._who}: worker {worker} ends after {len(records)} parts without its end record"
+                )
+            if +Counter(counted) != +self._came[worker]:
+                raise StreamError(
+                    f"{self._who}: worker {worker} counts {dict(counted)} rows, {dict(self._came[worker])} came"
+                )
+        # Of a quarantined response, a second teacher's row may be there all the same.
+        missing = sorted(sample_id for sample_id, _ in self._missing if sample_id not in self.quarantined)
+        if missing:
+            raise StreamError(f"{self._who}: {len(missing)} rows are missing, first {missing[0]}")
+
+
+def _same(row: TargetRow, rollout: Rollout) -> bool:
+    return (
+        (row.step, row.domain, row.policy_version) == (rollout.step, rollout.domain, rollout.policy_version)
+        and tuple(row.prompt_ids) == rollout.prompt_ids
+        and tuple(row.response_ids) == rollout.response_ids
+        and tuple(row.loss_mask) == rollout.loss_mask
+        and np.array_equal(
+            np.array(row.behaviour_logprobs, np.float32), np.array(rollout.behaviour_logprobs, np.float32)
+        )
+    )

@@ -1,0 +1,108 @@
+"""Rounds get their rows in the order of the plan, early, and within the budget of bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opd.stream.targets import Part
+from opd.train.feed import Feed
+
+PLAN = [[["a"], ["c"], ["e"]], [["b"], ["d"], ["f"]]]
+"""Two ranks, three rounds."""
+
+
+class Targets:
+    """Parts in a given order, each of 10 bytes; what was taken is there."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = [Part(handle=p, nbytes=10, samples=tuple(p)) for p in parts]
+        self._here: set[str] = set()
+        self.arrived = False
+
+    def take(self) -> Part | None:
+        if not self._parts:
+            self.arrived = True
+            return None
+        part = self._parts.pop(0)
+        self._here |= set(part.samples)
+        return part
+
+    def has(self, ids: list[str]) -> bool:
+        return set(ids) <= self._here
+
+
+def feed(*parts: str, queue: int = 1000, all_first: bool = False) -> Feed:
+    made: Any = Targets(*parts)
+    return Feed(made, PLAN, queue_bytes=queue, all_first=all_first)
+
+
+def none_at_work() -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    ("order", "rounds", "early"),
+    [
+        (("ab", "cd", "ef"), [["ab"], ["cd"], ["ef"]], 2),
+        (("a", "cd", "b", "e", "f"), [["a", "cd", "b"], [], ["e", "f"]], 2),
+        (("f", "e", "d", "c", "b", "a"), [["f", "e", "d", "c", "b", "a"], [], []], 2),
+        (("abcdef", ""), [["abcdef"], [], [""]], 2),
+    ],
+)
+def test_a_round_gets_what_came_since_the_last(order: tuple[str, ...], rounds: list[list[str]], early: int) -> None:
+    made = feed(*order)
+    assert [made.parts(index, none_at_work) for index in range(3)] == rounds
+    assert made.early == early
+
+
+def test_all_first() -> None:
+    made = feed("ab", "cd", "ef", all_first=True)
+    assert [made.parts(index, none_at_work) for index in range(3)] == [["ab", "cd", "ef"], [], []]
+    assert made.early == 0
+
+
+def test_a_full_queue_waits_for_the_oldest_round() -> None:
+    made = feed("ab", "cd", "ef", queue=10)
+    ended: list[int] = []
+
+    def finish_oldest() -> bool:
+        ended.append(len(ended))
+        made.trained(ended[-1])
+        return True
+
+    assert made.parts(0, none_at_work) == ["ab"]
+    assert made.parts(1, finish_oldest) == ["cd"] and ended == [0]
+    assert made.parts(2, finish_oldest) == ["ef"] and ended[:2] == [0, 1]
+    assert made.peak_bytes == 10
+
+
+def test_a_queue_with_room_waits_for_nobody() -> None:
+    made = feed("ab", "cd", "ef", queue=21)
+
+    def finish_oldest() -> bool:
+        raise AssertionError("nobody has to be waited for")
+
+    assert [made.parts(index, finish_oldest) for index in range(2)] == [["ab"], ["cd"]]
+    assert made.peak_bytes == 20
+
+
+def test_what_the_next_round_needs_is_let_in_though_the_queue_is_full() -> None:
+    made = feed("ef", "cd", "ab", queue=10)
+    assert made.parts(0, none_at_work) == ["ef", "cd", "ab"]
+    assert made.peak_bytes == 30
+
+
+def test_a_part_counts_until_its_last_row_is_trained() -> None:
+    made = feed("ae", "b", "c", "d", "f", queue=1000)
+    made.parts(0, none_at_work)
+    assert made._nbytes() == 20
+    made.trained(0)
+    assert made._nbytes() == 10, "e is trained in round 2"
+    made.parts(1, none_at_work)
+    made.parts(2, none_at_work)
+    made.trained(1)
+    assert made._nbytes() == 20
+    made.trained(2)
+    assert made._nbytes() == 0
