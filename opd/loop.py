@@ -96,7 +96,9 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         accuracy: dict[str, float] = {}
         if plan.evaluate_every and step % plan.evaluate_every == 0:
             with clock("evaluate"):
-                accuracy = parts.evaluator.evaluate()
+                found = parts.evaluator.evaluate(model=f"step {step}")
+            parts.reporter.evaluation(f"step-{step:06d}", found)
+            accuracy = found.accuracy
         record = _record(batch, targets, trained, pushed, accuracy, clock.take())
         parts.reporter.step(record | ({"replayed": True} if logged else {}) | saving)
         leaving = stop() or step == plan.last_step

@@ -51,8 +51,12 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
-    def baseline(self) -> Path:
-        return self.root / "baseline.json"
+    def evaluation(self) -> Path:
+        return self.root / "evaluation"
+
+    @property
+    def lm_eval(self) -> Path:
+        return self.evaluation / "lm-eval.json"
 
     @property
     def targets(self) -> Path:
@@ -107,7 +111,7 @@ def build(
         sync=SYNCS[config.sync.kind](
             trainer, engine, probe, tolerance=config.sync.tolerance, nbytes=inputs.student.parameters * bytes_per_value
         ),
-        evaluator=EngineEvaluator(engine, inputs.exams),
+        evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
         checkpoints=CheckpointStore(
             paths.checkpoints,
             trainer,
@@ -116,7 +120,7 @@ def build(
             identity=identity,
             timeout_s=config.cluster.phase_timeout_s,
         ),
-        reporter=RunReporter(MetricsFile(paths.metrics), shown),
+        reporter=RunReporter(MetricsFile(paths.metrics), paths.evaluation, shown),
     )
 
 
