@@ -98,7 +98,12 @@ def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Displa
         log=ArrowTargetLog(paths.targets),
         trainer=trainer,
         sync=SYNCS[config.sync.kind](
-            trainer, engine, probe, tolerance=config.sync.tolerance, nbytes=inputs.student.parameters * bytes_per_value
+            trainer,
+            engine,
+            probe,
+            tolerance=config.sync.tolerance,
+            nbytes=inputs.student.parameters * bytes_per_value,
+            tell=shown.say,
         ),
         evaluator=EngineEvaluator(engine, inputs.exams),
         checkpoints=CheckpointStore(paths.checkpoints, trainer, config.checkpoint.keep),

@@ -63,14 +63,28 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
             fix=f"`opd merge --resume {root}` goes on with it; --run-dir names another",
         )
     inputs = check(config)
-    temporary = root.with_name(f".tmp-{root.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary = _new_directory(root)
     paths = RunPaths(temporary)
     atomic_write_text(paths.manifest, json.dumps(_manifest(config, inputs), indent=2))
     atomic_write_text(paths.pipeline, yaml.safe_dump(_resolved(config, inputs), sort_keys=False))
     replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
     return _run(config, inputs, RunPaths(root))
+
+
+def _new_directory(root: Path) -> Path:
+    """An empty directory beside `root`, to be renamed to it. Raises: RunDirError if none can be made there."""
+    temporary = root.with_name(f".tmp-{root.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise RunDirError.at(
+            root,
+            found=f"{error.filename}: {error.strerror}",
+            wanted="a directory that can be made",
+            fix="give another place with --run-dir, or correct the rights",
+        ) from None
+    return temporary
 
 
 def resume(root: Path) -> dict[str, Any]:

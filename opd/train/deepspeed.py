@@ -12,7 +12,7 @@ from opd.interfaces import TargetSet
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import learning_rate
-from opd.train.totals import row_weights
+from opd.train.totals import refuse_impossible_means, row_weights
 from opd.types import DomainStats, Rollout, StepReport
 
 
@@ -22,6 +22,7 @@ class DeepSpeedTrainer:
     def __init__(self, config: PipelineConfig, vocab_size: int) -> None:
         self._config = config.trainer
         self._normalize = config.objective.normalize
+        self._kind = config.objective.kind
         self._domain_weights = {name: domain.loss_weight for name, domain in config.domains.items()}
         self._timeout_s = config.cluster.phase_timeout_s
         options = _rank_options(config, vocab_size)
@@ -47,7 +48,10 @@ class DeepSpeedTrainer:
         cluster.wait(self._ranks, self._starting, "start", timeout_s=self._start_timeout_s)
 
     def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetSet) -> StepReport:
-        """One optimiser step over all rows; skipped, and said so, if no token is trained."""
+        """One optimiser step over all rows; skipped, and said so, if no token is trained.
+
+        Raises: RunError if a rank fails or the loss is none.
+        """
         lr = learning_rate(step, self._config)
         weights = row_weights(rollouts, self._normalize, self._domain_weights)
         if not weights:
@@ -66,9 +70,11 @@ class DeepSpeedTrainer:
             for part in plan
         ]
         rules = {key: targets.head_rules[key] for key in targets.heads}
-        return _report(
+        report = _report(
             step, lr, self._call("train_step", [[work, rules, dict(targets.heads), *targets.streams] for work in works])
         )
+        refuse_impossible_means(step, self._kind, report.domains)
+        return report
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._call("logprobs", [[token_ids]] * len(self._ranks))[0]
