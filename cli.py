@@ -46,6 +46,7 @@ SetOption = Annotated[
 REPORT_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
 
 CHECK_COLUMNS = ("domain", "expert", "student", "expert alone", "same first token", "KL", "NLL / ln V", "verdict")
+MEMORY_COLUMNS = ("what", "GiB", "decided by")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -166,9 +167,11 @@ def check(
 
     config = load_pipeline(find(pipeline), overrides)
     from pipelines.check import check_pipeline, table_rows
+    from pipelines.memory import table_rows as memory_rows
 
     checked = check_pipeline(config, samples, _say)
     _print_table(config.name, CHECK_COLUMNS, table_rows(checked))
+    _print_table("memory of the merge", MEMORY_COLUMNS, memory_rows(checked.memory))
     for finding in checked.findings:
         _say(f"{finding.level}: {finding.domain + ': ' if finding.domain else ''}{finding.message}", err=False)
         if fix_up:

@@ -75,8 +75,16 @@ class ExpertConfig(Strict):
     """The domain whose responses this expert scores."""
 
 
+def _text_or_more(value: Any) -> str:
+    """Which half of a union a value is meant for, so that an error is about that half alone."""
+    return "~text" if isinstance(value, str) else "~more"
+
+
 class RegisteredExperts(Strict):
-    use: Literal["all"] | Annotated[list[Name], Field(min_length=1)]
+    use: Annotated[
+        Annotated[Literal["all"], Tag("~text")] | Annotated[list[Name], Field(min_length=1), Tag("~more")],
+        Discriminator(_text_or_more),
+    ]
     """Names from the registry (`opd experts list`), or `all`."""
 
 
@@ -108,11 +116,21 @@ class DomainConfig(Strict):
     eval: DomainEvalConfig | None = None
     """How the domain is measured; without it the domain is trained but not scored."""
     teachers: (
-        Name | Annotated[dict[Name, Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1)] | None
+        Annotated[
+            Annotated[Name, Tag("~text")]
+            | Annotated[
+                dict[Name, Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1), Tag("~more")
+            ],
+            Discriminator(_text_or_more),
+        ]
+        | None
     ) = None
     """Who scores the domain: an expert's name, or names with weights (normalised to add up to 1); default: the expert
     whose `domain` it is. One expert may serve several domains."""
-    weight: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    weight: Annotated[
+        Annotated[Literal["auto"], Tag("~text")] | Annotated[float, Field(gt=0), Tag("~more")],
+        Discriminator(_text_or_more),
+    ] = "auto"
     """Share of each step's samples; `auto` gives every domain the same."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """How much a token (or response) of this domain counts in the mean that is optimised."""
@@ -214,7 +232,9 @@ class TeachersConfig(Strict):
         if name is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             # It may be the key itself, which must not be printed.
             raise PydanticCustomError(
-                "api_key_env", "a variable's name, such as TEACHERS_KEY", {"found": "something that is no variable's name"}
+                "api_key_env",
+                "a variable's name, such as TEACHERS_KEY",
+                {"found": "something that is no variable's name"},
             )
         return name
 
@@ -564,7 +584,7 @@ def _bound_nodes(events: Iterable[yaml.Event]) -> None:
             if isinstance(event, yaml.AliasEvent):
                 if event.anchor in {anchor for anchor, _ in open_nodes}:
                     raise ValueError(f"*{event.anchor} lies in what it names")
-                total += sizes.get(event.anchor, 1)
+                total += sizes.get(str(event.anchor), 1)
             else:
                 total += 1
                 if event.anchor is not None:
@@ -572,7 +592,7 @@ def _bound_nodes(events: Iterable[yaml.Event]) -> None:
             if isinstance(event, yaml.CollectionStartEvent):
                 open_nodes.append((event.anchor, total - 1))
             if len(open_nodes) > MAX_YAML_DEPTH:
-                raise ValueError(f"nested deeper than {MAX_YAML_DEPTH} levels, line {event.start_mark.line + 1}")
+                raise ValueError(f"nested deeper than {MAX_YAML_DEPTH} levels")
             if total > MAX_YAML_NODES:
                 raise ValueError(f"more than {MAX_YAML_NODES:,} values, aliases written out")
 

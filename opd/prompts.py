@@ -62,7 +62,10 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
         ) from None
     except OSError as error:
         raise PromptError.at(
-            path, found=error.strerror or str(error), wanted="a JSONL file of prompts", fix="check the path and its rights"
+            path,
+            found=error.strerror or str(error),
+            wanted="a JSONL file of prompts",
+            fix="check the path and its rights",
         ) from None
     raw = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
     lines = [_parse(path, number, line) for number, line in enumerate(raw, start=1) if line.strip()]

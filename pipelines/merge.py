@@ -29,6 +29,7 @@ from opd.metrics import MetricsFile
 from opd.progress import Display, display
 from opd.report import build_report
 from pipelines.build import RunPaths, build, num_workers
+from pipelines.memory import refuse_too_large
 from pipelines.preflight import Inputs, check
 
 TOKENIZER_FILES = (
@@ -63,6 +64,7 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
             fix=f"`opd merge --resume {root}` goes on with it; --run-dir names another",
         )
     inputs = check(config)
+    refuse_too_large(config, inputs)
     temporary = _new_directory(root)
     paths = RunPaths(temporary)
     atomic_write_text(paths.manifest, json.dumps(_manifest(config, inputs), indent=2))
@@ -99,6 +101,7 @@ def resume(root: Path) -> dict[str, Any]:
         )
     config = load_pipeline(paths.pipeline)
     inputs = check(config)
+    refuse_too_large(config, inputs)
     _refuse_changed_inputs(json.loads(paths.manifest.read_text()), _manifest(config, inputs), paths)
     return _run(config, inputs, paths)
 

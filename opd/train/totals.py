@@ -16,7 +16,6 @@ from opd.losses.chunked import TokenStats
 from opd.train.batch import MicroBatch
 from opd.types import DomainStats, Rollout
 
-
 LEAST_MEAN, MOST_MEAN = -1e-3, 50.0
 """Nats a token: what a domain's mean divergence may be. Below zero is more than rounding; a teacher that calls every
 token of the student's impossible is not one to learn from."""

@@ -169,7 +169,9 @@ class OpenAIScorer:
         try:
             position = {int(key): _number(entry["logprob"]) for key, entry in step.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise RunError(f"{where} sends prompt_logprobs that cannot be read: {one_line(json.dumps(step), SHOWN)}") from None
+            raise RunError(
+                f"{where} sends prompt_logprobs that cannot be read: {one_line(json.dumps(step), SHOWN)}"
+            ) from None
         beyond = [key for key in position if not 0 <= key < self._vocab_size]
         if beyond:
             raise RunError(
@@ -228,4 +230,3 @@ def _refusal(status: int, server: Server) -> str:
         404: f"404, no model {server.model!r} or no completions API at this base_url",
     }
     return known.get(status, f"refused with status {status}")
-
