@@ -215,7 +215,7 @@ class FlightPool:
         }
         for raw in streams:
             try:
-                stream = read_stream(pa.py_buffer(raw))
+                stream = read_stream(pa.py_buffer(raw), self._options.vocab_size)
             except StreamError as error:
                 raise StreamError(f"{self}: {error}") from None
             if (stream.dtype, stream.payload) != (self._options.dtype, self._options.payload):
