@@ -248,7 +248,7 @@ def experts_list(
 @fails_clearly
 def experts_show(name: str, registry: RegistryOption = None) -> None:
     """Print an expert's manifest as JSON."""
-    typer.echo(_registry(registry).get(name).model_dump_json(indent=2))
+    typer.echo(json.dumps(_registry(registry).get(name).model_dump(mode="json"), indent=2))
 
 
 @experts_app.command("verify")

@@ -21,6 +21,7 @@ from experts.registry import Manifest, Registry, default_root
 from opd.config import DomainConfig, ExpertConfig, PipelineConfig, RegisteredExperts
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
+from opd.evaluation.verifiers import gym_problem
 from opd.lora import ADAPTER_WEIGHTS
 from opd.prompts import load_prompts
 from opd.types import Probe, Prompt, Teacher, WeightedTeacher
@@ -138,12 +139,12 @@ def load_exams(config: PipelineConfig, tokenizer: Any, domains: list[str] | None
 
 def _refuse_without_entry(file: Path, prompts: list[Prompt]) -> None:
     for prompt in prompts:
-        missing = [key for key in ("task", "entry") if key not in prompt.metadata]
-        if missing:
+        problem = gym_problem(prompt.metadata)
+        if problem is not None:
             raise PromptError.at(
                 f"{file}: prompt {prompt.id}",
-                found=f"no metadata.{missing[0]}",
-                wanted="reasoning-gym's task name and entry, which its verifier reads",
+                found=problem[0],
+                wanted=problem[1],
                 fix="make the file with `opd prompts make reasoning`, or choose another verifier",
             )
 
