@@ -554,7 +554,8 @@ def test_a_password_in_an_address_is_not_shown() -> None:
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize(
-    ("section", "key"), [("rollout", "temperature"), ("trainer", "lr"), ("sync", "tolerance"), ("cluster", "phase_timeout_s")]
+    ("section", "key"),
+    [("rollout", "temperature"), ("trainer", "lr"), ("sync", "tolerance"), ("cluster", "phase_timeout_s")],
 )
 def test_numbers_are_finite(section: str, key: str, value: float) -> None:
     message = refusal(changed(section, dict(VALID.get(section, {})) | {key: value}))

@@ -60,7 +60,11 @@ def test_activations_are_the_ends_of_every_linear_layer(given: Any) -> None:
 
 def test_a_checkpoint_is_the_peak_where_micro_batches_are_small(given: Any) -> None:
     what = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
-    tiny = {"trainer": {"ranks": 1, "micro_batch_tokens": 16}, "objective": {"chunk": 1}, "rollout": {"max_model_len": 8}}
+    tiny = {
+        "trainer": {"ranks": 1, "micro_batch_tokens": 16},
+        "objective": {"chunk": 1},
+        "rollout": {"max_model_len": 8},
+    }
     assert lines(given, **tiny)[what] == 12 * PARAMETERS
 
 
@@ -137,7 +141,9 @@ NEEDS = [
 def test_the_sum_is_refused_with_its_parts_and_keys_largest_first(given: Any) -> None:
     config = given[0]
     found = problem(config, NEEDS, (9 << 29) - 1)
-    assert found == "about 4.50 GiB of memory for a machine with 4.50: 3.00 large + 1.00 medium + 0.50 small + 0.00 none"
+    assert (
+        found == "about 4.50 GiB of memory for a machine with 4.50: 3.00 large + 1.00 medium + 0.50 small + 0.00 none"
+    )
     assert fix(NEEDS) == "lower c.d, e.f, a.b"
     assert problem(config, NEEDS, 9 << 29) is None
     assert table_rows(NEEDS)[1] == ("large", "3.00", "c.d, e.f")
