@@ -5,7 +5,7 @@ OPD := $(BIN)/opd
 # CPU torch for machines whose package index has only the CUDA build: make TORCH_INDEX=URL
 TORCH_INDEX ?=
 
-.PHONY: setup demo smollm2 test lint check clean
+.PHONY: setup demo smollm2 test lint audit check clean
 
 setup: .venv/.ready
 
@@ -42,6 +42,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python docs/make_reference.py --check
+
+audit: setup
+	.ci/audit
 
 check: lint test
 

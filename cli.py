@@ -18,6 +18,7 @@ import typer
 
 from opd import __version__
 from opd.errors import OpdError, RunError, StorageError
+from opd.text import printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,6 +46,7 @@ SetOption = Annotated[
 REPORT_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
 
 CHECK_COLUMNS = ("domain", "expert", "student", "expert alone", "same first token", "KL", "NLL / ln V", "verdict")
+MEMORY_COLUMNS = ("what", "GiB", "decided by")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,8 +79,13 @@ def fails_clearly(command: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def _say(line: str, err: bool = True) -> None:
+    """Names, prompts and others' words may be in it: nothing that a terminal would obey."""
+    typer.echo(printable(line), err=err)
+
+
 def _end(message: str, code: int) -> NoReturn:
-    typer.echo(message, err=True)
+    _say(message)
     raise typer.Exit(code)
 
 
@@ -206,13 +213,15 @@ def check(
 
     config = load_pipeline(find(pipeline), overrides)
     from pipelines.check import check_pipeline, table_rows
+    from pipelines.memory import table_rows as memory_rows
 
-    checked = check_pipeline(config, samples, lambda line: typer.echo(line, err=True))
+    checked = check_pipeline(config, samples, _say)
     _print_table(config.name, CHECK_COLUMNS, table_rows(checked))
+    _print_table("memory of the merge", MEMORY_COLUMNS, memory_rows(checked.memory))
     for finding in checked.findings:
-        typer.echo(f"{finding.level}: {finding.domain + ': ' if finding.domain else ''}{finding.message}")
+        _say(f"{finding.level}: {finding.domain + ': ' if finding.domain else ''}{finding.message}", err=False)
         if fix_up:
-            typer.echo(f"  fix: {finding.fix}")
+            _say(f"  fix: {finding.fix}", err=False)
     if checked.failed:
         raise typer.Exit(1)
 
@@ -261,9 +270,9 @@ def experts_add(
     """Register an expert: check its files and write its manifest."""
     store = _registry(registry)
     manifest = store.add(name, model, domain, prompts, base)
-    typer.echo(f"registered {name}: {manifest.architecture}, {manifest.parameters:,} parameters, domain {domain}")
+    _say(f"registered {name}: {manifest.architecture}, {manifest.parameters:,} parameters, domain {domain}", err=False)
     for twin in store.twins(manifest):
-        typer.echo(f"warning: {twin} has the same weights", err=True)
+        _say(f"warning: {twin} has the same weights")
 
 
 @experts_app.command("list")
@@ -285,7 +294,7 @@ def experts_list(
 @fails_clearly
 def experts_show(name: str, registry: RegistryOption = None) -> None:
     """Print an expert's manifest as JSON."""
-    typer.echo(_registry(registry).get(name).model_dump_json(indent=2))
+    typer.echo(json.dumps(_registry(registry).get(name).model_dump(mode="json"), indent=2))
 
 
 @experts_app.command("verify")
@@ -300,7 +309,7 @@ def experts_verify(
     for name in names or store.names():
         problems = store.verify(name, known)
         failed = failed or bool(problems)
-        typer.echo(f"{name}: {'; '.join(problems) or 'ok'}")
+        _say(f"{name}: {'; '.join(problems) or 'ok'}", err=False)
     if failed:
         raise typer.Exit(1)
 
@@ -327,7 +336,7 @@ def experts_train(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from experts.train import train_experts
 
-    for path in train_experts(loaded, lambda line: typer.echo(line, err=True)):
+    for path in train_experts(loaded, _say):
         typer.echo(str(path))
 
 
@@ -425,7 +434,7 @@ def teachers_serve(
     config = load_pipeline(find(pipeline), overrides)
     from pipelines.serve import serve
 
-    serve(config, door, typer.echo, lambda line: typer.echo(line, err=True))
+    serve(config, door, typer.echo, _say)
 
 
 def _registry(root: Path | None) -> Any:
@@ -449,7 +458,7 @@ def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str,
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*(escape(printable(cell)) for cell in row))
     # Piped output has no width of its own: wide enough that no cell is cut.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 

@@ -82,8 +82,10 @@ class Tables:
 
 def _options(prop: Schema) -> Sequence[Schema]:
     """The alternatives of a key without `null`, which only says that the key may be left out."""
-    options = prop.get("anyOf") or prop.get("oneOf") or [prop]
-    return [option for option in options if option.get("type") != "null"]
+    options = prop.get("anyOf") or prop.get("oneOf")
+    if options is None:
+        return [] if prop.get("type") == "null" else [prop]
+    return [inner for option in options for inner in _options(option)]
 
 
 def _scalar(option: Schema) -> str:

@@ -20,6 +20,9 @@ class Lenient(BaseModel):
 
 M = TypeVar("M", bound=BaseModel)
 
+MAX_JSON_BYTES = 256 << 20
+"""The largest tokenizers of today are a tenth of it."""
+
 
 def refuse_custom_code(file: Path, data: Mapping[str, Any]) -> None:
     """Raises: ModelError if `auto_map` occurs anywhere in `data`."""
@@ -33,11 +36,11 @@ def refuse_custom_code(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _find_key(data: object, key: str, prefix: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(data, Mapping):
-        for name, value in data.items():
-            if name == key:
-                yield f"{prefix}{name}", value
-            yield from _find_key(value, key, f"{prefix}{name}.")
+    items = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
+    for name, value in items:
+        if name == key:
+            yield f"{prefix}{name}", value
+        yield from _find_key(value, key, f"{prefix}{name}.")
 
 
 def read_optional(model: type[M], file: Path) -> M:
@@ -51,8 +54,11 @@ def read_as(model: type[M], file: Path) -> M:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Raises: ModelError if the file cannot be read or is not one JSON object."""
+    """Raises: ModelError if the file cannot be read, is too large or is not one JSON object; nesting is bounded."""
     try:
+        size = file.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f"{size:,} bytes, at most {MAX_JSON_BYTES:,} are read")
         data = from_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError.at(

@@ -12,6 +12,7 @@ Every refusal is a ModelError that names the file, and the field where there is 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,7 @@ EMBEDDINGS = (
     "tok_embeddings.weight",
 )
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+QUANTISED = ("I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _TORCH_DTYPE = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -253,7 +255,7 @@ def _shards_of_index(index: Path) -> list[str]:
 
 
 def refuse_no_directory(path: Path) -> None:
-    """Raises: ModelError if it is a file or is not there."""
+    """Raises: ModelError if it is a file or is not there, or if a link in it leads elsewhere."""
     if not path.is_dir():
         raise ModelError.at(
             path,
@@ -261,6 +263,25 @@ def refuse_no_directory(path: Path) -> None:
             wanted="a Hugging Face model directory",
             fix="give the directory that holds config.json; paths are relative to the current directory",
         )
+    _refuse_links_out(path)
+
+
+def _refuse_links_out(path: Path) -> None:
+    """A link in a directory that came from others could bring any file of this machine into the merged model.
+
+    The hub's cache is made of links: from `snapshots/REVISION/` to `blobs/` of the same repository.
+    """
+    root = path.resolve()
+    inside = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    for file in path.iterdir():
+        target = Path(os.path.realpath(file))  # unlike `resolve` it takes a loop, which is no file to whoever reads it
+        if file.is_symlink() and not any(target.is_relative_to(place) for place in inside):
+            raise ModelError.at(
+                file,
+                found=f"a link to {file.readlink()}, outside of the directory",
+                wanted="files that lie in the model's directory",
+                fix=f"if you trust it, copy the directory with what its links name: cp -rL {path} COPY",
+            )
 
 
 def _refuse_adapter(path: Path) -> None:
@@ -304,6 +325,13 @@ def _read_config(path: Path) -> _Config:
         )
     config = read_json(file)
     refuse_custom_code(file, config)
+    if config.get("quantization_config"):
+        raise ModelError.at(
+            f"{file}: quantization_config",
+            found=str(config["quantization_config"])[:80],
+            wanted="nothing: the loss needs unquantised weights",
+            fix="dequantise the model and save it again with save_pretrained",
+        )
     # Multimodal models keep the language model's fields one level down.
     text = config.get("text_config")
     return validated(_Config, {**text, **config} if isinstance(text, dict) else config, file)
@@ -323,11 +351,14 @@ def _dtype(path: Path, tensors: Mapping[str, Tensor]) -> str:
     for tensor in tensors.values():
         counts[tensor.dtype] += tensor.numel
     found = counts.most_common(1)[0][0] if counts else "no tensors"
+    packed = next((name for name, tensor in tensors.items() if tensor.dtype in QUANTISED), None)
+    if packed is not None:
+        found = f"tensor `{packed}` of type {tensors[packed].dtype}"
     if found not in _TORCH_DTYPE:
         raise ModelError.at(
             path,
             found=f"weights: {found}",
-            wanted=f"mostly {', '.join(_TORCH_DTYPE)}: the loss needs unquantised weights",
+            wanted=f"{', '.join(_TORCH_DTYPE)}: the loss needs unquantised weights",
             fix="dequantise the model and save it again with save_pretrained",
         )
     return _TORCH_DTYPE[found]

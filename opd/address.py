@@ -38,3 +38,9 @@ def parse_url(text: str) -> tuple[str, Address] | None:
     scheme, _, rest = text.partition("://")
     address = parse_address(rest)
     return (scheme, address) if scheme in ("grpc", "grpc+tls") and address and address.port else None
+
+
+def without_secret(url: str) -> str:
+    """An address that may be shown: user and password, if somebody wrote them into it, left out."""
+    scheme, mark, rest = url.rpartition("://")
+    return f"{scheme}{mark}{rest.rpartition('@')[2]}"

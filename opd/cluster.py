@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from opd.address import LOOPBACK
 from opd.config import ClusterConfig
 from opd.errors import OpdError, RunError
 
@@ -27,8 +29,11 @@ class WorkerDied(RunError):
 def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
     """Connect to the cluster, or start Ray on this machine; stop it on exit.
 
-    A local Ray listens on loopback only, has no dashboard, and keeps its default token authentication.
+    A local Ray listens on loopback only, has no dashboard, and asks for a token that lives as long as this process.
+    Raises: RunError if it would listen elsewhere.
     """
+    if config.address == LOCAL:
+        _keep_to_this_machine()
     import ray
 
     if config.address == LOCAL:
@@ -36,7 +41,6 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
         ray.init(
             num_cpus=num_workers,
             include_dashboard=False,
-            _node_ip_address="127.0.0.1",
             log_to_driver=False,
             logging_level="ERROR",
             configure_logging=True,
@@ -44,9 +48,30 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
     else:
         ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
     try:
+        if config.address == LOCAL:
+            _refuse_open_ports(ray.util.get_node_ip_address())
         yield
     finally:
         ray.shutdown()
+
+
+def _keep_to_this_machine() -> None:
+    """Settings that Ray reads when it is imported.
+
+    On Linux it turns 127.0.0.1 into the machine's outer address and listens there; without clusters it does not. Its own
+    token lies in a file that other users may be able to read.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def _refuse_open_ports(node_address: str) -> None:
+    if node_address not in LOOPBACK:
+        raise RunError(
+            f"Ray listens on {node_address}, beyond this machine: something in this process imported ray before "
+            "cluster.address `local` could keep it to loopback"
+        )
 
 
 def worker_env(workers: int) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
@@ -23,11 +23,12 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from opd.address import LOOPBACK, parse_url
+from opd.address import LOOPBACK, parse_url, without_secret
 from opd.errors import ConfigError
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -38,7 +39,7 @@ DType = Literal["float32", "bfloat16"]
 class Strict(BaseModel):
     """Base of every config model: frozen, no unknown keys, the string under a field is its documentation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -75,8 +76,16 @@ class ExpertConfig(Strict):
     """The domain whose responses this expert scores."""
 
 
+def _text_or_more(value: Any) -> str:
+    """Which half of a union a value is meant for, so that an error is about that half alone."""
+    return "~text" if isinstance(value, str) else "~more"
+
+
 class RegisteredExperts(Strict):
-    use: Literal["all"] | Annotated[list[Name], Field(min_length=1)]
+    use: Annotated[
+        Annotated[Literal["all"], Tag("~text")] | Annotated[list[Name], Field(min_length=1), Tag("~more")],
+        Discriminator(_text_or_more),
+    ]
     """Names from the registry (`opd experts list`), or `all`."""
 
 
@@ -221,11 +230,21 @@ class DomainConfig(Strict):
     eval: DomainEvalConfig | None = None
     """How the domain is measured; without it the domain is trained but not scored."""
     teachers: (
-        Name | Annotated[dict[Name, Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1)] | None
+        Annotated[
+            Annotated[Name, Tag("~text")]
+            | Annotated[
+                dict[Name, Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1), Tag("~more")
+            ],
+            Discriminator(_text_or_more),
+        ]
+        | None
     ) = None
     """Who scores the domain: an expert's name, or names with weights (normalised to add up to 1); default: the expert
     whose `domain` it is. One expert may serve several domains."""
-    weight: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    weight: Annotated[
+        Annotated[Literal["auto"], Tag("~text")] | Annotated[float, Field(gt=0), Tag("~more")],
+        Discriminator(_text_or_more),
+    ] = "auto"
     """Share of each step's samples; `auto` gives every domain the same."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """How much a token (or response) of this domain counts in the mean that is optimised."""
@@ -284,7 +303,7 @@ def _url_problem(url: str) -> str | None:
     except ValueError as error:
         return f"no address: {error}"
     if parts.scheme not in ("http", "https") or not host:
-        return f"{url!r}, no http address"
+        return f"{without_secret(url)!r}, no http address"
     if "@" in parts.netloc or parts.query or parts.fragment:
         return f"an address of {host} with a user, a query or a fragment (a key goes into teachers.api_key_env)"
     if parts.scheme == "http" and host not in LOOPBACK:
@@ -327,10 +346,22 @@ class TeachersConfig(Strict):
     """Share of a GPU's memory that engine `vllm` may take."""
     servers: dict[Name, ServerConfig] = {}
     """By expert's name: who serves it. Engine `openai` needs one for each expert."""
-    api_key_env: str | None = Field(None, min_length=1)
+    api_key_env: str | None = None
     """Environment variable that holds the servers' key; set it where the scoring workers run."""
     server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
     """Deadline of one request to a server; it is made up to four times."""
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _no_key_in_the_pipeline(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            # It may be the key itself, which must not be printed.
+            raise PydanticCustomError(
+                "api_key_env",
+                "a variable's name, such as TEACHERS_KEY",
+                {"found": "something that is no variable's name"},
+            )
+        return name
 
     @model_validator(mode="after")
     def _servers_only_with_openai(self) -> TeachersConfig:
@@ -376,7 +407,7 @@ class TeachersConfig(Strict):
 
 
 def _teachers_error(key: str, found: object, wanted: str) -> PydanticCustomError:
-    shown = "nothing" if found is None else str(found)
+    shown = "nothing" if found is None else without_secret(str(found))
     return PydanticCustomError("teachers", "{wanted}", {"wanted": wanted, "where": f"teachers.{key}", "found": shown})
 
 
@@ -701,6 +732,48 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+MAX_YAML_BYTES = 1 << 20
+MAX_YAML_NODES = 100_000
+"""Keys and values, those behind an alias counted each time: ten aliases of ten aliases ... are a small file and more
+values than fit into memory."""
+MAX_YAML_DEPTH = 32
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of one YAML document, of bounded size. Raises: ValueError, yaml.YAMLError."""
+    if len(text) > MAX_YAML_BYTES:
+        raise ValueError(f"{len(text):,} characters, at most {MAX_YAML_BYTES:,} are read")
+    _bound_nodes(yaml.parse(text, Loader=yaml.SafeLoader))
+    return yaml.load(text, Loader=_UniqueKeyLoader)
+
+
+def _bound_nodes(events: Iterable[yaml.Event]) -> None:
+    """Counts events, of which there are no more than the file has characters. Raises: ValueError."""
+    sizes: dict[str, int] = {}
+    open_nodes: list[tuple[str | None, int]] = []  # anchor, and nodes before it
+    total = 0
+    for event in events:
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_nodes.pop()
+            if anchor is not None:
+                sizes[anchor] = total - before
+        elif isinstance(event, yaml.NodeEvent):
+            if isinstance(event, yaml.AliasEvent):
+                if event.anchor in {anchor for anchor, _ in open_nodes}:
+                    raise ValueError(f"*{event.anchor} lies in what it names")
+                total += sizes.get(str(event.anchor), 1)
+            else:
+                total += 1
+                if event.anchor is not None:
+                    sizes[event.anchor] = 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_nodes.append((event.anchor, total - 1))
+            if len(open_nodes) > MAX_YAML_DEPTH:
+                raise ValueError(f"nested deeper than {MAX_YAML_DEPTH} levels")
+            if total > MAX_YAML_NODES:
+                raise ValueError(f"more than {MAX_YAML_NODES:,} values, aliases written out")
+
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -710,7 +783,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
     Raises: ConfigError if the file is missing, is not YAML, repeats a key or is not a mapping.
     """
     try:
-        data = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_UniqueKeyLoader)
+        data = parse_yaml(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError.at(
             path,
@@ -718,7 +791,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
             wanted="a YAML file or a shipped pipeline",
             fix="`opd pipelines list` names the shipped ones",
         ) from None
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date like 2024-99-99
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, too much, or a date like 2024-99-99
         raise ConfigError.at(
             path, found=str(error), wanted="one YAML mapping", fix="correct the file at that line"
         ) from None
@@ -757,7 +830,7 @@ def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any
                 )
             node[key] = node = dict(child)  # a copy, so that the caller's data stays as it was
         try:
-            node[keys[-1]] = yaml.load(text, Loader=_UniqueKeyLoader)
+            node[keys[-1]] = parse_yaml(text)
         except (ValueError, yaml.YAMLError) as error:
             raise ConfigError.at(
                 f"--set {item}", found=str(error), wanted="a YAML value", fix="quote the value"

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Self
 
+from opd.text import printable
+
 
 class OpdError(ValueError):
     """A mistake in what the user gave: says where, what was found, what is wanted and the way out.
@@ -25,8 +27,17 @@ class OpdError(ValueError):
 
     @classmethod
     def at(cls, where: object, *, found: str, wanted: str, fix: str) -> Self:
-        """`where` is the field or file; the three sentences become one message of four lines."""
-        return cls(f"{where}\n  found:  {found}\n  wanted: {wanted}\n  fix:    {fix}")
+        """`where` is the field or file; the three sentences become one message of four lines.
+
+        What was found comes from others: it cannot write a `fix` line of its own, because its further lines are indented.
+        """
+        parts = {"found:  ": found, "wanted: ": wanted, "fix:    ": fix}
+        lines = [_indented(f"  {label}{text}") for label, text in parts.items()]
+        return cls("\n".join([printable(str(where)).replace("\n", "\\n"), *lines]))
+
+
+def _indented(text: str) -> str:
+    return printable(text).replace("\n", "\n" + 10 * " ")
 
 
 class ConfigError(OpdError):

@@ -133,6 +133,7 @@ def _record(
         "response_tokens": sum(len(r.response_ids) for r in batch.rollouts),
         "prompt_tokens": sum(len(r.prompt_ids) for r in batch.rollouts),
         "truncated": sum(r.truncated for r in batch.rollouts),
+        "truncated_by_domain": dict(Counter(r.domain for r in batch.rollouts if r.truncated)),
         "quarantined": dict(left_out),
         "quarantined_reasons": {**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
         "skipped": trained.skipped,

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from opd.evaluation.scores import Evaluation
 from opd.metrics import MetricsFile
+from opd.text import printable
 
 
 class Display(Protocol):
@@ -29,7 +30,7 @@ class _Lines:
         self._total = total
 
     def say(self, line: str) -> None:
-        self._console.print(escape(line), highlight=False, soft_wrap=True)
+        self._console.print(escape(printable(line)), highlight=False, soft_wrap=True)
 
     def step(self, step: int, summary: str) -> None:
         if step == self._total or step % max(1, self._total // 20) == 0:
@@ -42,7 +43,7 @@ class _Bar:
         self._task = progress.add_task("starting", total=total, completed=done)
 
     def say(self, line: str) -> None:
-        self._progress.console.print(escape(line), highlight=False)
+        self._progress.console.print(escape(printable(line)), highlight=False)
 
     def step(self, step: int, summary: str) -> None:
         self._progress.update(self._task, completed=step, description=escape(summary))
@@ -66,6 +67,10 @@ def display(total: int, done: int = 0) -> Iterator[Display]:
         yield _Bar(progress, total, done)
 
 
+MOSTLY_CUT = 0.9
+"""Share of a domain's responses that end at a limit from which a person is told."""
+
+
 class RunReporter:
     """Implements `opd.interfaces.Reporter`: the metrics file, the evaluations' directory and the display."""
 
@@ -73,6 +78,8 @@ class RunReporter:
         self._metrics = metrics
         self._evaluations = evaluations
         self._shown = shown
+        self._told: set[str] = set()
+        """Domains of which it was said that their responses are cut."""
 
     def evaluation(self, name: str, found: Evaluation) -> None:
         """Store an evaluation as NAME.json. Raises: OSError."""
@@ -92,6 +99,14 @@ class RunReporter:
             parts.append(f"accuracy {sum(record['accuracy'].values()) / len(record['accuracy']):.3f}")
         if record["quarantined"]:
             parts.append(f"quarantined {sum(record['quarantined'].values())}")
+        for domain, num in record["truncated_by_domain"].items():
+            samples = record["domains"][domain]["samples"] if domain in record["domains"] else 0
+            if domain not in self._told and samples and num > MOSTLY_CUT * samples:
+                self._told.add(domain)
+                self._shown.say(
+                    f"warning: step {record['step']}: {num} of {samples} responses of domain {domain} end at their limit, not by "
+                    "an end token; raise rollout.max_new_tokens (or max_model_len), or look at the end tokens"
+                )
         for name in record.get("restarted", ()):
             self._shown.say(f"{name} died in step {record['step']} and was started again; its rows were scored again")
         self._shown.step(record["step"], "  ".join(parts))

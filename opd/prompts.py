@@ -6,6 +6,7 @@ kind) is only read when an expert is trained on the file, `answer` and `metadata
 
 from __future__ import annotations
 
+import codecs
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from opd.errors import PromptError
 from opd.types import Prompt
 
 Messages = list[dict[str, str]]
+MAX_LINE_BYTES = 8 << 20
+"""A longer line is no prompt but a file of another kind; the longest contexts of today are a few MB of text."""
 
 
 class PromptLine(BaseModel):
@@ -25,14 +28,18 @@ class PromptLine(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    prompt: str | Messages = Field(min_length=1)
+    prompt: str | Messages
+    """One without text is left out of a merge, and counted."""
     completion: str | Messages | None = None
     answer: str = ""
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
 class Tokenizer(Protocol):
-    """The two methods of a Hugging Face tokenizer that prompts need."""
+    """The part of a Hugging Face tokenizer that prompts need."""
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -42,10 +49,10 @@ class Tokenizer(Protocol):
 def read_prompt_lines(path: Path) -> list[PromptLine]:
     """Read a whole prompts file; a byte-order mark, CRLF and blank lines are accepted.
 
-    Raises: PromptError naming the file and the line that is not valid, or the file if it is missing or empty.
+    Raises: PromptError naming the file and the line that is not valid or over-long, or the file if it is missing or empty.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        data = path.read_bytes()
     except FileNotFoundError:
         raise PromptError.at(
             path,
@@ -53,11 +60,15 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
             wanted="a JSONL file of prompts",
             fix="check the path; it is relative to the current directory",
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise PromptError.at(
-            path, found=str(error), wanted="a UTF-8 JSONL file of prompts", fix="convert the file to UTF-8"
+            path,
+            found=error.strerror or str(error),
+            wanted="a JSONL file of prompts",
+            fix="check the path and its rights",
         ) from None
-    lines = [_parse(path, number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    raw = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    lines = [_parse(path, number, line) for number, line in enumerate(raw, start=1) if line.strip()]
     if not lines:
         raise PromptError.at(
             path,
@@ -68,19 +79,27 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
     return lines
 
 
-def _parse(path: Path, number: int, line: str) -> PromptLine:
-    try:
-        return PromptLine.model_validate(json.loads(line))
-    except json.JSONDecodeError as error:
-        found = f"{error.msg} at column {error.colno}: {line.strip()[:60]!r}"
-    except ValidationError as error:
-        first = error.errors()[0]
-        found = f"column `{'.'.join(map(str, first['loc'])) or 'line'}`: {first['msg']}"
+def _parse(path: Path, number: int, line: bytes) -> PromptLine:
+    fix = "correct or delete this line"
+    if len(line) > MAX_LINE_BYTES:
+        found, fix = f"a line of {len(line):,} bytes", "is it JSONL, one object a line? Split or delete this line"
+    else:
+        try:
+            return PromptLine.model_validate(json.loads(line.decode("utf-8")))
+        except UnicodeDecodeError as error:
+            found, fix = f"byte {error.start + 1} is not UTF-8: {error.reason}", "convert the file to UTF-8"
+        except json.JSONDecodeError as error:
+            found = f"{error.msg} at column {error.colno}: {error.doc.strip()[:60]!r}"
+        except ValidationError as error:
+            first = error.errors()[0]
+            found = f"column `{'.'.join(map(str, first['loc'])) or 'line'}`: {first['msg']}"
+        except (RecursionError, ValueError) as error:  # the latter for a number of thousands of digits
+            found = f"JSON that cannot be read: {error}"
     raise PromptError.at(
         f"{path}:{number}",
         found=found,
-        wanted="one JSON object with `prompt` (text or messages)",
-        fix="correct or delete this line",
+        wanted=f"one JSON object with `prompt` (text or messages), at most {MAX_LINE_BYTES >> 20} MiB",
+        fix=fix,
     )
 
 
@@ -92,14 +111,23 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages) -> tuple[int, ..
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
+def _asks(tokenizer: Tokenizer, prompt: str | Messages) -> tuple[int, ...]:
+    """As `encode_prompt`, but none where there is nothing to answer: no visible sign, or special tokens only."""
+    texts = [prompt] if isinstance(prompt, str) else [message.get("content", "") for message in prompt]
+    if not "".join(texts).strip():
+        return ()
+    ids = encode_prompt(tokenizer, prompt)
+    return () if set(ids) <= set(tokenizer.all_special_ids) else ids
+
+
 def load_prompts(path: Path, domain: str, tokenizer: Tokenizer) -> list[Prompt]:
-    """All prompts of one domain, tokenised. Raises: PromptError."""
+    """All prompts of one domain, tokenised; one that asks nothing has no token ids. Raises: PromptError."""
     from jinja2 import TemplateError
 
     prompts = []
     for index, line in enumerate(read_prompt_lines(path)):
         try:
-            token_ids = encode_prompt(tokenizer, line.prompt)
+            token_ids = _asks(tokenizer, line.prompt)
         except (TemplateError, ValueError, TypeError) as error:
             # No chat template, roles that the template refuses, or text that is not Unicode.
             raise PromptError.at(

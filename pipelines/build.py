@@ -109,7 +109,12 @@ def build(
         log=ArrowTargetLog(paths.targets, pool, shown.say),
         trainer=trainer,
         sync=SYNCS[config.sync.kind](
-            trainer, engine, probe, tolerance=config.sync.tolerance, nbytes=inputs.student.parameters * bytes_per_value
+            trainer,
+            engine,
+            probe,
+            tolerance=config.sync.tolerance,
+            nbytes=inputs.student.parameters * bytes_per_value,
+            tell=shown.say,
         ),
         evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
         checkpoints=CheckpointStore(

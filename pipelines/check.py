@@ -24,6 +24,8 @@ from opd.interfaces import Evaluator, RolloutEngine
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, Rollout, Segment, Teacher
 from pipelines.compare import Comparer, Comparison
+from pipelines.memory import Need, estimate, fix, machine_bytes
+from pipelines.memory import problem as problem_of_memory
 from pipelines.preflight import Inputs, check, load_tokenizer
 
 Tell = Callable[[str], None]
@@ -85,6 +87,8 @@ class CheckReport:
     measured: tuple[Measured, ...]
     """In the order of the pipeline's domains, of each the heaviest teacher first."""
     findings: tuple[Finding, ...]
+    memory: tuple[Need, ...]
+    """What the merge will take of this machine."""
 
     @property
     def failed(self) -> bool:
@@ -124,8 +128,14 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         engine.wait_ready()
         evaluator = EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, tell)
         itself, measured = measure(config, inputs, engine, evaluator, compare, tell)
-    findings = (*judge_student(itself), *template_findings(inputs), *judge(measured, student.vocab_size))
-    return CheckReport(vocab_size=student.vocab_size, measured=tuple(measured), findings=findings)
+    needs = estimate(config, inputs)
+    findings = (
+        *memory_findings(config, needs, machine_bytes()),
+        *judge_student(itself),
+        *template_findings(inputs),
+        *judge(measured, student.vocab_size),
+    )
+    return CheckReport(vocab_size=student.vocab_size, measured=tuple(measured), findings=findings, memory=tuple(needs))
 
 
 # Measuring
@@ -354,6 +364,13 @@ def _garbled(one: Measured, why: str) -> Finding:
         message=f"expert `{one.expert}`: {why}: garbled weights?",
         fix=f"copy or save the model of experts.{one.expert} again, and see what `opd experts verify {one.expert}` says",
     )
+
+
+def memory_findings(config: PipelineConfig, needs: Sequence[Need], limit: int) -> Iterator[Finding]:
+    """What `opd merge` would refuse."""
+    found = problem_of_memory(config, needs, limit)
+    if found is not None:
+        yield Finding(level="fail", domain="", message=f"the merge needs {found}", fix=fix(needs))
 
 
 def template_findings(inputs: Inputs) -> Iterator[Finding]:

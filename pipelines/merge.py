@@ -32,6 +32,7 @@ from opd.progress import Display, display
 from opd.report import build_report
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.evaluate import lm_eval_merge
+from pipelines.memory import refuse_too_large
 from pipelines.preflight import Inputs, check
 from pipelines.resume import accept_changes, identity, refuse_changed_inputs, refuse_foreign, version_warnings
 
@@ -68,9 +69,8 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
             fix=f"`opd merge --resume {root}` goes on with it; --run-dir names another",
         )
     inputs = check(config)
-    temporary = root.with_name(f".tmp-{root.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    refuse_too_large(config, inputs)
+    temporary = _new_directory(root)
     paths = RunPaths(temporary)
     manifest = _manifest(config, inputs)
     manifest["identity"] = identity(manifest)
@@ -79,6 +79,22 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
     replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
     with _locked(root), _says_what_is_intact(RunPaths(root)):
         return _run(config, inputs, RunPaths(root), manifest["identity"], None, [])
+
+
+def _new_directory(root: Path) -> Path:
+    """An empty directory beside `root`, to be renamed to it. Raises: RunDirError if none can be made there."""
+    temporary = root.with_name(f".tmp-{root.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise RunDirError.at(
+            root,
+            found=f"{error.filename}: {error.strerror}",
+            wanted="a directory that can be made",
+            fix="give another place with --run-dir, or correct the rights",
+        ) from None
+    return temporary
 
 
 def resume(
@@ -102,6 +118,7 @@ def resume(
         )
     config = config or load_pipeline(paths.pipeline, overrides)
     inputs = check(config)
+    refuse_too_large(config, inputs)
     recorded = _read_manifest(paths)
     found = _manifest(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)

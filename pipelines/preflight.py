@@ -15,12 +15,14 @@ from blake3 import blake3
 
 from experts.adapter import AdapterInfo, inspect_expert
 from experts.checks import check_fits
+from experts.finite import check_finite
 from experts.model_dir import Hashes, ModelInfo, inspect_model
 from experts.registry import Manifest, Registry, default_root
 from opd.config import DomainConfig, ExpertConfig, PipelineConfig, RegisteredExperts
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
+from opd.lora import ADAPTER_WEIGHTS
 from opd.types import Probe, Prompt, Teacher, WeightedTeacher
 from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
 from pipelines.routes import Expert, route_domains
@@ -66,7 +68,8 @@ def check_teachers(config: PipelineConfig) -> Teaching:
     """Read and check student and experts. Raises: OpdError for the first thing that is wrong."""
     student = inspect_student(config)
     by_name = _experts(config)
-    warnings: list[str] = []
+    _refuse_broken_weights(student, by_name, config)
+    warnings = _twins(by_name)
     for name, expert in by_name.items():
         warnings += check_fits(student, expert.info, name)
     routes, notices = route_domains(config, by_name)
@@ -82,11 +85,15 @@ def check(config: PipelineConfig) -> Inputs:
     by_name, routes = teaching.experts, teaching.routes
     tokenizer = load_tokenizer(config.student.model)
     files = {d: _prompts_file(d, c, by_name[routes[d][0].teacher.name]) for d, c in config.domains.items()}
-    prompts = load_training(config, files, tokenizer)
+    every = load_training(config, files, tokenizer)
     exams = load_exams(config, tokenizer)
-    refuse_leaks(exams, prompts)
+    refuse_leaks(exams, every)
     check_tasks(config.evaluate.lm_eval)
+    prompts: dict[str, list[Prompt]] = {}
+    notices: list[str] = []
     for domain, file in files.items():
+        prompts[domain] = [p for p in every[domain] if p.token_ids]
+        notices += _left_out(file, every[domain])
         _refuse_all_too_long(file, prompts[domain], config.rollout.max_model_len)
     return Inputs(
         student=teaching.student,
@@ -96,7 +103,7 @@ def check(config: PipelineConfig) -> Inputs:
         exams=exams,
         untrained=_untrained(config, teaching.routes, tokenizer),
         tokenizer=tokenizer,
-        warnings=(*teaching.warnings, *room_warnings(exams, config.rollout.max_model_len)),
+        warnings=(*teaching.warnings, *notices, *room_warnings(exams, config.rollout.max_model_len)),
     )
 
 
@@ -214,6 +221,46 @@ def _prompts_file(name: str, domain: DomainConfig, expert: Expert) -> Path:
             fix=f"set domains.{name}.prompts",
         )
     return path
+
+
+def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, Expert], config: PipelineConfig) -> None:
+    """Every number of the student and of experts that no registry has looked at. Raises: ModelError."""
+    looked_at: set[tuple[str, ...]] = set()
+    directories = [(student.path, student.weight_files)]
+    if not isinstance(config.experts, RegisteredExperts):
+        for expert in experts.values():
+            directories.append((expert.info.path, expert.info.weight_files))
+            if expert.adapter is not None:
+                directories.append((expert.adapter.path, {ADAPTER_WEIGHTS: expert.adapter.files[ADAPTER_WEIGHTS]}))
+    for path, files in directories:
+        key = tuple(sorted(files.values()))
+        if key not in looked_at:
+            check_finite(Path(path), list(files))
+            looked_at.add(key)
+
+
+def _twins(experts: Mapping[str, Expert]) -> list[str]:
+    """A warning for each expert that is another one under a second name."""
+    first: dict[str, str] = {}
+    return [
+        f"experts `{first[digest]}` and `{name}` have the same weights: one teacher under two names"
+        for name, digest in ((name, expert.teacher.digest) for name, expert in experts.items())
+        if first.setdefault(digest, name) != name
+    ]
+
+
+def _left_out(file: Path, prompts: Sequence[Prompt]) -> list[str]:
+    """Raises: PromptError if no prompt of a file asks anything."""
+    empty = [p.id for p in prompts if not p.token_ids]
+    if len(empty) == len(prompts):
+        raise PromptError.at(
+            file,
+            found=f"{len(empty)} prompts without text",
+            wanted="at least one that asks something",
+            fix="is the column `prompt` the right one?",
+        )
+    shown = ", ".join(empty[:3]) + (" ..." if len(empty) > 3 else "")
+    return [f"{file}: {len(empty)} of {len(prompts)} prompts have no text and are left out: {shown}"] if empty else []
 
 
 def _refuse_all_too_long(file: Path, prompts: list[Prompt], room: int) -> None:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import TypeAdapter, ValidationError
 
 from opd.errors import RunError
@@ -229,15 +230,16 @@ class Stream:
     part: PartRecord = PartRecord()
 
 
-def read_stream(source: pa.Buffer | bytes | memoryview) -> Stream:
+def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None = None) -> Stream:
     """Decode and check one part; hidden states stay views into `source`.
 
-    Raises: StreamError if the version differs, the stream was cut, or a row's lengths disagree.
+    `vocab_size`: ids that a teacher may name, where the stream comes from another cluster.
+    Raises: StreamError if the version differs, the stream was cut, a row's lengths disagree, or an id is out of range.
     """
     try:
         with pa.ipc.open_stream(source) as reader:
             dtype, payload = _check_schema(reader.schema)
-            rows, part = _read_rows(reader, DTYPE_BYTES[dtype], payload)
+            rows, part = _read_rows(reader, DTYPE_BYTES[dtype], payload, vocab_size)
     except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: text that is not UTF-8
         raise StreamError(f"target stream: not a whole Arrow stream: {error}") from None
     return Stream(dtype, payload, tuple(rows), part)
@@ -261,7 +263,9 @@ def _check_schema(schema: pa.Schema) -> tuple[str, str]:
     return dtype, payload
 
 
-def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int, payload: str) -> tuple[list[TargetRow], PartRecord]:
+def _read_rows(
+    reader: pa.RecordBatchStreamReader, itemsize: int, payload: str, vocab_size: int | None
+) -> tuple[list[TargetRow], PartRecord]:
     rows: list[TargetRow] = []
     num_batches = 0
     widths: set[int] = set()
@@ -272,6 +276,7 @@ def _read_rows(reader: pa.RecordBatchStreamReader, itemsize: int, payload: str) 
         except StopIteration:
             break
         _check_batch(batch)
+        _check_ids(batch, vocab_size)
         for row in _rows_of(batch):
             _check_lengths(row, itemsize, payload, widths)
             rows.append(row)
@@ -304,6 +309,19 @@ def _check_batch(batch: pa.RecordBatch) -> None:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if any(part.null_count for part in _parts(column)):
             raise StreamError(f"target stream: column {name} has missing values")
+
+
+def _check_ids(batch: pa.RecordBatch, vocab_size: int | None) -> None:
+    """An id out of range would be read past the end of a row of log-probs. Raises: StreamError."""
+    for name in ("prompt_ids", "response_ids", "topk_ids"):
+        if name not in batch.schema.names:
+            continue
+        found = pc.min_max(batch.column(name).flatten()).as_py()
+        beyond = name == "topk_ids" and vocab_size is not None and (found["max"] or 0) >= vocab_size
+        if beyond or (found["min"] or 0) < 0:
+            raise StreamError(
+                f"target stream: {name} from {found['min']} to {found['max']}, wanted 0 to {(vocab_size or 1 << 31) - 1}"
+            )
 
 
 def _parts(array: pa.Array) -> Iterator[pa.Array]:

@@ -170,12 +170,7 @@ class TargetStream:
         if strange:
             raise StreamError(f"{self._who}: {strange[0]} is said to be broken, but was not sent")
         self.quarantined |= record.broken
-        if len(self.quarantined) > max(1, self._max_quarantined * len(self._sent)):
-            sample_id, why = next(iter(self.quarantined.items()))
-            raise RunError(
-                f"{len(self.quarantined)} of {len(self._sent)} responses could not be scored, first {sample_id}: {why}; "
-                f"teachers.max_quarantined is {self._max_quarantined}"
-            )
+        refuse_many_broken(self.quarantined, len(self._sent), self._max_quarantined)
 
     def _check_whole(self) -> None:
         """Raises: StreamError if a worker's last part or a row is missing."""
@@ -193,6 +188,16 @@ class TargetStream:
         missing = sorted(sample_id for sample_id, _ in self._missing if sample_id not in self.quarantined)
         if missing:
             raise StreamError(f"{self._who}: {len(missing)} rows are missing, first {missing[0]}")
+
+
+def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: float) -> None:
+    """Raises: RunError if more than `max_share` of the responses could not be scored; one always may."""
+    if len(broken) > max(1, max_share * num_rollouts):
+        sample_id, why = next(iter(broken.items()))
+        raise RunError(
+            f"{len(broken)} of {num_rollouts} responses could not be scored, first {sample_id}: {why}; "
+            f"teachers.max_quarantined is {max_share}"
+        )
 
 
 def _same(row: TargetRow, rollout: Rollout) -> bool:

@@ -15,7 +15,7 @@ from opd.train.feed import Feed
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import learning_rate
-from opd.train.totals import row_weights
+from opd.train.totals import refuse_impossible_means, row_weights
 from opd.types import DomainStats, Rollout, StepReport, WrittenFile
 
 
@@ -25,6 +25,7 @@ class DeepSpeedTrainer:
     def __init__(self, config: PipelineConfig, vocab_size: int) -> None:
         self._config = config.trainer
         self._normalize = config.objective.normalize
+        self._kind = config.objective.kind
         self._domain_weights = {name: domain.loss_weight for name, domain in config.domains.items()}
         self._timeout_s = config.cluster.phase_timeout_s
         self._queue_bytes = config.teachers.queue
@@ -57,6 +58,7 @@ class DeepSpeedTrainer:
 
         Weights are those of all rollouts, so that training can begin before it is known which cannot be scored. These
         give no gradient, and the optimiser divides by the share that is left: the loss is a mean over what was scored.
+        Raises: RunError if a rank fails or the loss is none.
         """
         lr = learning_rate(step, self._config)
         skipped = StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
@@ -88,7 +90,9 @@ class DeepSpeedTrainer:
             pass
         share = _scored_share(rollouts, weights, targets.quarantined)
         results = self._call("finish_step", [[share]] * len(self._ranks))
-        return replace(_report(step, lr, results), early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
+        report = _report(step, lr, results)
+        refuse_impossible_means(step, self._kind, report.domains)
+        return replace(report, early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
 
     def _begin(
         self,

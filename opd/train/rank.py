@@ -118,7 +118,7 @@ class TrainerRank:
     def begin_step(self, work: RankWork, head_rules: Mapping[str, LogitRule], head_handles: Mapping[str, Any]) -> None:
         """Take a step's work; heads are fetched when a micro-batch needs them."""
         wants_baseline = getattr(self._options.objective, "baseline", "none") != "none"
-        self._step = _Step(work, head_rules, head_handles, wants_baseline)
+        self._step = _Step(work, head_rules, head_handles, wants_baseline, self._options.vocab_size)
         # Dropout, where a student has it, is a function of (seed, step, rank): a resume has no generator to restore.
         torch.manual_seed(
             int.from_bytes(blake3(f"{self._options.seed}/{work.step}/{self._rank}".encode()).digest()[:8])
@@ -278,8 +278,10 @@ class _Step:
         head_rules: Mapping[str, LogitRule],
         head_handles: Mapping[str, Any],
         wants_baseline: bool,
+        vocab_size: int,
     ) -> None:
         self.work = work
+        self._vocab_size = vocab_size
         self.head_rules = head_rules
         self.head_handles = head_handles
         self.totals = Totals()
@@ -295,7 +297,7 @@ class _Step:
         import pyarrow as pa
 
         for part in parts:
-            stream = read_stream(pa.py_buffer(part))
+            stream = read_stream(pa.py_buffer(part), self._vocab_size)
             self._kind = stream.payload, stream.dtype
             for row in stream.rows:
                 if self._wants_baseline or row.sample_id in self._mine:

@@ -11,9 +11,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from opd.errors import RunError
 from opd.losses.chunked import TokenStats
 from opd.train.batch import MicroBatch
 from opd.types import DomainStats, Rollout
+
+LEAST_MEAN, MOST_MEAN = -1e-3, 50.0
+"""Nats a token: what a domain's mean divergence may be. Below zero is more than rounding; a teacher that calls every
+token of the student's impossible is not one to learn from."""
 
 
 def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]) -> dict[str, float]:
@@ -30,6 +35,18 @@ def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Map
         return {i: share[i] / total if i in share else 0.0 for i in tokens} if share else {}
     total = sum(share.values())
     return {i: share[i] / (tokens[i] * total) if i in share else 0.0 for i in tokens} if share else {}
+
+
+def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainStats]) -> None:
+    """Raises: RunError naming the first domain whose mean loss is no divergence; estimates by samples may be anything."""
+    for name, stats in domains.items():
+        mean = stats.kl_sum / max(1, stats.tokens)
+        if kind != "sampled" and not LEAST_MEAN <= mean <= MOST_MEAN:  # written so that NaN fails too
+            raise RunError(
+                f"step {step}: {kind} of domain {name} is {mean:.4g} nats a token, wanted {LEAST_MEAN:g} to {MOST_MEAN:g}: "
+                "its teacher's scores or the student's weights are broken; targets/ of the run holds the step's rows, "
+                "the last checkpoint was before it"
+            )
 
 
 def token_weights(batch: MicroBatch, weights: Sequence[float]) -> Tensor:

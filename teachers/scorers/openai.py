@@ -21,6 +21,7 @@ from torch import Tensor
 from opd.errors import RunError
 from opd.losses.chunked import IDENTITY, LogitRule
 from opd.stream.schema import TargetRow
+from opd.text import one_line
 from opd.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers.rows import Position, batches, logprob_answer, target_row
@@ -154,7 +155,7 @@ class OpenAIScorer:
         where = f"teacher {teacher.name}: its server"
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            raise RunError(f"{where} answered without one choice: {_words(json.dumps(answer))}")
+            raise RunError(f"{where} answered without one choice: {one_line(json.dumps(answer), SHOWN)}")
         steps = choices[0].get("prompt_logprobs")
         if not isinstance(steps, list):
             raise RunError(f"{where} sends no prompt_logprobs; it has to be one that knows them, such as `vllm serve`")
@@ -168,7 +169,9 @@ class OpenAIScorer:
         try:
             position = {int(key): _number(entry["logprob"]) for key, entry in step.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise RunError(f"{where} sends prompt_logprobs that cannot be read: {_words(json.dumps(step))}") from None
+            raise RunError(
+                f"{where} sends prompt_logprobs that cannot be read: {one_line(json.dumps(step), SHOWN)}"
+            ) from None
         beyond = [key for key in position if not 0 <= key < self._vocab_size]
         if beyond:
             raise RunError(
@@ -209,14 +212,14 @@ async def _post(session: aiohttp.ClientSession, server: Server, question: dict[s
             problem = str(error) or type(error).__name__
             continue
         if status == 429 or status >= 500:
-            problem = f"status {status}: {_words(body.decode(errors='replace'))}"
+            problem = f"status {status}: {one_line(body.decode(errors='replace'), SHOWN)}"
             continue
         if status != 200:
-            raise RunError(f"{where}: {_refusal(status, server)}: {_words(body.decode(errors='replace'))}")
+            raise RunError(f"{where}: {_refusal(status, server)}: {one_line(body.decode(errors='replace'), SHOWN)}")
         try:
             return json.loads(body)
         except ValueError:
-            raise RunError(f"{where}: no JSON: {_words(body.decode(errors='replace'))}") from None
+            raise RunError(f"{where}: no JSON: {one_line(body.decode(errors='replace'), SHOWN)}") from None
     raise RunError(f"{where}: {ATTEMPTS} attempts failed, the last with: {problem}")
 
 
@@ -227,8 +230,3 @@ def _refusal(status: int, server: Server) -> str:
         404: f"404, no model {server.model!r} or no completions API at this base_url",
     }
     return known.get(status, f"refused with status {status}")
-
-
-def _words(text: str) -> str:
-    """A server's own words, short and without control characters."""
-    return "".join(c if c.isprintable() else " " for c in text[:SHOWN])

@@ -1,12 +1,17 @@
-"""`cluster.Remote` through real Ray: an answer that is made when another worker asks for it."""
+"""Real Ray: answers that are made when another worker asks for them, and a door that is shut to everybody else."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from ipaddress import ip_address
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from opd import cluster
@@ -89,3 +94,42 @@ def test_an_answer_that_does_not_come_is_an_error_of_the_run() -> None:
     with pytest.raises(RunError, match=r"^the worker that was asked for `numbers` is dead"):
         ask(reader, "total", {"numbers": numbers})
     cluster.kill([reader])
+
+
+def test_nothing_of_ours_listens_beyond_this_machine() -> None:
+    owner = start_owner()
+    ask(owner, "asked")
+    mine = psutil.Process()
+    listening = {
+        (process.name(), port.laddr)
+        for process in (mine, *mine.children(recursive=True))
+        for port in process.net_connections(kind="inet")
+        if port.status == psutil.CONN_LISTEN
+    }
+    cluster.kill([owner])
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    addresses = {name: ip_address(at.ip.removeprefix("::ffff:")) for name, at in listening}
+    assert {name: str(at) for name, at in addresses.items() if not at.is_loopback} == {}
+
+
+def test_only_who_has_the_token_gets_an_answer() -> None:
+    import ray
+
+    code = (
+        "from ray._raylet import GcsClient\n"
+        f"print(len(GcsClient(address={ray.get_runtime_context().gcs_address!r}).get_all_node_info(timeout=5)))"
+    )
+    token = os.environ["RAY_AUTH_TOKEN"]
+    assert len(token) == 64
+
+    def asks(**env: str) -> subprocess.CompletedProcess[str]:
+        others = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
+        return subprocess.run(
+            [sys.executable, "-c", code], env=others | env, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    assert asks(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token).stdout == "1\n"
+    for env in ({"RAY_AUTH_TOKEN": "0" * 64}, {"HOME": "/nonexistent"}):
+        refused = asks(RAY_AUTH_MODE="token", **env)
+        assert refused.returncode != 0 and refused.stdout == ""
+    assert asks(RAY_AUTH_MODE="disabled").stdout == ""

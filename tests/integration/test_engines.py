@@ -136,7 +136,7 @@ def test_a_push_reaches_the_engine(tmp_path: Path, make_model_dir: Make, tiny_to
     cfg = config(student, lr=3e-2)
     engine, trainer = start_engine(cfg, student, tiny_tokenizer), start_trainer(cfg)
     pool = start_pool(cfg, {"left": expert, "right": expert})
-    sync = SharedMemorySync(trainer, engine, PROBE, tolerance=0.02, nbytes=1 << 20)
+    sync = SharedMemorySync(trainer, engine, PROBE, tolerance=0.02, nbytes=1 << 20, tell=print)
     assert sync.measure() < 1e-4
     rows = rollouts()
     trainer.train_step(1, rows, pool.score(rows))

@@ -26,6 +26,7 @@ from opd.config import PipelineConfig
 from opd.errors import RunError, StorageError
 from pipelines.check import CheckReport, Finding, Measured
 from pipelines.compare import Comparison
+from pipelines.memory import Need
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -478,7 +479,8 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
     def found(config: PipelineConfig, samples: int, tell: Any) -> CheckReport:
         asked.append((config.seed, samples))
         tell("working")
-        return CheckReport(vocab_size=76, measured=(measured,), findings=findings)
+        memory = (Need(what="all of it", nbytes=3 << 29, knobs="trainer.ranks"),)
+        return CheckReport(vocab_size=76, measured=(measured,), findings=findings, memory=memory)
 
     monkeypatch.setattr(pipelines.check, "check_pipeline", found)
     more = ["--samples", "5", "--set", "seed=3"] + ["--fix-up"] * fix_up
@@ -486,6 +488,7 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
     assert result.exit_code == (1 if level == "fail" else 0)
     assert (asked, result.stderr) == ([(3, 5)], "working\n")
     assert re.search(rf"upper +│ +up +│ +0\.25 +│ +0\.20 +│ +50% +│ +1\.250 +│ +0\.23 +│ +{level}", result.stdout)
+    assert re.search(r"all of it +│ +1\.50 +│ +trainer\.ranks", result.stdout)
     lines = [f"{level}: upper: no better", "  fix: leave it out", "warn: of all", "  fix: look"]
     assert result.stdout.splitlines()[-len(lines) if fix_up else -2 :] == (lines if fix_up else lines[::2])
 

@@ -1,10 +1,22 @@
-"""reasoning-gym's own scorers."""
+"""reasoning-gym's own scorers, as far as they run nothing."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+TASKS = frozenset(
+    {
+        *("base_conversion", "basic_arithmetic", "caesar_cipher", "calendar_arithmetic", "chain_sum", "count_bits"),
+        *("family_relationships", "fraction_simplification", "gcd", "isomorphic_strings", "lcm", "letter_counting"),
+        *("needle_haystack", "number_filtering", "number_sorting", "products", "simple_equations", "spell_backward"),
+        *("word_sequence_reversal", "word_sorting"),
+    }
+)
+"""Those whose scoring function was read and runs nothing. Others hand a model's answer, or the prompts file's, to
+Python's `eval`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,4 +30,19 @@ class ReasoningGym:
 
     def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
         missing = [key for key in ("task", "entry") if key not in metadata]
-        return f"no metadata.{missing[0]}, which `opd prompts make reasoning` writes" if missing else ""
+        if missing:
+            return f"no metadata.{missing[0]}, which `opd prompts make reasoning` writes"
+        if str(metadata["task"]) not in TASKS:
+            safe = ", ".join(sorted(TASKS))
+            return f"metadata.task {str(metadata['task'])[:60]!r}; scoring functions that run no code have: {safe}"
+        if metadata["task"] == "number_sorting" and not _is_json(metadata["entry"]):
+            return "a metadata.entry.answer that is no JSON list: reasoning-gym would evaluate it as Python"
+        return ""
+
+
+def _is_json(entry: Any) -> bool:
+    try:
+        json.loads(entry["answer"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
+    return True

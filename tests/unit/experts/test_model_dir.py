@@ -250,6 +250,21 @@ def loop_link(model: Path) -> None:
     (model / "config.json").symlink_to(model / "config.json")
 
 
+def link_out(model: Path) -> None:
+    secret = model.parent / "secret.txt"
+    secret.write_text("mine")
+    (model / "tokenizer_notes.txt").symlink_to(secret)
+
+
+def one_int8_tensor(model: Path) -> None:
+    data = (model / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    end = len(data) - 8 - length
+    header["model.layers.0.packed"] = {"dtype": "I8", "shape": [4], "data_offsets": [end, end + 4]}
+    write_tensors(model / WEIGHTS, header, data[8 + length :] + b"\0" * 4)
+
+
 BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "missing directory": (shutil.rmtree, ["model", "no such directory"]),
     "a file": (replaced_by_file, ["model", "a file"]),
@@ -277,6 +292,16 @@ BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         change("tokenizer_config.json", auto_map={"AutoTokenizer": "evil.T"}),
         ["tokenizer_config.json: auto_map"],
     ),
+    "custom code in a list": (
+        change("config.json", towers=[{"auto_map": "x--evil.V"}]),
+        ["config.json: towers.0.auto_map"],
+    ),
+    "link out of the directory": (link_out, ["tokenizer_notes.txt", "a link to", "outside of the directory", "cp -rL"]),
+    "quantised": (
+        change("config.json", quantization_config={"quant_method": "gptq"}),
+        ["config.json: quantization_config", "gptq", "dequantise"],
+    ),
+    "one quantised tensor": (one_int8_tensor, ["`model.layers.0.packed` of type I8", "dequantise"]),
     "bin only": (only("pytorch_model.bin"), ["pytorch_model.bin", "safe_serialization=True"]),
     "pt only": (only("model.pt"), ["model.pt", "save_pretrained"]),
     "pth only": (only("consolidated.00.pth"), ["consolidated.00.pth", "save_pretrained"]),
@@ -338,6 +363,30 @@ def test_a_bad_directory_is_refused_and_nothing_is_written(case: str, model: Pat
     message = str(refusal.value)
     assert [word for word in [*words, "found:", "wanted:", "fix:"] if word not in message] == [], message
     assert not root.exists()
+
+
+def test_a_directory_of_the_hubs_cache_is_made_of_links(model: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--org--x" / "snapshots" / "abc", tmp_path / "models--org--x" / "blobs"
+    for directory in (snapshot, blobs):
+        directory.mkdir(parents=True)
+    for file in model.iterdir():
+        (snapshot / file.name).symlink_to(Path("../../blobs") / shutil.copy(file, blobs / f"blob-{file.name}").name)
+    assert inspect_model(snapshot).weight_files == inspect_model(model).weight_files
+    (snapshot / "extra").symlink_to(model / "config.json")
+    with pytest.raises(ModelError, match="snapshots/abc/extra\n  found:  a link to "):
+        inspect_model(snapshot)
+
+
+def test_links_inside_the_directory_are_fine(model: Path) -> None:
+    (model / "alias.txt").symlink_to("config.json")
+    inspect_model(model)
+
+
+def test_json_beyond_all_measure_is_not_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experts.json_files.MAX_JSON_BYTES", 1000)
+    (model / "config.json").write_text((model / "config.json").read_text() + " " * 1000)
+    with pytest.raises(ModelError, match=r"config\.json\n  found:  .* bytes, at most 1,000 are read"):
+        inspect_model(model)
 
 
 def test_an_adapter_is_no_full_model(model: Path) -> None:

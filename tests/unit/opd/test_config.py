@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +15,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from opd.config import PipelineConfig, RegisteredExperts, apply_overrides, load_pipeline, load_yaml, validate
+from opd.config import (
+    MAX_YAML_DEPTH,
+    MAX_YAML_NODES,
+    PipelineConfig,
+    RegisteredExperts,
+    apply_overrides,
+    load_pipeline,
+    load_yaml,
+    parse_yaml,
+    validate,
+)
 from opd.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -587,6 +599,7 @@ def test_https_and_loopback_are_taken(url: str) -> None:
         ("http://localhost.example/v1", "plain http to another machine"),
         ("http://0.0.0.0:8000/v1", "plain http to another machine"),
         ("ftp://127.0.0.1/v1", "no http address"),
+        ("ftp://me:hunter2@127.0.0.1/v1", "'ftp://127.0.0.1/v1', no http address"),
         ("127.0.0.1:8000/v1", "no http address"),
         ("https://", "no http address"),
         ("http://127.0.0.1:port/v1", "no address"),
@@ -625,3 +638,67 @@ def test_every_expert_has_a_server() -> None:
 def test_servers_that_nobody_asks_are_refused(engine: str, key: str, value: Any) -> None:
     message = refusal(changed("teachers", {"engine": engine, key: value}))
     assert message.startswith(f"p.yaml: teachers.{key}\n") and f"teachers.engine {engine}" in message
+
+
+# Secrets, and files made to do harm
+
+
+def test_a_key_in_place_of_its_variables_name_is_not_shown() -> None:
+    message = refusal(served(api_key_env="sk-hunter2"))
+    assert message.startswith("p.yaml: teachers.api_key_env\n")
+    assert "hunter2" not in message and "a variable's name" in message
+    validate(PipelineConfig, served(api_key_env="_Key2"), "p.yaml")
+
+
+def test_a_password_in_an_address_is_not_shown() -> None:
+    for address in ("grpc://me:hunter2@host.example:1", "grpc+tls://me:hunter2@host.example:1"):
+        message = refusal(changed("teachers", {"engine": "flight", "address": address}))
+        assert message.startswith("p.yaml: teachers.address\n"), message
+        assert "hunter2" not in message and "host.example:1" in message
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [("rollout", "temperature"), ("trainer", "lr"), ("sync", "tolerance"), ("cluster", "phase_timeout_s")],
+)
+def test_numbers_are_finite(section: str, key: str, value: float) -> None:
+    message = refusal(changed(section, dict(VALID.get(section, {})) | {key: value}))
+    assert message.startswith(f"p.yaml: {section}.{key}\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("weight", -1, "greater than 0"),
+        ("weight", "even", "'auto'"),
+        ("teachers", "a/b", "match pattern"),
+        ("teachers", {"math": -1}, "greater than or equal to 0"),
+        ("teachers", {}, "at least 1 item"),
+    ],
+)
+def test_a_value_of_two_kinds_is_judged_by_its_own(key: str, value: Any, wanted: str) -> None:
+    data = copy.deepcopy(VALID)
+    data["domains"]["math"][key] = value
+    message = refusal(data)
+    assert re.match(rf"p\.yaml: domains\.math\.{key}(\.math)?\n", message), message
+    assert wanted in message
+
+
+def test_aliases_count_for_what_they_stand_for() -> None:
+    assert parse_yaml("a: &a {x: [1, 2, 3]}\nb: *a\n") == {"a": {"x": [1, 2, 3]}, "b": {"x": [1, 2, 3]}}
+    nodes = MAX_YAML_NODES // 10
+    block = f"a: &a [{'1, ' * nodes}]\n"
+    assert len(parse_yaml(block + "".join(f"b{i}: *a\n" for i in range(8)))) == 9
+    with pytest.raises(ValueError, match="aliases written out"):
+        parse_yaml(block + "".join(f"b{i}: *a\n" for i in range(9)))
+    with pytest.raises(ValueError, match="lies in what it names"):
+        parse_yaml("a: &a {b: [*a]}\n")
+
+
+def test_depth_is_bounded() -> None:
+    parse_yaml("[" * MAX_YAML_DEPTH + "]" * MAX_YAML_DEPTH)
+    with pytest.raises(ValueError, match="nested deeper than 32"):
+        parse_yaml("[" * (MAX_YAML_DEPTH + 1) + "]" * (MAX_YAML_DEPTH + 1))
+    with pytest.raises(ConfigError, match="nested deeper"):
+        apply_overrides({}, ["a=" + "[" * 100_000])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.metrics import MetricsFile
-from opd.progress import RunReporter
+from opd.progress import RunReporter, display
 
 
 class Heard:
@@ -25,7 +27,7 @@ class Heard:
 
 def record(**changes: Any) -> dict[str, Any]:
     plain = {"step": 3, "loss": 0.5, "response_tokens": 20, "probe_gap": 1e-3, "quarantined": {}, "phase_s": {"a": 4.0}}
-    return plain | changes
+    return plain | {"truncated_by_domain": {}, "domains": {"x": {"samples": 10}, "y": {"samples": 10}}} | changes
 
 
 def test_a_step_is_stored_and_shown(tmp_path: Path) -> None:
@@ -52,3 +54,22 @@ def test_an_evaluation_is_a_file_of_its_own(tmp_path: Path) -> None:
     reporter.evaluation("before", found)
     reporter.evaluation("before", found)  # a resume writes it again
     assert Evaluation.load(tmp_path / "evaluation" / "before.json") == found
+
+
+def test_a_domain_whose_responses_are_nearly_all_cut_is_told_once(tmp_path: Path) -> None:
+    heard = Heard()
+    reporter = RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "evaluation", heard)
+    for cut in ({"x": 9, "y": 10}, {"x": 9, "y": 10}, {"x": 10}):
+        reporter.step(record(truncated_by_domain=cut))
+    warnings = [line for line in heard.lines if line.startswith("warning")]
+    assert [line.split(" end at")[0] for line in warnings] == [
+        "warning: step 3: 10 of 10 responses of domain y",
+        "warning: step 3: 10 of 10 responses of domain x",
+    ]
+    assert "rollout.max_new_tokens" in warnings[0]
+
+
+def test_what_a_terminal_would_obey_is_spelt_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with display(10) as shown:
+        shown.say("expert \x1b]0;mine\x07 [red]x[/red] \u202e: 1")
+    assert capsys.readouterr().err == "expert \\x1b]0;mine\\x07 [red]x[/red] \\u202e: 1\n"

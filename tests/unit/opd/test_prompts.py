@@ -38,8 +38,10 @@ def refusal(path: Path) -> str:
         ('"text"', "line"),
         ("[1]", "line"),
         ('{"answer": "b"}', "column `prompt`"),
-        ('{"prompt": ""}', "column `prompt"),
-        ('{"prompt": []}', "column `prompt"),
+        ('{"prompt": "' + "a" * (8 << 20) + '"}', "8,388,622 bytes"),
+        ('{"metadata": ' + "[" * 100_000, "recursion"),
+        ('{"prompt": "a", "metadata": {"n": ' + "9" * 5000 + "}}", "digits"),
+        ('{"prompt": "a\0"}', "control character"),
         ('{"prompt": 3}', "column `prompt"),
         ('{"prompt": null}', "column `prompt"),
         ('{"prompt": "a", "answer": 4}', "column `answer`"),
@@ -65,7 +67,9 @@ def test_a_missing_file_a_directory_and_bytes_that_are_not_utf8_are_refused(tmp_
     assert "found:  no such file" in refusal(tmp_path / "none.jsonl")
     assert str(tmp_path) in refusal(tmp_path)
     path = write(tmp_path, '{"prompt": "é"}'.encode("latin-1"))
-    assert refusal(path).startswith(f"{path}\n  found:  'utf-8' codec")
+    assert refusal(path).startswith(f"{path}:1\n  found:  byte 13 is not UTF-8")
+    path.write_bytes(b'{"prompt": "a"}\n\n{"prompt": "\xff"}\n')
+    assert refusal(path).startswith(f"{path}:3\n")
 
 
 def test_a_byte_order_mark_and_windows_line_ends_change_nothing(tmp_path: Path) -> None:
@@ -112,6 +116,25 @@ def test_messages_that_the_tokenizer_refuses_are_named(
 def test_text_that_is_not_unicode_is_refused(tiny_tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="prompt d/0"):
         load_prompts(write(tmp_path, '{"prompt": "a\\ud800"}'), "d", tiny_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asks"),
+    [
+        ("", False),
+        (" \t\n\u3000", False),
+        ("<bos><eos>", False),
+        ([], False),
+        ([{"role": "user", "content": " "}], False),
+        ("<bos>a", True),
+        ([{"role": "user", "content": "a"}], True),
+    ],
+)
+def test_a_prompt_that_asks_nothing_has_no_tokens(prompt: Any, asks: bool, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"prompt": "x"}) + "\n" + json.dumps({"prompt": prompt}) + "\n")
+    first, second = load_prompts(path, "d", tiny_tokenizer)
+    assert first.token_ids
+    assert (second.id, bool(second.token_ids)) == ("d/1", asks)
 
 
 # Shares of a step

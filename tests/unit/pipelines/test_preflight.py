@@ -16,6 +16,7 @@ from opd.config import PipelineConfig, load_pipeline, validate
 from opd.errors import ConfigError, ModelError, OpdError, PromptError
 from opd.evaluation.verifiers.exact import ExactMatch
 from opd.files import blake3_file
+from pipelines import preflight
 from pipelines.exams import load_exams
 from pipelines.preflight import check, inspect_student, load_tokenizer
 
@@ -294,6 +295,31 @@ def test_an_unknown_verifier_is_refused_with_the_known_ones(world: Any) -> None:
     assert "domains.upper.eval.verifier" in str(error.value)
     assert "exact_mach" in str(error.value)
     assert "exact_match" in str(error.value)
+
+
+def test_an_exam_whose_scorer_would_run_code_is_refused(world: Any) -> None:
+    world.data["domains"]["upper"]["eval"]["verifier"] = "reasoning_gym"
+    file = world.root / "upper-eval.jsonl"
+    for metadata, word in (
+        ({"task": "countdown", "entry": {}}, "metadata.task 'countdown'"),
+        ({"task": "number_sorting", "entry": {"answer": "print(1)"}}, "no JSON"),
+        ({"task": "gcd"}, "no metadata.entry"),
+    ):
+        file.write_text(json.dumps({"prompt": "a", "metadata": metadata}) + "\n")
+        with pytest.raises(PromptError, match=r"upper-eval\.jsonl: prompt upper/0\n") as error:
+            check(config(world))
+        assert word in str(error.value)
+
+
+def test_weights_that_nobody_looked_at_are_looked_at_once(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(preflight, "check_finite", lambda path, names: looked.append(path.name))
+    check(config(world))
+    assert sorted(looked) == ["base", "rev", "up"]
+    register(world)
+    looked.clear()
+    check(config(world))
+    assert looked == ["base"], "experts were looked at when they were registered"
 
 
 def test_tokens_that_a_teacher_never_writes_are_masked_in_its_domains(world: Any) -> None:

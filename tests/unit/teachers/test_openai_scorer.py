@@ -228,7 +228,7 @@ def test_fewer_log_probs_than_asked_for(served: Served, teacher: Teacher) -> Non
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"<html>\x1b[31m", r"no JSON: <html> \[31m"),
+        (b"<html>\x1b[31m", r"no JSON: <html>\\x1b\[31m"),
         (b"[]", "without one choice"),
         (b'{"choices": []}', "without one choice"),
     ],

@@ -176,6 +176,22 @@ def test_top_k_of_two_widths_is_refused() -> None:
         read_stream(write_stream([[answered("top_k"), wide]], "float32", "top_k"))
 
 
+@pytest.mark.parametrize("name", ["prompt_ids", "response_ids", "topk_ids"])
+def test_negative_ids_are_refused(name: str) -> None:
+    num = {"prompt_ids": 2, "response_ids": 3, "topk_ids": 6}[name]
+    bad = answered("top_k", 7, **{name: [*range(num - 1), -1]})
+    with pytest.raises(StreamError, match=f"{name} from -1 to .*, wanted 0 to "):
+        read_stream(write_stream([[answered("top_k"), bad]], "float32", "top_k"))
+
+
+def test_teachers_ids_beyond_the_vocabulary_are_refused_where_it_is_known() -> None:
+    stream = write_stream([[answered("top_k"), answered("top_k", 7, topk_ids=[1, 2, 3, 4, 5, 76])]], "float32", "top_k")
+    assert len(read_stream(stream).rows) == len(read_stream(stream, vocab_size=77).rows) == 2
+    with pytest.raises(StreamError, match="topk_ids from 0 to 76, wanted 0 to 75"):
+        read_stream(stream, vocab_size=76)
+    assert read_stream(write_stream([[]], "float32", "top_k"), vocab_size=76).rows == ()
+
+
 # Groups and batches
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,10 +43,13 @@ class FakeEngine:
         return rows
 
 
-def sync(engine: FakeEngine, tolerance: float = 0.02, nbytes: int = 10) -> SharedMemorySync:
+def sync(
+    engine: FakeEngine, tolerance: float = 0.02, nbytes: int = 10, told: list[str] | None = None
+) -> SharedMemorySync:
     trainer: Any = FakeTrainer()
     fake: Any = engine
-    return SharedMemorySync(trainer, fake, PROBE, tolerance=tolerance, nbytes=nbytes)
+    tell = ([] if told is None else told).append
+    return SharedMemorySync(trainer, fake, PROBE, tolerance=tolerance, nbytes=nbytes, tell=tell)
 
 
 def test_a_push_loads_what_the_trainer_wrote_and_leaves_nothing_behind() -> None:
@@ -60,9 +64,23 @@ def test_a_push_loads_what_the_trainer_wrote_and_leaves_nothing_behind() -> None
 @pytest.mark.parametrize("gaps", [(0.3,), (-0.3,), (0.3, 0.0), (0.0, 0.3), (0.0, 0.0, -0.3)])
 def test_any_engine_that_holds_other_weights_stops_the_run(gaps: tuple[float, ...]) -> None:
     engine = FakeEngine(*gaps)
+    told: list[str] = []
     with pytest.raises(RunError, match=r"weight push 7: .* 0\.1000 nats .* sync.tolerance is 0\.02"):
-        sync(engine).push(7)
-    assert not engine.loaded[0][0].exists()
+        sync(engine, told=told).push(7)
+    assert len(engine.loaded) == 2, "an engine may have missed one push, not two"
+    assert told == ["weight push 7: engine and trainer differ by 0.1000 nats a token; pushed again"]
+    assert not any(path.exists() for path, _ in engine.loaded)
+
+
+def test_a_push_that_an_engine_missed_is_made_again() -> None:
+    class Misses(FakeEngine):
+        def load(self, model_dir: Path) -> None:
+            super().load(model_dir)
+            self.gaps = (0.3,) if len(self.loaded) == 1 else (0.0,)
+
+    engine, told = Misses(0.0), list[str]()
+    assert sync(engine, told=told).push(7).gap == 0.0
+    assert (len(engine.loaded), len(told)) == (2, 1)
 
 
 @pytest.mark.parametrize("gaps", [(NAN,), (NAN, 0.0), (0.0, NAN), (0.0, NAN, 0.0)])
@@ -89,17 +107,33 @@ def test_a_failed_load_leaves_nothing_behind() -> None:
     assert not engine.loaded[0][0].exists()
 
 
-def test_weights_too_large_for_shared_memory_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_too_large_for_shared_memory_go_through_the_disk_and_the_user_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("opd.sync.shared_memory.tempfile.tempdir", str(tmp_path / "disk"))
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr("opd.sync.shared_memory.SHARED_MEMORY", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
-    places = []
-    for nbytes in (10, 2**62):
-        engine = FakeEngine(0.0)
-        sync(engine, nbytes=nbytes).push(1)
-        places.append(engine.loaded[0][0].parent)
-    assert places == [tmp_path / "shm", tmp_path / "disk"]
+    free = 100 << 20
+    monkeypatch.setattr("opd.sync.shared_memory.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    engine, told = FakeEngine(0.0), list[str]()
+    pushing = sync(engine, nbytes=60 << 20, told=told)
+    for free in (100 << 20, 100 << 20, 121 << 20, 121 << 20):  # noqa: B007 - `disk_usage` reads it
+        pushing.push(1)
+    assert [path.parent.name for path, _ in engine.loaded] == ["disk", "disk", "shm", "shm"]
+    assert told == [
+        f"{tmp_path / 'shm'} has 100 MiB free, new weights need 120: they go through {tmp_path / 'disk'}, which is slower",
+        f"{tmp_path / 'shm'} has room again: new weights go through it",
+    ]
+
+
+def test_without_shared_memory_weights_go_through_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opd.sync.shared_memory.tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("opd.sync.shared_memory.SHARED_MEMORY", tmp_path / "none")
+    engine, told = FakeEngine(0.0), list[str]()
+    sync(engine, told=told).push(1)
+    assert engine.loaded[0][0].parent == tmp_path
+    assert len(told) == 1
 
 
 def test_ways_are_found_by_name() -> None:

@@ -41,7 +41,7 @@ def stream(*ids: str, dtype: str = "float32") -> np.ndarray:
 
 
 def begun(work: RankWork = WORK, *, baseline: bool = False) -> rank._Step:
-    return rank._Step(work, {}, {}, baseline)
+    return rank._Step(work, {}, {}, baseline, 76)
 
 
 def test_a_rank_takes_its_own_rows_as_they_come() -> None:

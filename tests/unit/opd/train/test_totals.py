@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from opd.errors import RunError
 from opd.losses.chunked import IDENTITY
 from opd.losses.reverse_kl import ReverseKL
 from opd.stream.heads import Head
@@ -17,7 +18,7 @@ from opd.stream.schema import TargetRow
 from opd.train.batch import micro_batch
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.student import Student
-from opd.train.totals import Totals, row_weights, token_weights
+from opd.train.totals import Totals, refuse_impossible_means, row_weights, token_weights
 from opd.types import DomainStats, Rollout, Segment
 
 WIDTH = 64
@@ -166,3 +167,30 @@ def test_the_loss_is_the_weighted_mean_of_the_domains(normalize: str, student: S
     assert {d: s.tokens for d, s in totals.domains.items()} == tokens
     assert totals.domains["math"].kl_sum == pytest.approx(alone["a"] + alone["b"], rel=1e-5)
     assert totals.domains["code"].clipped_sum != totals.domains["code"].clipped_sum  # NaN: the payload does not tell
+
+
+@pytest.mark.parametrize(
+    ("kind", "mean", "ok"),
+    [
+        ("reverse_kl", 0.0, True),
+        ("reverse_kl", -9e-4, True),
+        ("reverse_kl", -2e-3, False),
+        ("top_k", 49.9, True),
+        ("top_k", 50.1, False),
+        ("jsd", float("nan"), False),
+        ("sampled", -3.0, True),
+    ],
+)
+def test_a_mean_that_is_no_divergence_stops_the_step(kind: str, mean: float, ok: bool) -> None:
+    rest = {f.name: 0.0 for f in dataclasses.fields(DomainStats)}
+    fine, odd = (DomainStats(**rest | {"tokens": 4, "kl_sum": 4 * value}) for value in (0.5, mean))
+    if ok:
+        refuse_impossible_means(7, kind, {"math": fine, "code": odd})
+    else:
+        with pytest.raises(RunError, match=rf"^step 7: {kind} of domain code is {mean:.4g} nats a token"):
+            refuse_impossible_means(7, kind, {"math": fine, "code": odd})
+
+
+def test_a_domain_without_a_trained_token_has_no_mean() -> None:
+    rest = {f.name: 0.0 for f in dataclasses.fields(DomainStats)}
+    refuse_impossible_means(7, "reverse_kl", {"math": DomainStats(**rest | {"tokens": 0})})

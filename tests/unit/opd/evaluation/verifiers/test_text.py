@@ -147,7 +147,7 @@ def test_choices_are_those_of_the_pipeline() -> None:
         (Numeric(), "7", {}, ""),
         (MultipleChoice(), "", {}, "answer '', none of the letters ABCD"),
         (ReasoningGym(), "", {"task": "x"}, "no metadata.entry, which `opd prompts make reasoning` writes"),
-        (ReasoningGym(), "", {"task": "x", "entry": {}}, ""),
+        (ReasoningGym(), "", {"task": "gcd", "entry": {}}, ""),
     ],
 )
 def test_rows_that_cannot_be_judged_are_known_beforehand(

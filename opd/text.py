@@ -1,0 +1,17 @@
+"""Text that others wrote, before a person sees it on a terminal or in a log."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """The text with every control, escape, invisible and direction-changing sign spelt out, such as `\\x1b`.
+
+    Prompts, file names, model names and a server's words may hold sequences that move the cursor, retitle the window or
+    turn what follows around; a lone surrogate could not even be encoded. Line ends and tabs stay.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(text: str, limit: int) -> str:
+    """As `printable`, on one line, at most `limit` signs of the text."""
+    return printable(" ".join(text[:limit].split()))
