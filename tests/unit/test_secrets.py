@@ -78,7 +78,8 @@ def test_a_servers_key(opd: Any, world: Any) -> None:
         f"teachers.servers.rev.base_url=ftp://me:{PASSWORD}@host.example/v1",
         f"teachers.servers.rev.base_url=https://host.example/v1?key={KEY}",
     ):
-        assert opd("merge", "pipeline.yaml", "--set", wrong).exit_code == 2
+        refused = opd("merge", "pipeline.yaml", "--set", wrong)
+        assert refused.exit_code == 2 and refused.stderr.startswith("error: pipeline.yaml: teachers."), refused.stderr
 
 
 def test_files_of_a_run_follow_the_umask(opd: Any, world: Any) -> None:
