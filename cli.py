@@ -1,13 +1,14 @@
 """The command line. One function a command; torch, ray and vllm are imported inside the commands that need them.
 
 Exit codes: 0 done, 1 a run that failed (or a check that found something), 2 a mistake in the input, 3 a disk that is
-full, over quota, read-only or broken (what was finished before is intact), 130 Ctrl-C.
+full, over quota, read-only or broken (what was finished before is intact), 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -65,8 +66,8 @@ def fails_clearly(command: Callable[P, R]) -> Callable[P, R]:
             _end(f"failed: {error}", 3)
         except RunError as error:
             _end(f"failed: {error}", 1)
-        except KeyboardInterrupt:
-            _end("stopped by Ctrl-C", 130)
+        except KeyboardInterrupt as error:
+            _end(f"stopped by {str(error) or 'Ctrl-C'}", 128 + getattr(error, "number", signal.SIGINT))
         except OSError as error:
             from opd.files import STORAGE_ERRNOS
 
@@ -140,7 +141,7 @@ def merge(
             root = run_dir or Path("runs") / config.name
             report = merging.start(config, root)
     except merging.Interrupted as stopped:
-        _end(str(stopped), 130)
+        _end(str(stopped), 128 + stopped.number)
     _print_report(report)
     typer.echo(f"model: {root / 'model'}\nreport: {root / 'report.json'}")
 

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import secrets
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from opd import leftovers
 from opd.address import LOOPBACK
 from opd.config import ClusterConfig
 from opd.errors import OpdError, RunError
+from opd.text import printable
 
 LOCAL = "local"
 
 
-class WorkerDied(RunError):
-    """A worker's process is gone."""
+LOOK_S = 2.0
+"""How often a worker says that it lives, and how often whoever waits looks."""
+SILENT_S = 40.0
+"""A worker that has not said so for this long is hung, whatever it was doing: it is killed."""
+EXPLAIN_S = 10.0
+"""After one worker of a group failed, how long to wait for the death of another that may explain it."""
+LOG_LINES = 20
 
-    def __init__(self, actor: Any, message: str) -> None:
-        super().__init__(message)
+
+class WorkerDied(RunError):
+    """A worker's process, or Ray itself, is gone."""
+
+    def __init__(self, message: str, actor: Any = None) -> None:
+        super().__init__(message)  # alone, so that it can be pickled; a handle is of use in the driver only
         self.actor = actor
 
 
@@ -29,30 +45,34 @@ class WorkerDied(RunError):
 def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
     """Connect to the cluster, or start Ray on this machine; stop it on exit.
 
-    A local Ray listens on loopback only, has no dashboard, and asks for a token that lives as long as this process.
+    A local Ray listens on loopback only, has no dashboard, and asks for a token that lives as long as this process. What
+    an earlier driver left when it was killed is cleared first, and no process of this one outlives the session.
     Raises: RunError if it would listen elsewhere.
     """
     if config.address == LOCAL:
         _keep_to_this_machine()
     import ray
 
-    if config.address == LOCAL:
-        # CPUs are counted in workers, not cores: the phases take turns on the same cores.
-        ray.init(
-            num_cpus=num_workers,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            configure_logging=True,
-        )
-    else:
-        ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+    leftovers.sweep()
     try:
-        if config.address == LOCAL:
-            _refuse_open_ports(ray.util.get_node_ip_address())
+        with leftovers.marked():
+            if config.address == LOCAL:
+                # CPUs are counted in workers, not cores: the phases take turns on the same cores.
+                ray.init(
+                    num_cpus=num_workers,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    configure_logging=True,
+                )
+                _refuse_open_ports(ray.util.get_node_ip_address())
+            else:
+                ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
         yield
     finally:
+        _watched.clear()
         ray.shutdown()
+        leftovers.end_own()  # what was stopped or hung does not go by itself
 
 
 def _keep_to_this_machine() -> None:
@@ -89,13 +109,53 @@ def worker_env(workers: int) -> dict[str, str]:
     }
 
 
+@dataclass
+class _Pulse:
+    """A worker as the driver hears it."""
+
+    actor: Any
+    last: bytes = b""
+    """What it said last: a count, its pid and its machine."""
+    heard_at: float = 0.0
+    """When that was new, by the driver's clock."""
+
+
+_watched: dict[bytes, _Pulse] = {}
+"""Workers of this driver by their key."""
+
+
+class _Beating:
+    """A worker's first base: says every `LOOK_S` that the process lives, from a thread of its own."""
+
+    def __init__(self, key: bytes, *args: Any) -> None:
+        threading.Thread(target=_beat, args=(key,), daemon=True, name="pulse").start()
+        super().__init__(*args)
+
+
+def _beat(key: bytes) -> None:
+    import ray
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    where = f"{os.getpid()} {ray.util.get_node_ip_address()}"
+    for count in itertools.count():
+        _internal_kv_put(key, f"{count} {where}".encode(), overwrite=True, namespace=_PULSES)
+        time.sleep(LOOK_S)
+
+
+_PULSES = "opd"
+
+
 def spawn(cls: type, *args: Any, name: str, env: Mapping[str, str], gpus: float = 0) -> Any:
     """Start `cls(*args)` in its own process; returns at once, the first call waits for it."""
     import ray
 
+    key = f"pulse {secrets.token_hex(8)}".encode()
+    beating = type(cls.__name__, (_Beating, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "runtime_env": {"env_vars": dict(env)}}
-    actor = ray.remote(cls).options(**options).remote(*args)
+    actor = ray.remote(beating).options(**options).remote(key, *args)
     actor._opd_name = name
+    actor._opd_pulse = key
+    _watched[key] = _Pulse(actor)
     return actor
 
 
@@ -107,11 +167,24 @@ def put(value: Any) -> Any:
 
 
 def kill(actors: Sequence[Any]) -> None:
-    """End workers at once; whoever waits for one of their calls gets the RunError of a worker that died."""
+    """End workers at once; whoever waits for one of their calls gets the error of a worker that died."""
     import ray
 
     for actor in actors:
+        pulse = _watched.pop(getattr(actor, "_opd_pulse", b""), None)
         ray.kill(actor)
+        if pulse is not None and pulse.last:
+            _kill_here(pulse)
+
+
+def _kill_here(pulse: _Pulse) -> None:
+    """SIGKILL, if it runs on this machine: a process that is stopped does not hear Ray."""
+    import ray
+
+    _, pid, address = pulse.last.decode().split()
+    if address == ray.util.get_node_ip_address():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +205,8 @@ def fetch(refs: Any) -> Any:
     import ray
 
     if not isinstance(refs, Remote):
-        return ray.get(refs)
+        with _ray_lives():
+            return ray.get(refs)
     try:
         return ray.get(getattr(refs.actor, refs.method).remote(*refs.args), timeout=refs.timeout_s)
     except ray.exceptions.GetTimeoutError:
@@ -140,7 +214,7 @@ def fetch(refs: Any) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise _cause(error) from None
     except ray.exceptions.RayActorError as error:
-        raise RunError(f"the worker that was asked for `{refs.method}` is dead: {error}") from None
+        raise WorkerDied(f"the worker that was asked for `{refs.method}` is dead: {error}") from None
 
 
 def call(actors: Sequence[Any], method: str, argument_lists: Sequence[Sequence[Any]], *, timeout_s: float) -> list[Any]:
@@ -158,33 +232,80 @@ def submit(actors: Sequence[Any], method: str, argument_lists: Sequence[Sequence
 
 def wait(actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s: float) -> list[Any]:
     """Results of `submit`. Raises: as `call`."""
-    import ray
-
     pending, deadline = list(refs), time.monotonic() + timeout_s
     while pending:
         # One at a time: when a rank fails, the others wait for it in a collective, and its error is the one that explains.
-        ready, pending = ray.wait(
-            pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False
-        )
-        if not ready:
-            names = ", ".join(a._opd_name for a, r in zip(actors, refs, strict=True) if r in pending)
-            raise RunError(
-                f"{names}: `{method}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
-            )
-        _result(actors, refs, ready[0], method)
+        ready = _next_of(actors, pending, method, deadline, timeout_s)
+        pending.remove(ready)
+        try:
+            _result(actors, refs, ready, method)
+        except WorkerDied:
+            raise
+        except Exception:
+            _raise_a_death(actors, refs, pending, method)
+            raise
     return [_result(actors, refs, ref, method) for ref in refs]
 
 
 def first(actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s: float) -> int:
     """Index of a call of `submit` that has ended, waiting for one. Raises: as `call`."""
+    ready = _next_of(actors, refs, method, time.monotonic() + timeout_s, timeout_s)
+    _result(actors, refs, ready, method)
+    return list(refs).index(ready)
+
+
+def _next_of(actors: Sequence[Any], pending: Sequence[Any], method: str, deadline: float, timeout_s: float) -> Any:
+    """One that is ready, waiting for it. Raises: RunError past the deadline, WorkerDied if any worker fell silent."""
     import ray
 
-    ready, _ = ray.wait(list(refs), num_returns=1, timeout=timeout_s, fetch_local=False)
-    if not ready:
-        names = ", ".join(actor._opd_name for actor in actors)
-        raise RunError(f"{names}: `{method}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s)")
-    _result(actors, refs, ready[0], method)
-    return list(refs).index(ready[0])
+    while True:
+        left_s = deadline - time.monotonic()
+        with _ray_lives():
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, min(LOOK_S, left_s)), fetch_local=False)
+        if ready:
+            return ready[0]
+        if left_s <= 0:
+            names = ", ".join(actor._opd_name for actor in actors)
+            raise RunError(
+                f"{names}: `{method}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
+            )
+        _refuse_silent(method)
+
+
+def _refuse_silent(method: str) -> None:
+    """Listen to every worker, whoever is waited for: one may be stuck behind another. Raises: WorkerDied."""
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    now = time.monotonic()
+    for key, pulse in list(_watched.items()):
+        with _ray_lives():
+            said = _internal_kv_get(key, namespace=_PULSES) or b""
+        if said != pulse.last:
+            pulse.last, pulse.heard_at = said, now
+        elif said and now - pulse.heard_at > SILENT_S:
+            tail = _log_tail(pulse)
+            kill([pulse.actor])
+            raise WorkerDied(
+                f"{pulse.actor._opd_name}: no sign of life for {SILENT_S:.0f} s (`{method}` was waited for); killed{tail}",
+                pulse.actor,
+            )
+
+
+def _raise_a_death(actors: Sequence[Any], refs: Sequence[Any], pending: Sequence[Any], method: str) -> None:
+    """Raises: WorkerDied if one of the pending calls ends in its worker's death soon: then that is what the failure
+    of another one meant, which had lost its partner."""
+    import ray
+
+    left, deadline = list(pending), time.monotonic() + EXPLAIN_S
+    while left and time.monotonic() < deadline:
+        ready, left = ray.wait(left, num_returns=1, timeout=deadline - time.monotonic(), fetch_local=False)
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayActorError:
+                _result(actors, refs, ref, method)
+            except ray.exceptions.RayTaskError:
+                continue  # it lost its partner too
 
 
 def _result(actors: Sequence[Any], refs: Sequence[Any], ref: Any, method: str) -> Any:
@@ -192,14 +313,42 @@ def _result(actors: Sequence[Any], refs: Sequence[Any], ref: Any, method: str) -
 
     actor = actors[list(refs).index(ref)]
     try:
-        return ray.get(ref)
+        with _ray_lives():
+            return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
         raise _cause(error) from None
     except ray.exceptions.RayActorError as error:
+        pulse = _watched.pop(getattr(actor, "_opd_pulse", b""), _Pulse(actor))
         raise WorkerDied(
-            actor,
-            f"{actor._opd_name}: the worker died during `{method}`: {error}\nits output is under /tmp/ray/session_latest/logs",
+            f"{actor._opd_name}: the worker died during `{method}`: {str(error).strip()}{_log_tail(pulse)}", actor
         ) from None
+
+
+@contextmanager
+def _ray_lives() -> Iterator[None]:
+    """Raises: WorkerDied if Ray's own processes are gone, whichever error it finds for that."""
+    import ray
+
+    try:
+        yield
+    except (ray.exceptions.RayTaskError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        raise
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        raise WorkerDied(f"Ray itself is gone: {str(error).strip()[:500]}") from None
+
+
+def _log_tail(pulse: _Pulse) -> str:
+    """The last lines that a worker of this machine wrote, with where they are; nothing if they are elsewhere."""
+    import ray
+
+    node = ray._private.worker._global_node
+    if not pulse.last or node is None:
+        return ""
+    pid = pulse.last.decode().split()[1]
+    files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.*"))
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    shown = "".join(f"\n  | {printable(line)}" for line in lines[-LOG_LINES:])
+    return f"\nits last words, in {files[0].parent}:{shown}" if shown else ""
 
 
 def _cause(error: Any) -> Exception:

@@ -615,6 +615,9 @@ class ClusterConfig(Strict):
     """GPUs for each scoring worker."""
     trainer_gpus: float = Field(0, ge=0)
     """GPUs for each trainer rank."""
+    max_restarts: int = Field(3, ge=0)
+    """Times that a merge starts all its workers again, from its last checkpoint, because one died. A rollout or scoring
+    worker is first started again alone, once a step."""
     start_timeout_s: float = Field(300, gt=0)
     """Deadline for a worker to be up with its model loaded."""
     phase_timeout_s: float = Field(3600, gt=0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,8 +39,9 @@ class RolloutEngine(Protocol):
         each has a seed of its prompt's id and its number. A prompt that does not fit gets empty answers."""
         ...
 
-    def load(self, model_dir: Path) -> None:
-        """Hold the weights of this Hugging Face directory in every worker, caches reset."""
+    def load(self, model_dir: Path, again: Callable[[], AbstractContextManager[Path]] | None = None) -> None:
+        """Hold the weights of this Hugging Face directory in every worker, caches reset. Where the directory goes away,
+        `again` makes another one with the same weights, for a worker that died."""
         ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:

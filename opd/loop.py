@@ -124,6 +124,7 @@ def _record(
     phase_s: dict[str, float],
 ) -> dict[str, Any]:
     """One line of metrics.jsonl."""
+    restarted = [*batch.restarted, *targets.restarted]
     domain_of = {r.sample_id: r.domain for r in batch.rollouts}
     left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
     return {
@@ -137,7 +138,7 @@ def _record(
         "quarantined": dict(left_out),
         "quarantined_reasons": {**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
         "skipped": trained.skipped,
-        **({"restarted": list(targets.restarted)} if targets.restarted else {}),
+        **({"restarted": restarted} if restarted else {}),
         "stream": {
             "parts": targets.num_parts,
             "bytes": targets.nbytes,

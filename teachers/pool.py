@@ -11,6 +11,7 @@ from opd.config import PipelineConfig, TopKConfig
 from opd.errors import RunError
 from opd.losses.chunked import LogitRule
 from opd.rollouts.vllm import ENGINE_ENV
+from opd.stream.heads import HeadFile
 from opd.stream.targets import Expected, TargetStream
 from opd.types import Rollout, Teacher, WeightedTeacher
 from teachers.scorers import ScorerOptions, Server
@@ -43,6 +44,7 @@ class Pool:
         self._stopped = False
         self._head_keys: dict[str, str] = {}
         self._head_rules: dict[str, LogitRule] = {}
+        self._head_files: dict[str, HeadFile] = {}
         self._head_owners: dict[str, Teacher] = {}
         """Content hash of an output head -> a teacher that has it."""
         self._sends_heads = config.teachers.payload == "hidden_states"
@@ -51,9 +53,11 @@ class Pool:
         """Try every teacher once. Raises: RunError if one does not load or answer."""
         worker = self._workers[0]
         for teacher in {weight_key(a.teacher): a.teacher for part in self._routes.values() for a in part}.values():
-            ((key, rule),) = cluster.call([worker], "describe", [[teacher]], timeout_s=self._start_timeout_s)
+            ((key, rule, file),) = cluster.call([worker], "describe", [[teacher]], timeout_s=self._start_timeout_s)
             self._head_keys[weight_key(teacher)] = key
             self._head_rules[key] = rule
+            if file is not None:
+                self._head_files[key] = file
             self._head_owners.setdefault(key, teacher)
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
@@ -75,6 +79,7 @@ class Pool:
             max_quarantined=self._max_quarantined,
             heads={key: self.head_handle(key) for key in sorted(set(heads.values()))},
             head_rules={key: self._head_rules[key] for key in sorted(set(heads.values()))},
+            head_files=self._head_files,
             restarted=restarted,
         )
 

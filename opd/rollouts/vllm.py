@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,10 @@ ENGINE_ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+Weights = Callable[[], AbstractContextManager[Path]]
+"""Gives the weights that the engines hold as a Hugging Face directory, for as long as one reads it."""
 
 
 class Decoder(Protocol):
@@ -45,6 +50,7 @@ class VLLMRolloutEngine:
         self._config = config
         self._tokenizer = tokenizer
         self._timeout_s = config.cluster.phase_timeout_s
+        self._start_timeout_s = config.cluster.start_timeout_s
         rollout, gpus = config.rollout, config.cluster.rollout_gpus
         options = EngineOptions(
             model_dir=model_dir.absolute(),
@@ -56,17 +62,20 @@ class VLLMRolloutEngine:
         env = cluster.worker_env(rollout.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(rollout.kv_cache_gib)}
         if not gpus:
             env |= {"CUDA_VISIBLE_DEVICES": ""}
-        self._workers = [
-            cluster.spawn(VLLMWorker, options, tuple(stop_token_ids), name=f"rollout worker {i}", env=env, gpus=gpus)
-            for i in range(rollout.workers)
-        ]
+
+        def spawn(index: int) -> Any:
+            return cluster.spawn(VLLMWorker, options, tuple(stop_token_ids), name=_name(index), env=env, gpus=gpus)
+
+        self._spawn = spawn
+        self._workers = [spawn(index) for index in range(rollout.workers)]
+        self._restarted: list[str] = []
+        """Since the last rollouts."""
+        self._weights: Weights = lambda: nullcontext(model_dir)
 
     def wait_ready(self) -> None:
         """Block until every engine is up. Raises: RunError past the deadline."""
         probe = [[[0, 0]]]  # two tokens of one sequence: the smallest request there is
-        cluster.call(
-            self._workers, "logprobs", [probe] * len(self._workers), timeout_s=self._config.cluster.start_timeout_s
-        )
+        cluster.call(self._workers, "logprobs", [probe] * len(self._workers), timeout_s=self._start_timeout_s)
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         limit, room = self._config.rollout.max_new_tokens, self._config.rollout.max_model_len
@@ -86,8 +95,11 @@ class VLLMRolloutEngine:
             _rollout(p, s, step, policy_version, out, self._untrained.get(p.domain, frozenset()))
             for (p, s), out in zip(fitting, sampled, strict=True)
         ]
+        restarted, self._restarted = tuple(self._restarted), []
         return RolloutBatch(
-            rollouts=tuple(rollouts), quarantined=tuple(_refused(p, room) for p in prompts if not _fits(p, room))
+            rollouts=tuple(rollouts),
+            quarantined=tuple(_refused(p, room) for p in prompts if not _fits(p, room)),
+            restarted=restarted,
         )
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
@@ -107,8 +119,10 @@ class VLLMRolloutEngine:
         answers = iter(self._generate(requests))
         return [self._completion(p, next(answers) if _fits(p, room) else None) for p, _ in asked]
 
-    def load(self, model_dir: Path) -> None:
+    def load(self, model_dir: Path, again: Weights | None = None) -> None:
+        self._weights = lambda: nullcontext(model_dir)
         self._call("load", [[model_dir.absolute()]] * len(self._workers))
+        self._weights = again or self._weights
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return self._call("logprobs", [[token_ids]] * len(self._workers))
@@ -129,7 +143,29 @@ class VLLMRolloutEngine:
         return [parts[i % num][i // num] for i in range(len(requests))]
 
     def _call(self, method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
-        return cluster.call(self._workers, method, argument_lists, timeout_s=self._timeout_s)
+        """As `cluster.call`, but a worker that dies is started again, once a call: it gets the weights that the others
+        hold, and does its part anew. Seeds are of the requests, so the answers are the same."""
+        refs = cluster.submit(self._workers, method, argument_lists)
+        restarted: set[int] = set()
+        while True:
+            try:
+                return cluster.wait(self._workers, refs, method, timeout_s=self._timeout_s)
+            except cluster.WorkerDied as error:
+                if error.actor not in self._workers or self._workers.index(error.actor) in restarted:
+                    raise
+                index = self._workers.index(error.actor)
+                restarted.add(index)
+                self._restarted.append(_name(index))
+                self._workers[index] = self._spawn(index)
+                with self._weights() as model_dir:
+                    cluster.call(
+                        [self._workers[index]], "load", [[model_dir.absolute()]], timeout_s=self._start_timeout_s
+                    )
+                (refs[index],) = cluster.submit([self._workers[index]], method, [argument_lists[index]])
+
+
+def _name(index: int) -> str:
+    return f"rollout worker {index}"
 
 
 def _fits(prompt: Prompt, room: int) -> bool:

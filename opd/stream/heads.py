@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from blake3 import blake3
+from safetensors import safe_open
 from torch import Tensor
 
 from opd.losses.chunked import LogitRule
@@ -19,6 +21,26 @@ class Head:
 
     weight_V_D: Tensor
     rule: LogitRule
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFile:
+    """Where an output head lies on disk: whoever finds the directory need not ask a worker, which may be busy or dead."""
+
+    model_dir: Path
+    names: tuple[str, ...]
+    """Of the tensor; the first that the files have."""
+    dtype: str
+
+    def read(self) -> Tensor | None:
+        """[V, D], mapped where it has the type already; None if this machine has no such file."""
+        for path in sorted(self.model_dir.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                known = set(file.keys())
+                for name in self.names:
+                    if name in known:
+                        return file.get_tensor(name).to(getattr(torch, self.dtype))
+        return None
 
 
 def logit_rule(config: Any) -> LogitRule:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from opd import cluster
 from opd.errors import RunError
 from opd.stream.schema import PartRecord, StreamError, TargetRow, read_stream
 from opd.types import Rollout
+
+if TYPE_CHECKING:  # it needs torch
+    from opd.stream.heads import HeadFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,7 @@ class TargetStream:
         max_quarantined: float,
         heads: Mapping[str, Any],
         head_rules: Mapping[str, Any],
+        head_files: Mapping[str, HeadFile] = MappingProxyType({}),
         restarted: Sequence[str] = (),
         who: str = "teachers",
     ) -> None:
@@ -62,6 +67,8 @@ class TargetStream:
         what it needs and does not hold."""
         self.head_rules = head_rules
         """Content hash of an output head -> its `LogitRule`."""
+        self.head_files = head_files
+        """Content hash of an output head -> where it may lie on a rank's machine too, which is asked first."""
         self.quarantined: dict[str, str] = {}
         """Sample id -> why its teacher's scores cannot be used; such a sample is not trained. Whole when `arrived`."""
         self.restarted = restarted

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from opd import leftovers
 from opd.errors import RunError
 from opd.interfaces import RolloutEngine, Trainer
+from opd.leftovers import SHARED_MEMORY
 from opd.types import Prompt, PushReport
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class SharedMemorySync:
@@ -61,10 +61,16 @@ class SharedMemorySync:
 
     def _push(self, version: int) -> float:
         """One push; returns what `measure` says after it."""
+        with self._exported(version) as directory:
+            self._engine.load(directory, again=lambda: self._exported(version))
+        return self.measure()
+
+    @contextmanager
+    def _exported(self, version: int) -> Iterator[Path]:
+        """The trainer's weights as files, for as long as engines read them."""
         with self._place(version) as directory:
             self._trainer.export(directory)
-            self._engine.load(directory)
-        return self.measure()
+            yield directory
 
     def measure(self) -> float:
         """Largest mean |trainer - engine| log-prob gap over the probe tokens among the engines, nats."""
@@ -90,7 +96,7 @@ class SharedMemorySync:
                 else f"{SHARED_MEMORY} has room again: new weights go through it"
             )
         with tempfile.TemporaryDirectory(
-            prefix=f"opd-weights-{version:06d}-", dir=None if small else SHARED_MEMORY
+            prefix=f"{leftovers.prefix()}weights-{version:06d}-", dir=None if small else SHARED_MEMORY
         ) as directory:
             yield Path(directory)
 

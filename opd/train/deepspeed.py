@@ -13,7 +13,7 @@ from opd.config import PipelineConfig, SampledConfig
 from opd.stream.targets import TargetStream
 from opd.train.feed import Feed
 from opd.train.plan import RowSize, plan_micro_batches
-from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
+from opd.train.rank import HeadSource, RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import learning_rate
 from opd.train.totals import refuse_impossible_means, row_weights
 from opd.types import DomainStats, Rollout, StepReport, WrittenFile
@@ -111,7 +111,11 @@ class DeepSpeedTrainer:
             )
             for part in plan
         ]
-        self._submit("begin_step", [[work, dict(targets.head_rules), dict(targets.heads)] for work in works])
+        heads = {
+            key: HeadSource(targets.head_rules[key], targets.head_files.get(key), handle)
+            for key, handle in targets.heads.items()
+        }
+        self._submit("begin_step", [[work, heads] for work in works])
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._call("logprobs", [[token_ids]] * len(self._ranks))[0]

@@ -24,7 +24,7 @@ from opd.errors import RunError
 from opd.files import storing
 from opd.losses import build_objective
 from opd.losses.chunked import LogitRule
-from opd.stream.heads import Head, head_tensor
+from opd.stream.heads import Head, HeadFile, head_key, head_tensor
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import (
     HiddenRun,
@@ -75,6 +75,23 @@ class RankWork:
     """Sample id -> weight of each of its trained tokens in the loss; over all ranks they make it a mean."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadSource:
+    """Where a rank gets a teacher's output head."""
+
+    rule: LogitRule
+    file: HeadFile | None
+    handle: Any
+    """To the matrix, in another process."""
+
+    def read(self, key: str) -> Tensor:
+        """[V, D] on the CPU: from the teacher's files if they are here and what they were, else as it is sent."""
+        head_V_D = self.file.read() if self.file is not None else None
+        if head_V_D is not None and head_key(head_V_D, self.rule) == key:
+            return head_V_D
+        return head_tensor(cluster.fetch(self.handle))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
     """Sums over one rank's rows."""
@@ -115,10 +132,10 @@ class TrainerRank:
         self._engine = _start_engine(self._options)
         self._device = self._engine.device
 
-    def begin_step(self, work: RankWork, head_rules: Mapping[str, LogitRule], head_handles: Mapping[str, Any]) -> None:
-        """Take a step's work; heads are fetched when a micro-batch needs them."""
+    def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
+        """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
         wants_baseline = getattr(self._options.objective, "baseline", "none") != "none"
-        self._step = _Step(work, head_rules, head_handles, wants_baseline, self._options.vocab_size)
+        self._step = _Step(work, heads, wants_baseline, self._options.vocab_size)
         # Dropout, where a student has it, is a function of (seed, step, rank): a resume has no generator to restore.
         torch.manual_seed(
             int.from_bytes(blake3(f"{self._options.seed}/{work.step}/{self._rank}".encode()).digest()[:8])
@@ -137,7 +154,7 @@ class TrainerRank:
         batch = step.micro_batch(ids, left_out)
         # Each once: a head that several runs share would be fetched again where others drove it out.
         needed = dict.fromkeys(key for run in batch.runs if isinstance(run, HiddenRun) for key in run.heads)
-        heads = {key: self._head(key, step.head_handles, step.head_rules) for key in needed}
+        heads = {key: self._head(key, step.heads[key]) for key in needed}
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
         weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
         self._engine.set_gradient_accumulation_boundary(index == len(step.work.micro_batches) - 1)
@@ -258,11 +275,11 @@ class TrainerRank:
                 **{kind: torch.zeros_like(flat) for kind in MOMENTS},
             }
 
-    def _head(self, key: str, handles: Mapping[str, Any], rules: Mapping[str, LogitRule]) -> Head:
+    def _head(self, key: str, source: HeadSource) -> Head:
         """The head on this device, in the type it was sent, kept while the least recently used ones make room."""
         budget = self._options.head_memory_bytes
         if key not in self._heads:
-            self._heads[key] = Head(head_tensor(cluster.fetch(handles[key])).to(self._device), rules[key])
+            self._heads[key] = Head(source.read(key).to(self._device), source.rule)
             while len(self._heads) > 1 and sum(h.weight_V_D.nbytes for h in self._heads.values()) > budget:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
@@ -275,15 +292,13 @@ class _Step:
     def __init__(
         self,
         work: RankWork,
-        head_rules: Mapping[str, LogitRule],
-        head_handles: Mapping[str, Any],
+        heads: Mapping[str, HeadSource],
         wants_baseline: bool,
         vocab_size: int,
     ) -> None:
         self.work = work
         self._vocab_size = vocab_size
-        self.head_rules = head_rules
-        self.head_handles = head_handles
+        self.heads = heads
         self.totals = Totals()
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._wants_baseline = wants_baseline

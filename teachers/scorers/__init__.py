@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from opd.losses.chunked import LogitRule
+from opd.stream.heads import HeadFile
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Teacher
 
@@ -75,6 +76,10 @@ class Scorer(Protocol):
     def head_key(self, teacher: Teacher) -> str:
         """Content hash of head and logit rule, empty where no head is at hand. Raises: RunError if the teacher cannot be
         used: this is where every scorer tries it out."""
+        ...
+
+    def head_file(self, teacher: Teacher) -> HeadFile | None:
+        """Where the head lies, None where no head is at hand."""
         ...
 
     def head_rule(self, teacher: Teacher) -> LogitRule:

@@ -72,6 +72,10 @@ class OpenAIScorer:
             self._tried.add(teacher.name)
         return ""
 
+    def head_file(self, teacher: Teacher) -> None:
+        """A server shows none."""
+        return None
+
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """Log-probs are ready: nothing is to be done to them."""
         return IDENTITY

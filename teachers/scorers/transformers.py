@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from opd.errors import RunError
 from opd.lora import ADAPTER_CONFIG, LoraConfig, Update, updates
 from opd.losses.chunked import LogitRule
-from opd.stream.heads import head_key, logit_rule
+from opd.stream.heads import HeadFile, head_key, logit_rule
 from opd.stream.schema import TargetRow
 from opd.train.batch import pack_sequences, predict_positions
 from opd.types import Rollout, Teacher
@@ -70,6 +70,13 @@ class TransformersScorer:
             self._check_head(teacher, head)
             self._head_keys[weights] = head_key(head, logit_rule(self._model.config))
         return self._head_keys[weights]
+
+    def head_file(self, teacher: Teacher) -> HeadFile:
+        """Where the head lies; an adapter leaves its base's as it is."""
+        self._load(teacher)
+        weight = self._model.get_output_embeddings().weight
+        names = [name for name, param in self._model.named_parameters(remove_duplicate=False) if param is weight]
+        return HeadFile(teacher.model_dir.absolute(), tuple(names), str(self._dtype).removeprefix("torch."))
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """What the teacher's architecture does to its logits."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from opd.errors import RunError
 from opd.losses.chunked import LogitRule
 from opd.rollouts.worker import EngineOptions, engine_model, model_shape, start_engine, swap_weights, wipe_cache
+from opd.stream.heads import HeadFile
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher
 from teachers.scorers import ScorerOptions
@@ -46,7 +47,7 @@ class VLLMScorer:
         self._llm: Any = None
         self._shape: dict[str, Any] = {}
         self._loaded = ""
-        self._heads: dict[str, tuple[str, LogitRule]] = {}
+        self._heads: dict[str, tuple[str, LogitRule, HeadFile]] = {}
 
     def prefetch(self, teacher: Teacher) -> None:
         """Nothing: the engine reads a teacher's files when it needs them."""
@@ -58,6 +59,10 @@ class VLLMScorer:
     def head_key(self, teacher: Teacher) -> str:
         """As `TransformersScorer.head_key`. Raises: RunError, also if vLLM answers otherwise than transformers."""
         return self._known(teacher)[0]
+
+    def head_file(self, teacher: Teacher) -> HeadFile:
+        """Where the head lies."""
+        return self._known(teacher)[2]
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """What the teacher's architecture does to its logits."""
@@ -183,12 +188,12 @@ class VLLMScorer:
         """Made anew each time: it is asked once per teacher, and must not keep a second one in memory."""
         return TransformersScorer(self._options, device="cpu")
 
-    def _known(self, teacher: Teacher) -> tuple[str, LogitRule]:
-        """Head key and rule of a teacher on which vLLM and transformers agree."""
+    def _known(self, teacher: Teacher) -> tuple[str, LogitRule, HeadFile]:
+        """Head key, rule and file of a teacher on which vLLM and transformers agree."""
         weights = weight_key(teacher)
         if weights not in self._heads:
             reference = self._reference()
-            key, rule = reference.head_key(teacher), reference.head_rule(teacher)
+            key, rule, file = reference.head_key(teacher), reference.head_rule(teacher), reference.head_file(teacher)
             probe = _probe(self._options.vocab_size)
             wanted = [row for rows in reference.score(teacher, [probe], {}) for row in rows]
             self._load(teacher)
@@ -201,7 +206,7 @@ class VLLMScorer:
                         f"{len(probe.response_ids)} tokens, {TOLERANCE[self._options.dtype]} is allowed: "
                         "it computes this architecture otherwise; use teachers.engine transformers"
                     )
-            self._heads[weights] = key, rule
+            self._heads[weights] = key, rule, file
         return self._heads[weights]
 
 

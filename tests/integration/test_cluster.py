@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -133,3 +134,63 @@ def test_only_who_has_the_token_gets_an_answer() -> None:
         refused = asks(RAY_AUTH_MODE="token", **env)
         assert refused.returncode != 0 and refused.stdout == ""
     assert asks(RAY_AUTH_MODE="disabled").stdout == ""
+
+
+# Workers that die or hang
+
+
+def start_pair() -> list[Any]:
+    """Two that wait for each other, as ranks do: the second fails when the first is gone."""
+
+    class Half:
+        def pid(self) -> int:
+            return os.getpid()
+
+        def last_words(self) -> None:
+            print("I was about to say \x1b[31m something")
+
+        def together(self, partner: int) -> None:
+            while True:
+                time.sleep(0.05)
+                if partner and not psutil.pid_exists(partner):
+                    raise ValueError("connection closed by peer")
+
+    return [cluster.spawn(Half, name=f"half {i}", env=cluster.worker_env(2)) for i in range(2)]
+
+
+def test_the_death_of_a_partner_explains_a_failure_and_comes_with_its_last_words() -> None:
+    first, second = start_pair()
+    pid = ask(first, "pid")
+    ask(first, "last_words")
+    refs = cluster.submit([first, second], "together", [[0], [pid]])
+    time.sleep(3)  # until it has said that it lives, and where
+    with pytest.raises(RunError):
+        cluster.wait([first, second], refs, "together", timeout_s=2.5)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(cluster.WorkerDied, match=r"half 0: the worker died during `together`") as death:
+        cluster.wait([first, second], refs, "together", timeout_s=60)
+    assert death.value.actor is first
+    assert "I was about to say \\x1b[31m something" in str(death.value)
+    cluster.kill([second])
+
+
+def test_a_worker_that_is_stopped_is_noticed_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if another one is waited for, which is well."""
+    monkeypatch.setattr(cluster, "SILENT_S", 6.0)
+    stopped, waiting = start_pair()
+    pid, _ = ask(stopped, "pid"), ask(waiting, "pid")
+    refs = cluster.submit([waiting], "together", [[0]])
+    with pytest.raises(RunError, match="took longer than 8 s"):  # as long as both live, nobody is silent
+        cluster.wait([waiting], refs, "together", timeout_s=8)
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(cluster.WorkerDied, match="half 0: no sign of life for 6 s") as death:
+        cluster.wait([waiting], refs, "together", timeout_s=60)
+    assert death.value.actor is stopped and time.monotonic() - began < 15
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the stopped worker lives")
+    cluster.kill([waiting])

@@ -857,13 +857,13 @@ def dead_or_hung_worker(b: Bench) -> None:
             pass
 
         def describe(self, teacher: Any) -> Any:
-            return "head", IDENTITY
+            return "head", IDENTITY, None
 
         def begin(self, *_: Any) -> None:
             pass
 
         def next_part(self) -> None:
-            raise cluster.WorkerDied(self, "teacher worker 0: the worker died during `next_part`")
+            raise cluster.WorkerDied("teacher worker 0: the worker died during `next_part`", self)
 
     inputs = b.starts()
     b.in_process.replace = Dies
@@ -941,16 +941,16 @@ def plain_output_and_odd_paths(b: Bench) -> None:
 
 def interrupts(b: Bench) -> None:
     heard = Heard()
-    with pipelines.merge._polite_interrupt(heard) as stop:
-        assert not stop()
+    with pipelines.merge.interrupts() as found, found.asking(heard.say):
+        assert not found.asked()
         signal.raise_signal(signal.SIGINT)
-        assert stop()
-        assert "press again to stop at once" in heard.lines[0]
+        assert found.asked()
+        assert "once more ends at once" in heard.lines[0]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
     def run(*_: Any) -> None:
-        raise pipelines.merge.Interrupted(5, Path("runs/two"))
+        raise pipelines.merge.Interrupted(5, Path("runs/two"), signal.SIGINT)
 
     b.patch.setattr(pipelines.merge, "_run", run)
     result = opd("merge", "pipeline.yaml")

@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from opd.config import PipelineConfig
 from opd.errors import RunError, StorageError
 from pipelines.check import CheckReport, Finding, Measured
 from pipelines.compare import Comparison
+from pipelines.interrupts import Stopped
 from pipelines.memory import Need
 
 ROOT = Path(__file__).parents[2]
@@ -408,8 +410,11 @@ def test_arguments_that_contradict_each_other(args: list[str], world: Any) -> No
                 "opd merge --resume runs/two",
             ],
         ),
-        (KeyboardInterrupt(), 130, ["Ctrl-C"]),
-        (pipelines.merge.Interrupted(5, Path("runs/two")), 130, ["after step 5", "opd merge --resume runs/two"]),
+        (KeyboardInterrupt(), 130, ["stopped by Ctrl-C"]),
+        (Stopped(signal.SIGINT), 130, ["stopped by Ctrl-C"]),
+        (Stopped(signal.SIGTERM), 143, ["stopped by SIGTERM"]),
+        (pipelines.merge.Interrupted(5, Path("runs/two"), signal.SIGTERM), 143, ["opd merge --resume runs/two"]),
+        (pipelines.merge.Interrupted(5, Path("runs/two"), 2), 130, ["after step 5", "opd merge --resume runs/two"]),
     ],
 )
 def test_how_a_run_ends(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import pipelines.evaluate
 from experts.adapter import whole_model
 from opd.checkpoints import CheckpointStore
+from opd.cluster import WorkerDied
 from opd.config import CheckpointConfig, PipelineConfig, load_pipeline, validate
 from opd.errors import RunDirError, RunError
 from opd.evaluation.scores import DomainScore, Evaluation
@@ -248,3 +249,51 @@ def test_public_tasks_are_run_for_the_student_before_and_the_merged_model(
     assert ran == [("base", "bfloat16"), ("run/model", "bfloat16")]
     scores = {"gsm8k": {"acc,none": 0.5}}
     assert json.loads(file.read_text()) == {"format": 1, "models": {"student before": scores, "merged": scores}}
+
+
+# Workers that die
+
+
+@pytest.mark.parametrize(("deaths", "sessions"), [(0, 1), (1, 2), (3, 4)])
+def test_a_death_that_a_step_cannot_mend_starts_all_again_from_the_last_checkpoint(
+    deaths: int, sessions: int, interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int | None, list[str]]] = []
+
+    def session(config: Any, inputs: Any, paths: Any, ours: Any, checkpoint: Any, notices: Any, signals: Any) -> Any:
+        seen.append((checkpoint and checkpoint.step, list(notices)))
+        if len(seen) <= deaths:
+            raise WorkerDied(f"trainer rank 0: death {len(seen)}")
+        return {"steps": 2}
+
+    monkeypatch.setattr(merge, "_session", session)
+    assert merge.resume(interrupted) == {"steps": 2}
+    assert [step for step, _ in seen] == [2] * sessions
+    for number, (_, notices) in enumerate(seen[1:], start=1):
+        assert notices == [f"trainer rank 0: death {number}", f"starting all workers again, {number} of 3 times"]
+
+
+def test_too_many_deaths_end_the_run_with_the_last_one(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    died: list[int] = []
+
+    def session(*_: Any) -> Any:
+        died.append(1)
+        raise WorkerDied(f"rollout worker 0: death {len(died)}")
+
+    monkeypatch.setattr(merge, "_session", session)
+    with pytest.raises(RunError, match="death 2"):
+        merge.resume(interrupted, overrides=["cluster.max_restarts=1"])
+    assert len(died) == 2
+
+
+def test_another_failure_is_not_tried_again(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def session(*_: Any) -> Any:
+        tried.append(1)
+        raise RunError("step 3: gradient norm nan")
+
+    monkeypatch.setattr(merge, "_session", session)
+    with pytest.raises(RunError, match="gradient norm nan"):
+        merge.resume(interrupted)
+    assert len(tried) == 1

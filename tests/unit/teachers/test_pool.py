@@ -206,7 +206,7 @@ class Mortal(TeacherWorker):
     def _may_die(self, method: str) -> None:
         self.dead |= method == self.dies_in
         if self.dead:
-            raise cluster.WorkerDied(self, f"died in {method}")
+            raise cluster.WorkerDied(f"died in {method}", self)
 
 
 def mortal(in_process: Any, dies_in: dict[int, str]) -> list[Mortal]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from experts.model_dir import inspect_model
 from experts.probe import take_probe
 from opd.errors import RunError
+from opd.stream.heads import head_key
 from opd.types import Teacher
 from teachers.scorers import ScorerOptions
 from teachers.worker import TeacherWorker
@@ -46,8 +48,18 @@ def changed(teacher: Teacher, path: Path, scale: float) -> Teacher:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_the_registered_teacher_is_known_again(payload: str, dtype: str, teacher: Teacher) -> None:
-    key, _ = worker(payload, dtype).describe(teacher)
-    assert len(key) == 64
+    key, rule, file = worker(payload, dtype).describe(teacher)
+    assert file is not None
+    head_V_D = file.read()
+    assert head_V_D is not None and head_key(head_V_D, rule) == key
+
+
+def test_the_head_of_an_untied_model_lies_under_its_own_name(make_model_dir: Any, tmp_path: Path) -> None:
+    untied = Teacher(name="untied", model_dir=make_model_dir(tmp_path / "untied", seed=5, tie=False))
+    key, rule, file = worker("hidden_states").describe(untied)
+    assert file is not None and file.names == ("lm_head.weight",)
+    head_V_D = file.read()
+    assert head_V_D is not None and head_key(head_V_D, rule) == key
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed, _segments
@@ -219,3 +221,108 @@ def test_the_sampled_tokens_own_log_prob_is_read() -> None:
 def test_nan_log_probs_stop_the_run() -> None:
     with pytest.raises(RunError, match="NaN log-probs"):
         _sampled(Output([-0.5, float("nan")]))
+
+
+# A worker that dies
+
+
+class Mortal(FakeWorker):
+    """Dies when it is asked for what a test names, with all that it held."""
+
+    dies_in = ""
+    loads: list[Path]
+
+    def __init__(self, options: Any, stop: Sequence[int]) -> None:
+        super().__init__(options, stop)
+        self.loads = []
+
+    def generate(self, requests: Sequence[Request]) -> list[Sampled]:
+        self._may_die("generate")
+        return super().generate(requests)
+
+    def load(self, model_dir: Path) -> None:
+        self._may_die("load")
+        self.loads.append(model_dir)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._may_die("logprobs")
+        return super().logprobs(sequences)
+
+    def _may_die(self, method: str) -> None:
+        if method == self.dies_in:
+            raise cluster.WorkerDied(f"died in {method}", self)
+
+
+@pytest.fixture
+def mortal(in_process: Any) -> Any:
+    """An engine of two workers and its workers, those that are started again last."""
+    made = engine(in_process)
+    in_process.workers.clear()
+    in_process.replace = Mortal
+    made._workers = [made._spawn(0), made._spawn(1)]
+    return made, in_process.workers
+
+
+PROMPTS = [prompt(i) for i in range(5)]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_dies_gets_the_weights_and_does_its_part_again(index: int, mortal: Any, in_process: Any) -> None:
+    made, workers = mortal
+    wanted = made.generate(PROMPTS, step=1, policy_version=0).rollouts
+    made.load(Path("pushed"), again=lambda: nullcontext(Path("pushed-again")))
+    asked = len(workers[1 - index].requests)
+    workers[index].dies_in = "generate"
+    batch = made.generate(PROMPTS, step=1, policy_version=0)
+    assert batch.rollouts == wanted and batch.restarted == (f"rollout worker {index}",)
+    assert len(workers) == 3 and workers[2].loads == [Path("pushed-again").absolute()]
+    assert len(workers[1 - index].requests) == 2 * asked, "the other wrote its part once"
+    assert made.generate(PROMPTS, step=1, policy_version=0).restarted == ()
+
+
+def test_before_the_first_push_it_gets_the_student(mortal: Any) -> None:
+    made, workers = mortal
+    workers[0].dies_in = "generate"
+    made.generate(PROMPTS, step=1, policy_version=0)
+    assert workers[2].loads == [Path("base").absolute()]
+
+
+def test_a_worker_that_dies_in_a_push_gets_what_is_pushed(mortal: Any) -> None:
+    made, workers = mortal
+    made.load(Path("old"), again=lambda: nullcontext(Path("old-again")))
+    workers[1].dies_in = "load"
+    made.load(Path("new"), again=lambda: nullcontext(Path("new-again")))
+    assert workers[2].loads == [Path("new").absolute()] * 2  # as a worker that starts, and as the push it missed
+    workers[0].dies_in = "logprobs"
+    made.logprobs([[1, 2]])
+    assert workers[3].loads == [Path("new-again").absolute()]
+    assert made.generate(PROMPTS, step=1, policy_version=0).restarted == ("rollout worker 1", "rollout worker 0")
+
+
+def test_a_worker_that_dies_twice_in_a_call_ends_it(mortal: Any, in_process: Any) -> None:
+    made, workers = mortal
+    workers[0].dies_in = "generate"
+    spawn = made._spawn
+
+    def spawn_mortal(index: int) -> Any:
+        worker = spawn(index)
+        worker.dies_in = "generate"
+        return worker
+
+    made._spawn = spawn_mortal
+    with pytest.raises(cluster.WorkerDied, match="died in generate"):
+        made.generate(PROMPTS, step=1, policy_version=0)
+    assert len(workers) == 3
+
+
+def test_the_death_of_another_kind_of_worker_is_passed_on(mortal: Any) -> None:
+    made, workers = mortal
+    stranger = FakeWorker(None, ())
+
+    def dies(requests: Any) -> Any:
+        raise cluster.WorkerDied("trainer rank 0: no sign of life", stranger)
+
+    workers[0].generate = dies
+    with pytest.raises(cluster.WorkerDied, match="trainer rank 0"):
+        made.generate(PROMPTS, step=1, policy_version=0)
+    assert len(workers) == 2

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from opd import leftovers
 from opd.errors import RunError
 from opd.sync import SYNCS
 from opd.sync.shared_memory import SharedMemorySync, probe_sequences
@@ -33,7 +34,8 @@ class FakeEngine:
         self.gaps = gaps
         self.loaded: list[tuple[Path, bytes]] = []
 
-    def load(self, model_dir: Path) -> None:
+    def load(self, model_dir: Path, again: Any = None) -> None:
+        self.again = again
         self.loaded.append((model_dir, (model_dir / "model.safetensors").read_bytes()))
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -169,3 +171,13 @@ def test_a_long_prompt_is_cut_to_what_the_probe_needs() -> None:
 
 def test_few_prompts_make_a_short_probe() -> None:
     assert [len(ids) for ids in probe_sequences(prompts(3), tokens=64, room=1000)] == [3]
+
+
+def test_a_worker_that_comes_later_gets_the_same_weights() -> None:
+    engine = FakeEngine(0.0)
+    sync(engine).push(7)
+    ((first, _),) = engine.loaded
+    with engine.again() as directory:
+        assert directory != first and (directory / "model.safetensors").read_bytes() == b"new"
+        assert directory.name.startswith(leftovers.prefix())
+    assert not directory.exists()

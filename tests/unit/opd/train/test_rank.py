@@ -16,11 +16,12 @@ from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.losses.chunked import IDENTITY, LogitRule, TokenStats
 from opd.losses.reverse_kl import ReverseKL
+from opd.stream.heads import HeadFile, head_key
 from opd.stream.schema import TargetRow, write_stream
 from opd.stream.targets import Part
 from opd.train import deepspeed, rank
 from opd.train.batch import micro_batch
-from opd.train.rank import RankResult, RankWork
+from opd.train.rank import HeadSource, RankResult, RankWork
 from opd.train.totals import Totals
 from opd.types import DomainStats, Rollout, Segment
 
@@ -41,7 +42,7 @@ def stream(*ids: str, dtype: str = "float32") -> np.ndarray:
 
 
 def begun(work: RankWork = WORK, *, baseline: bool = False) -> rank._Step:
-    return rank._Step(work, {}, {}, baseline, 76)
+    return rank._Step(work, {}, baseline, 76)
 
 
 def test_a_rank_takes_its_own_rows_as_they_come() -> None:
@@ -151,7 +152,7 @@ class Optimizer(torch.optim.SGD):
 
 def take_step(made: rank.TrainerRank, work: RankWork, rules: Any, handles: Any, *streams: np.ndarray) -> RankResult:
     """All parts with the first micro-batch, nothing left out."""
-    made.begin_step(work, rules, handles)
+    made.begin_step(work, {key: HeadSource(rules[key], None, handles[key]) for key in rules})
     for index in range(len(work.micro_batches)):
         made.accumulate(index, NONE, *(streams if index == 0 else ()))
     return made.finish_step(1.0)
@@ -226,9 +227,28 @@ def test_of_the_heads_that_stay_the_one_unused_for_longest_goes_first(in_process
     one._device = torch.device("cpu")
     rules = dict.fromkeys("ab", IDENTITY) | {"c": LogitRule(scale=2.0)}
     for key in "abacab":  # c drives out b, for a was used after it; b then drives out c
-        head = one._head(key, handles, rules)
+        head = one._head(key, HeadSource(rules[key], None, handles[key]))
         assert (float(head.weight_V_D.mean()), head.rule) == ("abc".index(key), rules[key])
     assert "".join(owner.asked) == "abcb"
+
+
+def test_a_head_is_read_from_its_file_if_that_is_here_and_what_it_was(tmp_path: Path, in_process: Any) -> None:
+    from safetensors.torch import save_file
+
+    def source(model_dir: Path, name: str = "lm_head.weight", dtype: str = "float32") -> HeadSource:
+        return HeadSource(IDENTITY, HeadFile(model_dir, ("tied", name), dtype), np.zeros((3, 2), np.float32))
+
+    head_V_D = torch.arange(6.0).view(3, 2)
+    save_file({"lm_head.weight": head_V_D, "other": torch.ones(1)}, tmp_path / "model.safetensors")
+    for dtype in ("float32", "bfloat16"):
+        typed = head_V_D.to(getattr(torch, dtype))
+        assert torch.equal(source(tmp_path, dtype=dtype).read(head_key(typed, IDENTITY)), typed)
+    sent = torch.zeros(3, 2)
+    key = head_key(head_V_D, IDENTITY)
+    assert torch.equal(source(tmp_path / "elsewhere").read(key), sent)
+    assert torch.equal(source(tmp_path, "unknown").read(key), sent)
+    assert torch.equal(source(tmp_path).read("another hash"), sent)
+    assert torch.equal(HeadSource(IDENTITY, None, sent.numpy()).read(key), sent)
 
 
 # The driver's side
@@ -245,8 +265,8 @@ class FakeRank:
 
     def start(self, address: str, port: int) -> None: ...
 
-    def begin_step(self, work: RankWork, rules: dict[str, LogitRule], heads: dict[str, Any]) -> None:
-        self.works.append((work, rules, heads))
+    def begin_step(self, work: RankWork, heads: dict[str, HeadSource]) -> None:
+        self.works.append((work, heads))
         self.rounds: list[Any] = []
 
     def accumulate(self, index: int, left_out: frozenset[str], *parts: Any) -> None:
@@ -287,11 +307,14 @@ def rollout(sample_id: str, trained: bool = True) -> Rollout:
 RULES = {"h1": LogitRule(scale=2.0), "h0": IDENTITY}
 
 
+FILE = HeadFile(Path("t0"), ("lm_head.weight",), "float32")
+
+
 class Targets:
     """Stands for a `TargetStream` of one row a part, in the order of the ids; ids in `broken` come without a row."""
 
     def __init__(self, *ids: str, broken: tuple[str, ...] = ()) -> None:
-        self.heads, self.head_rules = {"h0": "H0", "h1": "H1"}, RULES
+        self.heads, self.head_rules, self.head_files = {"h0": "H0", "h1": "H1"}, RULES, {"h0": FILE}
         self.quarantined: dict[str, str] = {}
         self.arrived = False
         self._broken = broken
@@ -331,12 +354,11 @@ def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
     assert (report.domains["d"].tokens, report.domains["d"].samples, report.domains["d"].agree_sum) == (2, 2, 2.0)
     assert list(report.domains) == ["d", "d0", "d1"]
     works = [w.works[0] for w in in_process.workers]
-    assert sorted(i for work, _, _ in works for part in work.micro_batches for i in part) == ["a", "b"]
-    for work, rules, heads in works:
+    assert sorted(i for work, _ in works for part in work.micro_batches for i in part) == ["a", "b"]
+    for work, heads in works:
         assert work.lr == 0.5
         assert dict(work.weights) == {i: 0.25 for part in work.micro_batches for i in part}
-        assert heads == {"h0": "H0", "h1": "H1"}
-        assert rules == RULES
+        assert heads == {"h0": HeadSource(RULES["h0"], FILE, "H0"), "h1": HeadSource(RULES["h1"], None, "H1")}
     assert [w.rounds for w in in_process.workers] == [[(0, set(), ("part a", "part b"))]] * 2
     assert [w.share for w in in_process.workers] == [1.0, 1.0]
 
@@ -389,7 +411,7 @@ def test_the_weights_follow_the_objective_and_the_domains(in_process: Any) -> No
     trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
     rollouts = [rollout("a"), dataclasses.replace(rollout("b"), domain="e")]
     trainer.train_step(1, rollouts, Targets("a", "b"))  # type: ignore[arg-type]
-    weights = {i: w for fake in in_process.workers for work, _, _ in fake.works for i, w in work.weights.items()}
+    weights = {i: w for fake in in_process.workers for work, _ in fake.works for i, w in work.weights.items()}
     assert weights == pytest.approx({"a": 1 / 4 / 2, "b": 3 / 4 / 2})
 
 
@@ -533,7 +555,7 @@ def test_a_share_that_is_left_divides_the_gradient(tiny_model_dir: Path) -> None
     part = np.frombuffer(write_stream([rows], "float32", "sampled_logprobs"), dtype=np.uint8)
     losses = []
     for share in (1.0, 0.5, 1.0):
-        made.begin_step(WORK, {}, {})
+        made.begin_step(WORK, {})
         made.accumulate(0, NONE, part)
         made.accumulate(1, NONE)
         losses.append(made.finish_step(share).loss)

@@ -1,0 +1,79 @@
+"""Ctrl-C, and SIGTERM, which clusters send: the first asks a merge to finish its step, the second ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from opd import leftovers
+
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal that ends the run now."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(NAMES[signal.Signals(number)])
+        self.number = number
+
+
+class Interrupts:
+    """What came so far."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Of the first signal; 0 if none came."""
+        self._ask: Callable[[str], None] | None = None
+        self._ending = False
+
+    def asked(self) -> bool:
+        """Whether to leave after this step."""
+        return self.number != 0
+
+    @contextmanager
+    def asking(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Within, the first signal only asks, and `say` tells so; outside it ends the run, as there is no step."""
+        self._ask = say
+        try:
+            yield
+        finally:
+            self._ask = None
+
+    def on_signal(self, number: int, frame: object = None) -> None:
+        """The handler."""
+        if self._ending:
+            _end_at_once(number)
+        first, self.number = not self.number, self.number or number
+        if first and self._ask is not None:
+            self._ask(
+                f"{NAMES[signal.Signals(number)]}: finishing this step, then a checkpoint; once more ends at once"
+            )
+            return
+        self._ending = True
+        raise Stopped(number)
+
+
+@contextmanager
+def interrupts() -> Iterator[Interrupts]:
+    """Handles both signals within; only the main thread can, elsewhere nothing ever comes."""
+    found = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield found
+        return
+    before = {number: signal.signal(number, found.on_signal) for number in NAMES}
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_at_once(number: int) -> NoReturn:
+    """While the run is already ending, and that takes somebody too long."""
+    leftovers.end_own()
+    os._exit(128 + number)

@@ -1,0 +1,132 @@
+"""What belongs to a driver that is gone is cleared, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from opd import leftovers
+
+ROOT = Path(__file__).parents[3]
+DRIVER = """
+import subprocess, sys, time
+from opd import leftovers
+if {marked}:
+    with leftovers.marked():
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+else:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, leftovers.prefix(), flush=True)
+time.sleep(600)
+"""
+
+
+class Driver:
+    """A process that started another one."""
+
+    def __init__(self, marked: bool) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER.format(marked=marked)],
+            stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        pid, self.prefix = self.process.stdout.readline().split()
+        self.child = psutil.Process(int(pid))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def child_lives(self) -> bool:
+        return self.child.is_running() and self.child.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def drivers() -> Iterator[Any]:
+    started: list[Driver] = []
+
+    def start(marked: bool = True) -> Driver:
+        started.append(Driver(marked))
+        return started[-1]
+
+    yield start
+    for driver in started:
+        driver.kill()
+        if driver.child_lives():
+            driver.child.kill()
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    found = {name: tmp_path / name for name in ("shm", "tmp")}
+    for path in found.values():
+        path.mkdir()
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", found["shm"])
+    monkeypatch.setattr("tempfile.tempdir", str(found["tmp"]))
+    return found
+
+
+def test_processes_of_a_driver_that_was_killed_are_ended_also_stopped_ones(drivers: Any) -> None:
+    gone, alive, stranger = drivers(), drivers(), drivers(marked=False)
+    gone.child.send_signal(signal.SIGSTOP)
+    assert leftovers.sweep() == []
+    gone.kill()
+    stranger.kill()
+    assert [line.split()[1] for line in leftovers.sweep()] == [str(gone.child.pid)]
+    assert not gone.child_lives() and alive.child_lives() and stranger.child_lives()
+    assert leftovers.sweep() == []
+
+
+def test_directories_go_with_their_driver(drivers: Any, places: dict[str, Path]) -> None:
+    driver = drivers()
+    theirs = places["shm"] / f"{driver.prefix}weights-000001-x", places["tmp"] / f"{driver.prefix}weights-000002-y"
+    kept = [
+        places["shm"] / f"{leftovers.prefix()}weights-000001-z", places["tmp"] / "opd-notes", places["tmp"] / "other"
+    ]  # fmt: skip
+    for path in (*theirs, *kept):
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"x")
+    assert leftovers.sweep() == []
+    driver.kill()
+    assert (
+        sorted(leftovers.sweep()) == sorted([f"process {driver.child.pid} ({driver.child.name()})", *map(str, theirs)])
+        or not driver.child_lives()
+    )
+    assert not any(path.exists() for path in theirs) and all(path.exists() for path in kept)
+
+
+def test_a_link_is_not_followed(places: dict[str, Path], tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    link = places["tmp"] / "opd-1-1-weights"
+    link.symlink_to(mine)
+    leftovers.sweep()
+    assert mine.is_dir()
+
+
+def test_a_number_that_another_process_has_now_is_no_life(drivers: Any, places: dict[str, Path]) -> None:
+    theirs = places["shm"] / f"opd-{os.getpid()}-1-weights"  # our number, another start
+    theirs.mkdir()
+    leftovers.sweep()
+    assert not theirs.exists()
+
+
+def test_own_processes_are_ended_and_the_mark_does_not_stay() -> None:
+    with leftovers.marked():
+        own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        assert leftovers.VARIABLE not in os.environ
+        assert len(leftovers.end_own()) == 1
+        assert own.wait(timeout=10) == -signal.SIGKILL and other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
