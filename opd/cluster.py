@@ -274,6 +274,8 @@ def _next_of(actors: Sequence[Any], pending: Sequence[Any], method: str, deadlin
 
 def _refuse_silent(method: str) -> None:
     """Listen to every worker, whoever is waited for: one may be stuck behind another. Raises: WorkerDied."""
+    if not _watched:
+        return
     from ray.experimental.internal_kv import _internal_kv_get
 
     now = time.monotonic()

@@ -790,7 +790,7 @@ class Ends:
     def export(self, path: Path) -> None:
         (path / "model.safetensors").write_bytes(b"new")
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, again: Any = None) -> None:
         self.places.append(path.parent)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -876,7 +876,10 @@ def dead_or_hung_worker(b: Bench) -> None:
 
 def hung_worker(b: Bench) -> None:
     b.patch.undo()  # the real `wait`, with a Ray whose answer never comes
-    b.patch.setitem(sys.modules, "ray", SimpleNamespace(wait=lambda refs, **_: ([], list(refs))))
+    import ray
+
+    silent = SimpleNamespace(wait=lambda refs, **_: ([], list(refs)), exceptions=ray.exceptions)
+    b.patch.setitem(sys.modules, "ray", silent)
     with pytest.raises(RunError, match=r"rollout worker 0: `generate` took longer than 0 s \(cluster\.phase_timeout_s"):
         cluster.wait([SimpleNamespace(_opd_name="rollout worker 0")], ["ref"], "generate", timeout_s=0.01)
 

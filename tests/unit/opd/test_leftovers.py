@@ -96,10 +96,7 @@ def test_directories_go_with_their_driver(drivers: Any, places: dict[str, Path])
         (path / "model.safetensors").write_bytes(b"x")
     assert leftovers.sweep() == []
     driver.kill()
-    assert (
-        sorted(leftovers.sweep()) == sorted([f"process {driver.child.pid} ({driver.child.name()})", *map(str, theirs)])
-        or not driver.child_lives()
-    )
+    assert set(map(str, theirs)) < set(leftovers.sweep())
     assert not any(path.exists() for path in theirs) and all(path.exists() for path in kept)
 
 
@@ -126,7 +123,7 @@ def test_own_processes_are_ended_and_the_mark_does_not_stay() -> None:
     try:
         assert leftovers.VARIABLE not in os.environ
         assert len(leftovers.end_own()) == 1
-        assert own.wait(timeout=10) == -signal.SIGKILL and other.poll() is None
+        assert not psutil.pid_exists(own.pid) and other.poll() is None
     finally:
         other.kill()
         other.wait()

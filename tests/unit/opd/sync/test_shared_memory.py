@@ -76,7 +76,7 @@ def test_any_engine_that_holds_other_weights_stops_the_run(gaps: tuple[float, ..
 
 def test_a_push_that_an_engine_missed_is_made_again() -> None:
     class Misses(FakeEngine):
-        def load(self, model_dir: Path) -> None:
+        def load(self, model_dir: Path, again: Any = None) -> None:
             super().load(model_dir)
             self.gaps = (0.3,) if len(self.loaded) == 1 else (0.0,)
 
@@ -99,7 +99,7 @@ def test_the_tolerance_is_the_pipelines() -> None:
 
 def test_a_failed_load_leaves_nothing_behind() -> None:
     class Refuses(FakeEngine):
-        def load(self, model_dir: Path) -> None:
+        def load(self, model_dir: Path, again: Any = None) -> None:
             super().load(model_dir)
             raise RunError("vLLM refused")
 
