@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from opd.interfaces import Reporter
 from opd.metrics import MetricsFile
 
 
@@ -65,15 +66,18 @@ def display(total: int, done: int = 0) -> Iterator[Display]:
 
 
 class RunReporter:
-    """Implements `opd.interfaces.Reporter`: the metrics file and the display."""
+    """Implements `opd.interfaces.Reporter`: the metrics file, other sinks and the display."""
 
-    def __init__(self, metrics: MetricsFile, shown: Display) -> None:
+    def __init__(self, metrics: MetricsFile, shown: Display, sinks: Sequence[Reporter] = ()) -> None:
         self._metrics = metrics
         self._shown = shown
+        self._sinks = sinks
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Store one step's record, then show it."""
         self._metrics.write(record)
+        for sink in self._sinks:
+            sink.step(record)
         seconds = sum(record["phase_s"].values())
         parts = [
             f"loss {record['loss']:.4f}",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from opd.checkpoints import CheckpointStore
 from opd.config import PipelineConfig
 from opd.evaluation.evaluator import EngineEvaluator
+from opd.interfaces import Reporter
 from opd.loop import Parts
 from opd.metrics import MetricsFile
 from opd.progress import Display, RunReporter
@@ -75,7 +77,7 @@ def num_workers(config: PipelineConfig) -> int:
     return config.rollout.workers + scoring + config.trainer.ranks
 
 
-def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Display) -> Parts:
+def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Display, sinks: Sequence[Reporter] = ()) -> Parts:
     """Start every worker and put the merge together. Raises: RunError if one does not come up."""
     pool = POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
     if config.teachers.engine == "flight":
@@ -102,7 +104,7 @@ def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Displa
         ),
         evaluator=EngineEvaluator(engine, inputs.exams),
         checkpoints=CheckpointStore(paths.checkpoints, trainer, config.checkpoint.keep),
-        reporter=RunReporter(MetricsFile(paths.metrics), shown),
+        reporter=RunReporter(MetricsFile(paths.metrics), shown, sinks),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from experts.adapter import whole_model
+from experts.model_dir import ModelInfo
 from experts.registry import default_root
 from opd import __version__, checkpoints, loop
 from opd.cluster import ray_session
@@ -27,7 +29,8 @@ from opd.evaluation.evaluator import Baseline, measure_baseline
 from opd.files import atomic_write_text, blake3_file, replace_dir
 from opd.metrics import MetricsFile
 from opd.progress import Display, display
-from opd.report import build_report
+from opd.report import build_report, write_report
+from opd.sinks import open_sinks
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.preflight import Inputs, check
 
@@ -67,7 +70,8 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     paths = RunPaths(temporary)
-    atomic_write_text(paths.manifest, json.dumps(_manifest(config, inputs), indent=2))
+    manifest = {**_manifest(config, inputs), "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+    atomic_write_text(paths.manifest, json.dumps(manifest, indent=2))
     atomic_write_text(paths.pipeline, yaml.safe_dump(_resolved(config, inputs), sort_keys=False))
     replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
     return _run(config, inputs, RunPaths(root))
@@ -97,11 +101,15 @@ def _run(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> dict[str, A
         metrics = MetricsFile(paths.metrics)
         metrics.rewind(done)
         earlier_s = sum(sum(record["phase_s"].values()) for record in metrics.read())
-        with display(config.trainer.steps, done) as shown, ray_session(config.cluster, num_workers(config)):
+        with (
+            display(config.trainer.steps, done) as shown,
+            open_sinks(config.logging, paths.root, done) as sinks,
+            ray_session(config.cluster, num_workers(config)),
+        ):
             for warning in inputs.warnings:
                 shown.say(f"warning: {warning}")
             shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
-            parts = build(config, inputs, paths, shown)
+            parts = build(config, inputs, paths, shown, sinks)
             baseline = _baseline(parts, inputs, paths, config, shown)
             _train(parts, config, checkpoint, paths, shown)
             _export(parts, config, inputs, paths)
@@ -116,7 +124,7 @@ def _run(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> dict[str, A
                 versions=_versions(),
             )
         atomic_write_text(paths.report, json.dumps(report, indent=2))
-        return report
+        return write_report(paths.root)
 
 
 def _train(
@@ -216,7 +224,16 @@ def _manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
             for name, expert in inputs.experts.items()
         },
         "prompts": {name: {str(path.absolute()): blake3_file(path) for path in paths} for name, paths in files.items()},
+        "models": {
+            "student": _size(inputs.student),
+            "experts": {name: _size(expert.info) for name, expert in inputs.experts.items()},
+        },
     }
+
+
+def _size(info: ModelInfo) -> dict[str, Any]:
+    """For the report's reader; not compared on a resume."""
+    return {"architecture": info.architecture, "parameters": info.parameters}
 
 
 def _resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:

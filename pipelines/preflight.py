@@ -21,6 +21,7 @@ from opd.config import DomainConfig, ExpertConfig, PipelineConfig, RegisteredExp
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import load_prompts
+from opd.sinks import refuse_missing
 from opd.types import Probe, Prompt, Teacher, WeightedTeacher
 from pipelines.routes import Expert, route_domains
 from teachers.flight.access import read_roots, read_token
@@ -74,6 +75,7 @@ def check_teachers(config: PipelineConfig) -> Teaching:
 
 def check(config: PipelineConfig) -> Inputs:
     """Read and check everything a pipeline names. Raises: OpdError (a ValueError) for the first thing that is wrong."""
+    refuse_missing(config.logging)
     if config.teachers.engine == "flight":
         read_token(config.teachers.token_file)
         read_roots(config.teachers)

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
 SERIES = 10
 """Colours for domains; the eleventh domain has the first's again, dashed."""
@@ -273,19 +273,27 @@ def _steps(axes: Axes, step: Sequence[int], tokens: Sequence[int]) -> None:
     def both(value: float, _: int | None = None) -> str:
         return f"{value:g}\n{thousands(float(np.interp(value, [0, *step], [0, *tokens])))}" if value >= 0 else ""
 
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(both))
     axes.set_xlabel("step, and response tokens so far")
 
 
 def _y_axis(axes: Axes, options: Mapping[str, Any]) -> None:
+    low, high = axes.get_ylim()
     if options.get("log"):
-        axes.set_yscale("log", nonpositive="mask")
+        _log(axes)
+    elif options.get("percent"):
+        axes.set_ylim(min(0.0, low), max(0.05, high))  # a share of next to nothing should look like it
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     else:
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    if options.get("percent"):
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        axes.set_ylim(bottom=min(0.0, low))
     axes.set_ylabel(options.get("label", ""))
+
+
+def _log(axes: Axes) -> None:
+    axes.set_yscale("log", nonpositive="mask")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def phases(phase_s: Mapping[str, float]) -> Plot:
@@ -294,7 +302,7 @@ def phases(phase_s: Mapping[str, float]) -> Plot:
 
     def draw(axes: Axes) -> None:
         bars = axes.barh(range(len(phase_s)), list(phase_s.values()), 0.6, color=COLOURS["expert"])
-        labels = [f"{thousands(s)} s, {100 * s / total:.0f} %" for s in phase_s.values()]
+        labels = [f"{s:,.{0 if s >= 10 else 1}f} s, {100 * s / total:.0f} %" for s in phase_s.values()]
         axes.bar_label(bars, labels, padding=4, color=COLOURS["ink"], fontsize=8.5)
         _rows(axes, list(phase_s))
         axes.set_xlim(0, 1.25 * max(phase_s.values(), default=1.0) or 1.0)
@@ -313,7 +321,7 @@ def positions(points: Sequence[Mapping[str, Any]]) -> Plot:
             found = points[index]["loss"]
             axes.plot(range(len(labels)), [found.get(x) for x in labels], "o-", color=COLOURS[colour], markersize=3.5)
         axes.set_xticks(range(len(labels)), labels)
-        axes.set_yscale("log", nonpositive="mask")
+        _log(axes)
         axes.set(xlabel="token of the response", ylabel="nats a token")
 
     legend = tuple((colour, f"{word} (step {points[i]['step']})") for i, (colour, word) in chosen.items())

@@ -88,6 +88,7 @@ def render(report: Mapping[str, Any], run: RunFiles) -> str:
         most_lost=_extreme(complete, "regression", max),
         domains=_domain_keys(report),
         plots=_plots(report, run),
+        baselines=[{**b, "name": baseline_name(b)} for b in report.get("baselines", ())],
         samples=_samples(run),
         experts=_experts(run, report),
     )
@@ -253,7 +254,8 @@ def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
         "interval": report.get("mean_headroom_interval"),
     }
     known = [b for b in report["baselines"] if b["mean_headroom"] is not None]
-    rows = [{**b, "name": baseline_name(b)} for b in known]
+    most = {b["label"]: max(c["tokens"] or 0 for c in known if c["label"] == b["label"]) for b in known}
+    rows = [{**b, "name": baseline_name(b)} for b in known if (b["tokens"] or 0) == most[b["label"]]]
     found = [figures.methods(sorted([merge, *rows], key=lambda row: -row["mean_headroom"]))]
     curve: dict[str, list[tuple[float, float, Sequence[float] | None]]] = {}
     points = [p for p in report.get("evaluations", ()) if p["mean_headroom"] is not None]

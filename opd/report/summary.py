@@ -10,7 +10,7 @@ from opd.evaluation.scores import DomainScore, Evaluation
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
 from opd.report.run import BaselineRun, RunFiles
 
-POINTS = 100
+POINTS = 60
 """Points of a curve: neighbouring steps are averaged, because single steps of one domain are noisy."""
 PER_TOKEN = ("loss", "student_entropy", "teacher_entropy", "argmax_agreement")
 """Keys of a domain's record that are means over its tokens."""
@@ -95,7 +95,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     if lengths:
         report["answers"] = _answers(lengths)
     if run.baselines:
-        report["baselines"] = [_baseline_row(group, run) for group in _by_method(run.baselines)]
+        rows = [_baseline_row(group, run) for group in _by_method(run.baselines)]
+        report["baselines"] = sorted(rows, key=lambda row: -(row["mean_headroom"] or 0.0))
     report |= {key: run.manifest[key] for key in ("command", "models") if key in run.manifest}
     return report
 
@@ -257,7 +258,7 @@ def _mean_gain(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluation 
     expert = run.expert.accuracy if run.expert else run.baseline.get("expert", {})
     known = {d: value for d, value in accuracy.items() if d in before and d in expert}
     found: dict[str, Any] = {"mean_headroom": _gains(before, expert, known)["mean_headroom"]}
-    if scores and run.before and run.expert:
+    if scores and scores is not run.before and run.before and run.expert:
         found["mean_headroom_interval"] = _pair(mean_interval(run, scores.scores))
     return found
 
