@@ -77,7 +77,9 @@ def num_workers(config: PipelineConfig) -> int:
     return config.rollout.workers + scoring + config.trainer.ranks
 
 
-def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Display, sinks: Sequence[Reporter] = ()) -> Parts:
+def build(
+    config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Display, sinks: Sequence[Reporter] = ()
+) -> Parts:
     """Start every worker and put the merge together. Raises: RunError if one does not come up."""
     pool = POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
     if config.teachers.engine == "flight":

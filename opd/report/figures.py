@@ -28,7 +28,7 @@ NAMES = ("ink", "muted", "grid", "before", "expert", "merged", "good", "bad", *(
 COLOURS = {name: f"#0a0b{index + 1:02x}" for index, name in enumerate(NAMES)}
 """Variable of the page -> the placeholder that stands for it while drawing."""
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a dollar sign in a label is one
     "font.size": 9,
@@ -123,7 +123,7 @@ def _coloured(value: str) -> str:
     return value
 
 
-def domain_style(index: int) -> dict[str, str]:
+def domain_style(index: int) -> dict[str, Any]:
     """Colour and dash of the domain of this number."""
     return {"color": COLOURS[f"s{index % SERIES}"], "linestyle": DASHES[index // SERIES % len(DASHES)]}
 

@@ -15,6 +15,8 @@ from opd.errors import RunDirError
 from opd.evaluation.scores import FORMAT, DomainScore, Evaluation
 from opd.metrics import MetricsFile
 
+STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "response_tokens_per_s", "versions")
+"""Keys of a stored report that cannot be worked out again, and the accuracies of runs without evaluation files."""
 STEP_FILE = re.compile(r"step-(\d+)\.json")
 
 
@@ -80,7 +82,7 @@ def read_run(root: Path) -> RunFiles:
     text, pipeline = _pipeline(root / "pipeline.yaml")
     return RunFiles(
         root=root,
-        stored=_json(root / "report.json"),
+        stored=_stored(root / "report.json"),
         pipeline_text=text,
         pipeline=pipeline,
         manifest=_json(root / "manifest.json") or {},
@@ -113,6 +115,14 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise _damaged(path, str(error)) from None
+
+
+def _stored(path: Path) -> dict[str, Any] | None:
+    data = _json(path)
+    missing = [] if data is None else [key for key in STORED if key not in data]
+    if missing:
+        raise _damaged(path, f"no {', '.join(missing)}")
+    return data
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
-from opd.report.run import BaselineRun, RunFiles
+from opd.report.run import STORED, BaselineRun, RunFiles
 
 POINTS = 60
 """Points of a curve: neighbouring steps are averaged, because single steps of one domain are noisy."""
@@ -106,8 +106,7 @@ def _finished(
 ) -> dict[str, Any]:
     """The stored report with the accuracies of the evaluation files, which may have been measured again."""
     assert run.stored is not None
-    kept = ("name", "steps", "wall_s", "phase_s", "response_tokens", "response_tokens_per_s", "versions")
-    stored = {key: run.stored[key] for key in kept}
+    stored = {key: run.stored[key] for key in STORED if key != "domains"}
     return {"name": stored.pop("name"), "steps": stored.pop("steps"), **_gains(before, expert, after), **stored}
 
 
@@ -239,7 +238,8 @@ def _evaluations(run: RunFiles) -> list[dict[str, Any]]:
     for record in run.records:
         tokens[record["step"]] = tokens[max(tokens)] + record["response_tokens"]
     last = max(tokens)
-    found = {r["step"]: (r["accuracy"], None) for r in run.records if r.get("accuracy")}
+    found: dict[int, tuple[Mapping[str, float], Evaluation | None]] = {}
+    found |= {r["step"]: (r["accuracy"], None) for r in run.records if r.get("accuracy")}
     found |= {step: (e.accuracy, e) for step, e in run.during.items() if step in tokens}
     if run.before:
         found[0] = (run.before.accuracy, run.before)

@@ -7,9 +7,10 @@ A resume takes the steps after the last checkpoint again; no sink shows a step t
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from opd.config import LoggingConfig
 from opd.errors import ConfigError
@@ -18,12 +19,13 @@ from opd.sinks.mlflow import MLflowSink
 from opd.sinks.tensorboard import TensorBoardSink
 from opd.sinks.wandb import WandbSink
 
-SINKS: dict[str, type[TensorBoardSink] | type[WandbSink] | type[MLflowSink]] = {
+SINKS: dict[str, Callable[[Any, Path, int], AbstractContextManager[Reporter]]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "mlflow": MLflowSink,
 }
-"""By key of `logging`, which is also the name of the package that it needs."""
+"""By key of `logging`, which is also the name of the package that it needs. Takes the key's value, the run directory and
+the last step whose record is kept; the steps after it will come (again)."""
 
 
 def refuse_missing(config: LoggingConfig) -> None:
@@ -40,7 +42,7 @@ def refuse_missing(config: LoggingConfig) -> None:
 
 @contextmanager
 def open_sinks(config: LoggingConfig, run_dir: Path, done: int) -> Iterator[list[Reporter]]:
-    """The sinks asked for. `done` is the last step whose record is kept; the steps after it will come (again)."""
+    """The sinks asked for, closed however the run ends."""
     with ExitStack() as stack:
         yield [stack.enter_context(SINKS[key](getattr(config, key), run_dir, done)) for key in _asked(config)]
 

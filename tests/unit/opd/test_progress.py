@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,15 @@ def test_a_worker_that_was_started_again_is_told(tmp_path: Path) -> None:
     RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), heard).step(record(restarted=["teacher worker 1"]))
     assert heard.lines[0] == "teacher worker 1 died in step 3 and was started again; its rows were scored again"
     assert len(heard.lines) == 2
+
+
+def test_other_sinks_get_every_record(tmp_path: Path) -> None:
+    got: list[Any] = []
+
+    class Sink:
+        def step(self, taken: Mapping[str, Any]) -> None:
+            assert [r["step"] for r in MetricsFile(tmp_path / "metrics.jsonl").read()] == [3], "the file comes first"
+            got.append(taken)
+
+    RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), Heard(), [Sink()]).step(record())
+    assert got == [record()]

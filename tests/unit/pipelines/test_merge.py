@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from experts.adapter import whole_model
 from opd.config import PipelineConfig, load_pipeline, validate
 from opd.errors import RunDirError
 from opd.types import Teacher
+from pipelines import merge
 from pipelines.build import RunPaths
 from pipelines.merge import _manifest, _refuse_changed_inputs, _resolved
 from pipelines.preflight import check
@@ -74,3 +77,15 @@ def test_a_resume_with_another_adapter_is_refused(mixed: Any) -> None:
     file.write_text(file.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     with pytest.raises(RunDirError, match="experts changed since the run began: up"):
         _refuse_changed_inputs(before, _manifest(config, check(config)), RunPaths(mixed.root))
+
+
+def test_a_run_records_how_it_was_called_and_what_it_is_made_of(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "_run", lambda config, inputs, paths: {})
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/opd", "merge", "pipeline.yaml", "--set", "name=a b"])
+    merge.start(load_pipeline(world.write()), world.root / "run")
+    manifest = json.loads((world.root / "run" / "manifest.json").read_text())
+    assert manifest["command"] == "opd merge pipeline.yaml --set 'name=a b'"
+    weights = load_file(world.root / "base" / "model.safetensors")
+    assert manifest["models"]["student"]["parameters"] == sum(t.numel() for t in weights.values())
+    assert set(manifest["models"]["experts"]) == {"rev", "up"}
+    assert merge.resume(world.root / "run") == {}, "neither is compared"

@@ -112,7 +112,7 @@ def whole_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of the rest of the page."""
     sections = ("gains", "learning", "time", "matrix", "baselines")
-    monkeypatch.setattr(page, "_plots", lambda report, run: dict.fromkeys(sections, []))
+    monkeypatch.setattr(page, "_plots", lambda report, run: {key: [] for key in sections})
 
 
 def put(file: Path, data: Any) -> None:

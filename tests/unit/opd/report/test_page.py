@@ -93,7 +93,7 @@ def test_plots_name_the_pages_colours_and_nothing_outside(whole: tuple[str, Page
         assert "src" not in attrs
         link = attrs.get("xlink:href") or attrs.get("href")
         assert link is None or link.removeprefix("#") in known, link
-    assert {ref for ref in re.findall(r"url\(#([^)]+)\)", text)} <= known
+    assert set(re.findall(r"url\(#([^)]+)\)", text)) <= known
 
 
 def test_only_our_own_script_may_run(whole: tuple[str, Page]) -> None:
@@ -182,7 +182,7 @@ def test_a_merge_that_goes_on_has_a_page_but_no_report_json(run_dir: Path) -> No
     text, page = written(run_dir)
     assert "not finished" in text and "4 of 9 steps" in text and "plot-loss" in page.ids()
     assert not (run_dir / "report.json").exists()
-    with pytest.raises(RunDirError, match="not finished(?s:.*)--resume"):
+    with pytest.raises(RunDirError, match=r"not finished(?s:.*)--resume"):
         write_report(run_dir, gate=Gate(min_headroom=0.5))
 
 
@@ -216,7 +216,8 @@ def test_many_domains(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.04, "0.0 s"), (59.4, "59.4 s"), (59.7, "1 min 0 s"), (312.7, "5 min 13 s"), (7300, "2 h 1 min")]
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.4, "59.4 s"), (59.7, "1 min 0 s"), (312.7, "5 min 13 s"), (7300, "2 h 1 min")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text

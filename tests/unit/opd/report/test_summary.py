@@ -137,7 +137,10 @@ def test_curves_are_means_over_neighbouring_steps() -> None:
     records = [
         {
             "step": step,
-            "domains": {"a": {"loss": float(step), "tokens": 10 * step, "samples": 5}, "b": {"tokens": 0, "samples": 0}},
+            "domains": {
+                "a": {"loss": float(step), "tokens": 10 * step, "samples": 5},
+                "b": {"tokens": 0, "samples": 0},
+            },
             "response_tokens": 10 * step,
             "truncated": 1,
             "phase_s": {"train": 0.5},
@@ -172,7 +175,9 @@ def test_a_merge_that_goes_on(run_dir: Path) -> None:
     found = full_report(read_run(run_dir))
     assert (found["name"], found["steps"], found["wall_s"]) == ("three", 4, 8.0)
     assert found["domains"]["letters"]["after"] == 0.55, "of the last evaluation"
-    assert found["domains"]["letters"]["headroom_interval"][0] < 0.5 < found["domains"]["letters"]["headroom_interval"][1]
+    assert (
+        found["domains"]["letters"]["headroom_interval"][0] < 0.5 < found["domains"]["letters"]["headroom_interval"][1]
+    )
     (run_dir / "evaluation" / "step-000002.json").unlink()
     (run_dir / "metrics.jsonl").write_text("")
     found = full_report(read_run(run_dir))
@@ -183,6 +188,7 @@ def test_a_merge_that_goes_on(run_dir: Path) -> None:
     ("name", "text", "words"),
     [
         ("report.json", "{", "report.json"),
+        ("report.json", '{"name": "three"}', "no steps, domains"),
         ("metrics.jsonl", '{"step": 1}}\n', "metrics.jsonl"),
         ("pipeline.yaml", "a: [", "pipeline.yaml"),
         ("evaluation/after.json", '{"format": 2}', "format 2"),
@@ -200,5 +206,5 @@ def test_a_damaged_file_is_named(run_dir: Path, name: str, text: str, words: str
 
 
 def test_no_run_directory(tmp_path: Path) -> None:
-    with pytest.raises(RunDirError, match="neither pipeline.yaml nor report.json"):
+    with pytest.raises(RunDirError, match=r"neither pipeline\.yaml nor report\.json"):
         read_run(tmp_path)
