@@ -311,20 +311,20 @@ def phases(phase_s: Mapping[str, float]) -> Plot:
     return plot("phases", "Where the time went", draw, height=0.8 + 0.36 * len(phase_s))
 
 
-def positions(points: Sequence[Mapping[str, Any]]) -> Plot:
+def positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
     """Loss against the place in the response, at the start, in the middle and at the end of the merge."""
-    chosen = {0: ("before", "start"), len(points) // 2: ("expert", "middle"), len(points) - 1: ("merged", "end")}
-    labels = list(points[-1]["loss"])
+    last = len(step) - 1
+    chosen = {0: ("before", "start"), last // 2: ("expert", "middle"), last: ("merged", "end")}
 
     def draw(axes: Axes) -> None:
         for index, (colour, _) in chosen.items():
-            found = points[index]["loss"]
-            axes.plot(range(len(labels)), [found.get(x) for x in labels], "o-", color=COLOURS[colour], markersize=3.5)
-        axes.set_xticks(range(len(labels)), labels)
+            losses = [np.nan if (value := curve[index]) is None else value for curve in values.values()]
+            axes.plot(range(len(values)), losses, "o-", color=COLOURS[colour], markersize=3.5)
+        axes.set_xticks(range(len(values)), list(values))
         _log(axes)
-        axes.set(xlabel="token of the response", ylabel="nats a token")
+        axes.set(xlabel="place of the token in the response, from 0", ylabel="nats a token")
 
-    legend = tuple((colour, f"{word} (step {points[i]['step']})") for i, (colour, word) in chosen.items())
+    legend = tuple((colour, f"{word} (step {step[i]})") for i, (colour, word) in chosen.items())
     return plot("positions", "Loss by position in the response", draw, legend=legend)
 
 

@@ -221,8 +221,8 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
                 percent=True,
             )
         )
-    if curves.get("positions"):
-        found.append(figures.positions(curves["positions"]))
+    if curves["positions"]:
+        found.append(figures.positions(step, curves["positions"]))
     return found
 
 

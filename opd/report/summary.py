@@ -183,7 +183,8 @@ def curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     step, tokens: of the point's last step; tokens are response tokens since the start.
     by domain: loss, student_entropy, teacher_entropy, argmax_agreement (means a token), length (tokens a response).
-    of all domains: truncated (share of the responses), tokens_per_s, and where the trainer tells it `positions`.
+    by places in the response: positions (loss, mean a token).
+    of all domains: truncated (share of the responses), tokens_per_s.
     """
     points = [list(part) for part in _cut(records, POINTS)]
     domains = sorted({name for record in records for name in record["domains"]})
@@ -196,6 +197,7 @@ def curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for key in PER_TOKEN:
         found[key] = {name: [_token_mean(_stats(part, name), key) for part in points] for name in domains}
     found["length"] = {name: [_length(_stats(part, name)) for part in points] for name in domains}
+    found["positions"] = _positions(points)
     found["truncated"] = [_truncated(part) for part in points]
     found["tokens_per_s"] = [_rate(part) for part in points]
     return found
@@ -214,6 +216,16 @@ def _token_mean(stats: Sequence[Mapping[str, Any]], key: str) -> float | None:
     known = [s for s in stats if key in s]
     tokens = sum(s["tokens"] for s in known)
     return sum(s[key] * s["tokens"] for s in known) / tokens if tokens else None
+
+
+def _positions(points: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[float | None]]:
+    """Places as the records name them, the first ones first; empty for older runs."""
+    stats = [[record.get("positions", {}) for record in part] for part in points]
+    places = {place for part in stats for record in part for place in record}
+    return {
+        place: [_token_mean([record[place] for record in part if place in record], "loss") for part in stats]
+        for place in sorted(places, key=lambda place: int(place.split("-")[0]))
+    }
 
 
 def _length(stats: Sequence[Mapping[str, Any]]) -> float | None:

@@ -36,7 +36,7 @@ from opd.train.batch import (
 )
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
-from opd.types import DomainStats
+from opd.types import DomainStats, PositionStats
 
 STATE_FILE = "trainer.safetensors"
 STATE_META = "trainer.json"
@@ -87,6 +87,7 @@ class RankResult:
     """This rank's share of the optimised mean."""
     grad_norm: float
     domains: dict[str, DomainStats]
+    positions: dict[int, PositionStats]
 
 
 class TrainerRank:
@@ -148,7 +149,7 @@ class TrainerRank:
             raise RunError(
                 f"step {work.step}: gradient norm {grad_norm}: the student's weights or the learning rate broke"
             )
-        return RankResult(loss=totals.loss, grad_norm=grad_norm, domains=totals.domains)
+        return RankResult(loss=totals.loss, grad_norm=grad_norm, domains=totals.domains, positions=totals.positions)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, from the current weights."""

@@ -396,7 +396,7 @@ def test_report_prints_it_again(tmp_path: Path) -> None:
 def test_a_gate_decides_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(REPORT))
     passed = opd("report", tmp_path, "--min-headroom", "0.6", "--max-regression", "0.02")
-    assert passed.exit_code == 0 and "gate" not in passed.stderr
+    assert passed.exit_code == 0 and "gate:" not in passed.stderr
     missed = opd("report", tmp_path, "--min-headroom", "0.9")
     assert missed.exit_code == 1 and "67 %" in missed.stdout
     assert "gate: reverse: headroom 0.667 < 0.9" in missed.stderr

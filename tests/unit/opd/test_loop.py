@@ -15,6 +15,7 @@ from opd.interfaces import TargetSet
 from opd.loop import Parts, Plan, run
 from opd.types import (
     DomainStats,
+    PositionStats,
     Prompt,
     PushReport,
     Quarantined,
@@ -97,7 +98,9 @@ class Events:
         assert targets.streams == (step,)
         self.seen.append(f"train {step}")
         stats = {"a": domain_stats(**self.known), "b": NOTHING}
-        return StepReport(step=step, loss=0.5, grad_norm=1.5, lr=0.1, logprob_gap=1e-6, domains=stats)
+        places = {bits: PositionStats(tokens=2, kl_sum=1.0 + bits) for bits in (0, 1, 3)}
+        numbers = {"loss": 0.5, "grad_norm": 1.5, "lr": 0.1, "logprob_gap": 1e-6}
+        return StepReport(step=step, **numbers, domains=stats, positions=places)
 
     def push(self, version: int) -> PushReport:
         self.seen.append(f"push {version}")
@@ -236,6 +239,11 @@ def test_the_record_of_a_step() -> None:
             },
             # What the payload does not tell is left out.
             "b": {"loss": 0.0, "student_entropy": 0.0, "tokens": 0, "samples": 0},
+        },
+        "positions": {
+            "0": {"loss": 0.5, "tokens": 2},
+            "1": {"loss": 1.0, "tokens": 2},
+            "4-7": {"loss": 2.0, "tokens": 2},
         },
         "response_tokens": 3,
         "prompt_tokens": 2,

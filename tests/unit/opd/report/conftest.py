@@ -54,7 +54,9 @@ def record(step: int, **more: Any) -> dict[str, Any]:
             "tokens": 8, "samples": 4}
         for d in BEFORE
     }  # fmt: skip
-    plain = {"step": step, "loss": 1 / step, "domains": domains, "response_tokens": 24, "truncated": 3}
+    places = {"0": {"loss": 0.1, "tokens": 12}, "1": {"loss": 0.2, "tokens": 6}, "2-3": {"loss": 0.3, "tokens": 6}}
+    sums = {"domains": domains, "positions": places, "response_tokens": 24, "truncated": 3}
+    plain = {"step": step, "loss": 1 / step, **sums}
     times = {"phase_s": {"rollout": 0.5, "train": 1.5}, "probe_gap": 1e-6 * step, "quarantined": {}}
     return plain | times | more
 

@@ -19,7 +19,7 @@ CHROMIUM = next(
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine (Debian: apt-get install chromium)")
 
-PLOTS = 14
+PLOTS = 15
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from opd.report.page import LONGEST_TEXT, SAMPLES_PER_DOMAIN, duration, visible
 
 PLOTS = [
     "accuracy", "headroom", "methods", "budget", "matrix", "accuracy-curve", "headroom-curve", "loss", "length",
-    "truncated", "entropy", "agreement", "phases", "speed",
+    "truncated", "entropy", "agreement", "positions", "phases", "speed",
 ]  # fmt: skip
 
 

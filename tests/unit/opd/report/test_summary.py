@@ -141,6 +141,7 @@ def test_curves_are_means_over_neighbouring_steps() -> None:
                 "a": {"loss": float(step), "tokens": 10 * step, "samples": 5},
                 "b": {"tokens": 0, "samples": 0},
             },
+            "positions": {"4-7": {"loss": 1.0, "tokens": 1}, "0": {"loss": float(step), "tokens": step}},
             "response_tokens": 10 * step,
             "truncated": 1,
             "phase_s": {"train": 0.5},
@@ -153,6 +154,8 @@ def test_curves_are_means_over_neighbouring_steps() -> None:
     assert found["loss"]["a"][0] == pytest.approx((1 * 10 + 2 * 20) / 30), "weighted by tokens"
     assert found["loss"]["b"] == [None] * POINTS and found["student_entropy"]["a"] == [None] * POINTS
     assert found["length"]["a"][:2] == [pytest.approx(3.0), pytest.approx(7.0)]
+    assert list(found["positions"]) == ["0", "4-7"]
+    assert found["positions"]["0"][0] == pytest.approx((1 + 4) / 3)
     assert found["truncated"][0] == pytest.approx(0.2)
     assert found["tokens_per_s"][0] == pytest.approx(30.0)
 
