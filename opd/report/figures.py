@@ -53,6 +53,8 @@ STYLE: dict[Any, Any] = {
 WIDTH = 5.0
 """Inches: about a phone's screen, so that text is not shrunk there."""
 HEIGHT = 2.9
+LONGEST_NAME = 32
+"""Characters of a name beside an axis."""
 
 SVG = "http://www.w3.org/2000/svg"
 XLINK = "http://www.w3.org/1999/xlink"
@@ -70,26 +72,30 @@ class Plot:
     legend: tuple[tuple[str, str], ...] = ()
     """Colour variable and what it stands for; empty where the page's list of domains is the legend."""
     note: str = ""
-    by_domain: bool = False
-    """Its lines are domains: the page's list of domains highlights them."""
+    wide: bool = False
+    """Too wide for half of the page; on a small screen it scrolls."""
 
 
 Draw = Callable[[Axes], None]
 
 
-def plot(name: str, title: str, draw: Draw, *, height: float = HEIGHT, **more: Any) -> Plot:
+def plot(name: str, title: str, draw: Draw, *, width: float = WIDTH, height: float = HEIGHT, **more: Any) -> Plot:
     """Draw on one set of axes."""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure.add_subplot())
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return Plot(name=name, title=title, svg=themed(text.getvalue(), name, title), **more)
+    wide = width > WIDTH
+    return Plot(name=name, title=title, svg=themed(text.getvalue(), name, title, wide), wide=wide, **more)
 
 
-def themed(svg: str, name: str, title: str) -> str:
-    """The SVG of one figure for a page of several: its own ids, the page's colours and font, a name for readers."""
+def themed(svg: str, name: str, title: str, wide: bool = False) -> str:
+    """The SVG of one figure for a page of several: its own ids, the page's colours and font, a name for readers.
+
+    A `wide` one is never shrunk.
+    """
     ElementTree.register_namespace("", SVG)
     ElementTree.register_namespace("xlink", XLINK)
     root = ElementTree.fromstring(svg)
@@ -110,8 +116,9 @@ def themed(svg: str, name: str, title: str) -> str:
             elif key == "style":
                 value = FONT.sub(r"\1font-size: \2", value)
             element.set(key, _coloured(value.replace("url(#", f"url(#{prefix}")))
-    for key in ("width", "height"):
-        root.attrib.pop(key)
+    width, _ = (root.attrib.pop(key) for key in ("width", "height"))
+    if wide:
+        root.set("style", f"min-width: {width}")
     root.set("role", "img")
     root.set("aria-label", title)
     return ElementTree.tostring(root, encoding="unicode")
@@ -199,8 +206,12 @@ def _marks(axes: Axes, gate: float | None) -> None:
         axes.axvline(gate, color=COLOURS["bad"], linewidth=1.2, linestyle="--")
 
 
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
 def _rows(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), names, color=COLOURS["ink"])
+    axes.set_yticks(range(len(names)), [_short(name) for name in names], color=COLOURS["ink"])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
@@ -234,7 +245,7 @@ def by_domain(
         _steps(axes, step, tokens)
         _y_axis(axes, options)
 
-    return plot(name, title, draw, note=options.get("note", ""), by_domain=True)
+    return plot(name, title, draw, note=options.get("note", ""))
 
 
 def lines(
@@ -330,7 +341,8 @@ def positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
 
 # Beside other models
 
-CELL = 0.36
+CELL = 0.34
+"""Inches for one domain's column; a model's row is a little lower."""
 
 
 def matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str]) -> Plot:
@@ -345,7 +357,7 @@ def matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str]) ->
                     axes.add_patch(Rectangle(corner, 0.94, 0.9, color=COLOURS["merged"], alpha=0.75 * value, lw=0))
                     axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=7.5)
         _rows(axes, list(models))
-        axes.set_xticks(range(len(domains)), domains, rotation=45, ha="right", color=COLOURS["ink"])
+        axes.set_xticks(range(len(domains)), [_short(name) for name in domains], rotation=90, color=COLOURS["ink"])
         axes.set_xlim(-0.5, len(domains) - 0.5)
         axes.tick_params(axis="x", length=0)
         axes.grid(False)
@@ -353,7 +365,8 @@ def matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str]) ->
             spine.set_visible(False)
 
     note = "Right answers in per cent: a row is a model, a column a domain."
-    return plot("matrix", "Every model on every domain", draw, height=1.1 + CELL * len(models), note=note)
+    size = {"width": max(WIDTH, 1.6 + CELL * len(domains)), "height": 1.1 + CELL * 0.8 * len(models)}
+    return plot("matrix", "Every model on every domain", draw, note=note, **size)
 
 
 def methods(rows: Sequence[Mapping[str, Any]]) -> Plot:

@@ -21,7 +21,6 @@ SAMPLES_PER_DOMAIN = 4
 MOST_SAMPLES = 200
 LONGEST_TEXT = 1500
 """Characters of a prompt or an answer; with the two limits above the page stays well below 5 MB."""
-LONGEST_LABEL = 40
 OPTIONAL = ("gate", "answers", "baselines", "mean_headroom_interval", "command", "curves")
 INTERVALS = tuple(f"{key}_interval" for key in ("before", "after", "expert", "headroom", "regression"))
 
@@ -37,12 +36,6 @@ def visible(text: object) -> str:
 def shortened(text: str, most: int = LONGEST_TEXT) -> str:
     """`text`, or its beginning and how much is missing."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
-
-
-def _label(name: str) -> str:
-    """A name that others chose, as a plot can show it."""
-    text = visible(name)
-    return text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 1]}…"
 
 
 def percent(value: float | None) -> str:
@@ -248,7 +241,7 @@ def _time_plots(report: Mapping[str, Any]) -> list[Plot]:
 
 def _matrix_plot(run: RunFiles) -> Plot:
     domains = list(dict.fromkeys(d for e in run.matrix.values() for d in e.scores))
-    return figures.matrix({_label(name): e.accuracy for name, e in run.matrix.items()}, domains)
+    return figures.matrix({visible(name): e.accuracy for name, e in run.matrix.items()}, domains)
 
 
 def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
@@ -262,14 +255,14 @@ def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
     }
     known = [b for b in report["baselines"] if b["mean_headroom"] is not None]
     most = {b["label"]: max(c["tokens"] or 0 for c in known if c["label"] == b["label"]) for b in known}
-    rows = [{**b, "name": _label(baseline_name(b))} for b in known if (b["tokens"] or 0) == most[b["label"]]]
+    rows = [{**b, "name": visible(baseline_name(b))} for b in known if (b["tokens"] or 0) == most[b["label"]]]
     found = [figures.methods(sorted([merge, *rows], key=lambda row: -row["mean_headroom"]))]
     curve: dict[str, list[tuple[float, float, Sequence[float] | None]]] = {}
     points = [p for p in report.get("evaluations", ()) if p["mean_headroom"] is not None]
     if points:
         curve[merge["name"]] = [(p["tokens"], p["mean_headroom"], p.get("mean_headroom_interval")) for p in points]
     for b in sorted((b for b in known if b["tokens"]), key=lambda b: b["tokens"]):
-        curve.setdefault(_label(b["label"]), []).append((b["tokens"], b["mean_headroom"], b["interval"]))
+        curve.setdefault(visible(b["label"]), []).append((b["tokens"], b["mean_headroom"], b["interval"]))
     if len(curve) > 1:
         found.append(figures.budgets(curve))
     return found
