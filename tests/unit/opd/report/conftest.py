@@ -91,7 +91,7 @@ def build_run(root: Path) -> Path:
     models = {name: as_json(evaluation(name, EXPERT)) for name in ("merged", "expert $x_$ <i>\x00")}
     put(root / "evaluation" / "matrix.json", {"format": 1, "models": models})
     for seed, gain in ((0, 0.45), (1, 0.55)):
-        baseline(root, "off_policy", "off-policy", {**BEFORE, "letters": gain}, token_share=0.3, tokens=28, seed=seed)
+        baseline(root, "off_policy", "off-policy", {**BEFORE, "letters": gain}, token_share=0.3, tokens=128, seed=seed)
     baseline(root, "ties", "TIES 0.5", {**BEFORE, "letters": 0.55}, token_share=None, tokens=None, seed=0)
     return root
 

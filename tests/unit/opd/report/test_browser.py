@@ -98,9 +98,12 @@ def test_a_click_on_a_heading_sorts(whole_page: Path, open_page: Callable[..., A
     tab.locator("#domains th button", has_text="student before").first.click()
     assert names.all_text_contents() == ["known", "sums", "letters"]
     tab.locator("#domains th button", has_text="against the student").first.click()
-    assert names.all_text_contents() == ["known", "sums", "letters"], "-5, +50, +65 points: as numbers, not as text"
+    assert names.all_text_contents() == ["known", "sums", "letters"], "-5, +50, +65 points"
     tab.locator("#domains th button", has_text="domain").first.click()
     assert names.all_text_contents() == ["known", "letters", "sums"]
+    tab.locator("#baselines th button", has_text="tokens trained on").click()
+    tokens = tab.locator("#baselines tbody tr td:nth-child(4)").all_text_contents()
+    assert tokens == ["–", "96", "128"], "as numbers, not as text"
 
 
 def test_a_domains_name_brings_out_its_line(whole_page: Path, open_page: Callable[..., Any]) -> None:

@@ -124,7 +124,7 @@ def test_evaluations_against_steps_and_tokens(run_dir: Path) -> None:
 
 def test_baselines_over_their_seeds(run_dir: Path) -> None:
     ties, off_policy = full_report(read_run(run_dir))["baselines"]
-    assert off_policy["label"] == "off-policy" and (off_policy["seeds"], off_policy["tokens"]) == (2, 28)
+    assert off_policy["label"] == "off-policy" and (off_policy["seeds"], off_policy["tokens"]) == (2, 128)
     assert off_policy["mean_headroom"] == pytest.approx((0.25 / 0.7 + 0.35 / 0.7) / 4)
     assert off_policy["interval"] == pytest.approx([0.125 / 0.7, 0.175 / 0.7])
     assert off_policy["accuracy"]["letters"] == pytest.approx(0.5)
