@@ -194,7 +194,8 @@ def headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None) -> P
         "Headroom recovered by domain",
         draw,
         height=0.8 + ROW * len(known),
-        note="0 % is the student before the merge, 100 % the expert; bars are 95 % intervals."
+        note="0 % is the student before the merge, 100 % the expert."
+        + (" Bars are 95 % intervals." if any(d.get("headroom_interval") for d in known.values()) else "")
         + ("" if gate is None else " The dashed line is the gate."),
     )
 

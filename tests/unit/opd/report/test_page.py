@@ -198,8 +198,9 @@ def test_an_old_run_with_nothing_but_a_report(run_dir: Path) -> None:
     for file in [p for p in run_dir.rglob("*") if p.is_file()]:
         file.unlink()
     (run_dir / "report.json").write_text(kept)
-    _, page = written(run_dir)
+    text, page = written(run_dir)
     assert [i for i in page.ids() if i.startswith("plot-")] == ["plot-accuracy", "plot-headroom", "plot-phases"]
+    assert "95 % interval" not in text
 
 
 def test_many_domains(run_dir: Path) -> None:
