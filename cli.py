@@ -143,7 +143,7 @@ def merge(
     except merging.Interrupted as stopped:
         _end(str(stopped), 128 + stopped.number)
     _print_report(report)
-    typer.echo(f"model: {root / 'model'}\nreport: {root / 'report.json'}")
+    typer.echo(f"model: {root / 'model'}\nreport: {root / 'report.html'}")
 
 
 @app.command()
@@ -230,23 +230,25 @@ def check(
 @app.command()
 @fails_clearly
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory of a finished merge.")],
+    run_dir: Annotated[Path, typer.Argument(help="Run directory of a merge, finished or not.")],
     markdown: Annotated[
         bool, typer.Option("--markdown", help="As a Markdown table, to paste into a document.")
     ] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the page goes. Default: report.html in RUN_DIR.")
+    ] = None,
+    min_headroom: Annotated[
+        float | None, typer.Option(help="Exit with 1 if a domain recovered less of its headroom (0 to 1).")
+    ] = None,
+    max_regression: Annotated[
+        float | None, typer.Option(help="Exit with 1 if a domain lost more of the student's accuracy (0 to 1).")
+    ] = None,
 ) -> None:
-    """Print the table of a finished merge again."""
-    from opd.errors import RunDirError
+    """Print a merge's table and write it as a page, report.html, with report.json beside it."""
+    from opd.report import Gate, write_report
 
-    file = run_dir / "report.json"
-    if not file.exists():
-        raise RunDirError.at(
-            file,
-            found="no such file",
-            wanted="the report of a finished merge",
-            fix=f"finish it with `opd merge --resume {run_dir}`",
-        )
-    found = json.loads(file.read_text())
+    gate = Gate(min_headroom=min_headroom, max_regression=max_regression)
+    found = write_report(run_dir, output, gate)
     if markdown:
         from opd.report import table_rows
 
@@ -254,6 +256,12 @@ def report(
         typer.echo("\n".join(f"| {' | '.join(row)} |" for row in rows))
     else:
         _print_report(found)
+    typer.echo(f"page: {output or run_dir / 'report.html'}", err=True)
+    if gate.asked:
+        for failure in found["gate"]["failures"]:
+            typer.echo(f"gate: {failure}", err=True)
+        if not found["gate"]["passed"]:
+            raise typer.Exit(1)
 
 
 @experts_app.command("add")

@@ -2,7 +2,7 @@
 
     python docs/make_figure.py runs/quickstart docs/results/quickstart.png
 
-Reads metrics.jsonl and report.json of the run directory; needs matplotlib (extra `dev`).
+Reads metrics.jsonl and report.json of the run directory.
 """
 
 from __future__ import annotations

@@ -606,6 +606,15 @@ class EvaluateConfig(Strict):
         return self
 
 
+class LoggingConfig(Strict):
+    tensorboard: bool = True
+    """Write TensorBoard event files to `tensorboard/` in the run directory."""
+    wandb: str | None = Field(None, min_length=1)
+    """Weights & Biases project to log to as well; needs the package wandb."""
+    mlflow: str | None = Field(None, min_length=1)
+    """MLflow tracking URI to log to as well, e.g. `sqlite:///mlflow.db`; needs the package mlflow or mlflow-skinny."""
+
+
 class ClusterConfig(Strict):
     address: str = "local"
     """`local` starts Ray on this machine; else a Ray cluster's address."""
@@ -647,6 +656,7 @@ class PipelineConfig(Strict):
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    logging: LoggingConfig = LoggingConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")

@@ -135,9 +135,13 @@ class Checkpoints(Protocol):
         ...
 
 
-class Reporter(Protocol):
-    """Where a run's numbers go: metrics file, evaluation files, progress on the terminal."""
+class Sink(Protocol):
+    """A place for the numbers of each step."""
 
     def step(self, record: Mapping[str, Any]) -> None: ...
+
+
+class Reporter(Sink, Protocol):
+    """Where a run's numbers go: metrics file, evaluation files, progress on the terminal."""
 
     def evaluation(self, name: str, found: Evaluation) -> None: ...

@@ -131,6 +131,10 @@ def _record(
         "step": trained.step,
         "loss": trained.loss,
         "domains": {name: _domain_record(stats) for name, stats in trained.domains.items()},
+        "positions": {
+            _places(bits): {"loss": stats.kl_sum / stats.tokens, "tokens": stats.tokens}
+            for bits, stats in trained.positions.items()
+        },
         "response_tokens": sum(len(r.response_ids) for r in batch.rollouts),
         "prompt_tokens": sum(len(r.prompt_ids) for r in batch.rollouts),
         "truncated": sum(r.truncated for r in batch.rollouts),
@@ -153,6 +157,11 @@ def _record(
         "phase_s": phase_s,
         **({"accuracy": accuracy} if accuracy else {}),
     }
+
+
+def _places(bits: int) -> str:
+    """Key of `StepReport.positions` in words: 0 -> `0`, 1 -> `1`, 3 -> `4-7`."""
+    return str(bits) if bits < 2 else f"{2 ** (bits - 1)}-{2**bits - 1}"
 
 
 def _domain_record(stats: DomainStats) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from opd.evaluation.scores import Evaluation
+from opd.interfaces import Sink
 from opd.metrics import MetricsFile
 from opd.text import printable
 
@@ -72,12 +73,13 @@ MOSTLY_CUT = 0.9
 
 
 class RunReporter:
-    """Implements `opd.interfaces.Reporter`: the metrics file, the evaluations' directory and the display."""
+    """Implements `opd.interfaces.Reporter`: the metrics file, the evaluations' directory, other sinks and the display."""
 
-    def __init__(self, metrics: MetricsFile, evaluations: Path, shown: Display) -> None:
+    def __init__(self, metrics: MetricsFile, evaluations: Path, shown: Display, sinks: Sequence[Sink] = ()) -> None:
         self._metrics = metrics
         self._evaluations = evaluations
         self._shown = shown
+        self._sinks = sinks
         self._told: set[str] = set()
         """Domains of which it was said that their responses are cut."""
 
@@ -89,6 +91,8 @@ class RunReporter:
     def step(self, record: Mapping[str, Any]) -> None:
         """Store one step's record, then show it."""
         self._metrics.write(record)
+        for sink in self._sinks:
+            sink.step(record)
         seconds = sum(record["phase_s"].values())
         parts = [
             f"loss {record['loss']:.4f}",

@@ -172,6 +172,18 @@ class DomainStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PositionStats:
+    """Sums over the trained tokens at some positions of their responses."""
+
+    tokens: int
+    kl_sum: float
+    """As `DomainStats.kl_sum`."""
+
+    def __add__(self, other: PositionStats) -> PositionStats:
+        return PositionStats(tokens=self.tokens + other.tokens, kl_sum=self.kl_sum + other.kl_sum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What the trainer says about one optimiser step, summed over all ranks."""
 
@@ -184,6 +196,8 @@ class StepReport:
     logprob_gap: float
     """Mean |trainer log-prob - engine log-prob| over the sampled tokens, nats; near 0 in a sync schedule."""
     domains: dict[str, DomainStats]
+    positions: dict[int, PositionStats] = field(default_factory=dict)
+    """By bits of the token's place in its response: 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
     early_micro_batches: int = 0

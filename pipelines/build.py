@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from opd.checkpoints import CheckpointStore
 from opd.config import PipelineConfig
 from opd.evaluation.evaluator import EngineEvaluator
+from opd.interfaces import Sink
 from opd.loop import Parts
 from opd.metrics import MetricsFile
 from opd.progress import Display, RunReporter
@@ -82,7 +83,12 @@ def num_workers(config: PipelineConfig) -> int:
 
 
 def build(
-    config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Display, identity: Mapping[str, Any]
+    config: PipelineConfig,
+    inputs: Inputs,
+    paths: RunPaths,
+    shown: Display,
+    identity: Mapping[str, Any],
+    sinks: Sequence[Sink] = (),
 ) -> Parts:
     """Start every worker and put the merge together; `identity` goes into every checkpoint.
 
@@ -125,7 +131,7 @@ def build(
             identity=identity,
             timeout_s=config.cluster.phase_timeout_s,
         ),
-        reporter=RunReporter(MetricsFile(paths.metrics), paths.evaluation, shown),
+        reporter=RunReporter(MetricsFile(paths.metrics), paths.evaluation, shown, sinks),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -17,6 +18,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from experts.adapter import whole_model
+from experts.model_dir import ModelInfo
 from experts.registry import default_root
 from opd import __version__, checkpoints, loop
 from opd.cluster import WorkerDied, ray_session
@@ -28,7 +30,8 @@ from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text, blake3_file, replace_dir, storing, sweep
 from opd.metrics import MetricsFile
 from opd.progress import Display, display
-from opd.report import build_report
+from opd.report import build_report, write_report
+from opd.sinks import open_sinks
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.evaluate import lm_eval_merge
 from pipelines.interrupts import Interrupts, interrupts
@@ -76,6 +79,7 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
     paths = RunPaths(temporary)
     manifest = _manifest(config, inputs)
     manifest["identity"] = identity(manifest)
+    manifest["command"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     atomic_write_text(paths.manifest, json.dumps(manifest, indent=2))
     atomic_write_text(paths.pipeline, yaml.safe_dump(_resolved(config, inputs), sort_keys=False))
     replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
@@ -193,11 +197,15 @@ def _session(
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(done)
     earlier_s = sum(sum(record["phase_s"].values()) for record in metrics.read())
-    with display(config.trainer.steps, done) as shown, ray_session(config.cluster, num_workers(config)):
+    with (
+        display(config.trainer.steps, done) as shown,
+        open_sinks(config.logging, paths.root, done) as sinks,
+        ray_session(config.cluster, num_workers(config)),
+    ):
         for notice in (*inputs.warnings, *notices):
             shown.say(f"warning: {notice}")
         shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
-        parts = build(config, inputs, paths, shown, ours)
+        parts = build(config, inputs, paths, shown, ours, sinks)
         before, expert = _before_and_experts(parts, inputs, paths, config, shown)
         with signals.asking(shown.say):
             _train(parts, config, checkpoint, paths, shown, signals)
@@ -216,6 +224,7 @@ def _session(
         )
     with storing(paths.report):
         atomic_write_text(paths.report, json.dumps(report, indent=2))
+        report = write_report(paths.root)
     # Last, when the workers have given their memory back and the report is safe.
     lm_eval_merge(config, paths.model, paths.lm_eval)
     return report
@@ -340,7 +349,16 @@ def _manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
             for name, expert in inputs.experts.items()
         },
         "prompts": {name: {str(path.absolute()): blake3_file(path) for path in paths} for name, paths in files.items()},
+        "models": {
+            "student": _size(inputs.student),
+            "experts": {name: _size(expert.info) for name, expert in inputs.experts.items()},
+        },
     }
+
+
+def _size(info: ModelInfo) -> dict[str, Any]:
+    """For the report's reader; not compared on a resume."""
+    return {"architecture": info.architecture, "parameters": info.parameters}
 
 
 def _resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:

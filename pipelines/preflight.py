@@ -23,6 +23,7 @@ from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
 from opd.lora import ADAPTER_WEIGHTS
+from opd.sinks import refuse_missing
 from opd.types import Probe, Prompt, Teacher, WeightedTeacher
 from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
 from pipelines.routes import Expert, route_domains
@@ -78,6 +79,7 @@ def check_teachers(config: PipelineConfig) -> Teaching:
 
 def check(config: PipelineConfig) -> Inputs:
     """Read and check everything a pipeline names. Raises: OpdError (a ValueError) for the first thing that is wrong."""
+    refuse_missing(config.logging)
     if config.teachers.engine == "flight":
         read_token(config.teachers.token_file)
         read_roots(config.teachers)

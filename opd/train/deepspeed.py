@@ -16,7 +16,7 @@ from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import HeadSource, RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import learning_rate
 from opd.train.totals import refuse_impossible_means, row_weights
-from opd.types import DomainStats, Rollout, StepReport, WrittenFile
+from opd.types import DomainStats, PositionStats, Rollout, StepReport, WrittenFile
 
 
 class DeepSpeedTrainer:
@@ -171,6 +171,9 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
     domains: dict[str, DomainStats] = {}
     for name, stats in (item for result in results for item in result.domains.items()):
         domains[name] = domains[name] + stats if name in domains else stats
+    positions: dict[int, PositionStats] = {}
+    for bits, part in (item for result in results for item in result.positions.items()):
+        positions[bits] = positions[bits] + part if bits in positions else part
     tokens = sum(stats.tokens for stats in domains.values())
     return StepReport(
         step=step,
@@ -179,4 +182,5 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
         lr=lr,
         logprob_gap=sum(stats.gap_sum for stats in domains.values()) / tokens,
         domains=dict(sorted(domains.items())),
+        positions=dict(sorted(positions.items())),
     )

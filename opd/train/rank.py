@@ -38,7 +38,7 @@ from opd.train.batch import (
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
-from opd.types import DomainStats, WrittenFile
+from opd.types import DomainStats, PositionStats, WrittenFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +100,7 @@ class RankResult:
     """This rank's share of the optimised mean."""
     grad_norm: float
     domains: dict[str, DomainStats]
+    positions: dict[int, PositionStats]
 
 
 class TrainerRank:
@@ -181,7 +182,9 @@ class TrainerRank:
             raise RunError(
                 f"step {work.step}: gradient norm {grad_norm}: the student's weights or the learning rate broke"
             )
-        return RankResult(loss=totals.loss / share, grad_norm=grad_norm, domains=totals.domains)
+        return RankResult(
+            loss=totals.loss / share, grad_norm=grad_norm, domains=totals.domains, positions=totals.positions
+        )
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, from the current weights."""

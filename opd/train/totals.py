@@ -14,7 +14,7 @@ from torch import Tensor
 from opd.errors import RunError
 from opd.losses.chunked import TokenStats
 from opd.train.batch import MicroBatch
-from opd.types import DomainStats, Rollout
+from opd.types import DomainStats, PositionStats, Rollout
 
 LEAST_MEAN, MOST_MEAN = -1e-3, 50.0
 """Nats a token: what a domain's mean divergence may be. Below zero is more than rounding; a teacher that calls every
@@ -61,6 +61,7 @@ class Totals:
     def __init__(self) -> None:
         self.loss = 0.0
         self.domains: dict[str, DomainStats] = {}
+        self.positions: dict[int, PositionStats] = {}
 
     def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats) -> None:
         """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks."""
@@ -83,3 +84,14 @@ class Totals:
             sums = {name: float(part[index][mask_R].sum()) for name, part in parts.items()}
             row = DomainStats(tokens=int(mask_R.sum()), samples=int(mask_R.any()), **sums)
             self.domains[domain] = self.domains[domain] + row if domain in self.domains else row
+        self._add_positions(batch, stats.kl_N)
+
+    def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:
+        place_N = torch.cat([torch.arange(0), *(torch.arange(length) for length in batch.row_lengths)])
+        bits_M = torch.frexp(place_N[batch.mask_N].double()).exponent  # of an integer: its number of bits
+        tokens = torch.bincount(bits_M).tolist()
+        sums = torch.bincount(bits_M, weights=kl_N[batch.mask_N].double()).tolist()
+        for bits, (count, total) in enumerate(zip(tokens, sums, strict=True)):
+            if count:
+                row = PositionStats(tokens=count, kl_sum=total)
+                self.positions[bits] = self.positions[bits] + row if bits in self.positions else row

@@ -441,8 +441,15 @@ def test_a_bug_of_ours_keeps_its_traceback(world: Any, monkeypatch: pytest.Monke
 
 REPORT = {
     "name": "two",
+    "steps": 4,
+    "wall_s": 8.0,
+    "phase_s": {},
+    "response_tokens": 100,
+    "response_tokens_per_s": 12.5,
+    "versions": {},
     "domains": {"reverse": {"before": 0.25, "after": 0.75, "expert": 1.0, "headroom": 2 / 3}},
     "mean_headroom": 2 / 3,
+    "worst_headroom": 2 / 3,
 }
 
 
@@ -459,8 +466,28 @@ def test_report_prints_it_again(tmp_path: Path) -> None:
     result = opd("report", tmp_path)
     assert result.exit_code == 0
     assert "67 %" in result.stdout
+    assert "<h1>two</h1>" in (tmp_path / "report.html").read_text()
     assert "| reverse | 0.25 | 1.00 | 0.75 | 67 % |" in opd("report", tmp_path, "--markdown").stdout.splitlines()
-    refused(opd("report", tmp_path / "none"), "report.json\n", "--resume")
+    refused(opd("report", tmp_path / "none"), tmp_path / "none", "run directory")
+
+
+def test_a_gate_decides_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(REPORT))
+    passed = opd("report", tmp_path, "--min-headroom", "0.6", "--max-regression", "0.02")
+    assert passed.exit_code == 0 and "gate:" not in passed.stderr
+    missed = opd("report", tmp_path, "--min-headroom", "0.9")
+    assert missed.exit_code == 1 and "67 %" in missed.stdout
+    assert "gate: reverse: headroom 0.667 < 0.9" in missed.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["gate"]["passed"] is False
+    refused(opd("report", tmp_path, "--min-headroom", "90"), "--min-headroom\n", "90.0")
+    refused(opd("report", tmp_path, "--max-regression", "-0.1"), "--max-regression\n")
+
+
+def test_a_gate_on_a_merge_that_goes_on_is_refused(world: Any) -> None:
+    refused(opd("report", world.root, "--min-headroom", "0.9"), world.root, "not finished", "--resume")
+    assert not (world.root / "report.html").exists()
+    assert opd("report", world.root).exit_code == 0
+    assert "not finished" in (world.root / "report.html").read_text()
 
 
 # Checks

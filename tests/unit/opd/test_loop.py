@@ -14,6 +14,7 @@ from opd.evaluation.scores import DomainScore, Evaluation
 from opd.loop import Parts, Plan, run
 from opd.types import (
     DomainStats,
+    PositionStats,
     Prompt,
     PushReport,
     Quarantined,
@@ -125,9 +126,10 @@ class Events:
         self.seen.append(f"train {step}")
         targets.quarantined = self.quarantined  # known when all parts came
         stats = {"a": domain_stats(**self.known), "b": NOTHING}
+        places = {bits: PositionStats(tokens=2, kl_sum=1.0 + bits) for bits in (0, 1, 3)}
         return StepReport(
-            step=step, loss=0.5, grad_norm=1.5, lr=0.1, logprob_gap=1e-6, domains=stats, early_micro_batches=2,
-            peak_bytes=77,
+            step=step, loss=0.5, grad_norm=1.5, lr=0.1, logprob_gap=1e-6, domains=stats, positions=places,
+            early_micro_batches=2, peak_bytes=77,
         )  # fmt: skip
 
     def push(self, version: int) -> PushReport:
@@ -316,6 +318,11 @@ def test_the_record_of_a_step() -> None:
             },
             # What the payload does not tell is left out.
             "b": {"loss": 0.0, "student_entropy": 0.0, "tokens": 0, "samples": 0},
+        },
+        "positions": {
+            "0": {"loss": 0.5, "tokens": 2},
+            "1": {"loss": 1.0, "tokens": 2},
+            "4-7": {"loss": 2.0, "tokens": 2},
         },
         "response_tokens": 3,
         "prompt_tokens": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,15 @@ def test_what_a_terminal_would_obey_is_spelt_out(capsys: pytest.CaptureFixture[s
     with display(10) as shown:
         shown.say("expert \x1b]0;mine\x07 [red]x[/red] \u202e: 1")
     assert capsys.readouterr().err == "expert \\x1b]0;mine\\x07 [red]x[/red] \\u202e: 1\n"
+
+
+def test_other_sinks_get_every_record(tmp_path: Path) -> None:
+    got: list[Any] = []
+
+    class Sink:
+        def step(self, taken: Mapping[str, Any]) -> None:
+            assert [r["step"] for r in MetricsFile(tmp_path / "metrics.jsonl").read()] == [3], "the file comes first"
+            got.append(taken)
+
+    RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "evaluation", Heard(), [Sink()]).step(record())
+    assert got == [record()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,3 +298,15 @@ def test_another_failure_is_not_tried_again(interrupted: Path, monkeypatch: pyte
     with pytest.raises(RunError, match="gradient norm nan"):
         merge.resume(interrupted)
     assert len(tried) == 1
+
+
+def test_a_run_records_how_it_was_called_and_what_it_is_made_of(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "_run", lambda *_: {})
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/opd", "merge", "pipeline.yaml", "--set", "name=a b"])
+    merge.start(load_pipeline(world.write()), world.root / "run")
+    manifest = json.loads((world.root / "run" / "manifest.json").read_text())
+    assert manifest["command"] == "opd merge pipeline.yaml --set 'name=a b'"
+    weights = load_file(world.root / "base" / "model.safetensors")
+    assert manifest["models"]["student"]["parameters"] == sum(t.numel() for t in weights.values())
+    assert set(manifest["models"]["experts"]) == {"rev", "up"}
+    assert merge.resume(world.root / "run") == {}, "neither is compared"

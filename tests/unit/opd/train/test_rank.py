@@ -23,7 +23,7 @@ from opd.train import deepspeed, rank
 from opd.train.batch import micro_batch
 from opd.train.rank import HeadSource, RankResult, RankWork
 from opd.train.totals import Totals
-from opd.types import DomainStats, Rollout, Segment
+from opd.types import DomainStats, PositionStats, Rollout, Segment
 
 WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25})
 NONE: frozenset[str] = frozenset()
@@ -275,7 +275,8 @@ class FakeRank:
     def finish_step(self, share: float) -> RankResult:
         self.share = share
         own, shared = domain_stats(2, 1.5, gap=2.0), domain_stats(1, 1.0, gap=1.0)
-        return RankResult(loss=0.5, grad_norm=2.0, domains={f"d{self.index}": own, "d": shared})
+        places = {0: PositionStats(tokens=2, kl_sum=1.5), self.index + 1: PositionStats(tokens=1, kl_sum=1.0)}
+        return RankResult(loss=0.5, grad_norm=2.0, domains={f"d{self.index}": own, "d": shared}, positions=places)
 
 
 def domain_stats(tokens: int, kl: float, *, gap: float = 0.0, samples: int = 1) -> DomainStats:
@@ -353,6 +354,8 @@ def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
     }
     assert (report.domains["d"].tokens, report.domains["d"].samples, report.domains["d"].agree_sum) == (2, 2, 2.0)
     assert list(report.domains) == ["d", "d0", "d1"]
+    once = PositionStats(tokens=1, kl_sum=1.0)
+    assert report.positions == {0: PositionStats(tokens=4, kl_sum=3.0), 1: once, 2: once}
     works = [w.works[0] for w in in_process.workers]
     assert sorted(i for work, _ in works for part in work.micro_batches for i in part) == ["a", "b"]
     for work, heads in works:

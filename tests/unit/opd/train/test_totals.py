@@ -151,6 +151,28 @@ def test_the_cut_into_micro_batches_does_not_matter(normalize: str, student: Stu
         assert set(totals.domains) == {"math", "code", "chat"}
         for name, stats in totals.domains.items():
             assert numbers(stats) == pytest.approx(numbers(want.domains[name]), rel=1e-4, nan_ok=True)
+        assert {bits: p.tokens for bits, p in totals.positions.items()} == {
+            b: p.tokens for b, p in want.positions.items()
+        }
+
+
+def test_the_loss_by_position_counts_places_in_the_response(student: Student) -> None:
+    batch = micro_batch([(ROWS[i],) for i in "abcdef"], "hidden_states", torch.float32)
+    weight = token_weights(batch, [1.0] * 6)
+    _, stats = student(batch, heads(), weight)
+    totals = Totals()
+    totals.add(batch, weight, stats)
+    want: dict[int, list[float]] = {}
+    losses = iter(stats.kl_N.tolist())
+    for row in STEP:
+        for place, trained in enumerate(row.loss_mask):
+            loss = next(losses)
+            if trained:
+                want.setdefault(len(f"{place:b}") if place else 0, []).append(loss)
+    assert {bits: p.tokens for bits, p in totals.positions.items()} == {b: len(x) for b, x in want.items()}
+    assert sorted(want) == [0, 1, 2, 3, 4, 5], "places 0 to 29"
+    for bits, found in totals.positions.items():
+        assert found.kl_sum == pytest.approx(sum(want[bits]), rel=1e-5)
 
 
 @pytest.mark.parametrize("normalize", ["token_mean", "sequence_mean"])

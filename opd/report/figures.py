@@ -1,0 +1,410 @@
+"""The plots of report.html: matplotlib draws, and its SVG takes its colours from the page, light or dark.
+
+A figure is drawn in placeholder colours, one for each colour variable of the page, and the SVG text then names the
+variable instead. Text stays text, in the page's font. Nothing refers to anything outside the page.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
+
+SERIES = 10
+"""Colours for domains; the eleventh domain has the first's again, dashed."""
+DASHES = ("-", "--", ":", "-.")
+NAMES = ("ink", "muted", "grid", "before", "expert", "merged", "good", "bad", *(f"s{i}" for i in range(SERIES)))
+COLOURS = {name: f"#0a0b{index + 1:02x}" for index, name in enumerate(NAMES)}
+"""Variable of the page -> the placeholder that stands for it while drawing."""
+
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar sign in a label is one
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "axes.titlesize": 9,
+    "axes.edgecolor": COLOURS["muted"],
+    "axes.labelcolor": COLOURS["muted"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": COLOURS["grid"],
+    "grid.linewidth": 0.7,
+    "xtick.color": COLOURS["muted"],
+    "ytick.color": COLOURS["muted"],
+    "xtick.labelcolor": COLOURS["muted"],
+    "ytick.labelcolor": COLOURS["muted"],
+    "text.color": COLOURS["ink"],
+    "lines.linewidth": 1.5,
+    "lines.solid_capstyle": "round",
+}
+WIDTH = 5.0
+"""Inches: about a phone's screen, so that text is not shrunk there."""
+HEIGHT = 2.9
+LONGEST_NAME = 32
+"""Characters of a name beside an axis."""
+
+SVG = "http://www.w3.org/2000/svg"
+XLINK = "http://www.w3.org/1999/xlink"
+FONT = re.compile(r"font: ((?:\w+ )*?)([\d.]+px) [^;]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """One figure of the page."""
+
+    name: str
+    """Its HTML id, after `plot-`."""
+    title: str
+    svg: str
+    legend: tuple[tuple[str, str], ...] = ()
+    """Colour variable and what it stands for; empty where the page's list of domains is the legend."""
+    note: str = ""
+    wide: bool = False
+    """Too wide for half of the page; on a small screen it scrolls."""
+
+
+Draw = Callable[[Axes], None]
+
+
+def plot(name: str, title: str, draw: Draw, *, width: float = WIDTH, height: float = HEIGHT, **more: Any) -> Plot:
+    """Draw on one set of axes."""
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        draw(figure.add_subplot())
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    wide = width > WIDTH
+    return Plot(name=name, title=title, svg=themed(text.getvalue(), name, title, wide), wide=wide, **more)
+
+
+def themed(svg: str, name: str, title: str, wide: bool = False) -> str:
+    """The SVG of one figure for a page of several: its own ids, the page's colours and font, a name for readers.
+
+    A `wide` one is never shrunk.
+    """
+    ElementTree.register_namespace("", SVG)
+    ElementTree.register_namespace("xlink", XLINK)
+    root = ElementTree.fromstring(svg)
+    for parent in root.iter():
+        for child in list(parent):
+            if child.tag.endswith("metadata"):
+                parent.remove(child)
+    prefix = f"{name}-"
+    for element in root.iter():
+        for key, value in list(element.attrib.items()):
+            if key == "id":
+                value = prefix + value
+                series = re.fullmatch(r"domain-(\d+)", element.attrib[key])
+                if series:
+                    element.set("data-domain", series[1])
+            elif key == f"{{{XLINK}}}href":
+                value = value.replace("#", f"#{prefix}", 1)
+            elif key == "style":
+                value = FONT.sub(r"\1font-size: \2", value)
+            element.set(key, _coloured(value.replace("url(#", f"url(#{prefix}")))
+    width, _ = (root.attrib.pop(key) for key in ("width", "height"))
+    if wide:
+        root.set("style", f"min-width: {width}")
+    root.set("role", "img")
+    root.set("aria-label", title)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _coloured(value: str) -> str:
+    for name, placeholder in COLOURS.items():
+        value = value.replace(placeholder, f"var(--{name})")
+    return value
+
+
+def domain_style(index: int) -> dict[str, Any]:
+    """Colour and dash of the domain of this number."""
+    return {"color": COLOURS[f"s{index % SERIES}"], "linestyle": DASHES[index // SERIES % len(DASHES)]}
+
+
+def thousands(value: float) -> str:
+    """12345 -> `12k`."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+# What the merge gained
+
+BARS = (("before", "student before"), ("after", "merged"), ("expert", "expert"))
+BAR_COLOURS = {"before": "before", "after": "merged", "expert": "expert"}
+ROW = 0.42
+"""Inches for one domain's row."""
+
+
+def accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
+    """Bars: student before, merged, expert on every domain, with intervals where they are known."""
+
+    def draw(axes: Axes) -> None:
+        places = np.arange(len(domains))
+        for slot, (key, _) in enumerate(BARS):
+            values = [d[key] for d in domains.values()]
+            colour = COLOURS[BAR_COLOURS[key]]
+            axes.barh(places + (slot - 1) * 0.27, values, 0.25, color=colour)
+            for place, d in zip(places, domains.values(), strict=True):
+                if f"{key}_interval" in d:
+                    where = place + (slot - 1) * 0.27
+                    axes.plot(d[f"{key}_interval"], [where, where], color=COLOURS["ink"], linewidth=0.9, alpha=0.7)
+        _rows(axes, list(domains))
+        _percent(axes, "right answers")
+        axes.set_xlim(0, 1.02)
+
+    legend = tuple((BAR_COLOURS[key], label) for key, label in BARS)
+    return plot("accuracy", "Right answers by domain", draw, height=0.8 + ROW * len(domains), legend=legend)
+
+
+def headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None) -> Plot:
+    """Points with intervals: how much of the way to its expert the student went."""
+    known = {name: d for name, d in domains.items() if d["headroom"] is not None}
+
+    def draw(axes: Axes) -> None:
+        ends = [0.0, 1.0]
+        for place, d in enumerate(known.values()):
+            interval = d.get("headroom_interval")
+            if interval:
+                axes.plot(interval, [place, place], color=COLOURS["merged"], linewidth=2.5, alpha=0.45)
+            axes.plot(d["headroom"], place, "o", color=COLOURS["merged"], markersize=6)
+            ends += [d["headroom"], *(interval or ())]
+        _marks(axes, gate)
+        _rows(axes, list(known))
+        _percent(axes, "headroom recovered")
+        axes.set_xlim(max(-1.0, min(ends) - 0.05), min(2.0, max(ends) + 0.05))
+
+    return plot(
+        "headroom",
+        "Headroom recovered by domain",
+        draw,
+        height=0.8 + ROW * len(known),
+        note="0 % is the student before the merge, 100 % the expert."
+        + (" Bars are 95 % intervals." if any(d.get("headroom_interval") for d in known.values()) else "")
+        + ("" if gate is None else " The dashed line is the gate."),
+    )
+
+
+def _marks(axes: Axes, gate: float | None) -> None:
+    axes.axvline(1.0, color=COLOURS["expert"], linewidth=1.2)
+    axes.axvline(0.0, color=COLOURS["before"], linewidth=1.2)
+    if gate is not None:
+        axes.axvline(gate, color=COLOURS["bad"], linewidth=1.2, linestyle="--")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), [_short(name) for name in names], color=COLOURS["ink"])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+
+
+def _percent(axes: Axes, label: str) -> None:
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_xlabel(label)
+
+
+# How it went
+
+Curve = Sequence[float | None]
+
+
+def by_domain(
+    name: str, title: str, step: Sequence[int], tokens: Sequence[int], values: Mapping[str, Curve], **options: Any
+) -> Plot:
+    """A line for each domain. Options: `log` or `percent` for the y axis, `label` for its name, `markers`."""
+
+    def draw(axes: Axes) -> None:
+        for index, curve in enumerate(values.values()):
+            axes.plot(
+                step,
+                [np.nan if value is None else value for value in curve],
+                gid=f"domain-{index}",
+                marker="o" if options.get("markers") else None,
+                markersize=3.5,
+                **domain_style(index),
+            )
+        _steps(axes, step, tokens)
+        _y_axis(axes, options)
+
+    return plot(name, title, draw, note=options.get("note", ""))
+
+
+def lines(
+    name: str,
+    title: str,
+    step: Sequence[int],
+    tokens: Sequence[int],
+    values: Mapping[str, tuple[str, Curve]],
+    **options: Any,
+) -> Plot:
+    """Lines of their own colours: label -> (colour variable, curve). Options as `by_domain`, and `band`: two curves
+    around the first line."""
+
+    def draw(axes: Axes) -> None:
+        if "band" in options:
+            low, high = (np.array([np.nan if v is None else v for v in curve]) for curve in options["band"])
+            axes.fill_between(step, low, high, color=COLOURS[next(iter(values.values()))[0]], alpha=0.2, linewidth=0)
+        for colour, curve in values.values():
+            axes.plot(
+                step,
+                [np.nan if value is None else value for value in curve],
+                color=COLOURS[colour],
+                marker="o" if options.get("markers") else None,
+                markersize=3.5,
+            )
+        _steps(axes, step, tokens)
+        _y_axis(axes, options)
+
+    legend = tuple((colour, label) for label, (colour, _) in values.items()) if len(values) > 1 else ()
+    return plot(name, title, draw, legend=legend, note=options.get("note", ""))
+
+
+def _steps(axes: Axes, step: Sequence[int], tokens: Sequence[int]) -> None:
+    """Steps, and below each the response tokens trained on by then."""
+
+    def both(value: float, _: int | None = None) -> str:
+        return f"{value:g}\n{thousands(float(np.interp(value, [0, *step], [0, *tokens])))}" if value >= 0 else ""
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(both))
+    axes.set_xlabel("step, and response tokens so far")
+
+
+def _y_axis(axes: Axes, options: Mapping[str, Any]) -> None:
+    low, high = axes.get_ylim()
+    if options.get("log"):
+        _log(axes)
+    elif options.get("percent"):
+        axes.set_ylim(min(0.0, low), max(0.05, high))  # a share of next to nothing should look like it
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    else:
+        axes.set_ylim(bottom=min(0.0, low))
+    axes.set_ylabel(options.get("label", ""))
+
+
+def _log(axes: Axes) -> None:
+    axes.set_yscale("log", nonpositive="mask")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def phases(phase_s: Mapping[str, float]) -> Plot:
+    """Bars: seconds of each phase of a step over the whole run."""
+    total = sum(phase_s.values()) or 1.0
+
+    def draw(axes: Axes) -> None:
+        bars = axes.barh(range(len(phase_s)), list(phase_s.values()), 0.6, color=COLOURS["expert"])
+        labels = [f"{s:,.{0 if s >= 10 else 1}f} s, {100 * s / total:.0f} %" for s in phase_s.values()]
+        axes.bar_label(bars, labels, padding=4, color=COLOURS["ink"], fontsize=8.5)
+        _rows(axes, list(phase_s))
+        axes.set_xlim(0, 1.25 * max(phase_s.values(), default=1.0) or 1.0)
+        axes.set_xlabel("seconds")
+
+    return plot("phases", "Where the time went", draw, height=0.8 + 0.36 * len(phase_s))
+
+
+def positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
+    """Loss against the place in the response, at the start, in the middle and at the end of the merge."""
+    last = len(step) - 1
+    chosen = {0: ("before", "start"), last // 2: ("expert", "middle"), last: ("merged", "end")}
+
+    def draw(axes: Axes) -> None:
+        for index, (colour, _) in chosen.items():
+            losses = [np.nan if (value := curve[index]) is None else value for curve in values.values()]
+            axes.plot(range(len(values)), losses, "o-", color=COLOURS[colour], markersize=3.5)
+        axes.set_xticks(range(len(values)), list(values))
+        _log(axes)
+        axes.set(xlabel="place of the token in the response, from 0", ylabel="nats a token")
+
+    legend = tuple((colour, f"{word} (step {step[i]})") for i, (colour, word) in chosen.items())
+    return plot("positions", "Loss by position in the response", draw, legend=legend)
+
+
+# Beside other models
+
+CELL = 0.34
+"""Inches for one domain's column; a model's row is a little lower."""
+
+
+def matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str]) -> Plot:
+    """Heat map: every model (rows) on every domain (columns)."""
+
+    def draw(axes: Axes) -> None:
+        for row, scores in enumerate(models.values()):
+            for column, domain in enumerate(domains):
+                if domain in scores:
+                    value = scores[domain]
+                    corner = (column - 0.47, row - 0.45)
+                    axes.add_patch(Rectangle(corner, 0.94, 0.9, color=COLOURS["merged"], alpha=0.75 * value, lw=0))
+                    axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=7.5)
+        _rows(axes, list(models))
+        axes.set_xticks(range(len(domains)), [_short(name) for name in domains], rotation=90, color=COLOURS["ink"])
+        axes.set_xlim(-0.5, len(domains) - 0.5)
+        axes.tick_params(axis="x", length=0)
+        axes.grid(False)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+
+    note = "Right answers in per cent: a row is a model, a column a domain."
+    size = {"width": max(WIDTH, 1.6 + CELL * len(domains)), "height": 1.1 + CELL * 0.8 * len(models)}
+    return plot("matrix", "Every model on every domain", draw, note=note, **size)
+
+
+def methods(rows: Sequence[Mapping[str, Any]]) -> Plot:
+    """Points with intervals: mean headroom of each method, the merge among them."""
+
+    def draw(axes: Axes) -> None:
+        ends = [0.0, 1.0]
+        for place, row in enumerate(rows):
+            colour = COLOURS["merged" if row["method"] == "opd" else "expert"]
+            if row["interval"]:
+                axes.plot(row["interval"], [place, place], color=colour, linewidth=2.5, alpha=0.45)
+            axes.plot(row["mean_headroom"], place, "o", color=colour, markersize=6)
+            ends += [row["mean_headroom"], *(row["interval"] or ())]
+        _marks(axes, None)
+        _rows(axes, [row["name"] for row in rows])
+        _percent(axes, "mean headroom recovered")
+        axes.set_xlim(max(-1.0, min(ends) - 0.05), min(2.0, max(ends) + 0.05))
+
+    return plot("methods", "Mean headroom of each method", draw, height=0.8 + 0.36 * len(rows))
+
+
+def budgets(curve: Mapping[str, Sequence[tuple[float, float, Sequence[float] | None]]]) -> Plot:
+    """Mean headroom against tokens trained on: label -> points (tokens, mean headroom, interval)."""
+    colours = ["merged", *(f"s{i}" for i in (1, 4, 3, 5, 6, 8))]
+
+    def draw(axes: Axes) -> None:
+        for index, points in enumerate(curve.values()):
+            colour = COLOURS[colours[index % len(colours)]]
+            axes.plot([p[0] for p in points], [p[1] for p in points], "o-", color=colour, markersize=4)
+            for tokens, _, interval in points:
+                if interval:
+                    axes.plot([tokens, tokens], interval, color=colour, linewidth=2.5, alpha=0.4)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: thousands(value) if value >= 0 else ""))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_xlim(left=0)
+        axes.set(xlabel="response tokens trained on", ylabel="mean headroom")
+
+    legend = tuple((colours[i % len(colours)], label) for i, label in enumerate(curve))
+    return plot("budget", "Headroom against the token budget", draw, legend=legend)

@@ -1,0 +1,59 @@
+"""A threshold on what a merge gained and lost, for scripts that decide whether to keep the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opd.errors import ConfigError
+
+SLACK = 1e-9
+"""0.98 - 0.96 is a little more than 0.02 in floating point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Thresholds in 0..1; None: not asked for. Judges the measured values, not the ends of their intervals."""
+
+    min_headroom: float | None = None
+    """Every domain's share of the headroom is at least this. A domain whose expert was no better than the student has no
+    headroom and is judged by `max_regression` alone."""
+    max_regression: float | None = None
+    """No domain's accuracy is further than this below the student's before the merge."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("--min-headroom", self.min_headroom), ("--max-regression", self.max_regression)):
+            if value is not None and not 0 <= value <= 1:  # NaN too
+                raise ConfigError.at(name, found=str(value), wanted="a share from 0 to 1", fix="0.9 means 90 %")
+
+    @property
+    def asked(self) -> bool:
+        return self.min_headroom is not None or self.max_regression is not None
+
+    def failures(self, report: Mapping[str, Any]) -> list[str]:
+        """One sentence for each domain and threshold that is missed; of a finished merge's report."""
+        found = []
+        for name, domain in report["domains"].items():
+            share, lost = domain["headroom"], domain["before"] - domain["after"]
+            if self.min_headroom is not None and share is not None and share < self.min_headroom - SLACK:
+                found.append(
+                    f"{name}: headroom {share:.3f} < {self.min_headroom:g} "
+                    f"(before {domain['before']:.3f}, merged {domain['after']:.3f}, expert {domain['expert']:.3f})"
+                )
+            if self.max_regression is not None and lost > self.max_regression + SLACK:
+                found.append(
+                    f"{name}: lost {lost:.3f} > {self.max_regression:g} "
+                    f"(before {domain['before']:.3f}, merged {domain['after']:.3f})"
+                )
+        return found
+
+    def verdict(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """The key `gate` of report.json."""
+        failures = self.failures(report)
+        return {
+            "min_headroom": self.min_headroom,
+            "max_regression": self.max_regression,
+            "passed": not failures,
+            "failures": failures,
+        }

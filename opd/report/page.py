@@ -1,0 +1,308 @@
+"""report.html: one file without a network. The template escapes all text; what cannot be seen is made visible first."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from statistics import fmean
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from opd.evaluation.scores import Answer
+from opd.report import figures
+from opd.report.figures import DASHES, SERIES, Plot
+from opd.report.run import RunFiles
+
+SAMPLES_PER_DOMAIN = 4
+MOST_SAMPLES = 200
+LONGEST_TEXT = 1500
+"""Characters of a prompt or an answer; with the two limits above the page stays well below 5 MB."""
+OPTIONAL = ("gate", "answers", "baselines", "mean_headroom_interval", "command", "curves")
+INTERVALS = tuple(f"{key}_interval" for key in ("before", "after", "expert", "headroom", "regression"))
+
+INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+"""Control characters but tab and line feed, marks that change the direction of text, and lone surrogates."""
+
+
+def visible(text: object) -> str:
+    """`\\x1b` and its like spelled out: they can hide or reorder what a person reads, or are no text at all."""
+    return INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+def shortened(text: str, most: int = LONGEST_TEXT) -> str:
+    """`text`, or its beginning and how much is missing."""
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
+
+
+def percent(value: float | None) -> str:
+    """0.948 -> `94.8 %`."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def percent_interval(interval: Sequence[float] | None) -> str:
+    """[0.9, 0.99] -> `90.0 to 99.0 %`."""
+    return "–" if interval is None else f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """312.7 -> `5 min 13 s`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def render(report: Mapping[str, Any], run: RunFiles) -> str:
+    """The page of a report and of the run directory that it was made from."""
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
+    )
+    environment.filters |= {
+        "percent": percent,
+        "interval": percent_interval,
+        "duration": duration,
+        "shortened": shortened,
+        "thousands": figures.thousands,
+    }
+    folder = files("opd.report")
+    script = folder.joinpath("page.js").read_text(encoding="utf-8")
+    template = environment.from_string(folder.joinpath("page.html.jinja").read_text(encoding="utf-8"))
+    complete = _with_gaps(report)
+    return template.render(
+        report=complete,
+        run=run,
+        style=folder.joinpath("page.css").read_text(encoding="utf-8"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        worst=_extreme(complete, "headroom", min),
+        most_lost=_extreme(complete, "regression", max),
+        domains=_domain_keys(report),
+        plots=_plots(report, run),
+        baselines=[{**b, "name": baseline_name(b)} for b in report.get("baselines", ())],
+        samples=_samples(run),
+        experts=_experts(run, report),
+    )
+
+
+def _with_gaps(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The report with None for what the run does not tell: in the template an unknown name is a mistake."""
+    domains = {name: {**dict.fromkeys(INTERVALS), **d} for name, d in report["domains"].items()}
+    return {**dict.fromkeys(OPTIONAL), **report, "domains": domains}
+
+
+def _extreme(report: Mapping[str, Any], key: str, choose: Any) -> tuple[str, Mapping[str, Any]] | None:
+    """Name and numbers of the domain with the smallest or largest `key`."""
+    known = {name: d for name, d in report["domains"].items() if d[key] is not None}
+    return choose(known.items(), key=lambda item: item[1][key]) if known else None
+
+
+def _curve_domains(report: Mapping[str, Any]) -> list[str]:
+    """Domains in the order in which every plot draws them: by it a line is known."""
+    found = set(report.get("curves", {}).get("loss", {}))
+    for point in report.get("evaluations", ()):
+        found |= set(point["accuracy"])
+    return [*(d for d in report["domains"] if d in found), *sorted(found - set(report["domains"]))]
+
+
+def _domain_keys(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "index": index, "colour": f"s{index % SERIES}", "dashed": DASHES[index // SERIES % 4] != "-"}
+        for index, name in enumerate(_curve_domains(report))
+    ]
+
+
+def _plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[Plot]]:
+    """By section of the page."""
+    gate = report.get("gate", {}).get("min_headroom")
+    gains = []
+    if report["domains"]:
+        gains.append(figures.accuracies(report["domains"]))
+        if report["mean_headroom"] is not None:
+            gains.append(figures.headrooms(report["domains"], gate))
+    return {
+        "gains": gains,
+        "learning": [*_evaluation_plots(report), *_curve_plots(report)],
+        "time": _time_plots(report),
+        "matrix": [_matrix_plot(run)] if run.matrix else [],
+        "baselines": _baseline_plots(report),
+    }
+
+
+def _evaluation_plots(report: Mapping[str, Any]) -> list[Plot]:
+    points = report.get("evaluations", [])
+    if len(points) < 2:
+        return []
+    step, tokens = [p["step"] for p in points], [p["tokens"] for p in points]
+    curves = {d: [p["accuracy"].get(d) for p in points] for d in _curve_domains(report)}
+    found = [
+        figures.by_domain(
+            "accuracy-curve", "Right answers on held-out prompts", step, tokens, curves, percent=True, markers=True
+        )
+    ]
+    if any(p["mean_headroom"] is not None for p in points):
+        options: dict[str, Any] = {}
+        if any(p.get("mean_headroom_interval") for p in points):
+            ends = [p.get("mean_headroom_interval") or (p["mean_headroom"],) * 2 for p in points]
+            options = {"band": ([e[0] for e in ends], [e[1] for e in ends]), "note": "The band is the 95 % interval."}
+        curve = {"mean headroom": ("merged", [p["mean_headroom"] for p in points])}
+        found.append(
+            figures.lines(
+                "headroom-curve", "Mean headroom recovered", step, tokens, curve, percent=True, markers=True, **options
+            )
+        )
+    return found
+
+
+def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
+    curves = report.get("curves")
+    if not curves:
+        return []
+    step, tokens, names = curves["step"], curves["tokens"], _curve_domains(report)
+    gap = [None] * len(step)
+
+    def of(key: str) -> dict[str, Sequence[float | None]]:
+        return {name: curves[key].get(name, gap) for name in names}
+
+    found = [
+        figures.by_domain("loss", "Loss", step, tokens, of("loss"), log=True, label="nats a token"),
+        figures.by_domain("length", "Length of the student's responses", step, tokens, of("length"), label="tokens"),
+        figures.lines(
+            "truncated",
+            "Responses cut at the token limit",
+            step,
+            tokens,
+            {"truncated": ("bad", curves["truncated"])},
+            percent=True,
+        ),
+    ]
+    student, experts = (_mean_over_domains(curves[key]) for key in ("student_entropy", "teacher_entropy"))
+    entropies = {
+        label: (colour, curve)
+        for label, colour, curve in (("student", "merged", student), ("experts", "expert", experts))
+        if any(value is not None for value in curve)
+    }
+    if entropies:
+        found.append(
+            figures.lines(
+                "entropy",
+                "Entropy of the next token",
+                step,
+                tokens,
+                entropies,
+                label="nats",
+                note="Mean over the domains, on the student's own responses.",
+            )
+        )
+    if any(v is not None for v in _mean_over_domains(curves["argmax_agreement"])):
+        found.append(
+            figures.by_domain(
+                "agreement",
+                "Tokens where student and expert have the same first choice",
+                step,
+                tokens,
+                of("argmax_agreement"),
+                percent=True,
+            )
+        )
+    if curves["positions"]:
+        found.append(figures.positions(step, curves["positions"]))
+    return found
+
+
+def _mean_over_domains(curves: Mapping[str, Sequence[float | None]]) -> list[float | None]:
+    rows = [[value for value in row if value is not None] for row in zip(*curves.values(), strict=True)]
+    return [fmean(row) if row else None for row in rows]
+
+
+def _time_plots(report: Mapping[str, Any]) -> list[Plot]:
+    if not report["phase_s"]:
+        return []
+    found = [figures.phases(report["phase_s"])]
+    if "curves" in report:
+        curves = report["curves"]
+        speed = {"tokens": ("expert", curves["tokens_per_s"])}
+        found.append(
+            figures.lines(
+                "speed", "Response tokens a second, all phases counted", curves["step"], curves["tokens"], speed
+            )
+        )
+    return found
+
+
+def _matrix_plot(run: RunFiles) -> Plot:
+    domains = list(dict.fromkeys(d for e in run.matrix.values() for d in e.scores))
+    return figures.matrix({visible(name): e.accuracy for name, e in run.matrix.items()}, domains)
+
+
+def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
+    if not report.get("baselines") or report["mean_headroom"] is None:
+        return []
+    merge = {
+        "method": "opd",
+        "name": "on-policy (this merge)",
+        "mean_headroom": report["mean_headroom"],
+        "interval": report.get("mean_headroom_interval"),
+    }
+    known = [b for b in report["baselines"] if b["mean_headroom"] is not None]
+    most = {b["label"]: max(c["tokens"] or 0 for c in known if c["label"] == b["label"]) for b in known}
+    rows = [{**b, "name": visible(baseline_name(b))} for b in known if (b["tokens"] or 0) == most[b["label"]]]
+    found = [figures.methods(sorted([merge, *rows], key=lambda row: -row["mean_headroom"]))]
+    curve: dict[str, list[tuple[float, float, Sequence[float] | None]]] = {}
+    points = [p for p in report.get("evaluations", ()) if p["mean_headroom"] is not None]
+    if points:
+        curve[merge["name"]] = [(p["tokens"], p["mean_headroom"], p.get("mean_headroom_interval")) for p in points]
+    for b in sorted((b for b in known if b["tokens"]), key=lambda b: b["tokens"]):
+        curve.setdefault(visible(b["label"]), []).append((b["tokens"], b["mean_headroom"], b["interval"]))
+    if len(curve) > 1:
+        found.append(figures.budgets(curve))
+    return found
+
+
+def baseline_name(row: Mapping[str, Any]) -> str:
+    """The label, and the share of the merge's tokens where the method trains on less than all of them."""
+    share = row["token_share"]
+    return row["label"] + ("" if share in (None, 1.0) else f", {100 * share:.0f} % of the tokens")
+
+
+def _samples(run: RunFiles) -> list[dict[str, Any]]:
+    """The same prompts answered by student, merged model and expert: the first few of each domain."""
+    models = [
+        {answer.prompt_id: answer for answer in evaluation.answers} if evaluation else {}
+        for evaluation in (run.before, run.after, run.expert)
+    ]
+    ids: dict[str, list[Answer]] = {}
+    for answer in models[1].values():
+        ids.setdefault(answer.domain, []).append(answer)
+    chosen = [answer for answers in ids.values() for answer in answers[:SAMPLES_PER_DOMAIN]][:MOST_SAMPLES]
+    return [
+        {"domain": a.domain, "prompt": a.prompt, "answer": a.answer, "cells": [m.get(a.prompt_id) for m in models]}
+        for a in chosen
+    ]
+
+
+def _experts(run: RunFiles, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row for the student and each expert: name, domains, what it is, hashes of its files."""
+    if not run.manifest:
+        return []
+    sizes = report.get("models", {})
+    student = {"name": "student", "domains": "", "files": run.manifest["student"], **sizes.get("student", {})}
+    experts = [
+        {
+            "name": name,
+            "domains": ", ".join(expert["domains"]),
+            "files": {**expert["weights"], **expert.get("adapter", {})},
+            **sizes.get("experts", {}).get(name, {}),
+        }
+        for name, expert in run.manifest["experts"].items()
+    ]
+    return [student, *experts]

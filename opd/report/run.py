@@ -1,0 +1,197 @@
+"""Reads a run directory, finished or not. Every file but `pipeline.yaml` or `report.json` may be missing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from opd.errors import RunDirError
+from opd.evaluation.scores import FORMAT, DomainScore, Evaluation
+from opd.metrics import MetricsFile
+
+STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "response_tokens_per_s", "versions")
+"""Keys of a stored report that cannot be worked out again, and the accuracies of runs without evaluation files."""
+STEP_FILE = re.compile(r"step-(\d+)\.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineRun:
+    """Another method on the same experts and questions: one file under `baselines/`."""
+
+    method: str
+    label: str
+    """What the tables call it, e.g. `TIES 0.5`."""
+    token_share: float | None
+    """Tokens trained on, as a share of the merge's; None: not trained."""
+    tokens: int | None
+    seed: int
+    scores: dict[str, DomainScore]
+    """By domain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """What a run directory holds, parsed."""
+
+    root: Path
+    stored: dict[str, Any] | None
+    """report.json; None while the merge is not finished."""
+    pipeline_text: str
+    pipeline: dict[str, Any]
+    """Empty where there is no pipeline.yaml."""
+    manifest: dict[str, Any]
+    records: list[dict[str, Any]]
+    """metrics.jsonl, a dict for each step."""
+    baseline: dict[str, dict[str, float]]
+    """baseline.json: `before` and `expert`, accuracy by domain."""
+    before: Evaluation | None
+    expert: Evaluation | None
+    after: Evaluation | None
+    during: dict[int, Evaluation]
+    """Step -> evaluation during the merge, in order."""
+    matrix: dict[str, Evaluation]
+    """Name of a model -> that model on every domain."""
+    baselines: list[BaselineRun]
+
+    @property
+    def finished(self) -> bool:
+        return self.stored is not None
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Of the whole merge; None where there is no pipeline."""
+        return self.pipeline.get("trainer", {}).get("steps")
+
+
+def read_run(root: Path) -> RunFiles:
+    """Raises: RunDirError if this is no run directory, or one of its files is damaged."""
+    if not (root / "pipeline.yaml").exists() and not (root / "report.json").exists():
+        raise RunDirError.at(
+            root,
+            found="neither pipeline.yaml nor report.json",
+            wanted="a run directory of `opd merge`",
+            fix="check the path; `opd merge PIPELINE` makes one",
+        )
+    evaluation = root / "evaluation"
+    text, pipeline = _pipeline(root / "pipeline.yaml")
+    return RunFiles(
+        root=root,
+        stored=_stored(root / "report.json"),
+        pipeline_text=text,
+        pipeline=pipeline,
+        manifest=_json(root / "manifest.json") or {},
+        records=_records(root / "metrics.jsonl"),
+        baseline=_json(root / "baseline.json") or {},
+        before=_evaluation(evaluation / "before.json"),
+        expert=_evaluation(evaluation / "expert.json"),
+        after=_evaluation(evaluation / "after.json"),
+        during=_during(evaluation),
+        matrix=_matrix(evaluation / "matrix.json"),
+        baselines=[_baseline(path) for path in sorted((root / "baselines").glob("*.json"))],
+    )
+
+
+def _pipeline(path: Path) -> tuple[str, dict[str, Any]]:
+    if not path.exists():
+        return "", {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _json(path: Path) -> Any:
+    """The parsed file; None if there is none."""
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _stored(path: Path) -> dict[str, Any] | None:
+    data = _json(path)
+    missing = [] if data is None else [key for key in STORED if key not in data]
+    if missing:
+        raise _damaged(path, f"no {', '.join(missing)}")
+    return data
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    try:
+        return MetricsFile(path).read()
+    except ValueError as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _evaluation(path: Path) -> Evaluation | None:
+    data = _json(path)
+    return None if data is None else _parse_evaluation(data, path)
+
+
+def _during(directory: Path) -> dict[int, Evaluation]:
+    found = {}
+    for path in sorted(directory.glob("step-*.json")):
+        named = STEP_FILE.fullmatch(path.name)
+        if named:
+            found[int(named[1])] = _parse_evaluation(_json(path), path)
+    return dict(sorted(found.items()))
+
+
+def _matrix(path: Path) -> dict[str, Evaluation]:
+    data = _json(path)
+    if data is None:
+        return {}
+    _check_format(data, path)
+    try:
+        models = data["models"].items()
+    except (KeyError, AttributeError) as error:
+        raise _damaged(path, f"no models: {error}") from None
+    return {name: _parse_evaluation({"format": FORMAT, **model}, path) for name, model in models}
+
+
+def _baseline(path: Path) -> BaselineRun:
+    data = _json(path)
+    _check_format(data, path)
+    try:
+        return BaselineRun(
+            method=data["method"],
+            label=data["label"],
+            token_share=data["token_share"],
+            tokens=data["tokens"],
+            seed=data["seed"],
+            scores={domain: DomainScore(**score) for domain, score in data["scores"].items()},
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+
+
+def _parse_evaluation(data: Any, path: Path) -> Evaluation:
+    _check_format(data, path)
+    try:
+        return Evaluation.from_json(data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+
+
+def _check_format(data: Any, path: Path) -> None:
+    found = data.get("format") if isinstance(data, Mapping) else None
+    if found != FORMAT:
+        raise _damaged(path, f"format {found!r}")
+
+
+def _damaged(path: Path, found: str) -> RunDirError:
+    return RunDirError.at(
+        path,
+        found=found,
+        wanted="the file as this version of opd wrote it",
+        fix="move it away: the report then leaves out what it held",
+    )

@@ -1,0 +1,354 @@
+"""report.json: what the merge gained, per domain, and how it went. Other tools read it; its keys are a contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from opd.evaluation.scores import DomainScore, Evaluation
+from opd.report.intervals import Estimate, difference, headroom_interval, mean
+from opd.report.run import STORED, BaselineRun, RunFiles
+
+POINTS = 60
+"""Points of a curve: neighbouring steps are averaged, because single steps of one domain are noisy."""
+PER_TOKEN = ("loss", "student_entropy", "teacher_entropy", "argmax_agreement")
+"""Keys of a domain's record that are means over its tokens."""
+
+
+def headroom(before: float, after: float, expert: float) -> float | None:
+    """Share of the way from the starting student to the expert: (after - before) / (expert - before).
+
+    None where the expert is no better than the student was: there was nothing to recover.
+    """
+    return (after - before) / (expert - before) if expert > before else None
+
+
+def build_report(
+    *,
+    name: str,
+    before: Mapping[str, float],
+    expert: Mapping[str, float],
+    after: Mapping[str, float],
+    records: Sequence[Mapping[str, Any]],
+    wall_s: float,
+    versions: Mapping[str, str],
+) -> dict[str, Any]:
+    """The report of a merge from its accuracies (0..1) and the records of `metrics.jsonl`."""
+    tokens = sum(record["response_tokens"] for record in records)
+    phase_s: dict[str, float] = {}
+    for record in records:
+        for phase, seconds in record["phase_s"].items():
+            phase_s[phase] = round(phase_s.get(phase, 0.0) + seconds, 3)
+    busy_s = sum(phase_s.values())
+    return {
+        "name": name,
+        "steps": len(records),
+        **_gains(before, expert, after),
+        "wall_s": round(wall_s, 1),
+        "phase_s": phase_s,
+        "response_tokens": tokens,
+        "response_tokens_per_s": round(tokens / busy_s, 1) if busy_s else 0.0,
+        "versions": dict(versions),
+    }
+
+
+def _gains(before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+    domains = {
+        domain: {
+            "before": before[domain],
+            "after": after[domain],
+            "expert": expert[domain],
+            "headroom": headroom(before[domain], after[domain], expert[domain]),
+        }
+        for domain in after
+    }
+    recovered = [d["headroom"] for d in domains.values() if d["headroom"] is not None]
+    return {
+        "domains": domains,
+        "mean_headroom": fmean(recovered) if recovered else None,
+        "worst_headroom": min(recovered) if recovered else None,
+    }
+
+
+def full_report(run: RunFiles) -> dict[str, Any]:
+    """Everything that the files of a run directory tell; of a merge that still goes on, as far as it has come.
+
+    Beside the keys of `build_report`: those of `_with_intervals` where the evaluations' files lie there, `curves` where
+    there are records, `evaluations`, `models`, `baselines` and `command` where the files have them.
+    """
+    before, expert, after = _accuracies(run)
+    report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
+    _add_regressions(report)
+    latest = run.after or _last(run.during)
+    if run.before and run.expert and latest:
+        _add_intervals(report, run.before, run.expert, latest)
+    if run.records:
+        report["curves"] = curves(run.records)
+        report["truncated"] = _truncated(run.records)
+        report["quarantined"] = sum(sum(record["quarantined"].values()) for record in run.records)
+        report["largest_probe_gap"] = max(record["probe_gap"] for record in run.records)
+    points = _evaluations(run)
+    if points:
+        report["evaluations"] = points
+    lengths = {name: found for name in ("before", "expert", "after") if (found := getattr(run, name))}
+    if lengths:
+        report["answers"] = _answers(lengths)
+    if run.baselines:
+        rows = [_baseline_row(group, run) for group in _by_method(run.baselines)]
+        report["baselines"] = sorted(rows, key=lambda row: -(row["mean_headroom"] or 0.0))
+    report |= {key: run.manifest[key] for key in ("command", "models") if key in run.manifest}
+    return report
+
+
+def _finished(
+    run: RunFiles, before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float]
+) -> dict[str, Any]:
+    """The stored report with the accuracies of the evaluation files, which may have been measured again."""
+    assert run.stored is not None
+    stored = {key: run.stored[key] for key in STORED if key != "domains"}
+    return {"name": stored.pop("name"), "steps": stored.pop("steps"), **_gains(before, expert, after), **stored}
+
+
+def _so_far(
+    run: RunFiles, before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float]
+) -> dict[str, Any]:
+    return build_report(
+        name=run.pipeline["name"],
+        before=before,
+        expert=expert,
+        after=after,
+        records=run.records,
+        wall_s=sum(sum(record["phase_s"].values()) for record in run.records),
+        versions=run.manifest.get("versions", {}),
+    )
+
+
+def _accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Before, expert, after: evaluation files first, then what older runs have. `after` of a run that goes on is the
+    last evaluation so far."""
+    stored = run.stored["domains"] if run.stored else {}
+
+    def known(name: str, evaluation: Evaluation | None) -> dict[str, float]:
+        if evaluation:
+            return evaluation.accuracy
+        return run.baseline.get(name) or {domain: values[name] for domain, values in stored.items()}
+
+    before, expert = known("before", run.before), known("expert", run.expert)
+    after = known("after", run.after)
+    if not after and not run.finished:
+        after = next((point["accuracy"] for point in reversed(_evaluations(run)) if point["step"]), {})
+    return before, expert, {d: value for d, value in after.items() if d in before and d in expert}
+
+
+def _last(during: Mapping[int, Evaluation]) -> Evaluation | None:
+    return during[max(during)] if during else None
+
+
+def _add_regressions(report: dict[str, Any]) -> None:
+    """Per domain `regression`: accuracy lost against the starting student; negative where it gained."""
+    for values in report["domains"].values():
+        values["regression"] = values["before"] - values["after"]
+
+
+def estimate(score: DomainScore) -> Estimate:
+    return Estimate(score.accuracy, score.low, score.high)
+
+
+def _pair(found: Estimate | None) -> list[float] | None:
+    return None if found is None else [found.low, found.high]
+
+
+def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluation, after: Evaluation) -> None:
+    """95 % intervals [low, high] beside each number; null for a headroom too small to be told from none."""
+    shares = []
+    for domain, values in report["domains"].items():
+        b, e, a = (estimate(x.scores[domain]) for x in (before, expert, after))
+        share = headroom_interval(b, a, e)
+        values |= {
+            "before_interval": _pair(b),
+            "after_interval": _pair(a),
+            "expert_interval": _pair(e),
+            "headroom_interval": _pair(share),
+            "regression_interval": _pair(difference(b, a)),
+        }
+        if values["headroom"] is not None:
+            shares.append(share)
+    known = [share for share in shares if share is not None]
+    report["mean_headroom_interval"] = _pair(mean(known)) if known and len(known) == len(shares) else None
+
+
+def curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """At most `POINTS` points, each the mean over neighbouring steps; null where a domain had no token in them.
+
+    step, tokens: of the point's last step; tokens are response tokens since the start.
+    by domain: loss, student_entropy, teacher_entropy, argmax_agreement (means a token), length (tokens a response).
+    by places in the response: positions (loss, mean a token).
+    of all domains: truncated (share of the responses), tokens_per_s.
+    """
+    points = [list(part) for part in _cut(records, POINTS)]
+    domains = sorted({name for record in records for name in record["domains"]})
+    total = 0
+    tokens = []
+    for part in points:
+        total += sum(record["response_tokens"] for record in part)
+        tokens.append(total)
+    found: dict[str, Any] = {"step": [part[-1]["step"] for part in points], "tokens": tokens}
+    for key in PER_TOKEN:
+        found[key] = {name: [_token_mean(_stats(part, name), key) for part in points] for name in domains}
+    found["length"] = {name: [_length(_stats(part, name)) for part in points] for name in domains}
+    found["positions"] = _positions(points)
+    found["truncated"] = [_truncated(part) for part in points]
+    found["tokens_per_s"] = [_rate(part) for part in points]
+    return found
+
+
+def _cut(records: Sequence[Mapping[str, Any]], most: int) -> Iterable[Sequence[Mapping[str, Any]]]:
+    width = -(-len(records) // most)
+    return (records[start : start + width] for start in range(0, len(records), width))
+
+
+def _stats(part: Sequence[Mapping[str, Any]], domain: str) -> list[Mapping[str, Any]]:
+    return [record["domains"][domain] for record in part if record["domains"].get(domain, {}).get("tokens")]
+
+
+def _token_mean(stats: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    known = [s for s in stats if key in s]
+    tokens = sum(s["tokens"] for s in known)
+    return sum(s[key] * s["tokens"] for s in known) / tokens if tokens else None
+
+
+def _positions(points: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[float | None]]:
+    """Places as the records name them, the first ones first; empty for older runs."""
+    stats = [[record.get("positions", {}) for record in part] for part in points]
+    places = {place for part in stats for record in part for place in record}
+    return {
+        place: [_token_mean([record[place] for record in part if place in record], "loss") for part in stats]
+        for place in sorted(places, key=lambda place: int(place.split("-")[0]))
+    }
+
+
+def _length(stats: Sequence[Mapping[str, Any]]) -> float | None:
+    samples = sum(s["samples"] for s in stats)
+    return sum(s["tokens"] for s in stats) / samples if samples else None
+
+
+def _truncated(part: Sequence[Mapping[str, Any]]) -> float:
+    samples = sum(s["samples"] for record in part for s in record["domains"].values())
+    return sum(record["truncated"] for record in part) / samples if samples else 0.0
+
+
+def _rate(part: Sequence[Mapping[str, Any]]) -> float:
+    seconds = sum(sum(record["phase_s"].values()) for record in part)
+    return sum(record["response_tokens"] for record in part) / seconds if seconds else 0.0
+
+
+def _evaluations(run: RunFiles) -> list[dict[str, Any]]:
+    """Accuracy against steps and tokens, the start and the end among them: step, tokens, accuracy by domain, and
+    mean_headroom with its interval where it is known."""
+    tokens = {0: 0}
+    for record in run.records:
+        tokens[record["step"]] = tokens[max(tokens)] + record["response_tokens"]
+    last = max(tokens)
+    found: dict[int, tuple[Mapping[str, float], Evaluation | None]] = {}
+    found |= {r["step"]: (r["accuracy"], None) for r in run.records if r.get("accuracy")}
+    found |= {step: (e.accuracy, e) for step, e in run.during.items() if step in tokens}
+    if run.before:
+        found[0] = (run.before.accuracy, run.before)
+    elif run.baseline:
+        found[0] = (run.baseline["before"], None)
+    if run.after:
+        found[last] = (run.after.accuracy, run.after)
+    return [
+        {"step": step, "tokens": tokens[step], "accuracy": accuracy, **_mean_gain(run, accuracy, evaluation)}
+        for step, (accuracy, evaluation) in sorted(found.items())
+    ]
+
+
+def _mean_gain(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluation | None) -> dict[str, Any]:
+    before = run.before.accuracy if run.before else run.baseline.get("before", {})
+    expert = run.expert.accuracy if run.expert else run.baseline.get("expert", {})
+    known = {d: value for d, value in accuracy.items() if d in before and d in expert}
+    found: dict[str, Any] = {"mean_headroom": _gains(before, expert, known)["mean_headroom"]}
+    if scores and scores is not run.before and run.before and run.expert:
+        found["mean_headroom_interval"] = _pair(mean_interval(run, scores.scores))
+    return found
+
+
+def mean_interval(run: RunFiles, scores: Mapping[str, DomainScore]) -> Estimate | None:
+    """Mean headroom of a model over the domains where there is one; None if one of them has no interval."""
+    assert run.before and run.expert
+    shares = [
+        headroom_interval(estimate(run.before.scores[d]), estimate(score), estimate(run.expert.scores[d]))
+        for d, score in scores.items()
+        if d in run.before.scores
+        and d in run.expert.scores
+        and run.expert.scores[d].accuracy > run.before.scores[d].accuracy
+    ]
+    known = [share for share in shares if share is not None]
+    return mean(known) if known and len(known) == len(shares) else None
+
+
+def _answers(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[str, float]]]:
+    """By domain and model: questions, mean_tokens, truncated, and `failed` verifiers."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, evaluation in evaluations.items():
+        for domain, score in evaluation.scores.items():
+            found.setdefault(domain, {})[name] = {
+                "questions": score.questions,
+                "mean_tokens": score.mean_tokens,
+                "truncated": score.truncated,
+                "failed": score.failed,
+            }
+    return found
+
+
+def _by_method(baselines: Sequence[BaselineRun]) -> list[list[BaselineRun]]:
+    """Runs that differ in nothing but the seed."""
+    groups: dict[tuple[str, str, float], list[BaselineRun]] = {}
+    for one in baselines:
+        share = -1.0 if one.token_share is None else one.token_share
+        groups.setdefault((one.method, one.label, share), []).append(one)
+    return [groups[key] for key in sorted(groups)]
+
+
+def _baseline_row(group: Sequence[BaselineRun], run: RunFiles) -> dict[str, Any]:
+    """Means over the seeds. `interval` of one seed is that of its questions, of several the lowest and highest seed."""
+    before, expert, _ = _accuracies(run)
+    gains = [_gains(before, expert, {d: s.accuracy for d, s in one.scores.items() if d in before}) for one in group]
+    shares = [g["mean_headroom"] for g in gains if g["mean_headroom"] is not None]
+    interval = [min(shares), max(shares)] if len(shares) > 1 else None
+    if len(group) == 1 and run.before and run.expert:
+        interval = _pair(mean_interval(run, group[0].scores))
+    domains = sorted({d for g in gains for d in g["domains"]})
+    tokens = [one.tokens for one in group if one.tokens is not None]
+    worst = [g["worst_headroom"] for g in gains if g["worst_headroom"] is not None]
+    return {
+        "method": group[0].method,
+        "label": group[0].label,
+        "token_share": group[0].token_share,
+        "tokens": round(fmean(tokens)) if tokens else None,
+        "seeds": len(group),
+        "mean_headroom": fmean(shares) if shares else None,
+        "worst_headroom": fmean(worst) if worst else None,
+        "interval": interval,
+        "accuracy": {d: fmean(g["domains"][d]["after"] for g in gains if d in g["domains"]) for d in domains},
+    }
+
+
+def table_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    """Domain, student before, expert, merged, headroom recovered: one row a domain and a last one with the means."""
+    domains = report["domains"]
+    rows = [
+        (n, f"{d['before']:.2f}", f"{d['expert']:.2f}", f"{d['after']:.2f}", share_text(d["headroom"]))
+        for n, d in domains.items()
+    ]
+    if domains:
+        means = [f"{fmean(d[key] for d in domains.values()):.2f}" for key in ("before", "expert", "after")]
+        rows.append(("mean", *means, share_text(report["mean_headroom"])))  # type: ignore[arg-type]
+    return rows
+
+
+def share_text(value: float | None) -> str:
+    """0.95 -> `95 %`; a dash for nothing."""
+    return "-" if value is None else f"{100 * value:.0f} %"

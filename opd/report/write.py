@@ -1,0 +1,39 @@
+"""Puts report.html and report.json on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from opd.errors import RunDirError
+from opd.files import atomic_write_text
+from opd.report.gate import Gate
+from opd.report.run import read_run
+from opd.report.summary import full_report
+
+
+def write_report(root: Path, output: Path | None = None, gate: Gate | None = None) -> dict[str, Any]:
+    """Write the page to `output` (default: report.html in the run directory) and, beside it, report.json.
+
+    A merge that is not finished gets a page and no report.json, which says that a merge is finished.
+    Returns the report. Raises: RunDirError; OSError.
+    """
+    from opd.report.page import render
+
+    run = read_run(root)
+    report = full_report(run)
+    if gate and gate.asked:
+        if not run.finished or not report["domains"]:
+            raise RunDirError.at(
+                root,
+                found="a merge without a domain that was measured" if run.finished else "a merge that is not finished",
+                wanted="a finished merge, for --min-headroom and --max-regression to judge",
+                fix="give a domain an `eval`" if run.finished else f"finish it with `opd merge --resume {root}`",
+            )
+        report["gate"] = gate.verdict(report)
+    page = output or root / "report.html"
+    atomic_write_text(page, render(report, run))
+    if run.finished:
+        atomic_write_text(page.with_suffix(".json"), json.dumps(report, indent=2))
+    return report

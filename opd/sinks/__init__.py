@@ -1,0 +1,51 @@
+"""Where a run's numbers go beside `metrics.jsonl`: one small file each, behind one dictionary from the key of `logging`
+to what writes there. A sink is an `opd.interfaces.Sink` and a context manager; its package is imported when it is opened.
+
+A resume takes the steps after the last checkpoint again; no sink shows a step twice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from opd.config import LoggingConfig
+from opd.errors import ConfigError
+from opd.interfaces import Sink
+from opd.sinks.mlflow import MLflowSink
+from opd.sinks.tensorboard import TensorBoardSink
+from opd.sinks.wandb import WandbSink
+
+SINKS: dict[str, Callable[[Any, Path, int], AbstractContextManager[Sink]]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "mlflow": MLflowSink,
+}
+"""By key of `logging`, which is also the name of the package that it needs. Takes the key's value, the run directory and
+the last step whose record is kept; the steps after it will come (again)."""
+
+
+def refuse_missing(config: LoggingConfig) -> None:
+    """Raises: ConfigError if a sink is asked for whose package is not installed."""
+    for key in _asked(config):
+        if importlib.util.find_spec(key) is None:
+            raise ConfigError.at(
+                f"logging.{key}",
+                found=f"{getattr(config, key)}, and no package {key}",
+                wanted=f"the package {key}, or no logging there",
+                fix=f"pip install {key}, or --set logging.{key}={'false' if key == 'tensorboard' else 'null'}",
+            )
+
+
+@contextmanager
+def open_sinks(config: LoggingConfig, run_dir: Path, done: int) -> Iterator[list[Sink]]:
+    """The sinks asked for, closed however the run ends."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(SINKS[key](getattr(config, key), run_dir, done)) for key in _asked(config)]
+
+
+def _asked(config: LoggingConfig) -> list[str]:
+    return [key for key in SINKS if getattr(config, key)]

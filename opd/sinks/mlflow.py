@@ -1,0 +1,64 @@
+"""MLflow: a tracking server, or a local store such as `sqlite:///mlflow.db`."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from opd.errors import RunError
+from opd.sinks.run_id import kept_id
+from opd.sinks.scalars import scalars
+
+EXPERIMENT = "opd-merge"
+
+
+class MLflowSink:
+    """One run of the experiment `opd-merge` under the tracking URI.
+
+    Raises: RunError if the store cannot be used at the start. A step that it does not take later is a warning: the
+    numbers are in metrics.jsonl too, and not worth a merge.
+    """
+
+    def __init__(self, uri: str, run_dir: Path, done: int) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
+
+        self._metric, self._refused = Metric, MlflowException
+        self._client = MlflowClient(tracking_uri=uri)
+        try:
+            self._id = kept_id(run_dir / "mlflow-run-id", lambda: self._create(run_dir.name))
+            self._client.update_run(self._id, status="RUNNING")
+            history = self._client.get_metric_history(self._id, "step/loss")
+        except MlflowException as error:
+            raise RunError(f"logging.mlflow: {uri}: {error}") from error
+        self._sent = max((metric.step for metric in history), default=0)
+
+    def _create(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(EXPERIMENT)
+        experiment = found.experiment_id if found else self._client.create_experiment(EXPERIMENT)
+        return self._client.create_run(experiment, run_name=name).info.run_id
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A step that the store has already is not sent again: it would keep both."""
+        step = record["step"]
+        if step <= self._sent:
+            return
+        now = int(1000 * time.time())
+        metrics = [self._metric(name, value, now, step) for name, value in scalars(record).items()]
+        try:
+            self._client.log_batch(self._id, metrics=metrics)
+        except self._refused as error:
+            warnings.warn(f"logging.mlflow: step {step} was not taken: {error}", stacklevel=2)
+            return
+        self._sent = step
+
+    def __enter__(self) -> MLflowSink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if kind is None else "FAILED")

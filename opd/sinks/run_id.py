@@ -1,0 +1,16 @@
+"""The name under which a tracking service knows a run, kept so that a resume goes on with the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from opd.files import atomic_write_text
+
+
+def kept_id(file: Path, make: Callable[[], str]) -> str:
+    """What the file says; if there is none yet, what `make` returns, written to it."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(file, make())
+    return file.read_text(encoding="utf-8")

@@ -1,0 +1,31 @@
+"""TensorBoard's event files, under `tensorboard/` in the run directory: `tensorboard --logdir runs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from opd.sinks.scalars import scalars
+
+
+class TensorBoardSink:
+    """Every start opens a new event file, which tells TensorBoard to forget the steps after `done`."""
+
+    def __init__(self, wanted: bool, run_dir: Path, done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=done + 1)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """On disk before it returns, so that a killed run shows what it did."""
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+        self._writer.flush()
+
+    def __enter__(self) -> TensorBoardSink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._writer.close()

@@ -1,0 +1,45 @@
+"""Weights & Biases. Account and address come from its own settings (`wandb login`, WANDB_MODE=offline)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from uuid import uuid4
+
+from opd.errors import RunError
+from opd.sinks.run_id import kept_id
+from opd.sinks.scalars import scalars
+
+
+class WandbSink:
+    """One run of the project `project`; its files lie under `wandb/` in the run directory.
+
+    Raises: RunError if the service refuses or cannot be reached at the start; after that it is sent to in the background.
+    """
+
+    def __init__(self, project: str, run_dir: Path, done: int) -> None:
+        import wandb
+
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=run_dir.name,
+                id=kept_id(run_dir / "wandb" / "id", lambda: uuid4().hex[:12]),
+                resume="allow",
+                dir=str(run_dir),
+            )
+        except wandb.errors.Error as error:
+            raise RunError(f"logging.wandb: {error}") from error
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A step that the service has already is not sent again: it cannot be taken back."""
+        if record["step"] >= self._run.step:
+            self._run.log(scalars(record), step=record["step"])
+
+    def __enter__(self) -> WandbSink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._run.finish(exit_code=int(kind is not None))

@@ -1,0 +1,213 @@
+"""report.json: other tools read it, so its keys and its arithmetic are fixed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.errors import RunDirError
+from opd.report import build_report, full_report, headroom, read_run, table_rows
+from opd.report.summary import POINTS, curves
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expert", "share"),
+    [
+        (0.2, 0.8, 1.0, 0.75),
+        (0.2, 0.2, 1.0, 0.0),
+        (0.2, 1.0, 1.0, 1.0),
+        (0.5, 0.25, 1.0, -0.5),
+        (0.0, 1.0, 0.5, 2.0),
+        (0.5, 0.9, 0.5, None),
+        (0.9, 0.9, 0.5, None),
+    ],
+)
+def test_headroom(before: float, after: float, expert: float, share: float | None) -> None:
+    assert headroom(before, after, expert) == (None if share is None else pytest.approx(share))
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "name": "two",
+        "before": {"a": 0.2, "b": 0.5, "c": 0.9},
+        "expert": {"a": 1.0, "b": 1.0, "c": 0.8},
+        "after": {"a": 0.6, "b": 1.0, "c": 0.9},
+        "records": [
+            {"response_tokens": 100, "phase_s": {"rollout": 1.0, "train": 2.0}},
+            {"response_tokens": 50, "phase_s": {"rollout": 1.0, "checkpoint": 1.0}},
+        ],
+        "wall_s": 12.345,
+        "versions": {"torch": "2"},
+    }
+    return build_report(**values | changes)
+
+
+def test_the_keys_are_a_contract() -> None:
+    found = report()
+    assert set(found) == {
+        "name",
+        "steps",
+        "domains",
+        "mean_headroom",
+        "worst_headroom",
+        "wall_s",
+        "phase_s",
+        "response_tokens",
+        "response_tokens_per_s",
+        "versions",
+    }
+    assert all(set(d) == {"before", "after", "expert", "headroom"} for d in found["domains"].values())
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_numbers() -> None:
+    found = report()
+    assert (found["name"], found["steps"], found["wall_s"]) == ("two", 2, 12.3)
+    assert found["domains"]["a"] == {"before": 0.2, "after": 0.6, "expert": 1.0, "headroom": pytest.approx(0.5)}
+    assert found["domains"]["c"]["headroom"] is None
+    assert found["mean_headroom"] == pytest.approx(0.75)
+    assert found["worst_headroom"] == pytest.approx(0.5)
+    assert found["phase_s"] == {"rollout": 2.0, "train": 2.0, "checkpoint": 1.0}
+    assert (found["response_tokens"], found["response_tokens_per_s"]) == (150, 30.0)
+
+
+def test_nothing_to_recover_is_null() -> None:
+    found = report(before={"a": 1.0}, expert={"a": 1.0}, after={"a": 1.0})
+    assert found["mean_headroom"] is None
+    assert found["worst_headroom"] is None
+
+
+def test_a_run_without_exams_and_records() -> None:
+    found = report(before={}, expert={}, after={}, records=[])
+    assert (found["domains"], found["mean_headroom"], found["response_tokens_per_s"]) == ({}, None, 0.0)
+    assert table_rows(found) == []
+
+
+def test_the_table_has_a_row_a_domain_and_the_means() -> None:
+    rows = table_rows(report())
+    assert rows[0] == ("a", "0.20", "1.00", "0.60", "50 %")
+    assert rows[2][-1] == "-"
+    assert rows[-1] == ("mean", "0.53", "0.93", "0.83", "75 %")
+
+
+def test_what_the_files_of_a_run_tell(run_dir: Path) -> None:
+    found = full_report(read_run(run_dir))
+    letters, known = found["domains"]["letters"], found["domains"]["known"]
+    assert letters["headroom"] == pytest.approx(0.65 / 0.7)
+    assert letters["regression"] == pytest.approx(-0.65)
+    assert letters["before_interval"][0] < 0.2 < letters["before_interval"][1]
+    assert known["headroom"] is None and known["headroom_interval"] is None
+    assert known["regression"] == pytest.approx(0.05)
+    assert known["regression_interval"][0] < 0 < known["regression_interval"][1]
+    assert found["mean_headroom"] == pytest.approx((0.65 / 0.7 + 1) / 2)
+    low, high = found["mean_headroom_interval"]
+    assert 0.85 < low < found["mean_headroom"] < high < 1.1
+    assert (found["steps"], found["wall_s"], found["response_tokens"]) == (4, 75.0, 96)
+    assert found["command"].startswith("opd merge three.yaml")
+    assert found["models"]["student"]["parameters"] == 1234567
+    assert found["answers"]["sums"]["after"] == {"questions": 100, "mean_tokens": 7.5, "truncated": 0.02, "failed": 0}
+    assert (found["truncated"], found["quarantined"], found["largest_probe_gap"]) == (0.25, 0, 4e-6)
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_evaluations_against_steps_and_tokens(run_dir: Path) -> None:
+    points = full_report(read_run(run_dir))["evaluations"]
+    assert [(p["step"], p["tokens"]) for p in points] == [(0, 0), (2, 48), (4, 96)]
+    assert points[1]["accuracy"]["letters"] == 0.55, "the evaluation's file, not the record"
+    assert points[1]["mean_headroom"] == pytest.approx(0.25), "half of letters, nothing of sums"
+    assert [("mean_headroom_interval" in p) for p in points] == [False, True, True]
+
+
+def test_baselines_over_their_seeds(run_dir: Path) -> None:
+    ties, off_policy = full_report(read_run(run_dir))["baselines"]
+    assert off_policy["label"] == "off-policy" and (off_policy["seeds"], off_policy["tokens"]) == (2, 128)
+    assert off_policy["mean_headroom"] == pytest.approx((0.25 / 0.7 + 0.35 / 0.7) / 4)
+    assert off_policy["interval"] == pytest.approx([0.125 / 0.7, 0.175 / 0.7])
+    assert off_policy["accuracy"]["letters"] == pytest.approx(0.5)
+    assert ties["seeds"] == 1 and ties["token_share"] is None
+    assert ties["mean_headroom"] == pytest.approx(0.25)
+    assert ties["interval"][0] < 0.25 < ties["interval"][1]
+
+
+def test_curves_are_means_over_neighbouring_steps() -> None:
+    records = [
+        {
+            "step": step,
+            "domains": {
+                "a": {"loss": float(step), "tokens": 10 * step, "samples": 5},
+                "b": {"tokens": 0, "samples": 0},
+            },
+            "positions": {"4-7": {"loss": 1.0, "tokens": 1}, "0": {"loss": float(step), "tokens": step}},
+            "response_tokens": 10 * step,
+            "truncated": 1,
+            "phase_s": {"train": 0.5},
+        }
+        for step in range(1, 2 * POINTS)  # an odd number: the last point is one step
+    ]
+    found = curves(records)
+    assert len(found["step"]) == POINTS and found["step"][:2] == [2, 4] and found["step"][-1] == 2 * POINTS - 1
+    assert found["tokens"][:2] == [30, 100]
+    assert found["loss"]["a"][0] == pytest.approx((1 * 10 + 2 * 20) / 30), "weighted by tokens"
+    assert found["loss"]["b"] == [None] * POINTS and found["student_entropy"]["a"] == [None] * POINTS
+    assert found["length"]["a"][:2] == [pytest.approx(3.0), pytest.approx(7.0)]
+    assert list(found["positions"]) == ["0", "4-7"]
+    assert found["positions"]["0"][0] == pytest.approx((1 + 4) / 3)
+    assert found["truncated"][0] == pytest.approx(0.2)
+    assert found["tokens_per_s"][0] == pytest.approx(30.0)
+
+
+def test_an_older_run_without_evaluation_files(run_dir: Path) -> None:
+    for name in ("evaluation", "baselines"):
+        shutil.rmtree(run_dir / name)
+    found = full_report(read_run(run_dir))
+    assert found["domains"]["letters"] == {
+        "before": 0.2, "after": 0.85, "expert": 0.9, "headroom": pytest.approx(0.65 / 0.7),
+        "regression": pytest.approx(-0.65),
+    }  # fmt: skip
+    assert not {"mean_headroom_interval", "answers", "baselines"} & set(found)
+    assert [p["step"] for p in found["evaluations"]] == [0, 2]
+
+
+def test_a_merge_that_goes_on(run_dir: Path) -> None:
+    (run_dir / "report.json").unlink()
+    (run_dir / "evaluation" / "after.json").unlink()
+    found = full_report(read_run(run_dir))
+    assert (found["name"], found["steps"], found["wall_s"]) == ("three", 4, 8.0)
+    assert found["domains"]["letters"]["after"] == 0.55, "of the last evaluation"
+    assert (
+        found["domains"]["letters"]["headroom_interval"][0] < 0.5 < found["domains"]["letters"]["headroom_interval"][1]
+    )
+    (run_dir / "evaluation" / "step-000002.json").unlink()
+    (run_dir / "metrics.jsonl").write_text("")
+    found = full_report(read_run(run_dir))
+    assert (found["domains"], found["steps"]) == ({}, 0), "the student before the merge is no result of it"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("report.json", "{", "report.json"),
+        ("report.json", '{"name": "three"}', "no steps, domains"),
+        ("metrics.jsonl", '{"step": 1}}\n', "metrics.jsonl"),
+        ("pipeline.yaml", "a: [", "pipeline.yaml"),
+        ("evaluation/after.json", '{"format": 2}', "format 2"),
+        ("evaluation/before.json", '{"format": 1, "model": "m", "answers": []}', "'scores'"),
+        ("evaluation/matrix.json", '{"format": 1}', "models"),
+        ("evaluation/step-000002.json", "[]", "format None"),
+        ("baselines/x.json", '{"format": 1, "method": "ties"}', "'label'"),
+    ],
+)
+def test_a_damaged_file_is_named(run_dir: Path, name: str, text: str, words: str) -> None:
+    (run_dir / name).write_text(text)
+    with pytest.raises(RunDirError, match=words) as error:
+        full_report(read_run(run_dir))
+    assert str(run_dir / name) in str(error.value)
+
+
+def test_no_run_directory(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"neither pipeline\.yaml nor report\.json"):
+        read_run(tmp_path)
