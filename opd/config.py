@@ -7,14 +7,16 @@ Paths in a pipeline are relative to the directory that `opd` was started in.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Discriminator,
@@ -93,11 +95,126 @@ ExpertsConfig = Annotated[
 ]
 
 
+class ExactMatchConfig(Strict):
+    kind: Literal["exact_match"]
+    """The whole answer, apart from white space around it."""
+
+
+class LastLineConfig(Strict):
+    kind: Literal["last_line"]
+    """The last line that is not empty: for answers that come after some working."""
+
+
+class NumericConfig(Strict):
+    kind: Literal["numeric"]
+    """The last number in the text, compared as a number."""
+    tolerance: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Largest difference that still counts as equal."""
+
+
+class RegexConfig(Strict):
+    kind: Literal["regex"]
+    """What a regular expression finds in the text: its last match."""
+    pattern: str = Field(..., min_length=1)
+    """In Python's syntax; what its first group matched, or without a group the whole match, is the answer."""
+
+    @model_validator(mode="after")
+    def _compiles(self) -> RegexConfig:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise PydanticCustomError(
+                "pattern",
+                "a regular expression in Python's syntax ({why})",
+                {"why": str(error), "found": repr(self.pattern)},
+            ) from None
+        return self
+
+
+class MultipleChoiceConfig(Strict):
+    kind: Literal["multiple_choice"]
+    """The letter that the text settles on: `B`, `(B)`, `B.`, `the answer is B`."""
+    choices: str = Field("ABCD", pattern=r"^[A-Z]{2,26}$")
+    """The letters that there are."""
+
+
+class ReasoningGymConfig(Strict):
+    kind: Literal["reasoning_gym"]
+    """The task family's own scoring function; only its full score counts."""
+
+
+class PythonConfig(Strict):
+    kind: Literal["python"]
+    """A function of yours: `function(text, answer, metadata)` gives a score in 0..1."""
+    function: str = Field(..., pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """`module:function`; the module is looked for where Python finds modules, last in the current directory."""
+
+
+VerifierName = Literal["exact_match", "last_line", "numeric", "multiple_choice", "reasoning_gym"]
+"""Those that work without options."""
+
+VERIFIER_OPTIONS: dict[str, str] = {"regex": "pattern: ...", "python": "function: module:function"}
+"""The others, and what they want."""
+
+
+def _known_verifier(value: Any) -> Any:
+    """Raises for a name that is none, with the nearest that is; everything else is left to the types."""
+    kind = value.get("kind") if isinstance(value, Mapping) else value
+    if isinstance(value, str) and value in VERIFIER_OPTIONS:
+        options = f"{{kind: {value}, {VERIFIER_OPTIONS[value]}}}"
+        raise PydanticCustomError("verifier", "options too: {options}", {"options": options, "found": value})
+    known = [*get_args(VerifierName), *VERIFIER_OPTIONS]
+    if isinstance(value, str | Mapping) and kind not in known:
+        near = difflib.get_close_matches(str(kind), known, n=1)
+        raise PydanticCustomError(
+            "verifier",
+            "{hint}one of: {known}",
+            {
+                "hint": f"did you mean `{near[0]}`? " if near else "",
+                "known": ", ".join(known),
+                "found": "no `kind`" if kind is None else str(kind),
+            },
+        )
+    return value
+
+
+def _verifier_kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"~{value['kind']}"
+    return f"~{value.kind}" if isinstance(value, Strict) else "~name"
+
+
+VerifierConfig = Annotated[
+    Annotated[VerifierName, Tag("~name")]
+    | Annotated[ExactMatchConfig, Tag("~exact_match")]
+    | Annotated[LastLineConfig, Tag("~last_line")]
+    | Annotated[NumericConfig, Tag("~numeric")]
+    | Annotated[RegexConfig, Tag("~regex")]
+    | Annotated[MultipleChoiceConfig, Tag("~multiple_choice")]
+    | Annotated[ReasoningGymConfig, Tag("~reasoning_gym")]
+    | Annotated[PythonConfig, Tag("~python")],
+    Discriminator(_verifier_kind),
+    BeforeValidator(_known_verifier),
+]
+
+
 class DomainEvalConfig(Strict):
-    prompts: Path
-    """JSONL of held-out prompts, same columns as the training prompts."""
-    verifier: Literal["exact_match", "last_line", "reasoning_gym"] = "exact_match"
-    """How an answer is judged: the whole text, its last line, or the task family's own scoring function."""
+    prompts: Path | None = None
+    """JSONL of held-out prompts, same columns as the training prompts; none of them may occur in training prompts."""
+    holdout: float | None = Field(None, gt=0, lt=1)
+    """Instead of `prompts`: share of the domain's own prompts that is held out of training, chosen by each prompt's
+    hash, so that a prompt stays on its side when the file grows or is reordered."""
+    verifier: VerifierConfig = "exact_match"
+    """How an answer is judged: a name, or a mapping with `kind` and options."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DomainEvalConfig:
+        if (self.prompts is None) == (self.holdout is None):
+            found = "neither" if self.prompts is None else "both"
+            raise PydanticCustomError(
+                "eval", "either `prompts` (a file) or `holdout` (a share of the training prompts)", {"found": found}
+            )
+        return self
 
 
 class DomainConfig(Strict):
@@ -114,6 +231,14 @@ class DomainConfig(Strict):
     """Share of each step's samples; `auto` gives every domain the same."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """How much a token (or response) of this domain counts in the mean that is optimised."""
+
+    @model_validator(mode="after")
+    def _something_to_hold_out_from(self) -> DomainConfig:
+        if self.eval is not None and self.eval.holdout is not None and self.prompts is None:
+            raise PydanticCustomError(
+                "holdout", "the domain's `prompts`, of which eval.holdout is a share", {"found": "no `prompts`"}
+            )
+        return self
 
 
 class RolloutConfig(Strict):
@@ -396,13 +521,50 @@ class CheckpointConfig(Strict):
     """Newest checkpoints that stay on disk."""
 
 
+class LMEvalConfig(Strict):
+    tasks: list[Annotated[str, Field(min_length=1)]] = []
+    """Names of the harness, such as `gsm8k`, or YAML files of your own tasks."""
+    model: Literal["hf", "vllm"] = "hf"
+    """Which of the harness's adapters runs the model."""
+    limit: int | None = Field(None, ge=1)
+    """Questions per task, for a first look; default: all."""
+
+
+def _lm_eval_tasks(value: Any) -> Any:
+    return {"tasks": value} if isinstance(value, list) else value
+
+
 class EvaluateConfig(Strict):
     every: int = Field(0, ge=0)
     """Steps between evaluations during the merge; 0: only before and after."""
     samples: int = Field(100, ge=1)
     """Held-out prompts per domain, the first ones of the file."""
+    n: int = Field(1, ge=1)
+    """Answers to each prompt."""
+    temperature: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """0: greedy; above it answers are sampled, each with a seed of its own."""
+    pass_at: list[Annotated[int, Field(ge=1)]] = [1]
+    """For each k, the chance that at least one of k answers to a prompt is right; k is at most `n`."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Answer limit; default: the rollout's."""
+    lm_eval: Annotated[LMEvalConfig, BeforeValidator(_lm_eval_tasks)] = LMEvalConfig()
+    """Tasks of EleutherAI's lm-evaluation-harness for the student before and the merged model; a list of tasks will do."""
+
+    @model_validator(mode="after")
+    def _answers_differ(self) -> EvaluateConfig:
+        if self.n > 1 and self.temperature == 0:
+            raise PydanticCustomError(
+                "temperature",
+                "above 0 for n: {n} answers to each prompt; greedy ones are all the same",
+                {"n": self.n, "where": "evaluate.temperature", "found": "0"},
+            )
+        if max(self.pass_at, default=1) > self.n:
+            raise PydanticCustomError(
+                "pass_at",
+                "at most n, which is {n}: pass@k needs k answers to a prompt",
+                {"n": self.n, "where": "evaluate.pass_at", "found": str(self.pass_at)},
+            )
+        return self
 
 
 class ClusterConfig(Strict):

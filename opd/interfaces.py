@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from opd.evaluation.scores import Evaluation
 from opd.types import Completion, Prompt, PushReport, Rollout, RolloutBatch, StepReport
 
 
@@ -40,8 +41,9 @@ class RolloutEngine(Protocol):
         """Sample one response per prompt. Prompts that do not fit the context come back as quarantined."""
         ...
 
-    def answer(self, prompts: Sequence[Prompt]) -> list[Completion]:
-        """Greedy answers, in the order of `prompts`; a prompt that does not fit gets an empty answer."""
+    def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
+        """`n` answers to each prompt side by side, in the order of `prompts`; at temperature 0 they are greedy, else
+        each has a seed of its prompt's id and its number. A prompt that does not fit gets empty answers."""
         ...
 
     def load(self, model_dir: Path) -> None:
@@ -98,8 +100,8 @@ class WeightSync(Protocol):
 
 
 class Evaluator(Protocol):
-    def evaluate(self, domains: Sequence[str] | None = None) -> dict[str, float]:
-        """Accuracy in 0..1 per domain, for the weights the rollout engine holds now."""
+    def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
+        """The weights that the rollout engine holds now, on the named domains or all; `model` names them for people."""
         ...
 
 
@@ -110,6 +112,8 @@ class Checkpoints(Protocol):
 
 
 class Reporter(Protocol):
-    """Where a run's numbers go: metrics file, progress on the terminal."""
+    """Where a run's numbers go: metrics file, evaluation files, progress on the terminal."""
 
     def step(self, record: Mapping[str, Any]) -> None: ...
+
+    def evaluation(self, name: str, found: Evaluation) -> None: ...

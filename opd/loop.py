@@ -86,7 +86,9 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         accuracy: dict[str, float] = {}
         if plan.evaluate_every and step % plan.evaluate_every == 0:
             with clock("evaluate"):
-                accuracy = parts.evaluator.evaluate()
+                found = parts.evaluator.evaluate(model=f"step {step}")
+            parts.reporter.evaluation(f"step-{step:06d}", found)
+            accuracy = found.accuracy
         parts.reporter.step(_record(batch, targets, trained, pushed, accuracy, clock.take()))
         leaving = stop() or step == plan.last_step
         # After the record: a kill in between resumes from the checkpoint before, and that rewinds the records.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from opd.evaluation.scores import Evaluation
 from opd.metrics import MetricsFile
 
 
@@ -65,11 +67,17 @@ def display(total: int, done: int = 0) -> Iterator[Display]:
 
 
 class RunReporter:
-    """Implements `opd.interfaces.Reporter`: the metrics file and the display."""
+    """Implements `opd.interfaces.Reporter`: the metrics file, the evaluations' directory and the display."""
 
-    def __init__(self, metrics: MetricsFile, shown: Display) -> None:
+    def __init__(self, metrics: MetricsFile, evaluations: Path, shown: Display) -> None:
         self._metrics = metrics
+        self._evaluations = evaluations
         self._shown = shown
+
+    def evaluation(self, name: str, found: Evaluation) -> None:
+        """Store an evaluation as NAME.json. Raises: OSError."""
+        self._evaluations.mkdir(exist_ok=True)
+        found.save(self._evaluations / f"{name}.json")
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Store one step's record, then show it."""

@@ -92,12 +92,14 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One greedy answer, for evaluation."""
+    """One answer, for evaluation."""
 
     prompt: Prompt
     text: str
     """Decoded without special tokens."""
     num_tokens: int
+    truncated: bool = False
+    """True if it ended at the token limit and not at an end token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

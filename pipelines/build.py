@@ -49,8 +49,8 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
-    def baseline(self) -> Path:
-        return self.root / "baseline.json"
+    def evaluation(self) -> Path:
+        return self.root / "evaluation"
 
     @property
     def targets(self) -> Path:
@@ -100,9 +100,9 @@ def build(config: PipelineConfig, inputs: Inputs, paths: RunPaths, shown: Displa
         sync=SYNCS[config.sync.kind](
             trainer, engine, probe, tolerance=config.sync.tolerance, nbytes=inputs.student.parameters * bytes_per_value
         ),
-        evaluator=EngineEvaluator(engine, inputs.exams),
+        evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
         checkpoints=CheckpointStore(paths.checkpoints, trainer, config.checkpoint.keep),
-        reporter=RunReporter(MetricsFile(paths.metrics), shown),
+        reporter=RunReporter(MetricsFile(paths.metrics), paths.evaluation, shown),
     )
 
 

@@ -18,8 +18,8 @@ from typing import Literal
 
 from experts.adapter import whole_model
 from opd import cluster
-from opd.config import PipelineConfig
-from opd.evaluation.evaluator import EngineEvaluator
+from opd.config import EvaluateConfig, PipelineConfig
+from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, Rollout, Segment, Teacher
@@ -101,7 +101,8 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
 
     Raises: OpdError for what preflight refuses, before any compute; RunError if a worker fails.
     """
-    config = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"samples": samples})})
+    short = EvaluateConfig(samples=samples, max_new_tokens=config.evaluate.max_new_tokens)  # one greedy answer each
+    config = config.model_copy(update={"evaluate": short})
     inputs = check(config)
     for warning in inputs.warnings:
         tell(f"warning: {warning}")
@@ -121,7 +122,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
             return found
 
         engine.wait_ready()
-        evaluator = EngineEvaluator(engine, inputs.exams)
+        evaluator = EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, tell)
         itself, measured = measure(config, inputs, engine, evaluator, compare, tell)
     findings = (*judge_student(itself), *template_findings(inputs), *judge(measured, student.vocab_size))
     return CheckReport(vocab_size=student.vocab_size, measured=tuple(measured), findings=findings)
@@ -134,7 +135,7 @@ def measure(
     config: PipelineConfig, inputs: Inputs, engine: RolloutEngine, evaluator: Evaluator, compare: Compare, tell: Tell
 ) -> tuple[Comparison, list[Measured]]:
     """The student against itself, and every teacher of every domain. The engine holds the student to begin with."""
-    before = evaluator.evaluate()
+    before = evaluator.evaluate(model=BEFORE).accuracy
     responses, texts = _responses(inputs, engine), _texts(config, inputs)
     tell(f"the student answered the exams of {len(before)} domains")
     student = Teacher(name="student", model_dir=config.student.model.absolute())
@@ -197,7 +198,8 @@ def _accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[Ro
     for teacher, mine in domains.items():
         with TemporaryDirectory(prefix="opd-check-") as scratch, whole_model(teacher, Path(scratch) / "expert") as path:
             engine.load(path)
-            found |= {(domain, teacher): value for domain, value in evaluator.evaluate(mine).items()}
+            accuracy = evaluator.evaluate(mine, model=f"expert {teacher.name}").accuracy
+            found |= {(domain, teacher): value for domain, value in accuracy.items()}
     return found
 
 

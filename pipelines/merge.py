@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,8 @@ from opd import __version__, checkpoints, loop
 from opd.cluster import ray_session
 from opd.config import PipelineConfig, RegisteredExperts, load_pipeline
 from opd.errors import RunDirError
-from opd.evaluation.evaluator import Baseline, measure_baseline
+from opd.evaluation.evaluator import MERGED, measure_before, measure_experts
+from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text, blake3_file, replace_dir
 from opd.metrics import MetricsFile
 from opd.progress import Display, display
@@ -102,15 +103,17 @@ def _run(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> dict[str, A
                 shown.say(f"warning: {warning}")
             shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
             parts = build(config, inputs, paths, shown)
-            baseline = _baseline(parts, inputs, paths, config, shown)
+            before, expert = _before_and_experts(parts, inputs, paths, config, shown)
             _train(parts, config, checkpoint, paths, shown)
             _export(parts, config, inputs, paths)
             parts.engine.load(paths.model)
+            after = parts.evaluator.evaluate(model=MERGED)
+            parts.reporter.evaluation("after", after)
             report = build_report(
                 name=config.name,
-                before=baseline.before,
-                expert=baseline.expert,
-                after=parts.evaluator.evaluate(),
+                before=before.accuracy,
+                expert=expert.accuracy,
+                after=after.accuracy,
                 records=metrics.read(),
                 wall_s=time.monotonic() - began + earlier_s,
                 versions=_versions(),
@@ -146,20 +149,33 @@ def _train(
         raise Interrupted(last, paths.root)
 
 
-def _baseline(parts: loop.Parts, inputs: Inputs, paths: RunPaths, config: PipelineConfig, shown: Display) -> Baseline:
-    """Measured once per run: a resume finds it on disk."""
-    if paths.baseline.exists():
-        return Baseline(**json.loads(paths.baseline.read_text()))
-    baseline = measure_baseline(
-        parts.engine,
-        parts.evaluator,
-        config.student.model,
-        inputs.teachers,
-        lambda teacher: whole_model(teacher, paths.root / ".tmp-expert"),
-        shown.say,
+def _before_and_experts(
+    parts: loop.Parts, inputs: Inputs, paths: RunPaths, config: PipelineConfig, shown: Display
+) -> tuple[Evaluation, Evaluation]:
+    """The student as it starts and each domain's expert; measured once per run, a resume finds them on disk."""
+
+    def once(name: str, measure: Callable[[], Evaluation]) -> Evaluation:
+        file = paths.evaluation / f"{name}.json"
+        if file.exists():
+            return Evaluation.load(file)
+        found = measure()
+        parts.reporter.evaluation(name, found)
+        return found
+
+    before = once("before", lambda: measure_before(parts.evaluator, shown.say))
+    expert = once(
+        "expert",
+        lambda: measure_experts(
+            parts.engine,
+            parts.evaluator,
+            before.accuracy,
+            config.student.model,
+            inputs.teachers,
+            lambda teacher: whole_model(teacher, paths.root / ".tmp-expert"),
+            shown.say,
+        ),
     )
-    atomic_write_text(paths.baseline, json.dumps({"before": baseline.before, "expert": baseline.expert}, indent=2))
-    return baseline
+    return before, expert
 
 
 def _export(parts: loop.Parts, config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> None:

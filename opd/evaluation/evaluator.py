@@ -1,77 +1,158 @@
-"""Evaluation over a rollout engine, and the two accuracies that every merge is measured against."""
+"""Evaluation over a rollout engine, and the two that every merge is measured against."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Protocol
 
-from opd.evaluation.verifiers import VERIFIERS
+from opd.config import EvaluateConfig
+from opd.evaluation.scores import Answer, DomainScore, Evaluation
+from opd.evaluation.statistics import interval, pass_at, standard_error
+from opd.evaluation.verifiers import Verifier
 from opd.interfaces import Evaluator, RolloutEngine
-from opd.types import Prompt, Teacher
+from opd.types import Completion, Prompt, Teacher
+
+KEPT_QUESTIONS = 5
+"""Of each domain, the questions whose answers are kept to be read."""
+KEPT_FAILURES = 20
+"""Of each domain, at most as many failed answers are kept beside those."""
+
+BEFORE, EXPERT, MERGED = "student before", "expert", "merged"
+"""Names of a merge's evaluations, for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class DomainExam:
-    """Held-out prompts of one domain and the name of what judges the answers."""
+    """Held-out prompts of one domain and what judges the answers."""
 
     prompts: tuple[Prompt, ...]
-    verifier: str
+    verifier: Verifier
+
+
+class Decoder(Protocol):
+    """The one tokenizer method that readable prompts need."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class EngineEvaluator:
     """Implements `opd.interfaces.Evaluator` for whatever weights the engine holds."""
 
-    def __init__(self, engine: RolloutEngine, exams: Mapping[str, DomainExam]) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        exams: Mapping[str, DomainExam],
+        settings: EvaluateConfig,
+        tokenizer: Decoder,
+        tell: Callable[[str], None],
+    ) -> None:
+        """`tell` hears of verifiers that raised."""
         self._engine = engine
         self._exams = dict(exams)
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._tell = tell
 
-    def evaluate(self, domains: Sequence[str] | None = None) -> dict[str, float]:
-        """Accuracy in 0..1 of the named domains (default: all that have an exam), in one batch."""
+    def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
+        """The named domains (default: all that have an exam), in one batch; `model` says who answers."""
         chosen = {d: self._exams[d] for d in (domains if domains is not None else self._exams) if d in self._exams}
         prompts = [p for exam in chosen.values() for p in exam.prompts]
-        scores: dict[str, list[float]] = {domain: [] for domain in chosen}
-        for completion in self._engine.answer(prompts) if prompts else ():
-            prompt = completion.prompt
-            judge = VERIFIERS[chosen[prompt.domain].verifier]
-            scores[prompt.domain].append(judge(completion.text, prompt.answer, prompt.metadata))
-        return {domain: fmean(values) for domain, values in scores.items()}
+        n = self._settings.n
+        written = self._engine.answer(prompts, n=n, temperature=self._settings.temperature) if prompts else []
+        answers = {domain: [self._judge(exam, c) for c in written if c.prompt.domain == domain] for domain, exam in chosen.items()}
+        for domain, judged in answers.items():
+            failed = [answer.error for answer in judged if answer.error]
+            if failed:
+                last = failed[0].strip().splitlines()[-1]
+                self._tell(f"{model}: the verifier of {domain} raised on {len(failed)} of {len(judged)} answers, counted as wrong: {last}")
+        return Evaluation(
+            model=model,
+            scores={domain: self._score(judged) for domain, judged in answers.items()},
+            answers=tuple(answer for judged in answers.values() for answer in _kept(judged, n)),
+        )
+
+    def _judge(self, exam: DomainExam, completion: Completion) -> Answer:
+        prompt = completion.prompt
+        score, error = 0.0, ""
+        try:
+            score = exam.verifier(completion.text, prompt.answer, prompt.metadata)
+        except Exception:  # noqa: BLE001 a verifier may be anybody's code; its traceback is kept
+            error = traceback.format_exc()
+        return Answer(
+            domain=prompt.domain,
+            prompt_id=prompt.id,
+            prompt=self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False),
+            answer=prompt.answer,
+            text=completion.text,
+            score=score,
+            tokens=completion.num_tokens,
+            truncated=completion.truncated,
+            error=error,
+        )
+
+    def _score(self, answers: Sequence[Answer]) -> DomainScore:
+        """Of one domain; the answers to a question lie side by side."""
+        n = self._settings.n
+        scores = [[a.score for a in answers[i : i + n]] for i in range(0, len(answers), n)]
+        low, high = interval(scores)
+        return DomainScore(
+            accuracy=fmean(a.score for a in answers),
+            stderr=standard_error(scores),
+            low=low,
+            high=high,
+            questions=len(scores),
+            samples=n,
+            pass_at={str(k): pass_at(k, scores) for k in self._settings.pass_at},
+            mean_tokens=fmean(a.tokens for a in answers),
+            truncated=fmean(a.truncated for a in answers),
+            failed=sum(bool(a.error) for a in answers),
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """What the merge starts from and aims at, per domain."""
-
-    before: dict[str, float]
-    expert: dict[str, float]
+def _kept(answers: Sequence[Answer], n: int) -> list[Answer]:
+    """The first few questions' answers, and the first few of the others whose verifier raised."""
+    first, rest = answers[: KEPT_QUESTIONS * n], answers[KEPT_QUESTIONS * n :]
+    return [*first, *[a for a in rest if a.error][:KEPT_FAILURES]]
 
 
-def measure_baseline(
+def measure_before(evaluator: Evaluator, tell: Callable[[str], None]) -> Evaluation:
+    """The student as it starts, which the engine holds, on every domain."""
+    before = evaluator.evaluate(model=BEFORE)
+    tell(
+        f"before the merge: mean accuracy {fmean(before.accuracy.values()):.3f} over {len(before.scores)} domains"
+        if before.scores
+        else "no domain has an exam"
+    )
+    return before
+
+
+def measure_experts(
     engine: RolloutEngine,
     evaluator: Evaluator,
+    before: Mapping[str, float],
     student_dir: Path,
     teachers: Mapping[str, Teacher],
     whole: Callable[[Teacher], AbstractContextManager[Path]],
     tell: Callable[[str], None],
-) -> Baseline:
-    """The student on every domain and each expert on its own; the engine holds the student again afterwards.
+) -> Evaluation:
+    """Each domain by its own teacher, as one evaluation; the engine holds the student again afterwards.
 
-    `whole` gives the directory of a full model of a teacher while the engine reads it.
+    `before`: the student's accuracies. `whole` gives the directory of a full model of a teacher while the engine reads it.
     """
-    before = evaluator.evaluate()
-    tell(
-        f"before the merge: mean accuracy {fmean(before.values()):.3f} over {len(before)} domains"
-        if before
-        else "no domain has an exam"
-    )
-    expert: dict[str, float] = {}
+    scores: dict[str, DomainScore] = {}
+    answers: tuple[Answer, ...] = ()
     for domain, teacher in teachers.items():
         if domain in before:
             with whole(teacher) as directory:
                 engine.load(directory)
-            expert |= evaluator.evaluate([domain])
-            tell(f"expert {teacher.name}: {expert[domain]:.3f} on {domain}, the student {before[domain]:.3f}")
+            found = evaluator.evaluate([domain], model=f"expert {teacher.name}")
+            scores |= found.scores
+            answers += found.answers
+            tell(f"expert {teacher.name}: {scores[domain].accuracy:.3f} on {domain}, the student {before[domain]:.3f}")
     engine.load(student_dir)
-    return Baseline(before, expert)
+    return Evaluation(model=EXPERT, scores=scores, answers=answers)

@@ -65,7 +65,7 @@ class Evaluation:
     scores: dict[str, DomainScore]
     """By domain."""
     answers: tuple[Answer, ...] = ()
-    """The first few of each domain, and every one whose verifier raised."""
+    """The first few of each domain, and of the others the first few whose verifier raised."""
 
     @property
     def accuracy(self) -> dict[str, float]:

@@ -90,16 +90,22 @@ class VLLMRolloutEngine:
             rollouts=tuple(rollouts), quarantined=tuple(_refused(p, room) for p in prompts if not _fits(p, room))
         )
 
-    def answer(self, prompts: Sequence[Prompt]) -> list[Completion]:
+    def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
         limit = self._config.evaluate.max_new_tokens or self._config.rollout.max_new_tokens
         room = self._config.rollout.max_model_len
-        fitting = [p for p in prompts if _fits(p, room)]
+        asked = [(p, i) for p in prompts for i in range(n)]
         requests = [
-            Request(token_ids=p.token_ids, max_tokens=min(limit, room - len(p.token_ids)), temperature=0.0, seed=None)
-            for p in fitting
+            Request(
+                token_ids=p.token_ids,
+                max_tokens=min(limit, room - len(p.token_ids)),
+                temperature=temperature,
+                seed=_seed(self._config.seed, f"answer/{p.id}#{i}") if temperature else None,
+            )
+            for p, i in asked
+            if _fits(p, room)
         ]
-        answers = dict(zip((p.id for p in fitting), self._generate(requests), strict=True))
-        return [self._completion(p, answers.get(p.id)) for p in prompts]
+        answers = iter(self._generate(requests))
+        return [self._completion(p, next(answers) if _fits(p, room) else None) for p, _ in asked]
 
     def load(self, model_dir: Path) -> None:
         self._call("load", [[model_dir.absolute()]] * len(self._workers))
@@ -110,7 +116,10 @@ class VLLMRolloutEngine:
     def _completion(self, prompt: Prompt, sampled: Sampled | None) -> Completion:
         ids = sampled.token_ids if sampled else ()
         return Completion(
-            prompt=prompt, text=self._tokenizer.decode(ids, skip_special_tokens=True), num_tokens=len(ids)
+            prompt=prompt,
+            text=self._tokenizer.decode(ids, skip_special_tokens=True),
+            num_tokens=len(ids),
+            truncated=sampled is not None and sampled.truncated,
         )
 
     def _generate(self, requests: Sequence[Request]) -> list[Sampled]:

@@ -1,0 +1,39 @@
+"""The last number in the text, compared as a number: `The sum is 1,204.50.` is right where the answer is 1204.5."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+NUMBER = re.compile(
+    r"""
+    (?: (?<![\w.)]) [-+] )?                       # `x=-4` ends with -4, `3-4` with 4
+    (?: (?: \d{1,3}(?:,\d{3})+(?!\d) | \d+ ) (?:\.\d+)? | \.\d+ )
+    (?: [eE][-+]?\d{1,3}(?!\d) )?
+    """,
+    re.VERBOSE | re.ASCII,
+)
+
+
+def last_number(text: str) -> Decimal | None:
+    """Exact, as decimal digits; commas between thousands are dropped. None if there is no number."""
+    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Numeric:
+    """Compares the last number of the text with the last of the answer."""
+
+    tolerance: float = 0.0
+
+    def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
+        found, wanted = last_number(text), last_number(answer)
+        assert wanted is not None, "preflight has refused answers without a number"
+        return float(found is not None and abs(found - wanted) <= Decimal(repr(self.tolerance)))
+
+    def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
+        return "" if last_number(answer) is not None else f"answer {answer!r}, no number"
