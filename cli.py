@@ -200,6 +200,57 @@ def report(
         _print_report(found)
 
 
+@app.command()
+@fails_clearly
+def baseline(
+    target: Annotated[str, typer.Argument(metavar="RUN_DIR|PIPELINE", help="A merge's run directory, or a pipeline.")],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: linear, task_arithmetic, ties, dare_ties, slerp, off_policy, mixed_sft, opd."
+        ),
+    ],
+    share: Annotated[
+        str | None, typer.Option(help="Comma-separated shares of the merge's training, e.g. 0.1,0.3,1. Default: 1.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Default: the pipeline's.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="With a PIPELINE: where results go. Default: runs/NAME-baselines.")
+    ] = None,
+    keep_models: Annotated[bool, typer.Option("--keep-models", help="Keep the models that were compared.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Merge the same experts in another way, and measure the result on the same exams."""
+    from opd.config import load_pipeline
+    from pipelines.baselines.jobs import open_run, parse_methods, parse_shares, plan
+    from pipelines.catalog import find
+
+    methods, shares = parse_methods(method), parse_shares(share) if share is not None else None
+    if Path(target).is_dir():
+        if run_dir or overrides:
+            raise typer.BadParameter("--run-dir and --set go with a PIPELINE; a run directory has its own")
+        root = Path(target)
+        config = open_run(root)
+    else:
+        config = load_pipeline(find(target), overrides)
+        root = run_dir or Path("runs") / f"{config.name}-baselines"
+    jobs = plan(config, root, methods, shares, seed)
+    _wait_passively()
+    from pipelines.baselines.run import compute
+    from pipelines.merge import Interrupted
+
+    try:
+        results = compute(jobs, lambda line: typer.echo(line, err=True), keep_models)
+    except Interrupted as stopped:
+        _end(f"{stopped}, or the same command again", 130)
+    rows = [
+        (r.label, "-" if r.token_share is None else f"{r.token_share:g}", _count(r.tokens), f"{r.accuracy:.3f}")
+        for r in results
+    ]
+    _print_table(config.name, ("method", "share", "response tokens", "mean accuracy"), rows)
+    typer.echo(f"results: {root / 'baselines'}")
+
+
 @experts_app.command("add")
 @fails_clearly
 def experts_add(
@@ -277,8 +328,7 @@ def experts_train(
     from experts.spec import find_spec, load_spec
 
     loaded = load_spec(find_spec(spec), overrides)
-    # Read when torch loads its OpenMP: spinning threads slow down 10-fold as soon as anything else wants a core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _wait_passively()
     from experts.train import train_experts
 
     for path in train_experts(loaded, lambda line: typer.echo(line, err=True)):
@@ -380,6 +430,15 @@ def teachers_serve(
     from pipelines.serve import serve
 
     serve(config, door, typer.echo, lambda line: typer.echo(line, err=True))
+
+
+def _wait_passively() -> None:
+    """Before torch is imported, which reads it then: spinning threads slow down 10-fold as soon as another wants a core."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
 
 
 def _registry(root: Path | None) -> Any:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from opd.cluster import ray_session
 from opd.config import PipelineConfig
-from opd.evaluation.evaluator import DomainExam, EngineEvaluator
-from opd.evaluation.scores import DomainScore
 from opd.rollouts.vllm import VLLMRolloutEngine
 from pipelines.preflight import Inputs
 
@@ -20,12 +18,3 @@ def rollout_engine(config: PipelineConfig, inputs: Inputs) -> Iterator[VLLMRollo
         engine = VLLMRolloutEngine(config, config.student.model, inputs.student.eos_token_ids, inputs.tokenizer)
         engine.wait_ready()
         yield engine
-
-
-def examine(engine: VLLMRolloutEngine, exams: Mapping[str, DomainExam]) -> dict[str, DomainScore]:
-    """By domain, for the weights that the engine holds."""
-    accuracy = EngineEvaluator(engine, exams).evaluate()
-    return {
-        d: DomainScore(accuracy=a, stderr=0.0, low=a, high=a, questions=len(exams[d].prompts))
-        for d, a in accuracy.items()
-    }

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
@@ -24,9 +25,9 @@ from opd.errors import PromptError
 from opd.files import replace_dir
 from opd.prompts import MixedPrompts, read_prompt_lines, split_samples
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.types import Prompt, Teacher, WeightedTeacher
+from opd.types import Prompt, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
-from pipelines.preflight import Inputs, prompts_file
+from pipelines.preflight import Inputs
 
 PILOT_SAMPLES = 1000
 """Responses from which the mean length is estimated."""
@@ -35,6 +36,9 @@ CHUNK = 4096
 
 Author = Callable[[Sequence[Prompt]], list[tuple[int, ...]]]
 """Prompts -> a response to each, as token ids with the end token."""
+
+Completions = dict[str, tuple[int, ...]]
+"""Prompt id -> the answer in its prompts file as token ids, with the end token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,7 @@ def train_off_policy(
     by_domain = {d: [p for p in ps if _has_room(p, config)] for d, ps in inputs.prompts.items()}
     with author as write:
         shape = _shape(config, _num_samples(config, by_domain, write, budget))
-        prompts = list(_steps(config, by_domain, shape.samples))
+        prompts = [p for step in _steps(config, by_domain, shape.samples) for p in step]
         tell(f"{len(prompts)} responses: {config.trainer.steps} steps of {shape.samples}")
         responses = write(prompts)
     _fit(config, inputs, prompts, responses, shape, out, tell)
@@ -86,43 +90,43 @@ def write_by_experts(
     scratch: Path,
 ) -> list[tuple[int, ...]]:
     """Each prompt's response by an expert of its domain, of several drawn by their weights."""
+    teachers = {a.teacher.name: a.teacher for part in routes.values() for a in part}
     draw = random.Random(f"{seed}/authors")
-    chosen = [draw.choices([a.teacher for a in part], [a.weight for a in part])[0] for part in _parts(routes, prompts)]
+    by_author: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        part = routes[prompt.domain]
+        [author] = draw.choices([a.teacher.name for a in part], [a.weight for a in part])
+        by_author.setdefault(author, []).append(index)
     responses: dict[int, tuple[int, ...]] = {}
-    for teacher in dict.fromkeys(chosen):
-        mine = [i for i, author in enumerate(chosen) if author == teacher]
-        with whole_model(teacher, scratch) as directory:
+    for author, mine in by_author.items():
+        with whole_model(teachers[author], scratch) as directory:
             engine.load(directory)
         for number, start in enumerate(range(0, len(mine), CHUNK), start=1):
-            part = mine[start : start + CHUNK]
+            chunk = mine[start : start + CHUNK]
             # The engine's seeds depend on step and prompt: chunks stand where a merge has steps.
-            batch = engine.generate([prompts[i] for i in part], step=number, policy_version=0)
-            responses |= zip(part, (r.response_ids for r in batch.rollouts), strict=True)
+            batch = engine.generate([prompts[i] for i in chunk], step=number, policy_version=0)
+            responses |= zip(chunk, (r.response_ids for r in batch.rollouts), strict=True)
     return [responses[i] for i in range(len(prompts))]
 
 
-def _parts(
-    routes: Mapping[str, Sequence[WeightedTeacher]], prompts: Sequence[Prompt]
-) -> Iterator[Sequence[WeightedTeacher]]:
-    return (routes[prompt.domain] for prompt in prompts)
-
-
 @contextmanager
-def file_author(config: PipelineConfig, inputs: Inputs) -> Iterator[Author]:
-    """The completions of the prompts files. Raises: PromptError for a prompt without one."""
-    known = read_completions(config, inputs)
+def file_author(config: PipelineConfig, completions: Completions) -> Iterator[Author]:
+    """The prompts' own completions, as long as there is room for them."""
     room = config.rollout.max_model_len
-    yield lambda prompts: [known[p.id][: room - len(p.token_ids)] for p in prompts]
+    yield lambda prompts: [completions[p.id][: room - len(p.token_ids)] for p in prompts]
 
 
-def read_completions(config: PipelineConfig, inputs: Inputs) -> dict[str, tuple[int, ...]]:
-    """Prompt id -> its completion with the end token. Raises: PromptError."""
+def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
+    """Of every training prompt. Raises: PromptError."""
     from experts.sft import IGNORED, encode_line
 
-    completions = {}
+    completions: Completions = {}
     for domain, prompts in inputs.prompts.items():
-        file = prompts_file(domain, config.domains[domain], inputs.experts[inputs.teachers[domain].name])
-        for prompt, line in zip(prompts, read_prompt_lines(file), strict=True):
+        file = config.domains[domain].prompts or inputs.experts[inputs.teachers[domain].name].prompts
+        assert file is not None, "the pipeline was checked"
+        lines = read_prompt_lines(file)
+        for prompt in prompts:
+            line = lines[int(prompt.id.rpartition("/")[2])]
             if line.completion is None:
                 raise PromptError.at(
                     f"{file}: prompt {prompt.id}",
@@ -140,15 +144,12 @@ def _has_room(prompt: Prompt, config: PipelineConfig) -> bool:
     return 0 < len(prompt.token_ids) < config.rollout.max_model_len
 
 
-def _steps(config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], samples: int) -> Iterator[Prompt]:
-    """The prompts of all steps in order, every domain in each."""
+def _steps(config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], samples: int) -> Iterator[list[Prompt]]:
+    """The prompts of each step, every domain among them."""
     weights = {name: 1.0 if d.weight == "auto" else d.weight for name, d in config.domains.items()}
     mixed = MixedPrompts(by_domain, split_samples(samples, weights), config.seed)
     for step in range(1, config.trainer.steps + 1):
-        prompts = mixed.take(step)
-        # Grouped by domain as they come, a micro-batch would hold one domain only; the sum over the step is the same.
-        random.Random(f"{config.seed}/{step}").shuffle(prompts)
-        yield from prompts
+        yield mixed.take(step)
 
 
 def _num_samples(
@@ -158,7 +159,9 @@ def _num_samples(
     samples = config.trainer.samples_per_step
     if budget is None:
         return samples
-    pilot = [p for p, _ in zip(_steps(config, by_domain, samples), range(PILOT_SAMPLES), strict=False)]
+    # Whole steps, in which each domain has its share.
+    steps = islice(_steps(config, by_domain, samples), -(-PILOT_SAMPLES // samples))
+    pilot = [p for step in steps for p in step]
     mean_length = fmean(map(len, write(pilot)))
     return max(len(by_domain), round(budget / config.trainer.steps / mean_length))
 
@@ -179,7 +182,7 @@ def _fit(
     out: Path,
     tell: Callable[[str], None],
 ) -> None:
-    """Write the trained student to `out`, whole or not at all, in the type that it was stored in."""
+    """Write the trained student to `out`, whole or not at all, in the type that a merge exports."""
     import torch
     from transformers import AutoModelForCausalLM, set_seed
 
@@ -206,6 +209,6 @@ def _fit(
         scratch=staging,
         report=lambda step, loss: tell(f"step {step}/{config.trainer.steps}  loss {loss:.4f}"),
     )
-    model.to(getattr(torch, inputs.student.dtype)).save_pretrained(staging)
+    model.to(getattr(torch, config.trainer.dtype)).save_pretrained(staging)
     inputs.tokenizer.save_pretrained(staging)
     replace_dir(staging, out)

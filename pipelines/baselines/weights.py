@@ -6,7 +6,7 @@ it would do. The validation prompts are the last of each domain's training promp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,14 +85,10 @@ def validation_exams(config: PipelineConfig, inputs: Inputs) -> dict[str, Domain
     exams = {}
     for domain, exam in inputs.exams.items():
         prompts = inputs.prompts[domain][-config.evaluate.samples :]
-        _refuse_without_answer(domain, prompts)
+        if any(question.answer for question in exam.prompts):  # some verifiers need none
+            _refuse_without_answer(domain, prompts)
         exams[domain] = DomainExam(tuple(prompts), exam.verifier)
     return exams
-
-
-def best(accuracy: Mapping[float, float]) -> float:
-    """The strength of the highest accuracy, of several the weakest."""
-    return min(accuracy, key=lambda strength: (-accuracy[strength], strength))
 
 
 def _shapes(model_dir: Path) -> dict[str, list[int]]:
