@@ -251,6 +251,36 @@ def baseline(
     typer.echo(f"results: {root / 'baselines'}")
 
 
+@app.command()
+@fails_clearly
+def compare(
+    pipeline: Annotated[str, typer.Argument(help="A pipeline file, or the name of a shipped one.")],
+    seeds: Annotated[str, typer.Option(help="Comma-separated, at most ten.")] = "0,1,2",
+    method: Annotated[str | None, typer.Option(help="As of `opd baseline`, comma-separated. Default: all.")] = None,
+    share: Annotated[str, typer.Option(help="Shares of the merge's training for methods that train.")] = "0.1,0.3,1",
+    run_dir: Annotated[Path | None, typer.Option(help="Where it all goes. Default: runs/NAME-compare.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """A merge and every baseline, over several seeds, as one table and one picture; goes on where it was interrupted."""
+    from opd.config import load_pipeline
+    from pipelines.baselines.jobs import METHODS, parse_methods, parse_seeds, parse_shares
+    from pipelines.catalog import find
+
+    numbers, methods, shares = parse_seeds(seeds), parse_methods(method or ",".join(METHODS)), parse_shares(share)
+    config = load_pipeline(find(pipeline), overrides)
+    root = run_dir or Path("runs") / f"{config.name}-compare"
+    _wait_passively()
+    from pipelines.baselines import compare as comparing
+    from pipelines.merge import Interrupted
+
+    try:
+        rows = comparing.compare(config, root, numbers, methods, shares, lambda line: typer.echo(line, err=True))
+    except Interrupted:
+        _end("stopped, checkpoint written; go on with the same command", 130)
+    _print_table(config.name, comparing.COLUMNS, [comparing.cells(row) for row in rows])
+    typer.echo(f"table: {root / 'comparison.md'}\npicture: {root / 'comparison.svg'}")
+
+
 @experts_app.command("add")
 @fails_clearly
 def experts_add(

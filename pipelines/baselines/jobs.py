@@ -21,6 +21,7 @@ from pipelines.build import RunPaths
 TRAINED_METHODS = {"off_policy": "Off-policy", "mixed_sft": "Mixed SFT", "opd": "On-policy"}
 """Method -> label: those that train, and have shares of the merge's training."""
 METHODS = (*WEIGHT_METHODS, *TRAINED_METHODS)
+MAX_SEEDS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,19 @@ def parse_shares(text: str) -> list[float]:
             )
         shares.append(share)
     return list(dict.fromkeys(shares))
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Comma-separated seeds. Raises: ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts) or len(parts) > MAX_SEEDS:
+        raise ConfigError.at(
+            "--seeds",
+            found=repr(text),
+            wanted=f"whole numbers, each once, at most {MAX_SEEDS}",
+            fix="for example --seeds 0,1,2",
+        )
+    return [int(part) for part in parts]
 
 
 def scaled(config: PipelineConfig, share: float) -> PipelineConfig:

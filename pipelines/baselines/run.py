@@ -24,25 +24,23 @@ from pipelines import merge as merging
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
 from pipelines.baselines.jobs import TRAINED_METHODS, Job
-from pipelines.baselines.mergekit import environment, merge_weights
+from pipelines.baselines.mergekit import Recipe, environment, merge_weights
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
 from pipelines.preflight import Inputs, check
 
 
 def compute(jobs: Sequence[Job], tell: Callable[[str], None], keep_models: bool = False) -> list[BaselineResult]:
-    """Every job's result: read where it exists, else computed. The jobs are of one run directory.
+    """Every job's result: read where it exists, else computed. The jobs are of one run directory and one seed.
 
     Raises: OpdError before any compute; RunError if one fails (those before it are on disk); Interrupted after Ctrl-C in
     a merge.
     """
     todo = [job for job in jobs if not job.result.exists()]
     if todo:
-        inputs = check(todo[0].config)  # steps and seed have no part in what is checked
+        inputs = check(todo[0].config)  # shares have no part in what is checked
         completions = _check_all(todo, inputs)
         with _locked(todo[0].root / "baselines"):
-            for job in todo:
-                tell(f"{job.name}: begins")
-                result = _compute(job, inputs, completions, _named(tell, job.name))
+            for job, result in _compute(todo, inputs, completions, tell):
                 result.save(job.result)
                 tell(f"{job.name}: mean accuracy {result.accuracy:.3f} after {result.wall_s:.0f} s")
                 if not keep_models:
@@ -77,14 +75,21 @@ def _check_all(jobs: Sequence[Job], inputs: Inputs) -> Completions:
     return read_completions(config, inputs) if "mixed_sft" in methods else {}
 
 
-def _compute(job: Job, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> BaselineResult:
-    began = time.monotonic()
-    if job.method in WEIGHT_METHODS:
-        found = _merge_weights(job, inputs, tell)
-    elif job.method == "opd":
-        found = _merge_on_policy(job)
-    else:
-        found = _imitate(job, inputs, completions, tell)
+def _compute(
+    jobs: Sequence[Job], inputs: Inputs, completions: Completions, tell: Callable[[str], None]
+) -> Iterator[tuple[Job, BaselineResult]]:
+    """Merges of weights first, which share one process of mergekit and one engine."""
+    weights = [job for job in jobs if job.method in WEIGHT_METHODS]
+    if weights:
+        yield from _merge_weights(weights, inputs, tell)
+    for job in (job for job in jobs if job.method not in WEIGHT_METHODS):
+        tell(f"{job.name}: begins")
+        began = time.monotonic()
+        found = _merge_on_policy(job) if job.method == "opd" else _imitate(job, inputs, completions, _named(tell, job))
+        yield job, _result(job, found, time.monotonic() - began)
+
+
+def _result(job: Job, found: _Found, wall_s: float) -> BaselineResult:
     label = {**{n: m.label for n, m in WEIGHT_METHODS.items()}, **TRAINED_METHODS}[job.method]
     return BaselineResult(
         method=job.method,
@@ -95,7 +100,7 @@ def _compute(job: Job, inputs: Inputs, completions: Completions, tell: Callable[
         seed=job.config.seed,
         scores=found.scores,
         validation=found.validation,
-        wall_s=round(time.monotonic() - began, 1),
+        wall_s=round(wall_s, 1),
     )
 
 
@@ -109,36 +114,57 @@ class _Found:
     tokens: int | None = None
 
 
-def _merge_weights(job: Job, inputs: Inputs, tell: Callable[[str], None]) -> _Found:
-    method, config = WEIGHT_METHODS[job.method], job.config
+def _merge_weights(
+    jobs: Sequence[Job], inputs: Inputs, tell: Callable[[str], None]
+) -> Iterator[tuple[Job, BaselineResult]]:
+    """The time of mergekit's process is shared out evenly among the methods."""
     home = environment(tell)
-    candidates = {f"{job.name}-{number}": strength for number, strength in enumerate(method.strengths())}
+    merged = jobs[0].model.with_name(".tmp-merged")
+    config = jobs[0].config
+    recipes: dict[str, Recipe] = {}
+    began = time.monotonic()
     with ExitStack() as adapters:
         experts = [
-            adapters.enter_context(whole_model(e.teacher, job.model.with_name(f".tmp-expert-{name}")))
+            adapters.enter_context(whole_model(e.teacher, merged.with_name(f".tmp-expert-{name}")))
             for name, e in inputs.experts.items()
         ]
-        recipes = {name: method.recipe(inputs.student, experts, s) for name, s in candidates.items()}
-        merged = job.model.with_name(f".tmp-{job.name}")
+        for job in jobs:
+            method = WEIGHT_METHODS[job.method]
+            recipes |= {_candidate(job, s): method.recipe(inputs.student, experts, s) for s in method.strengths()}
+        tell(f"weights: {len(recipes)} merges for {', '.join(job.name for job in jobs)}")
         merge_weights(recipes, merged, seed=config.seed, timeout_s=config.cluster.phase_timeout_s, home=home)
-    tell(f"{len(candidates)} models merged")
     with rollout_engine(config, inputs) as engine:
-        chosen = next(iter(candidates))
-        validation: dict[str, float] = {}
-        if method.grid:
-            exams = validation_exams(config, inputs)
-            for name, strength in candidates.items():
-                engine.load(merged / name)
-                found = fmean(_examine(engine, exams, job, inputs, tell).accuracy.values())
-                validation[f"{strength:g}"] = found
-                tell(f"strength {strength:g}: {found:.3f} on validation prompts")
-            # Of several that are equally good the weakest: max keeps the first.
-            chosen = max(candidates, key=lambda name: validation[f"{candidates[name]:g}"])
-        engine.load(merged / chosen)
-        scores = _examine(engine, inputs.exams, job, inputs, tell).scores
-    replace_dir(merged / chosen, job.model)
+        shared_s = (time.monotonic() - began) / len(jobs)
+        for job in jobs:
+            began = time.monotonic()
+            found = _best(job, inputs, merged, engine, _named(tell, job))
+            replace_dir(merged / _candidate(job, found.strength), job.model)
+            yield job, _result(job, found, shared_s + time.monotonic() - began)
     shutil.rmtree(merged)
-    return _Found(scores=scores, strength=candidates[chosen], validation=validation)
+
+
+def _candidate(job: Job, strength: float | None) -> str:
+    """Name of a merged model; never one of mergekit's own words, such as a method's name."""
+    return f"merged-{job.name}" if strength is None else f"merged-{job.name}-{strength:g}"
+
+
+def _best(job: Job, inputs: Inputs, merged: Path, engine: VLLMRolloutEngine, tell: Callable[[str], None]) -> _Found:
+    """The exam of the strength that is best on the validation prompts, of several the weakest."""
+    method = WEIGHT_METHODS[job.method]
+    validation: dict[float, float] = {}
+    if method.grid:
+        exams = validation_exams(job.config, inputs)
+        for strength in method.grid:
+            engine.load(merged / _candidate(job, strength))
+            validation[strength] = fmean(_examine(engine, exams, job, inputs, tell).accuracy.values())
+            tell(f"strength {strength:g}: {validation[strength]:.3f} on validation prompts")
+    chosen = max(validation, key=lambda strength: validation[strength]) if validation else None
+    engine.load(merged / _candidate(job, chosen))
+    return _Found(
+        scores=_examine(engine, inputs.exams, job, inputs, tell).scores,
+        strength=chosen,
+        validation={f"{strength:g}": value for strength, value in validation.items()},
+    )
 
 
 def _imitate(job: Job, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _Found:
@@ -177,8 +203,8 @@ def _examine(
     return EngineEvaluator(engine, exams, job.config.evaluate, inputs.tokenizer, tell).evaluate(model=job.name)
 
 
-def _named(tell: Callable[[str], None], name: str) -> Callable[[str], None]:
-    return lambda line: tell(f"{name}: {line}")
+def _named(tell: Callable[[str], None], job: Job) -> Callable[[str], None]:
+    return lambda line: tell(f"{job.name}: {line}")
 
 
 @contextmanager

@@ -48,12 +48,12 @@ class WeightMethod:
 WEIGHT_METHODS: dict[str, WeightMethod] = {
     "linear": WeightMethod(label="Linear", kind="linear"),
     "task_arithmetic": WeightMethod(
-        label="Task arithmetic", kind="task_arithmetic", grid=(0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+        label="Task arithmetic", kind="task_arithmetic", grid=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
     ),
     # The difference of each number is averaged over the experts that agree on its sign, so strengths begin higher.
-    "ties": WeightMethod(label="TIES", kind="ties", grid=(0.3, 0.5, 1.0, 1.5, 2.0), density=0.2),
+    "ties": WeightMethod(label="TIES", kind="ties", grid=(0.1, 0.3, 0.5, 1.0, 1.5), density=0.2),
     "dare_ties": WeightMethod(
-        label="DARE-TIES", kind="dare_ties", grid=(0.05, 0.1, 0.2, 0.3, 0.5, 1.0), density=0.5, random=True
+        label="DARE-TIES", kind="dare_ties", grid=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0), density=0.5, random=True
     ),
     # mergekit's `slerp` takes two models; this is the same on the sphere for any number.
     "slerp": WeightMethod(label="SLERP", kind="multislerp"),
