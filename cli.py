@@ -221,6 +221,7 @@ def baseline(
     overrides: SetOption = None,
 ) -> None:
     """Merge the same experts in another way, and measure the result on the same exams."""
+    _wait_passively()
     from opd.config import load_pipeline
     from pipelines.baselines.jobs import open_run, parse_methods, parse_shares, plan
     from pipelines.catalog import find
@@ -235,7 +236,6 @@ def baseline(
         config = load_pipeline(find(target), overrides)
         root = run_dir or Path("runs") / f"{config.name}-baselines"
     jobs = plan(config, root, methods, shares, seed)
-    _wait_passively()
     from pipelines.baselines.run import compute
     from pipelines.merge import Interrupted
 
@@ -262,6 +262,7 @@ def compare(
     overrides: SetOption = None,
 ) -> None:
     """A merge and every baseline, over several seeds, as one table and one picture; goes on where it was interrupted."""
+    _wait_passively()
     from opd.config import load_pipeline
     from pipelines.baselines.jobs import METHODS, parse_methods, parse_seeds, parse_shares
     from pipelines.catalog import find
@@ -269,7 +270,6 @@ def compare(
     numbers, methods, shares = parse_seeds(seeds), parse_methods(method or ",".join(METHODS)), parse_shares(share)
     config = load_pipeline(find(pipeline), overrides)
     root = run_dir or Path("runs") / f"{config.name}-compare"
-    _wait_passively()
     from pipelines.baselines import compare as comparing
     from pipelines.merge import Interrupted
 

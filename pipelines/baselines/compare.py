@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from opd.config import PipelineConfig
 from opd.evaluation.baselines import BaselineResult
@@ -102,16 +101,18 @@ def compare(
         for seed in seeds
     ]
     rows = table(found)
+    before = Measured.of([fmean(one.before.accuracy.values()) for one in found])
+    expert = Measured.of([fmean(one.expert.accuracy.values()) for one in found])
     data = {
         "format": FORMAT,
         "name": config.name,
         "seeds": list(seeds),
-        "before": asdict(Measured.of([fmean(one.before.accuracy.values()) for one in found])),
-        "expert": asdict(Measured.of([fmean(one.expert.accuracy.values()) for one in found])),
+        "before": asdict(before),
+        "expert": asdict(expert),
         "rows": [asdict(row) for row in rows],
     }
     atomic_write_text(root / "comparison.json", json.dumps(data, indent=1))
-    atomic_write_text(root / "comparison.md", markdown(data["before"], data["expert"], rows))
+    atomic_write_text(root / "comparison.md", markdown(before, expert, rows))
     draw(rows, root / "comparison.svg")
     return rows
 
@@ -197,10 +198,10 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def markdown(before: dict[str, Any], expert: dict[str, Any], rows: Sequence[Row]) -> str:
+def markdown(before: Measured, expert: Measured, rows: Sequence[Row]) -> str:
     """The table, with what it starts from and aims at."""
     lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(cells, rows)]
-    note = f"Mean accuracy of the student before: {before['mean']:.3f}; of the experts: {expert['mean']:.3f}."
+    note = f"Mean accuracy of the student before: {before.mean:.3f}; of the experts: {expert.mean:.3f}."
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
 
 
@@ -212,18 +213,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
-    for method in dict.fromkeys(row.method for row in rows):
-        mine = sorted((row for row in rows if row.method == method), key=lambda row: row.share or 0)
-        means = [row.accuracy.mean for row in mine]
-        if mine[0].share is None:
-            axes.axhline(means[0], linestyle=":", linewidth=1, color="#888888")
-            axes.annotate(mine[0].label, (1, means[0]), xycoords=("axes fraction", "data"), fontsize=7, ha="right")
-        else:
-            errors = [
-                [r.accuracy.mean - r.accuracy.low for r in mine],
-                [r.accuracy.high - r.accuracy.mean for r in mine],
-            ]
-            axes.errorbar([r.share for r in mine], means, yerr=errors, marker="o", capsize=3, label=mine[0].label)
+    for row in (row for row in rows if row.share is None):
+        axes.axhline(row.accuracy.mean, linestyle=":", linewidth=1, color="#888888")
+        place = (1, row.accuracy.mean)
+        axes.annotate(row.label, place, xycoords=("axes fraction", "data"), fontsize=7, ha="right", va="bottom")
+    for method in dict.fromkeys(row.method for row in rows if row.share is not None):
+        points = [(row.share, row.accuracy) for row in rows if row.method == method and row.share is not None]
+        means = [accuracy.mean for _, accuracy in points]
+        errors = [[a.mean - a.low for _, a in points], [a.high - a.mean for _, a in points]]
+        label = TRAINED_METHODS[method]
+        axes.errorbar([share for share, _ in points], means, yerr=errors, marker="o", capsize=3, label=label)
     axes.set(xlabel="share of the merge's response tokens", ylabel="mean accuracy over domains", xscale="log")
     shares = sorted({row.share for row in rows if row.share is not None})
     axes.set_xticks(shares, [f"{share:g}" for share in shares], minor=False)
