@@ -29,10 +29,15 @@ Recipe = dict[str, Any]
 """One YAML document of mergekit."""
 
 
-def environment(tell: Callable[[str], None]) -> Path:
-    """The directory that mergekit is imported from, made if it is not there. Raises: RunError."""
+def environment_dir() -> Path:
+    """The directory that mergekit is imported from, whether it is there or not."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    home = _cache_dir() / "opd-merge" / f"mergekit-py{version}-{blake3_file(REQUIREMENTS)[:12]}"
+    return _cache_dir() / "opd-merge" / f"mergekit-py{version}-{blake3_file(REQUIREMENTS)[:12]}"
+
+
+def environment(tell: Callable[[str], None]) -> Path:
+    """`environment_dir`, made if it is not there. Raises: RunError."""
+    home = environment_dir()
     if home.exists():
         return home
     home.parent.mkdir(parents=True, exist_ok=True)
