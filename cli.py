@@ -126,24 +126,55 @@ def merge(
 @app.command()
 @fails_clearly
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="Hugging Face directory.")],
-    pipeline: Annotated[str, typer.Option("--pipeline", help="Pipeline whose domains and verifiers to use.")],
+    models: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="MODEL...", help="Hugging Face or LoRA adapter directories, or a run directory."),
+    ] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option("--pipeline", help="Whose exams to take. Default: that of the run the first MODEL comes from."),
+    ] = None,
     domains: Annotated[str | None, typer.Option(help="Comma-separated; default: all that have an eval.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Several models side by side in one table.")] = False,
+    matrix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN_DIR|PIPELINE", help="Every expert, the student and the merged model on every domain."
+        ),
+    ] = None,
+    lm_eval: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lm-eval", metavar="TASK", help="A task of lm-evaluation-harness, by name or YAML file; repeat."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write that JSON object to a file too.")] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Accuracy of a model on each domain: greedy answers, judged by the domain's verifier."""
-    from opd.config import load_pipeline
-    from pipelines.catalog import find
+    """How well models answer: held-out prompts of a pipeline's domains, with intervals, and public tasks."""
+    if bool(models) == bool(matrix) or (matrix and (pipeline or compare or lm_eval)):
+        raise typer.BadParameter("give MODELs, or --matrix alone (with --domains and --set)")
+    from pipelines.examine import examine_matrix, examine_models
 
-    config = load_pipeline(find(pipeline), overrides)
-    from pipelines.evaluate import evaluate_model
+    def tell(line: str) -> None:
+        typer.echo(line, err=True)
 
-    accuracy = evaluate_model(config, model, domains.split(",") if domains else None)
-    if as_json:
-        typer.echo(json.dumps({"model": str(model), "pipeline": config.name, "accuracy": accuracy}))
+    named = domains.split(",") if domains else None
+    if matrix:
+        found = examine_matrix(matrix, named, overrides, tell)
     else:
-        _print_table(str(model), ("domain", "accuracy"), [(name, f"{value:.3f}") for name, value in accuracy.items()])
+        tasks = [task for item in lm_eval or () for task in item.split(",")]
+        found = examine_models(models or [], pipeline, named, tasks, overrides, compare, tell)
+    if output:
+        from opd.files import atomic_write_text
+
+        atomic_write_text(output, json.dumps(found.data, indent=1) + "\n")
+    if as_json:
+        typer.echo(json.dumps(found.data))
+        return
+    for title, columns, rows in found.tables:
+        _print_table(title, columns, rows)
 
 
 @app.command()

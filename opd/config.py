@@ -179,9 +179,7 @@ def _known_verifier(value: Any) -> Any:
 
 
 def _verifier_kind(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"~{value['kind']}"
-    return f"~{value.kind}" if isinstance(value, Strict) else "~name"
+    return f"~{value['kind'] if isinstance(value, Mapping) else getattr(value, 'kind', 'name')}"
 
 
 VerifierConfig = Annotated[
@@ -528,6 +526,8 @@ class LMEvalConfig(Strict):
     """Which of the harness's adapters runs the model."""
     limit: int | None = Field(None, ge=1)
     """Questions per task, for a first look; default: all."""
+    timeout_s: float = Field(14400, gt=0, allow_inf_nan=False)
+    """Deadline for all tasks of one model."""
 
 
 def _lm_eval_tasks(value: Any) -> Any:

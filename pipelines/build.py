@@ -53,6 +53,10 @@ class RunPaths:
         return self.root / "evaluation"
 
     @property
+    def lm_eval(self) -> Path:
+        return self.evaluation / "lm-eval.json"
+
+    @property
     def targets(self) -> Path:
         return self.root / "targets"
 

@@ -1,30 +1,295 @@
-"""`opd evaluate`: one engine, one model, every exam of a pipeline."""
+"""`opd evaluate`: models on the exams of a pipeline, side by side or every expert on every domain, and on public tasks.
+
+models, or a pipeline's student and experts ── checked ─┬─→ one rollout engine, each model loaded in turn ─→ Evaluation
+                                                        └─→ lm-evaluation-harness, a process each ─→ its scores
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from experts.model_dir import inspect_model
+from experts.adapter import inspect_expert, whole_model
+from experts.model_dir import ModelInfo, token_map
 from opd.cluster import ray_session
-from opd.config import PipelineConfig
-from opd.errors import ConfigError
-from opd.evaluation.evaluator import EngineEvaluator
+from opd.config import LMEvalConfig, PipelineConfig
+from opd.errors import ConfigError, ModelError, RunDirError
+from opd.evaluation.evaluator import BEFORE, MERGED, DomainExam, EngineEvaluator
+from opd.evaluation.harness import TaskScores, check_tasks, run_tasks
+from opd.evaluation.scores import FORMAT, Evaluation
+from opd.files import atomic_write_text
 from opd.rollouts.vllm import VLLMRolloutEngine
-from pipelines.preflight import load_exams, load_tokenizer
+from opd.types import Teacher
+from pipelines.exams import load_exams, load_training, refuse_leaks
+from pipelines.preflight import Inputs, check, inspect_student, load_tokenizer
+
+Tell = Callable[[str], None]
 
 
-def evaluate_model(config: PipelineConfig, model_dir: Path, domains: list[str] | None) -> dict[str, float]:
-    """Accuracy in 0..1 per domain. Raises: OpdError before the engine starts; RunError if it fails."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model to be examined."""
+
+    model: Teacher
+    """Its name is the one in tables and files."""
+    exams: Mapping[str, DomainExam]
+    tokenizer: Any
+    """By which its prompts were encoded."""
+    eos_token_ids: tuple[int, ...]
+
+
+# Models side by side
+
+
+def evaluate_models(
+    config: PipelineConfig, model_dirs: Sequence[Path], domains: Sequence[str] | None, tell: Tell
+) -> dict[str, Evaluation]:
+    """Every model (a full one, or a LoRA adapter whose base can be found) on the named domains, by its path.
+
+    Raises: OpdError before the engine starts; RunError if it fails.
+    """
+    subjects = check_models(config, model_dirs, domains, tell)
+    return _examine(config, subjects, tell)
+
+
+def check_models(
+    config: PipelineConfig, model_dirs: Sequence[Path], domains: Sequence[str] | None, tell: Tell
+) -> list[Subject]:
+    """Read and check all that an evaluation needs; no compute. Raises: OpdError for the first thing that is wrong."""
+    names = examined_domains(config, domains)
+    inspected = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
+    if config.student.model.is_dir():
+        student = inspect_student(config)
+        for path, (info, _) in inspected.items():
+            _refuse_other_vocabulary(path, info, student)
+    else:
+        tell(f"warning: {config.student.model} is not here, so vocabularies are not compared with the student's")
+    subjects = []
+    for path, (info, adapter) in inspected.items():
+        tokenizer = load_tokenizer(Path(info.path))
+        exams = load_exams(config, tokenizer, names)
+        files = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None and c.prompts.is_file()}
+        refuse_leaks(exams, load_training(config, files, tokenizer))
+        model = Teacher(name=str(path), model_dir=Path(info.path), adapter_dir=Path(adapter.path) if adapter else None)
+        subjects.append(Subject(model=model, exams=exams, tokenizer=tokenizer, eos_token_ids=info.eos_token_ids))
+    _refuse_other_ends(subjects)
+    return subjects
+
+
+def examined_domains(config: PipelineConfig, domains: Sequence[str] | None) -> list[str]:
+    """Those named, or all that have an exam. Raises: ConfigError for one that has none, or if none has."""
     measured = [name for name, domain in config.domains.items() if domain.eval]
     for name in domains or []:
         if name not in measured:
             raise ConfigError.at(
-                "--domains", found=name, wanted=f"domains with an eval: {', '.join(measured)}", fix="correct the name"
+                "--domains",
+                found=f"{name}, " + ("a domain without an `eval`" if name in config.domains else "no domain"),
+                wanted=f"domains with an `eval`: {', '.join(measured) or 'there are none'}",
+                fix=f"correct the name, or give domains.{name}.eval" if name in config.domains else "correct the name",
             )
-    info = inspect_model(model_dir)
-    tokenizer = load_tokenizer(model_dir)
-    exams = load_exams(config, tokenizer, domains)
-    with ray_session(config.cluster, config.rollout.workers):
-        engine = VLLMRolloutEngine(config, model_dir, info.eos_token_ids, tokenizer)
+    if not measured:
+        raise ConfigError.at(
+            "domains",
+            found=f"no `eval` in {', '.join(config.domains)}",
+            wanted="held-out prompts in at least one domain",
+            fix="set domains.NAME.eval: {prompts: HELD_OUT.jsonl}",
+        )
+    return list(domains) if domains else measured
+
+
+def _refuse_other_vocabulary(path: Path, model: ModelInfo, student: ModelInfo) -> None:
+    if model.vocab_hash == student.vocab_hash:
+        return
+    ours, theirs = token_map(Path(student.path)), token_map(Path(model.path))
+    first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    raise ModelError.at(
+        path,
+        found=f"another vocabulary: {len(theirs)} tokens to the student's {len(ours)}, and id {first} is "
+        f"{theirs.get(first)!r}, not {ours.get(first)!r}",
+        wanted=f"the token ids of the pipeline's student, {student.path}",
+        fix="evaluate it with a pipeline whose student has this vocabulary",
+    )
+
+
+def _refuse_other_ends(subjects: Sequence[Subject]) -> None:
+    """One engine stops all of them at the same tokens."""
+    first = subjects[0]
+    for other in subjects[1:]:
+        if set(other.eos_token_ids) != set(first.eos_token_ids):
+            raise ModelError.at(
+                other.model.name,
+                found=f"end tokens {sorted(other.eos_token_ids)}",
+                wanted=f"{sorted(first.eos_token_ids)}, those of {first.model.name}",
+                fix="evaluate the two one after the other",
+            )
+
+
+# Everyone on every domain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """What each model of a merge can do on each of its domains."""
+
+    models: Mapping[str, Evaluation]
+    """`student before`, every expert by name and, if there is one, `merged`; each on the same domains."""
+    own: Mapping[str, tuple[str, ...]]
+    """By model: the domains that it teaches; those of the merged model are all."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What `evaluation/matrix.json` holds."""
+        models = {name: asdict(found) for name, found in self.models.items()}
+        return {"format": FORMAT, "models": models, "own": {name: list(mine) for name, mine in self.own.items()}}
+
+
+def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequence[str] | None, tell: Tell) -> Matrix:
+    """The student before, every expert and, if there is one, the merged model, each on each (named) domain.
+
+    All read the student's prompts, as in the merge. Raises: OpdError before the engine starts; RunError if it fails.
+    """
+    inputs, subjects = check_matrix(config, merged, domains)
+    models = _examine(config, subjects, tell)
+    routed = [(part.teacher.name, domain) for domain, assigned in inputs.routes.items() for part in assigned]
+    own = {name: tuple(d for teacher, d in routed if teacher == name or name == MERGED) for name in models}
+    return Matrix(models=models, own=own)
+
+
+def check_matrix(
+    config: PipelineConfig, merged: Path | None, domains: Sequence[str] | None
+) -> tuple[Inputs, list[Subject]]:
+    """Read and check everything that the matrix needs; no compute. Raises: OpdError for the first thing that is wrong."""
+    names = examined_domains(config, domains)
+    inputs = check(config)
+    models = [Teacher(name=BEFORE, model_dir=config.student.model.absolute())]
+    models += dict.fromkeys(part.teacher for assigned in inputs.routes.values() for part in assigned)
+    if merged is not None:
+        if not merged.is_dir():
+            raise RunDirError.at(
+                merged,
+                found="no such directory",
+                wanted="the model of a finished merge",
+                fix=f"finish it with `opd merge --resume {merged.parent}`, or give the pipeline to leave it out",
+            )
+        _refuse_other_vocabulary(merged, inspect_expert(merged)[0], inputs.student)
+        models.append(Teacher(name=MERGED, model_dir=merged.absolute()))
+    if len({model.name for model in models}) < len(models):
+        raise ConfigError.at(
+            "experts", found=f"an expert called `{MERGED}`", wanted="another name", fix="the merged model has this one"
+        )
+    exams = {name: inputs.exams[name] for name in names}
+    ends = inputs.student.eos_token_ids
+    subjects = [Subject(model=m, exams=exams, tokenizer=inputs.tokenizer, eos_token_ids=ends) for m in models]
+    return inputs, subjects
+
+
+def _examine(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:
+    """One engine for all; the first model is the one that it starts with."""
+    found = {}
+    with ray_session(config.cluster, config.rollout.workers), _whole(subjects[0].model) as start:
+        first = subjects[0]
+        engine = VLLMRolloutEngine(config, start, first.eos_token_ids, first.tokenizer)
         engine.wait_ready()
-        return EngineEvaluator(engine, exams).evaluate()
+        for subject in subjects:
+            if subject is not first:
+                with _whole(subject.model) as directory:
+                    engine.load(directory)
+            evaluator = EngineEvaluator(engine, subject.exams, config.evaluate, subject.tokenizer, tell)
+            evaluation = evaluator.evaluate(model=subject.model.name)
+            found[subject.model.name] = evaluation
+            mean = fmean(evaluation.accuracy.values())
+            tell(f"{subject.model.name}: mean accuracy {mean:.3f} over {len(evaluation.scores)} domains")
+    return found
+
+
+@contextmanager
+def _whole(model: Teacher) -> Iterator[Path]:
+    with (
+        TemporaryDirectory(prefix="opd-evaluate-") as scratch,
+        whole_model(model, Path(scratch) / "model") as directory,
+    ):
+        yield directory
+
+
+# Public tasks
+
+
+def lm_eval_models(settings: LMEvalConfig, model_dirs: Sequence[Path], dtype: str, tell: Tell) -> dict[str, TaskScores]:
+    """Every model on the tasks, by its path. Raises: OpdError before anything runs; RunError if the harness fails."""
+    check_tasks(settings)
+    inspected = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
+    found = {}
+    for path, (info, adapter) in inspected.items():
+        model = Teacher(name=str(path), model_dir=Path(info.path), adapter_dir=Path(adapter.path) if adapter else None)
+        tell(f"{path}: lm-evaluation-harness, {', '.join(settings.tasks)}")
+        with _whole(model) as directory:
+            found[str(path)] = run_tasks(settings, directory, dtype)
+    return found
+
+
+def lm_eval_merge(config: PipelineConfig, merged: Path, file: Path) -> None:
+    """The pipeline's tasks, if it has any, for the student before and the merged model; written to `file`."""
+    settings = config.evaluate.lm_eval
+    if settings.tasks:
+        models = {BEFORE: config.student.model, MERGED: merged}
+        found = {name: run_tasks(settings, path, config.rollout.dtype) for name, path in models.items()}
+        atomic_write_text(file, json.dumps({"format": FORMAT, "models": found}, indent=1))
+
+
+# Tables
+
+
+def score_rows(found: Evaluation) -> list[tuple[str, ...]]:
+    """Domain, accuracy, 95 % interval, questions x answers, then pass@k for each k above 1, length, truncated, failed."""
+    return [
+        (
+            domain,
+            f"{s.accuracy:.3f}",
+            f"{s.low:.3f} to {s.high:.3f}",
+            f"{s.questions} x {s.samples}" if s.samples > 1 else str(s.questions),
+            *(f"{value:.3f}" for k, value in s.pass_at.items() if k != "1"),
+            f"{s.mean_tokens:.1f}",
+            f"{s.truncated:.0%}",
+            str(s.failed),
+        )
+        for domain, s in found.scores.items()
+    ]
+
+
+def score_columns(found: Evaluation) -> tuple[str, ...]:
+    """Headings of `score_rows`."""
+    first = next(iter(found.scores.values()))
+    passes = (f"pass@{k}" for k in first.pass_at if k != "1")
+    return ("domain", "accuracy", "95 % interval", "questions", *passes, "tokens", "truncated", "verifier failed")
+
+
+def compare_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:
+    """Domain, then for each model its accuracy with the 95 % interval; a last row with the means."""
+    first = next(iter(models.values()))
+    rows = [
+        (domain, *(f"{(s := m.scores[domain]).accuracy:.3f} ({s.low:.2f} to {s.high:.2f})" for m in models.values()))
+        for domain in first.scores
+    ]
+    return [*rows, ("mean", *(f"{fmean(m.accuracy.values()):.3f}" for m in models.values()))]
+
+
+def matrix_rows(matrix: Matrix) -> list[tuple[str, ...]]:
+    """Model, its accuracy on each domain (`*`: one that it teaches), and the mean gained (+) or lost (-) against the
+    student before on its own domains and on the others."""
+    before = matrix.models[BEFORE].accuracy
+
+    def gain(found: Evaluation, domains: Sequence[str]) -> str:
+        return f"{fmean(found.accuracy[d] - before[d] for d in domains):+.3f}" if domains else "-"
+
+    rows = []
+    for name, found in matrix.models.items():
+        own = [d for d in found.scores if d in matrix.own[name]]
+        others = [d for d in found.scores if d not in own] if name != BEFORE else []
+        marked = (f"{value:.2f}{'*' if domain in own else ''}" for domain, value in found.accuracy.items())
+        rows.append((name, *marked, gain(found, own), gain(found, others)))
+    return rows

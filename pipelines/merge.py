@@ -24,12 +24,14 @@ from opd.cluster import ray_session
 from opd.config import PipelineConfig, RegisteredExperts, load_pipeline
 from opd.errors import RunDirError
 from opd.evaluation.evaluator import MERGED, measure_before, measure_experts
+from opd.evaluation.harness import is_task_file
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text, blake3_file, replace_dir
 from opd.metrics import MetricsFile
 from opd.progress import Display, display
 from opd.report import build_report
 from pipelines.build import RunPaths, build, num_workers
+from pipelines.evaluate import lm_eval_merge
 from pipelines.preflight import Inputs, check
 
 TOKENIZER_FILES = (
@@ -119,6 +121,8 @@ def _run(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> dict[str, A
                 versions=_versions(),
             )
         atomic_write_text(paths.report, json.dumps(report, indent=2))
+        # Last, when the workers have given their memory back and the report is safe.
+        lm_eval_merge(config, paths.model, paths.lm_eval)
         return report
 
 
@@ -243,6 +247,8 @@ def _resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     else:
         for name, expert in inputs.experts.items():
             data["experts"][name]["base"] = Path(expert.adapter.base) if expert.adapter else None
+    tasks = config.evaluate.lm_eval.tasks
+    data["evaluate"]["lm_eval"]["tasks"] = [Path(task) if is_task_file(task) else task for task in tasks]
     return _absolute(data)
 
 
@@ -251,6 +257,8 @@ def _absolute(value: Any) -> Any:
         return str(value.absolute())
     if isinstance(value, dict):
         return {k: _absolute(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_absolute(v) for v in value]
     return value
 
 

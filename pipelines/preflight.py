@@ -20,8 +20,9 @@ from experts.registry import Manifest, Registry, default_root
 from opd.config import DomainConfig, ExpertConfig, PipelineConfig, RegisteredExperts
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
-from opd.prompts import load_prompts
+from opd.evaluation.harness import check_tasks
 from opd.types import Probe, Prompt, Teacher, WeightedTeacher
+from pipelines.exams import load_exams, load_training, refuse_leaks
 from pipelines.routes import Expert, route_domains
 from teachers.flight.access import read_roots, read_token
 
@@ -81,7 +82,10 @@ def check(config: PipelineConfig) -> Inputs:
     by_name, routes = teaching.experts, teaching.routes
     tokenizer = load_tokenizer(config.student.model)
     files = {d: _prompts_file(d, c, by_name[routes[d][0].teacher.name]) for d, c in config.domains.items()}
-    prompts = {d: load_prompts(file, d, tokenizer) for d, file in files.items()}
+    prompts = load_training(config, files, tokenizer)
+    exams = load_exams(config, tokenizer)
+    refuse_leaks(exams, prompts)
+    check_tasks(config.evaluate.lm_eval)
     for domain, file in files.items():
         _refuse_all_too_long(file, prompts[domain], config.rollout.max_model_len)
     return Inputs(
@@ -89,7 +93,7 @@ def check(config: PipelineConfig) -> Inputs:
         experts={a.teacher.name: by_name[a.teacher.name] for part in routes.values() for a in part},
         routes=routes,
         prompts=prompts,
-        exams=load_exams(config, tokenizer),
+        exams=exams,
         untrained=_untrained(config, teaching.routes, tokenizer),
         tokenizer=tokenizer,
         warnings=teaching.warnings,
@@ -114,31 +118,6 @@ def load_tokenizer(model_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
-
-
-def load_exams(config: PipelineConfig, tokenizer: Any, domains: list[str] | None = None) -> dict[str, DomainExam]:
-    """Held-out prompts of every (named) domain that has an `eval`. Raises: PromptError."""
-    exams = {}
-    for name, domain in config.domains.items():
-        if domain.eval is None or (domains is not None and name not in domains):
-            continue
-        prompts = load_prompts(domain.eval.prompts, name, tokenizer)[: config.evaluate.samples]
-        if domain.eval.verifier == "reasoning_gym":
-            _refuse_without_entry(domain.eval.prompts, prompts)
-        exams[name] = DomainExam(tuple(prompts), domain.eval.verifier)
-    return exams
-
-
-def _refuse_without_entry(file: Path, prompts: list[Prompt]) -> None:
-    for prompt in prompts:
-        missing = [key for key in ("task", "entry") if key not in prompt.metadata]
-        if missing:
-            raise PromptError.at(
-                f"{file}: prompt {prompt.id}",
-                found=f"no metadata.{missing[0]}",
-                wanted="reasoning-gym's task name and entry, which its verifier reads",
-                fix="make the file with `opd prompts make reasoning`, or choose another verifier",
-            )
 
 
 def _experts(config: PipelineConfig) -> dict[str, Expert]:

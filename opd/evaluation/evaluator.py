@@ -64,12 +64,17 @@ class EngineEvaluator:
         prompts = [p for exam in chosen.values() for p in exam.prompts]
         n = self._settings.n
         written = self._engine.answer(prompts, n=n, temperature=self._settings.temperature) if prompts else []
-        answers = {domain: [self._judge(exam, c) for c in written if c.prompt.domain == domain] for domain, exam in chosen.items()}
+        answers = {
+            domain: [self._judge(exam, c) for c in written if c.prompt.domain == domain]
+            for domain, exam in chosen.items()
+        }
         for domain, judged in answers.items():
             failed = [answer.error for answer in judged if answer.error]
             if failed:
                 last = failed[0].strip().splitlines()[-1]
-                self._tell(f"{model}: the verifier of {domain} raised on {len(failed)} of {len(judged)} answers, counted as wrong: {last}")
+                self._tell(
+                    f"{model}: the verifier of {domain} raised on {len(failed)} of {len(judged)} answers, counted as wrong: {last}"
+                )
         return Evaluation(
             model=model,
             scores={domain: self._score(judged) for domain, judged in answers.items()},

@@ -7,7 +7,7 @@ draw of its own would be too narrow (Miller, "Adding Error Bars to Evals", arXiv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb, sqrt
+from math import comb, inf, sqrt
 from statistics import fmean, stdev
 
 Z = 1.959964
@@ -38,9 +38,10 @@ def interval(scores: Sequence[Sequence[float]]) -> tuple[float, float]:
     num_questions, num_answers = len(means), sum(map(len, scores))
     p = fmean(means)
     variance = sum((mean - p) ** 2 for mean in means) / num_questions**2
-    draws: float = num_questions
-    if variance > 0:
-        draws = min(max(p * (1 - p) / variance, num_questions), num_answers)
+    if p in (0.0, 1.0):
+        draws: float = num_questions  # all alike: nothing tells how much they would differ
+    else:
+        draws = min(max(p * (1 - p) / variance if variance else inf, num_questions), num_answers)
     centre = (p + Z**2 / (2 * draws)) / (1 + Z**2 / draws)
     half = Z / (1 + Z**2 / draws) * sqrt(p * (1 - p) / draws + Z**2 / (4 * draws**2))
     return max(0.0, centre - half), min(1.0, centre + half)

@@ -169,13 +169,14 @@ def world(tmp_path: Path, tiny_model_dir: Path, expert_dirs: dict[str, Path], mo
     for name, path in expert_dirs.items():
         shutil.copytree(path, tmp_path / name)
     for domain in ("reverse", "upper"):
-        lines = [json.dumps({"prompt": f"{domain[:3]} {c * 3}=", "answer": c * 3}) for c in "abcdef"]
-        (tmp_path / f"{domain}.jsonl").write_text("\n".join(lines) + "\n")
+        for file, letters in ((f"{domain}.jsonl", "abcdef"), (f"{domain}-eval.jsonl", "ABCDEF")):
+            lines = [json.dumps({"prompt": f"{domain[:3]} {c * 3}=", "answer": c * 3}) for c in letters]
+            (tmp_path / file).write_text("\n".join(lines) + "\n")
     data = {
         "name": "two",
         "student": {"model": "base"},
         "experts": {"rev": {"model": "rev", "domain": "reverse"}, "up": {"model": "up", "domain": "upper"}},
-        "domains": {d: {"prompts": f"{d}.jsonl", "eval": {"prompts": f"{d}.jsonl"}} for d in ("reverse", "upper")},
+        "domains": {d: {"prompts": f"{d}.jsonl", "eval": {"prompts": f"{d}-eval.jsonl"}} for d in ("reverse", "upper")},
         "rollout": {"max_model_len": 32, "max_new_tokens": 8},
         "trainer": {"steps": 2, "samples_per_step": 4},
     }

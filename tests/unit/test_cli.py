@@ -89,8 +89,8 @@ def too_few_samples(world: Any) -> list[str]:
 
 
 def unknown_verifier(world: Any) -> list[str]:
-    world.data["domains"]["upper"]["eval"]["verifier"] = "regex"
-    return ["domains.upper.eval.verifier", "regex", "exact_match"]
+    world.data["domains"]["upper"]["eval"]["verifier"] = "exact_mach"
+    return ["domains.upper.eval.verifier", "found:  exact_mach", "did you mean `exact_match`?", "multiple_choice"]
 
 
 def missing_student(world: Any) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from opd.errors import RunError
+from opd.evaluation.scores import DomainScore, Evaluation
 from opd.interfaces import TargetSet
 from opd.loop import Parts, Plan, run
 from opd.types import (
@@ -105,9 +106,14 @@ class Events:
             raise RunError("did not arrive")
         return PushReport(version=version, gap=2e-6)
 
-    def evaluate(self, domains: Sequence[str] | None = None) -> dict[str, float]:
-        self.seen.append("evaluate")
-        return {"a": 0.5}
+    def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
+        self.seen.append(f"evaluate {model}")
+        return Evaluation(
+            model=model, scores={"a": DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=9)}
+        )
+
+    def evaluation(self, name: str, found: Evaluation) -> None:
+        self.seen.append(f"store {name} of {found.model}")
 
     def save(self, step: int, policy_version: int) -> None:
         self.seen.append(f"save {step} v{policy_version}")
@@ -142,7 +148,8 @@ def test_the_order_within_a_step() -> None:
         "log 1",
         "train 1",
         "push 1",
-        "evaluate",
+        "evaluate step 1",
+        "store step-000001 of step 1",
         "record 1",
         "save 1 v1",
         "prune 1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from opd.evaluation.scores import DomainScore, Evaluation
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 
@@ -29,13 +30,25 @@ def record(**changes: Any) -> dict[str, Any]:
 
 def test_a_step_is_stored_and_shown(tmp_path: Path) -> None:
     metrics, heard = MetricsFile(tmp_path / "metrics.jsonl"), Heard()
-    RunReporter(metrics, heard).step(record(accuracy={"x": 0.25, "y": 0.75}, quarantined={"x": 2}))
+    RunReporter(metrics, tmp_path / "evaluation", heard).step(
+        record(accuracy={"x": 0.25, "y": 0.75}, quarantined={"x": 2})
+    )
     assert heard.lines == ["3: loss 0.5000  5 tok/s  gap 1.0e-03  accuracy 0.500  quarantined 2"]
     assert [r["step"] for r in metrics.read()] == [3]
 
 
 def test_a_worker_that_was_started_again_is_told(tmp_path: Path) -> None:
     heard = Heard()
-    RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), heard).step(record(restarted=["teacher worker 1"]))
+    RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "evaluation", heard).step(
+        record(restarted=["teacher worker 1"])
+    )
     assert heard.lines[0] == "teacher worker 1 died in step 3 and was started again; its rows were scored again"
     assert len(heard.lines) == 2
+
+
+def test_an_evaluation_is_a_file_of_its_own(tmp_path: Path) -> None:
+    found = Evaluation(model="me", scores={"x": DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=9)})
+    reporter = RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "evaluation", Heard())
+    reporter.evaluation("before", found)
+    reporter.evaluation("before", found)  # a resume writes it again
+    assert Evaluation.load(tmp_path / "evaluation" / "before.json") == found

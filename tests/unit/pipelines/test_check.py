@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from opd.config import load_pipeline
+from opd.evaluation.scores import DomainScore, Evaluation
 from opd.types import Completion, Prompt, Rollout, RolloutBatch, Segment, Teacher
 from pipelines import preflight
 from pipelines.check import (
@@ -187,10 +188,12 @@ class FakeEngine:
         self.held = model_dir.name
         self.loads.append(self.held)
 
-    def evaluate(self, domains: Sequence[str] | None = None) -> dict[str, float]:
+    def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
         known = self.skill[self.held]
         self.asked.append((self.held, list(domains if domains is not None else known)))
-        return {d: known[d] for d in (domains if domains is not None else known)}
+        chosen = {d: known[d] for d in (domains if domains is not None else known)}
+        scores = {d: DomainScore(accuracy=a, stderr=0.0, low=a, high=a, questions=6) for d, a in chosen.items()}
+        return Evaluation(model=model, scores=scores)
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         assert self.held == "base"
@@ -204,7 +207,7 @@ class FakeEngine:
         )  # fmt: skip
         return RolloutBatch(rollouts=rollouts, quarantined=())
 
-    def answer(self, prompts: Sequence[Prompt]) -> list[Completion]:
+    def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
         raise AssertionError
 
     def logprobs(self, token_ids: Any) -> Any:

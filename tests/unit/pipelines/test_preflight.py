@@ -14,8 +14,10 @@ from experts import model_dir
 from experts.registry import Registry
 from opd.config import PipelineConfig, load_pipeline, validate
 from opd.errors import ConfigError, ModelError, OpdError, PromptError
+from opd.evaluation.verifiers.exact import ExactMatch
 from opd.files import blake3_file
-from pipelines.preflight import check, inspect_student, load_exams, load_tokenizer
+from pipelines.exams import load_exams
+from pipelines.preflight import check, inspect_student, load_tokenizer
 
 
 def config(world: Any) -> PipelineConfig:
@@ -47,7 +49,7 @@ def test_inputs_by_domain(world: Any) -> None:
     assert inputs.tokenizer.decode(first.token_ids) == "upp aaa="
     assert inputs.student.vocab_size == 76
     assert inputs.warnings == ()
-    assert inputs.exams["upper"].verifier == "exact_match"
+    assert inputs.exams["upper"].verifier == ExactMatch()
 
 
 def test_the_order_of_experts_does_not_matter(world: Any) -> None:

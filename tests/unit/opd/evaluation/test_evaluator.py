@@ -1,68 +1,154 @@
-"""Accuracy per domain over an engine that answers from a table."""
+"""Scores per domain over an engine that answers from a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from opd.evaluation.evaluator import DomainExam, EngineEvaluator, measure_baseline
+from opd.config import EvaluateConfig
+from opd.evaluation.evaluator import (
+    KEPT_FAILURES,
+    KEPT_QUESTIONS,
+    DomainExam,
+    EngineEvaluator,
+    measure_before,
+    measure_experts,
+)
+from opd.evaluation.scores import Evaluation
+from opd.evaluation.verifiers import Verifier
+from opd.evaluation.verifiers.exact import ExactMatch, LastLine
 from opd.types import Completion, Prompt, Teacher
 
 
 class FakeEngine:
-    """Answers what `knows` says for the weights it holds; counts batches and loads."""
+    """Answers what `knows` says for the weights it holds: a prompt's id, or the id and the number of the answer."""
 
     def __init__(self, knows: dict[str, set[str]], holds: str = "student") -> None:
         self.knows, self.holds = knows, holds
         self.batches: list[int] = []
         self.loads: list[str] = []
+        self.temperatures: list[float] = []
 
     def load(self, model_dir: Path) -> None:
         self.holds = model_dir.name
         self.loads.append(model_dir.name)
 
-    def answer(self, prompts: Sequence[Prompt]) -> list[Completion]:
+    def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
         self.batches.append(len(prompts))
+        self.temperatures.append(temperature)
+        known = self.knows[self.holds]
         return [
-            Completion(prompt=p, text=f"{p.answer}\n" if p.id in self.knows[self.holds] else "?", num_tokens=1)
+            Completion(
+                prompt=p,
+                text=f"{p.answer}\n" if known & {p.id, f"{p.id}#{i}"} else "?",
+                num_tokens=i + 1,
+                truncated=i == 3,
+            )
             for p in prompts
+            for i in range(n)
         ]
 
 
-def exam(domain: str, num: int, verifier: str = "exact_match") -> DomainExam:
-    prompts = (Prompt(id=f"{domain}/{i}", domain=domain, token_ids=(1,), answer=f"x{i}") for i in range(num))
+class Letters:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(chr(97 + t) for t in token_ids)
+
+
+@dataclass(frozen=True)
+class Picky:
+    """Raises unless the answer is right."""
+
+    def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
+        return 1.0 / float(text.strip() == answer)
+
+    def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
+        return ""
+
+
+def exam(domain: str, num: int, verifier: Verifier = ExactMatch()) -> DomainExam:  # noqa: B008 frozen, without state
+    prompts = (Prompt(id=f"{domain}/{i}", domain=domain, token_ids=(1, 2), answer=f"x{i}") for i in range(num))
     return DomainExam(tuple(prompts), verifier)
 
 
-EXAMS = {"a": exam("a", 4), "b": exam("b", 2, "last_line")}
+EXAMS = {"a": exam("a", 4), "b": exam("b", 2, LastLine())}
 
 
-def evaluator(engine: Any, exams: dict[str, DomainExam] = EXAMS) -> EngineEvaluator:
-    return EngineEvaluator(engine, exams)
+def evaluator(
+    engine: Any, exams: dict[str, DomainExam] = EXAMS, told: list[str] | None = None, **settings: Any
+) -> EngineEvaluator:
+    heard = [] if told is None else told
+    return EngineEvaluator(engine, exams, EvaluateConfig(**settings), Letters(), heard.append)
 
 
 def test_every_domain_is_scored_in_one_batch() -> None:
     engine = FakeEngine({"student": {"a/1", "b/0", "b/1"}})
-    assert evaluator(engine).evaluate() == {"a": 0.25, "b": 1.0}
+    found = evaluator(engine).evaluate(model="me")
+    assert (found.model, found.accuracy) == ("me", {"a": 0.25, "b": 1.0})
     assert engine.batches == [6]
+    assert engine.temperatures == [0.0]
+    a = found.scores["a"]
+    assert (a.questions, a.samples, a.mean_tokens, a.truncated, a.failed) == (4, 1, 1.0, 0.0, 0)
+    assert a.pass_at == {"1": 0.25}
+    assert 0 < a.low < 0.25 < a.high < 1
+    assert a.stderr == pytest.approx(0.25)  # of 0, 1, 0, 0: standard deviation 1/2, over the root of 4
 
 
 def test_only_the_named_domains_are_scored() -> None:
     engine = FakeEngine({"student": {"b/0"}})
-    assert evaluator(engine).evaluate(["b", "without-an-exam"]) == {"b": 0.5}
+    assert evaluator(engine).evaluate(["b", "without-an-exam"], model="me").accuracy == {"b": 0.5}
     assert engine.batches == [2]
 
 
 @pytest.mark.parametrize("domains", [[], ["other"]])
 def test_nothing_to_score_does_not_wake_the_engine(domains: list[str]) -> None:
     engine = FakeEngine({})
-    assert evaluator(engine).evaluate(domains) == {}
-    assert EngineEvaluator(engine, {}).evaluate() == {}  # type: ignore[arg-type]
+    assert evaluator(engine).evaluate(domains, model="me") == Evaluation(model="me", scores={})
+    assert evaluator(engine, {}).evaluate(model="me").scores == {}
     assert engine.batches == []
+
+
+def test_several_answers_to_a_question_are_its_own() -> None:
+    engine = FakeEngine({"student": {"a/0", "a/1#0", "a/2#1", "a/2#2", "b/1#3"}})
+    found = evaluator(engine, n=4, temperature=0.7, pass_at=[1, 2, 4]).evaluate(model="me")
+    assert engine.batches == [6] and engine.temperatures == [0.7]
+    a, b = found.scores["a"], found.scores["b"]
+    assert (a.questions, a.samples, b.questions) == (4, 4, 2)
+    assert (a.accuracy, b.accuracy) == (7 / 16, 1 / 8)
+    # Of four answers right: 4, 1, 2, 0. Two chosen of six pairs hold a right one in 6, 3, 5, 0.
+    assert a.pass_at == pytest.approx({"1": 7 / 16, "2": (6 + 3 + 5) / 24, "4": 3 / 4})
+    assert (a.mean_tokens, a.truncated) == (2.5, 0.25)
+
+
+def test_some_answers_are_kept_to_be_read() -> None:
+    exams = {"a": exam("a", 30), "b": exam("b", 2)}
+    found = evaluator(FakeEngine({"student": {"a/2"}}), exams, n=2, temperature=1).evaluate(model="me")
+    kept = [(a.prompt_id, a.score) for a in found.answers]
+    assert kept[4:6] == [("a/2", 1.0), ("a/2", 1.0)]
+    assert [i for i, _ in kept] == [f"a/{i // 2}" for i in range(2 * KEPT_QUESTIONS)] + ["b/0", "b/0", "b/1", "b/1"]
+    first = found.answers[1]
+    assert (first.prompt, first.answer, first.text, first.tokens, first.error) == ("bc", "x0", "?", 2, "")
+
+
+def test_a_verifier_that_raises_costs_its_answer_and_nothing_else() -> None:
+    told: list[str] = []
+    exams = {"a": exam("a", 60, Picky()), "b": exam("b", 2)}
+    engine = FakeEngine({"student": {"a/0", "a/59", "b/0"}})
+    found = evaluator(engine, exams, told).evaluate(model="step 7")
+    assert found.accuracy == {"a": 2 / 60, "b": 0.5}
+    assert {d: s.failed for d, s in found.scores.items()} == {"a": 58, "b": 0}
+    assert told == [
+        "step 7: the verifier of a raised on 58 of 60 answers, counted as wrong: "
+        "ZeroDivisionError: float division by zero"
+    ]
+    failures = [a for a in found.answers if a.error]
+    assert len(failures) == KEPT_QUESTIONS - 1 + KEPT_FAILURES
+    assert all("in __call__" in a.error and a.score == 0 and a.domain == "a" for a in failures)
 
 
 def test_the_baseline_is_the_student_everywhere_and_each_expert_on_its_own() -> None:
@@ -79,9 +165,12 @@ def test_the_baseline_is_the_student_everywhere_and_each_expert_on_its_own() -> 
         yield directory
         assert engine.holds == there.pop(), "the directory is there while the engine reads it"
 
-    baseline = measure_baseline(engine, evaluator(engine), Path("/m/student"), teachers, whole, told.append)  # type: ignore[arg-type]
-    assert baseline.before == {"a": 0.25, "b": 0.0}
-    assert baseline.expert == {"a": 0.75, "b": 1.0}
+    before = measure_before(evaluator(engine), told.append)
+    assert (before.model, before.accuracy) == ("student before", {"a": 0.25, "b": 0.0})
+    known = before.accuracy
+    expert = measure_experts(engine, evaluator(engine), known, Path("/m/student"), teachers, whole, told.append)  # type: ignore[arg-type]
+    assert (expert.model, expert.accuracy) == ("expert", {"a": 0.75, "b": 1.0})
+    assert [a.domain for a in expert.answers] == ["a"] * 4 + ["b"] * 2
     assert there == []
     assert engine.loads == ["ea", "whole-b", "student"], "one without an exam is not loaded; the student is, at last"
     assert "0.125" in told[0]
@@ -93,8 +182,8 @@ def test_a_baseline_without_exams() -> None:
     told: list[str] = []
     teachers = {"a": Teacher(name="e", model_dir=Path("/m/e"))}
     whole = nullcontext(Path("/m/e"))
-    baseline = measure_baseline(
-        engine, evaluator(engine, {}), Path("/m/student"), teachers, lambda _: whole, told.append
-    )  # type: ignore[arg-type]
-    assert (baseline.before, baseline.expert) == ({}, {})
+    judge = evaluator(engine, {})
+    assert measure_before(judge, told.append).scores == {}
+    assert measure_experts(engine, judge, {}, Path("/m/student"), teachers, lambda _: whole, told.append).scores == {}  # type: ignore[arg-type]
     assert told == ["no domain has an exam"]
+    assert engine.loads == ["student"]

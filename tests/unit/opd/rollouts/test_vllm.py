@@ -169,6 +169,26 @@ def test_greedy_answers_come_in_order_and_an_over_long_prompt_gets_none(in_proce
     assert [a.num_tokens for a in answers] == [LIMIT, 0, LIMIT]
 
 
+def test_several_answers_lie_side_by_side_each_with_a_seed_of_its_own(in_process: Any) -> None:
+    prompts = [prompt(3), prompt(1, ROOM), prompt(2)]
+
+    def seeds(prompts: list[Prompt], workers: int = 1, seed: int = 0) -> dict[tuple[int, ...], list[int | None]]:
+        in_process.workers.clear()
+        answers = engine(in_process, workers, seed).answer(prompts, n=3, temperature=0.7)
+        assert [a.prompt for a in answers] == [p for p in prompts for _ in range(3)]
+        assert [a.truncated for a in answers] == [len(p.token_ids) < ROOM for p in prompts for _ in range(3)]
+        requests = [r for w in in_process.workers for r in w.requests]
+        assert {r.temperature for r in requests} == {0.7}
+        return {p.token_ids: sorted(r.seed for r in requests if r.token_ids == p.token_ids) for p in prompts}
+
+    want = seeds(prompts)
+    assert [len(set(s)) for s in want.values()] == [3, 0, 3]
+    assert len({seed for s in want.values() for seed in s}) == 6
+    assert seeds(prompts[::-1], workers=2) == want
+    other = seeds(prompts, seed=1)
+    assert not {s for each in want.values() for s in each} & {s for each in other.values() for s in each}
+
+
 def test_every_worker_loads_and_scores(in_process: Any) -> None:
     engines = engine(in_process, 3)
     engines.load(Path("new"))

@@ -1,0 +1,145 @@
+"""Tasks of EleutherAI's lm-evaluation-harness (optional extra `lm-eval`), run by the harness itself in a process of its own.
+
+Its results are what its own command line gives: `lm_eval run --config FILE` is what is called. The process ends with
+the model that it loaded, so its memory is free again, and a deadline can stop it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from opd.config import LMEvalConfig
+from opd.errors import ConfigError, RunError
+from opd.rollouts.vllm import ENGINE_ENV
+
+BATCH_SIZE = {"hf": 8, "vllm": "auto"}
+"""By adapter: vLLM forms its batches itself."""
+SHOWN_LINES = 12
+
+TaskScores = dict[str, dict[str, float]]
+"""Task -> metric with its filter, as the harness names it (`exact_match,none`) -> value."""
+
+
+def is_task_file(task: str) -> bool:
+    """A YAML file of the user's, and not a name that the harness knows."""
+    return task.endswith((".yaml", ".yml"))
+
+
+def check_tasks(config: LMEvalConfig) -> None:
+    """Raises: ConfigError if the harness is not installed, a task file is missing or the harness lacks a task's name."""
+    if not config.tasks:
+        return
+    if find_spec("lm_eval") is None:
+        raise ConfigError.at(
+            "evaluate.lm_eval",
+            found="lm-evaluation-harness is not installed",
+            wanted=f"it, to run {', '.join(config.tasks)}",
+            fix="pip install 'opd-merge[lm-eval]'",
+        )
+    names = [task for task in config.tasks if not is_task_file(task)]
+    for task in config.tasks:
+        if task not in names and not Path(task).is_file():
+            raise ConfigError.at(
+                f"evaluate.lm_eval: {task}",
+                found="no such file",
+                wanted="a task of lm-evaluation-harness as a YAML file",
+                fix="check the path; it is relative to the current directory",
+            )
+    if names:
+        _refuse_unknown(names)
+
+
+def _refuse_unknown(names: list[str]) -> None:
+    from lm_eval.tasks import TaskManager  # reads thousands of files: seconds
+
+    manager = TaskManager()
+    for name in names:
+        if not manager.match_tasks([name]):
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            raise ConfigError.at(
+                f"evaluate.lm_eval: {name}",
+                found="a task that lm-evaluation-harness does not have",
+                wanted=f"one of its tasks{', such as ' + ', '.join(near) if near else ''}, or a YAML file",
+                fix="`lm_eval ls tasks` lists them",
+            )
+
+
+def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
+    """What the harness finds for a full model directory. Raises: RunError if it fails or is not done in time."""
+    with TemporaryDirectory(prefix="opd-lm-eval-") as scratch:
+        settings, results, log = (Path(scratch) / name for name in ("config.yaml", "results", "log"))
+        settings.write_text(yaml.safe_dump(_settings(config, model_dir, dtype, results)), encoding="utf-8")
+        command = [sys.executable, "-m", "lm_eval", "run", "--config", str(settings)]
+        with log.open("w") as written:
+            try:
+                done = subprocess.run(
+                    command,
+                    stdout=written,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    env=os.environ | ENGINE_ENV,
+                    timeout=config.timeout_s,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise RunError(
+                    f"lm-evaluation-harness was not done with {model_dir} after {config.timeout_s:g} s; "
+                    "raise evaluate.lm_eval.timeout_s or set evaluate.lm_eval.limit"
+                ) from None
+        if done.returncode != 0:
+            last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-SHOWN_LINES:]
+            raise RunError(
+                f"lm-evaluation-harness ended with code {done.returncode} on {model_dir}:\n" + "\n".join(last)
+            )
+        (file,) = results.rglob("results_*.json")
+        return read_results(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _settings(config: LMEvalConfig, model_dir: Path, dtype: str, results: Path) -> dict[str, Any]:
+    """The harness's own configuration file. It runs no code of a model directory and no unsafe task unless told to."""
+    settings: dict[str, Any] = {
+        "model": config.model,
+        "model_args": {"pretrained": str(model_dir.absolute()), "dtype": dtype},
+        "tasks": [str(Path(task).absolute()) if is_task_file(task) else task for task in config.tasks],
+        "batch_size": BATCH_SIZE[config.model],
+        "output_path": str(results),
+    }
+    if config.model == "vllm":
+        settings["model_args"] |= {"enforce_eager": True}
+    return settings | ({} if config.limit is None else {"limit": config.limit})
+
+
+def read_results(data: Mapping[str, Any]) -> TaskScores:
+    """The numbers of a results file of the harness; names and aliases, and what it could not compute, are left out."""
+    return {
+        task: {key: float(value) for key, value in entry.items() if isinstance(value, int | float)}
+        for task, entry in data["results"].items()
+    }
+
+
+def table_rows(models: Mapping[str, TaskScores]) -> list[tuple[str, ...]]:
+    """Task, metric, then for each model its value with the harness's standard error; `-` where there is none."""
+    tasks = next(iter(models.values()))
+    return [
+        (task, key, *(_shown(found[task], key) for found in models.values()))
+        for task, entry in tasks.items()
+        for key in entry
+        if "," in key and "_stderr," not in key
+    ]
+
+
+def _shown(entry: Mapping[str, float], key: str) -> str:
+    metric, _, rest = key.partition(",")
+    error = entry.get(f"{metric}_stderr,{rest}")
+    return f"{entry[key]:.3f}" + ("" if error is None else f" ± {error:.3f}")

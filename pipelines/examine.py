@@ -1,0 +1,120 @@
+"""What `opd evaluate` does with its arguments: which pipeline, which models, and the answer as data and as tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.config import LMEvalConfig, PipelineConfig, load_pipeline
+from opd.errors import ConfigError
+from opd.evaluation import harness
+from opd.evaluation.harness import TaskScores
+from opd.evaluation.scores import FORMAT, Evaluation
+from opd.files import atomic_write_text
+from pipelines.catalog import find
+from pipelines.evaluate import (
+    Tell,
+    compare_rows,
+    evaluate_matrix,
+    evaluate_models,
+    lm_eval_models,
+    matrix_rows,
+    score_columns,
+    score_rows,
+)
+
+Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+"""Title, headings, rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """The answer to one call of `opd evaluate`."""
+
+    data: dict[str, Any]
+    """For `--json` and `--output`."""
+    tables: list[Table]
+
+
+def examine_models(
+    models: Sequence[Path],
+    pipeline: str | None,
+    domains: Sequence[str] | None,
+    tasks: Sequence[str],
+    overrides: list[str] | None,
+    compare: bool,
+    tell: Tell,
+) -> Examined:
+    """Models on a pipeline's exams, on its public tasks and on `tasks`; on `tasks` alone if there is no pipeline.
+
+    `compare` puts the models side by side in one table. Raises: OpdError before any compute, RunError during it.
+    """
+    dirs = [path / "model" if (path / "pipeline.yaml").is_file() else path for path in models]
+    file = find(pipeline) if pipeline is not None else _pipeline_of(dirs[0])
+    config = None if file is None else load_pipeline(file, overrides)
+    if config is None and not tasks:
+        raise ConfigError.at(
+            "--pipeline",
+            found=f"nothing, and {dirs[0]} is not in a run directory",
+            wanted="a pipeline, for its domains and verifiers, or --lm-eval TASK",
+            fix="give --pipeline FILE, or the name of a shipped one",
+        )
+    settings = _with_tasks(config, tasks)
+    harness.check_tasks(settings)
+    found = {} if config is None else evaluate_models(config, dirs, domains, tell)
+    public: dict[str, TaskScores] = {}
+    if settings.tasks:
+        public = lm_eval_models(settings, dirs, "auto" if config is None else config.rollout.dtype, tell)
+    return Examined(_as_json(config, found, public), [*_tables(found, compare), *_public_tables(public)])
+
+
+def examine_matrix(where: str, domains: Sequence[str] | None, overrides: list[str] | None, tell: Tell) -> Examined:
+    """Everyone on every domain, for a pipeline or for a run directory, into which `evaluation/matrix.json` goes.
+
+    Raises: OpdError before any compute, RunError during it.
+    """
+    run_dir = Path(where) if Path(where).is_dir() else None
+    config = load_pipeline(find(where) if run_dir is None else run_dir / "pipeline.yaml", overrides)
+    matrix = evaluate_matrix(config, None if run_dir is None else run_dir / "model", domains, tell)
+    data = matrix.as_json()
+    if run_dir is not None and domains is None:
+        (run_dir / "evaluation").mkdir(exist_ok=True)
+        atomic_write_text(run_dir / "evaluation" / "matrix.json", json.dumps(data, indent=1))
+    names = tuple(next(iter(matrix.models.values())).scores)
+    columns = ("model (* teaches it)", *names, "own", "others")
+    return Examined(data, [(f"{config.name}: accuracy", columns, matrix_rows(matrix))])
+
+
+def _pipeline_of(model: Path) -> Path | None:
+    """The pipeline of the run whose model it is."""
+    file = model.absolute().parent / "pipeline.yaml"
+    return file if file.is_file() else None
+
+
+def _with_tasks(config: PipelineConfig | None, tasks: Sequence[str]) -> LMEvalConfig:
+    settings = LMEvalConfig() if config is None else config.evaluate.lm_eval
+    return settings.model_copy(update={"tasks": list(dict.fromkeys([*settings.tasks, *tasks]))})
+
+
+def _as_json(
+    config: PipelineConfig | None, found: Mapping[str, Evaluation], public: Mapping[str, TaskScores]
+) -> dict[str, Any]:
+    """Everything by model; of a single one also its name and accuracies at the top."""
+    data: dict[str, Any] = {"format": FORMAT, "pipeline": config.name if config else None}
+    if len(found) == 1:
+        ((name, one),) = found.items()
+        data |= {"model": name, "accuracy": one.accuracy}
+    return data | {"models": {name: asdict(one) for name, one in found.items()}, "lm_eval": dict(public)}
+
+
+def _tables(found: Mapping[str, Evaluation], compare: bool) -> list[Table]:
+    if compare and found:
+        return [("accuracy (95 % interval)", ("domain", *found), compare_rows(found))]
+    return [(name, score_columns(one), score_rows(one)) for name, one in found.items()]
+
+
+def _public_tables(public: Mapping[str, TaskScores]) -> list[Table]:
+    return [("lm-evaluation-harness", ("task", "metric", *public), harness.table_rows(public))] if public else []

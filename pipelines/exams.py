@@ -1,0 +1,122 @@
+"""Training prompts and exams of every domain: read, split where one file is for both, and proven apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opd.config import DomainEvalConfig, PipelineConfig
+from opd.errors import PromptError
+from opd.evaluation.evaluator import DomainExam
+from opd.evaluation.verifiers import build_verifier
+from opd.prompts import Messages, load_prompts, read_prompt_lines
+from opd.types import Prompt
+
+EXAMPLES = 3
+"""Prompts named in a refusal."""
+
+
+def load_training(config: PipelineConfig, files: Mapping[str, Path], tokenizer: Any) -> dict[str, list[Prompt]]:
+    """Prompts to train on, by domain, without those that `eval.holdout` keeps back. `files`: by domain.
+
+    Raises: PromptError for what cannot be read, or if nothing is left to train on.
+    """
+    training = {}
+    for name, file in files.items():
+        prompts = load_prompts(file, name, tokenizer)
+        exam = config.domains[name].eval
+        if exam is not None and exam.holdout is not None:
+            prompts = _side(file, prompts, exam.holdout, held_out=False)
+        training[name] = prompts
+    return training
+
+
+def load_exams(config: PipelineConfig, tokenizer: Any, domains: Sequence[str] | None = None) -> dict[str, DomainExam]:
+    """The first `evaluate.samples` held-out prompts of every (named) domain that has an `eval`, and its verifier.
+
+    Raises: PromptError for what cannot be read or judged, ConfigError for a verifier's function that is not there.
+    """
+    exams = {}
+    for name, domain in config.domains.items():
+        if domain.eval is None or (domains is not None and name not in domains):
+            continue
+        file = domain.eval.prompts or domain.prompts
+        assert file is not None, "the config has seen to it"
+        prompts = load_prompts(file, name, tokenizer)
+        if domain.eval.holdout is not None:
+            prompts = _side(file, prompts, domain.eval.holdout, held_out=True)
+        verifier = build_verifier(domain.eval.verifier)
+        exams[name] = DomainExam(tuple(prompts[: config.evaluate.samples]), verifier)
+        _refuse_unjudgeable(file, exams[name], _verifier_name(domain.eval))
+    return exams
+
+
+def is_held_out(prompt: str | Messages, share: float) -> bool:
+    """Which side of a split a prompt is on: a function of its text and the share alone.
+
+    A larger share keeps everything back that a smaller one does.
+    """
+    text = json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+    digest = hashlib.sha256(f"opd holdout {text}".encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, Sequence[Prompt]]) -> None:
+    """No question may be trained on, in its own domain or another's; prompts are the same if their token ids are.
+
+    Raises: PromptError with the counts of every pair of domains that share prompts.
+    """
+    where: dict[tuple[int, ...], dict[str, str]] = {}
+    for domain, prompts in training.items():
+        for prompt in prompts:
+            where.setdefault(prompt.token_ids, {}).setdefault(domain, prompt.id)
+    shared: dict[tuple[str, str], list[str]] = {}
+    for domain, exam in exams.items():
+        for prompt in exam.prompts:
+            for trained, first in where.get(prompt.token_ids, {}).items():
+                shared.setdefault((domain, trained), []).append(f"question {prompt.id} is training prompt {first}")
+    if not shared:
+        return
+    counts = [
+        f"{len(pairs)} of the {len(exams[domain].prompts)} questions of {domain} are training prompts of {trained}"
+        for (domain, trained), pairs in shared.items()
+    ]
+    examples = [pair for pairs in shared.values() for pair in pairs][:EXAMPLES]
+    raise PromptError.at(
+        f"domains.{next(iter(shared))[0]}.eval",
+        found="; ".join(counts) + f" (for example, counted from 0: {', '.join(examples)})",
+        wanted="questions that are never trained on",
+        fix="delete them from one of the two files; to split one file, give `eval: {holdout: 0.1}` and no eval.prompts",
+    )
+
+
+def _side(file: Path, prompts: Sequence[Prompt], share: float, *, held_out: bool) -> list[Prompt]:
+    lines = read_prompt_lines(file)
+    side = [p for p, line in zip(prompts, lines, strict=True) if is_held_out(line.prompt, share) == held_out]
+    if not side:
+        raise PromptError.at(
+            file,
+            found=f"{len(prompts)} prompts, of which eval.holdout {share:g} leaves none for {'the exam' if held_out else 'training'}",
+            wanted="some on either side",
+            fix="give more prompts, another share, or two files",
+        )
+    return side
+
+
+def _verifier_name(config: DomainEvalConfig) -> str:
+    return config.verifier if isinstance(config.verifier, str) else config.verifier.kind
+
+
+def _refuse_unjudgeable(file: Path, exam: DomainExam, verifier: str) -> None:
+    problems = [(p.id, why) for p in exam.prompts if (why := exam.verifier.problem(p.answer, p.metadata))]
+    if problems:
+        prompt_id, why = problems[0]
+        raise PromptError.at(
+            f"{file}: prompt {prompt_id}",
+            found=why + (f" (so have {len(problems)} of {len(exam.prompts)} questions)" if len(problems) > 1 else ""),
+            wanted=f"what the verifier `{verifier}` needs to judge an answer",
+            fix="correct these lines, or choose another verifier",
+        )
