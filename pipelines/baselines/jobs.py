@@ -121,7 +121,6 @@ def plan(
 
     Raises: ConfigError for shares of methods that train nothing; RunDirError for a run directory that has no metrics.
     """
-    per_step = tokens_per_step(root)
     trained = [method for method in methods if method in TRAINED_METHODS]
     if shares is not None and not trained:
         raise ConfigError.at(
@@ -130,6 +129,7 @@ def plan(
             wanted=f"a method that trains: {', '.join(TRAINED_METHODS)}",
             fix="leave out --share: a merge of weights has no tokens",
         )
+    per_step = tokens_per_step(root) if trained else None
     own_seed = seed is None or seed == config.seed
     own_merge = RunPaths(root).pipeline.exists()
     jobs = []

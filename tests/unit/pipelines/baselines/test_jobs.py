@@ -90,7 +90,7 @@ def test_seeds_that_are_none_or_repeated_or_too_many_are_refused(text: str) -> N
 
 def test_a_share_of_a_merge_of_weights_is_refused(config: PipelineConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a merge of weights has no tokens"):
-        plan(config, tmp_path, ["linear", "ties"], [0.5], None)
+        plan(config, tmp_path / "none", ["linear", "ties"], [0.5], None)
 
 
 def test_a_run_directory_without_a_pipeline_or_metrics_is_refused(config: PipelineConfig, tmp_path: Path) -> None:
