@@ -75,7 +75,9 @@ def test_it_is_installed_once_and_by_its_hash(tmp_path: Path, monkeypatch: pytes
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("onething.py", "value = 1\n")
         archive.writestr("onething-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: onething\nVersion: 1.0\n")
-        archive.writestr("onething-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            "onething-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr("onething-1.0.dist-info/RECORD", "")
     requirements = tmp_path / "requirements.txt"
     monkeypatch.setattr(mergekit, "REQUIREMENTS", requirements)
