@@ -22,6 +22,7 @@ TRAINED_METHODS = {"off_policy": "Off-policy", "mixed_sft": "Mixed SFT", "opd": 
 """Method -> label: those that train, and have shares of the merge's training."""
 METHODS = (*WEIGHT_METHODS, *TRAINED_METHODS)
 MAX_SEEDS = 10
+"""Of a comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
