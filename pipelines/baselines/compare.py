@@ -15,7 +15,8 @@ from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, load_pipeline
+from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text
@@ -126,6 +127,8 @@ def _one_seed(
     tell: Callable[[str], None],
 ) -> _Seed:
     paths = RunPaths(root)
+    if root.exists():
+        _refuse_another_merge(load_pipeline(paths.pipeline), config, root)
     if not paths.report.exists():
         tell(f"{root.name}: the merge")
         if root.exists():
@@ -142,6 +145,20 @@ def _one_seed(
     results = compute(jobs, lambda line: tell(f"{root.name}: {line}"))
     before, expert = (Evaluation.load(paths.evaluation / f"{name}.json") for name in ("before", "expert"))
     return _Seed(before=before, expert=expert, results=results)
+
+
+def _refuse_another_merge(stored: PipelineConfig, config: PipelineConfig, root: Path) -> None:
+    """Results of two pipelines must not end up in one table; whether files changed is seen to by a resume."""
+    parts = ("seed", "trainer", "rollout", "objective", "teachers", "evaluate")
+    others = [name for name in parts if getattr(stored, name) != getattr(config, name)]
+    others += ["domains"] if set(stored.domains) != set(config.domains) else []
+    if others:
+        raise RunDirError.at(
+            root,
+            found=f"a merge with other settings: {', '.join(others)}",
+            wanted="the merge of this pipeline, begun earlier",
+            fix="give another --run-dir, or remove this directory",
+        )
 
 
 def table(seeds: Sequence[_Seed]) -> list[Row]:

@@ -36,6 +36,8 @@ def compute(jobs: Sequence[Job], tell: Callable[[str], None], keep_models: bool 
     a merge.
     """
     todo = [job for job in jobs if not job.result.exists()]
+    for job in (job for job in jobs if job not in todo):
+        tell(f"{job.name}: found {job.result}, not computed again")
     if todo:
         inputs = check(todo[0].config)  # shares have no part in what is checked
         completions = _check_all(todo, inputs)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from opd.config import PipelineConfig, load_pipeline
+from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
 from pipelines.baselines import compare as comparing
@@ -62,6 +63,7 @@ class FakeRuns:
     def start(self, config: PipelineConfig, root: Path) -> None:
         self.merges.append(f"start {root.name} seed {config.seed}")
         (root / "evaluation").mkdir(parents=True)
+        (root / "pipeline.yaml").write_text(json.dumps(config.model_dump(mode="json")))
         Evaluation(model="before", scores=scores(reverse=0.1, upper=0.5)).save(root / "evaluation" / "before.json")
         Evaluation(model="expert", scores=scores(reverse=0.9, upper=0.5)).save(root / "evaluation" / "expert.json")
         (root / "report.json").write_text("{}")
@@ -139,9 +141,17 @@ def test_the_files(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
 def test_an_interrupted_merge_goes_on_and_a_finished_one_is_left(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     root = tmp_path / "compared"
     config = load_pipeline(world.write())
-    runs.start(config, root / "seed-0")
-    runs.start(config, root / "seed-1")
+    for seed in (0, 1):
+        runs.start(config.model_copy(update={"seed": seed}), root / f"seed-{seed}")
     (root / "seed-1" / "report.json").unlink()
     runs.merges.clear()
     compare(config, root, [0, 1, 2], ["opd"], [1.0], lambda line: None)
     assert runs.merges == ["resume seed-1", "start seed-2 seed 2"]
+
+
+def test_results_of_another_merge_are_not_mixed_in(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
+    config = load_pipeline(world.write())
+    compare(config, tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    world.data["trainer"]["lr"] = 0.5
+    with pytest.raises(RunDirError, match=r"seed-0\n  found:  a merge with other settings: trainer\n"):
+        compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)

@@ -95,7 +95,7 @@ def test_what_exists_is_not_computed_again(world: Any, engine: FakeEngine, tmp_p
     again, lines = compute(config, tmp_path / "out", "slerp", "linear")
     assert [result.label for result in again] == ["SLERP", "from disk"]
     assert engine.loaded == ["merged-slerp"]
-    assert not any(line.startswith("linear") for line in lines)
+    assert [line for line in lines if line.startswith("linear")] == [f"linear: found {file}, not computed again"]
 
 
 def test_adapters_are_merged_before_and_removed_after(
