@@ -64,6 +64,7 @@ class FakeRuns:
         self.merges.append(f"start {root.name} seed {config.seed}")
         (root / "evaluation").mkdir(parents=True)
         (root / "pipeline.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+        (root / "metrics.jsonl").write_text('{"step": 1, "response_tokens": 100}\n')
         Evaluation(model="before", scores=scores(reverse=0.1, upper=0.5)).save(root / "evaluation" / "before.json")
         Evaluation(model="expert", scores=scores(reverse=0.9, upper=0.5)).save(root / "evaluation" / "expert.json")
         (root / "report.json").write_text("{}")
