@@ -185,9 +185,11 @@ def _fit(
     """Write the trained student to `out`, whole or not at all, in the type that a merge exports."""
     import torch
     from transformers import AutoModelForCausalLM, set_seed
+    from transformers.utils import logging
 
     from experts.sft import IGNORED, Example, imitate
 
+    logging.disable_progress_bar()
     staging = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
