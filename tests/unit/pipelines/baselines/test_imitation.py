@@ -27,6 +27,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
+        self.steps: list[int] = []
         self._model = ""
 
     def load(self, model_dir: Path) -> None:
@@ -35,6 +36,7 @@ class FakeEngine:
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         self.events.append((self._model, len(prompts)))
+        self.steps.append(step)
         return RolloutBatch(rollouts=tuple(self._rollout(p, step) for p in prompts), quarantined=())
 
     def _rollout(self, prompt: Prompt, step: int) -> Rollout:
@@ -67,6 +69,7 @@ def test_each_prompt_is_answered_by_its_domains_expert_in_chunks(monkeypatch: py
     found = write_by_experts(engine, routes, mixed, 0, Path("unused"))  # type: ignore[arg-type]
     assert found == [(101, 0), (102, 0), (101, 1), (102, 1), (101, 2), (102, 2), (101, 3), (102, 3)]
     assert engine.events == [("one", 0), ("one", 3), ("one", 1), ("two", 0), ("two", 3), ("two", 1)]
+    assert engine.steps == [1, 2, 1, 2], "the same prompt again, in the next chunk, is sampled with another seed"
 
 
 def test_several_experts_of_a_domain_write_by_their_weights() -> None:

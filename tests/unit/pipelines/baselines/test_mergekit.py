@@ -85,18 +85,19 @@ def test_it_is_installed_once_and_by_its_hash(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     lines: list[str] = []
 
-    requirements.write_text(f"onething==1.0 --hash=sha256:{'0' * 64}\n")
-    with pytest.raises(RunError, match="installation of mergekit failed"):
-        environment(lines.append)
-    assert not environment_dir().exists()
+    for unproven in ("onething==1.0\n", f"onething==1.0 --hash=sha256:{'0' * 64}\n"):
+        requirements.write_text(unproven)
+        with pytest.raises(RunError, match="installation of mergekit failed"):
+            environment(lines.append)
+        assert not environment_dir().exists()
 
     requirements.write_text(f"onething==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
     home = environment(lines.append)
     assert (home / "onething.py").is_file()
-    assert len(lines) == 2
+    assert len(lines) == 3
     wheel.unlink()
     assert environment(lines.append) == home
-    assert len(lines) == 2, "it was there"
+    assert len(lines) == 3, "it was there"
 
 
 def test_without_an_index_the_message_says_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
