@@ -26,7 +26,7 @@ from opd.evaluation.scores import FORMAT, Evaluation
 from opd.files import atomic_write_text
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Teacher
-from pipelines.exams import load_exams, load_training, refuse_leaks
+from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
 from pipelines.preflight import Inputs, check, inspect_student, load_tokenizer
 
 Tell = Callable[[str], None]
@@ -72,10 +72,13 @@ def check_models(
         tell(f"warning: {config.student.model} is not here, so vocabularies are not compared with the student's")
     subjects = []
     for path, (info, adapter) in inspected.items():
+        _refuse_shorter_context(path, info, config.rollout.max_model_len)
         tokenizer = load_tokenizer(Path(info.path))
         exams = load_exams(config, tokenizer, names)
         files = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None and c.prompts.is_file()}
         refuse_leaks(exams, load_training(config, files, tokenizer))
+        for warning in room_warnings(exams, config.rollout.max_model_len):
+            tell(f"warning: {warning}")
         model = Teacher(name=str(path), model_dir=Path(info.path), adapter_dir=Path(adapter.path) if adapter else None)
         subjects.append(Subject(model=model, exams=exams, tokenizer=tokenizer, eos_token_ids=info.eos_token_ids))
     _refuse_other_ends(subjects)
@@ -115,6 +118,16 @@ def _refuse_other_vocabulary(path: Path, model: ModelInfo, student: ModelInfo) -
         wanted=f"the token ids of the pipeline's student, {student.path}",
         fix="evaluate it with a pipeline whose student has this vocabulary",
     )
+
+
+def _refuse_shorter_context(path: Path, model: ModelInfo, room: int) -> None:
+    if model.context is not None and room > model.context:
+        raise ModelError.at(
+            path,
+            found=f"a context of {model.context} tokens",
+            wanted=f"rollout.max_model_len = {room} or more",
+            fix=f"--set rollout.max_model_len={model.context}",
+        )
 
 
 def _refuse_other_ends(subjects: Sequence[Subject]) -> None:

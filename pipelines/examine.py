@@ -52,7 +52,7 @@ def examine_models(
 
     `compare` puts the models side by side in one table. Raises: OpdError before any compute, RunError during it.
     """
-    dirs = [path / "model" if (path / "pipeline.yaml").is_file() else path for path in models]
+    dirs = [path / "model" if _is_run(path) else path for path in models]
     file = find(pipeline) if pipeline is not None else _pipeline_of(dirs[0])
     config = None if file is None else load_pipeline(file, overrides)
     if config is None and not tasks:
@@ -76,7 +76,7 @@ def examine_matrix(where: str, domains: Sequence[str] | None, overrides: list[st
 
     Raises: OpdError before any compute, RunError during it.
     """
-    run_dir = Path(where) if Path(where).is_dir() else None
+    run_dir = Path(where) if _is_run(Path(where)) else None
     config = load_pipeline(find(where) if run_dir is None else run_dir / "pipeline.yaml", overrides)
     matrix = evaluate_matrix(config, None if run_dir is None else run_dir / "model", domains, tell)
     data = matrix.as_json()
@@ -88,10 +88,15 @@ def examine_matrix(where: str, domains: Sequence[str] | None, overrides: list[st
     return Examined(data, [(f"{config.name}: accuracy", columns, matrix_rows(matrix))])
 
 
+def _is_run(path: Path) -> bool:
+    """Whether it is a run directory of `opd merge`; a pipeline alone may lie anywhere."""
+    return (path / "manifest.json").is_file() and (path / "pipeline.yaml").is_file()
+
+
 def _pipeline_of(model: Path) -> Path | None:
     """The pipeline of the run whose model it is."""
-    file = model.absolute().parent / "pipeline.yaml"
-    return file if file.is_file() else None
+    root = model.absolute().parent
+    return root / "pipeline.yaml" if _is_run(root) else None
 
 
 def _with_tasks(config: PipelineConfig | None, tasks: Sequence[str]) -> LMEvalConfig:

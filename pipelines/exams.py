@@ -93,6 +93,17 @@ def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, Sequenc
     )
 
 
+def room_warnings(exams: Mapping[str, DomainExam], room: int) -> list[str]:
+    """One sentence for each domain with questions that leave no room for an answer in `room` tokens."""
+    too_long = {d: sum(len(p.token_ids) >= room for p in exam.prompts) for d, exam in exams.items()}
+    return [
+        f"{num} of the {len(exams[domain].prompts)} questions of {domain} leave no room for an answer in "
+        f"rollout.max_model_len = {room}; they count as wrong"
+        for domain, num in too_long.items()
+        if num
+    ]
+
+
 def _side(file: Path, prompts: Sequence[Prompt], share: float, *, held_out: bool) -> list[Prompt]:
     lines = read_prompt_lines(file)
     side = [p for p, line in zip(prompts, lines, strict=True) if is_held_out(line.prompt, share) == held_out]

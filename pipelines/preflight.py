@@ -22,7 +22,7 @@ from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
 from opd.types import Probe, Prompt, Teacher, WeightedTeacher
-from pipelines.exams import load_exams, load_training, refuse_leaks
+from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
 from pipelines.routes import Expert, route_domains
 from teachers.flight.access import read_roots, read_token
 
@@ -96,7 +96,7 @@ def check(config: PipelineConfig) -> Inputs:
         exams=exams,
         untrained=_untrained(config, teaching.routes, tokenizer),
         tokenizer=tokenizer,
-        warnings=teaching.warnings,
+        warnings=(*teaching.warnings, *room_warnings(exams, config.rollout.max_model_len)),
     )
 
 

@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from safetensors.torch import load_file
+
+from opd.evaluation.scores import Evaluation
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +48,13 @@ def test_merge_kill_resume_and_the_model_it_leaves(tmp_path: Path, pipeline: dic
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # Untrained models are never right: a score that depends on every letter tells whether the same answers were judged.
+    (tmp_path / "judge.py").write_text(
+        "def vowels(text, answer, metadata):\n    return sum(map(text.count, 'aeiou')) / 8\n"
+    )
+    for domain in pipeline["domains"].values():
+        domain["eval"]["verifier"] = {"kind": "python", "function": "judge:vowels"}
+    pipeline["evaluate"] = {"every": 3, "n": 2, "temperature": 1.0}
     file = write(tmp_path, pipeline)
     whole = tmp_path / "whole"
     done = opd("merge", file, "--run-dir", whole, cwd=tmp_path)
@@ -101,9 +111,22 @@ def test_merge_kill_resume_and_the_model_it_leaves(tmp_path: Path, pipeline: dic
     start = load_file(Path(pipeline["student"]["model"]) / "model.safetensors")
     assert any(not torch.equal(start[name], ours[name]) for name in ours)
 
-    judged = opd("evaluate", whole / "model", "--pipeline", file, "--domains", "left-domain", "--json", cwd=tmp_path)
+    stored = {f.stem: Evaluation.load(f) for f in (whole / "evaluation").glob("*.json")}
+    assert set(stored) == {"before", "expert", "after", "step-000003", "step-000006"}
+    for name in ("before", "expert", "after"):
+        assert stored[name].accuracy == {domain: d[name] for domain, d in report["domains"].items()}
+    assert records(whole)[2]["accuracy"] == stored["step-000003"].accuracy
+    assert {(s.questions, s.samples, s.failed) for s in stored["after"].scores.values()} == {(8, 2, 0)}
+    assert all(0 < s.accuracy < 1 for s in stored["after"].scores.values())
+
+    judged = opd("evaluate", "--matrix", whole, "--json", cwd=tmp_path)
     assert judged.returncode == 0, judged.stderr
-    assert json.loads(judged.stdout)["accuracy"] == {"left-domain": report["domains"]["left-domain"]["after"]}
+    matrix = {n: Evaluation.from_json({"format": 1, **e}) for n, e in json.loads(judged.stdout)["models"].items()}
+    assert list(matrix) == ["student before", "left", "right", "merged"]
+    assert replace(stored["after"], model="") == replace(matrix["merged"], model="")
+    assert matrix["student before"] == stored["before"]
+    for name in ("left", "right"):
+        assert matrix[name].scores[f"{name}-domain"] == stored["expert"].scores[f"{name}-domain"]
 
 
 def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint(tmp_path: Path, pipeline: dict[str, Any]) -> None:

@@ -329,6 +329,111 @@ def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     assert load_yaml(write(tmp_path, b"\xef\xbb\xbfname: a\r\nseed: 1\r\n")) == {"name": "a", "seed": 1}
 
 
+# Evaluation
+
+
+@pytest.mark.parametrize(
+    "verifier",
+    [
+        "last_line",
+        "numeric",
+        {"kind": "exact_match"},
+        {"kind": "numeric", "tolerance": 0.5},
+        {"kind": "regex", "pattern": "a(b)"},
+        {"kind": "multiple_choice", "choices": "AB"},
+        {"kind": "python", "function": "my.judges:judge"},
+    ],
+    ids=str,
+)
+def test_a_verifier_is_a_name_or_a_kind_with_options(verifier: Any) -> None:
+    config = validate(PipelineConfig, changed("domains.math.eval.verifier", verifier), "p.yaml")
+    again = validate(PipelineConfig, config.model_dump(), "p.yaml")  # as a run directory keeps it
+    assert again == config and config.domains["math"].eval is not None
+    read = config.domains["math"].eval.verifier
+    assert (read if isinstance(read, str) else read.model_dump(exclude_unset=True)) == verifier
+
+
+@pytest.mark.parametrize(
+    ("verifier", "key", "words"),
+    [
+        ("exact_mach", "", ["found:  exact_mach", "did you mean `exact_match`?", "reasoning_gym, regex, python"]),
+        ({"kind": "nummeric"}, "", ["found:  nummeric", "did you mean `numeric`?"]),
+        ({"tolerance": 1}, "", ["found:  no `kind`", "one of: exact_match"]),
+        ("regex", "", ["found:  regex", "{kind: regex, pattern: ...}"]),
+        ("python", "", ["found:  python", "{kind: python, function: module:function}"]),
+        (3, "", ["found:  3"]),
+        ({"kind": "regex"}, ".pattern", ["found:  nothing"]),
+        ({"kind": "regex", "pattern": "a(b"}, "", ["found:  'a(b'", "missing )"]),
+        ({"kind": "numeric", "tolerance": -1}, ".tolerance", ["found:  -1"]),
+        ({"kind": "numeric", "tolerence": 1}, ".tolerence", ["did you mean `tolerance`?"]),
+        ({"kind": "exact_match", "tolerance": 1}, ".tolerance", ["an unknown key"]),
+        ({"kind": "multiple_choice", "choices": "a"}, ".choices", ["found:  'a'"]),
+        ({"kind": "python", "function": "judge"}, ".function", ["found:  'judge'"]),
+        ({"kind": "python", "function": "a b:c"}, ".function", ["found:  'a b:c'"]),
+    ],
+    ids=str,
+)
+def test_a_verifier_that_is_none_is_refused(verifier: Any, key: str, words: list[str]) -> None:
+    message = refusal(changed("domains.math.eval.verifier", verifier))
+    assert message.startswith(f"p.yaml: domains.math.eval.verifier{key}\n"), message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("exam", "found"),
+    [
+        ({}, "neither"),
+        ({"prompts": "e.jsonl", "holdout": 0.1}, "both"),
+        ({"holdout": 0}, "0"),
+        ({"holdout": 1}, "1"),
+        ({"holdout": float("nan")}, "nan"),
+    ],
+    ids=str,
+)
+def test_questions_have_one_source(exam: Any, found: str) -> None:
+    message = refusal(changed("domains.math.eval", exam))
+    assert message.startswith("p.yaml: domains.math.eval")
+    assert f"found:  {found}\n" in message
+
+
+def test_a_share_is_held_out_of_the_domains_own_prompts() -> None:
+    data = changed("domains.math.eval", {"holdout": 0.1})
+    validate(PipelineConfig, data, "p.yaml")
+    del data["domains"]["math"]["prompts"]
+    message = refusal(data)
+    assert message.startswith("p.yaml: domains.math\n") and "no `prompts`" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "found"),
+    [
+        ({"samples": 0}, "samples", "0"),
+        ({"n": 0}, "n", "0"),
+        ({"n": 8}, "temperature", "0"),
+        ({"temperature": -1}, "temperature", "-1"),
+        ({"n": 8, "temperature": 0.7, "pass_at": [1, 16]}, "pass_at", "[1, 16]"),
+        ({"pass_at": [2]}, "pass_at", "[2]"),
+        ({"pass_at": [0]}, "pass_at.0", "0"),
+        ({"lm_eval": "gsm8k"}, "lm_eval", "'gsm8k'"),
+        ({"lm_eval": {"tasks": ["a"], "model": "openai"}}, "lm_eval.model", "'openai'"),
+        ({"lm_eval": [""]}, "lm_eval.tasks.0", "''"),
+    ],
+    ids=str,
+)
+def test_an_evaluation_that_measures_nothing_is_refused(settings: Any, key: str, found: str) -> None:
+    message = refusal(changed("evaluate", settings))
+    assert message.startswith(f"p.yaml: evaluate.{key}\n"), message
+    assert f"found:  {found}\n" in message, message
+
+
+def test_answers_and_public_tasks() -> None:
+    settings = {"n": 8, "temperature": 0.7, "pass_at": [1, 8], "lm_eval": ["gsm8k", "my/task.yaml"]}
+    config = validate(PipelineConfig, changed("evaluate", settings), "p.yaml").evaluate
+    assert (config.n, config.temperature, config.pass_at) == (8, 0.7, [1, 8])
+    assert (config.lm_eval.tasks, config.lm_eval.model) == (["gsm8k", "my/task.yaml"], "hf")
+    assert validate(PipelineConfig, VALID, "p.yaml").evaluate.pass_at == [1]
+
+
 # --set
 
 
