@@ -23,9 +23,10 @@ from opd.files import atomic_write_text
 from opd.report import headroom
 from pipelines import merge as merging
 from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan
-from pipelines.baselines.run import compute
+from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.build import RunPaths
+from pipelines.preflight import check
 
 FORMAT = 1
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -93,8 +94,11 @@ def compare(
 ) -> list[Row]:
     """Compute what is missing, write the three files, return the table.
 
-    Raises: OpdError, RunError; Interrupted after Ctrl-C in a merge.
+    Raises: OpdError before any compute, RunError during it; Interrupted after Ctrl-C in a merge.
     """
+    check_methods(config, check(config), methods)  # now, and not after hours of the first merge
+    for seed in seeds:
+        _refuse_another_merge(config.model_copy(update={"seed": seed}), root / f"seed-{seed}")
     found = [
         _one_seed(
             config.model_copy(update={"seed": seed}), root / f"seed-{seed}", methods, shares, seed == seeds[0], tell
@@ -127,8 +131,6 @@ def _one_seed(
     tell: Callable[[str], None],
 ) -> _Seed:
     paths = RunPaths(root)
-    if root.exists():
-        _refuse_another_merge(load_pipeline(paths.pipeline), config, root)
     if not paths.report.exists():
         tell(f"{root.name}: the merge")
         if root.exists():
@@ -147,8 +149,11 @@ def _one_seed(
     return _Seed(before=before, expert=expert, results=results)
 
 
-def _refuse_another_merge(stored: PipelineConfig, config: PipelineConfig, root: Path) -> None:
+def _refuse_another_merge(config: PipelineConfig, root: Path) -> None:
     """Results of two pipelines must not end up in one table; whether files changed is seen to by a resume."""
+    if not root.exists():
+        return
+    stored = load_pipeline(RunPaths(root).pipeline)
     parts = ("seed", "trainer", "rollout", "objective", "teachers", "evaluate")
     others = [name for name in parts if getattr(stored, name) != getattr(config, name)]
     others += ["domains"] if set(stored.domains) != set(config.domains) else []

@@ -13,6 +13,7 @@ from statistics import fmean
 from filelock import FileLock, Timeout
 
 from experts.adapter import whole_model
+from opd.config import PipelineConfig
 from opd.errors import ConfigError, RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.evaluator import DomainExam, EngineEvaluator
@@ -24,9 +25,14 @@ from pipelines import merge as merging
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
 from pipelines.baselines.jobs import TRAINED_METHODS, Job
-from pipelines.baselines.mergekit import Recipe, environment, merge_weights
+from pipelines.baselines.mergekit import environment, merge_weights
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
 from pipelines.preflight import Inputs, check
+
+AFTER = "after.json"
+"""Evaluation of a merge's result."""
+MERGED_BYTES = 2 << 30
+"""Merged models that lie on disk at a time, beside the best of each method; one in any case."""
 
 
 def compute(jobs: Sequence[Job], tell: Callable[[str], None], keep_models: bool = False) -> list[BaselineResult]:
@@ -40,7 +46,8 @@ def compute(jobs: Sequence[Job], tell: Callable[[str], None], keep_models: bool 
         tell(f"{job.name}: found {job.result}, not computed again")
     if todo:
         inputs = check(todo[0].config)  # shares have no part in what is checked
-        completions = _check_all(todo, inputs)
+        completions = check_methods(todo[0].config, inputs, [job.method for job in todo])
+        _refuse_unfinished(todo)
         with _locked(todo[0].root / "baselines"):
             for job, result in _compute(todo, inputs, completions, tell):
                 result.save(job.result)
@@ -51,9 +58,11 @@ def compute(jobs: Sequence[Job], tell: Callable[[str], None], keep_models: bool 
     return [BaselineResult.load(job.result) for job in jobs]
 
 
-def _check_all(jobs: Sequence[Job], inputs: Inputs) -> Completions:
-    """Everything that can be wrong before compute; the completions, if a method needs them. Raises: OpdError."""
-    config = jobs[0].config
+def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]) -> Completions:
+    """What can be wrong with the inputs for these methods; returns the completions, if one needs them.
+
+    Raises: OpdError.
+    """
     if not inputs.exams:
         raise ConfigError.at(
             "domains",
@@ -61,20 +70,23 @@ def _check_all(jobs: Sequence[Job], inputs: Inputs) -> Completions:
             wanted="at least one: baselines are compared by their accuracy",
             fix="set domains.NAME.eval",
         )
-    methods = {job.method for job in jobs}
-    for name in [name for name in WEIGHT_METHODS if name in methods]:
-        check_one_architecture(name, inputs)
-        if WEIGHT_METHODS[name].grid:
-            validation_exams(config, inputs)
+    for name in methods:
+        if name in WEIGHT_METHODS:
+            check_one_architecture(name, inputs)
+            if WEIGHT_METHODS[name].grid:
+                validation_exams(config, inputs)
+    return read_completions(config, inputs) if "mixed_sft" in methods else {}
+
+
+def _refuse_unfinished(jobs: Sequence[Job]) -> None:
     for job in jobs:
-        if job.own_run and not job.merge.report.exists():
+        if job.own_run and not (job.merge.evaluation / AFTER).exists():
             raise RunDirError.at(
                 job.root,
                 found="a merge that is not finished",
                 wanted="a finished one: `opd` with all of its steps is the merge itself",
                 fix=f"`opd merge --resume {job.root}`",
             )
-    return read_completions(config, inputs) if "mixed_sft" in methods else {}
 
 
 def _compute(
@@ -119,29 +131,31 @@ class _Found:
 def _merge_weights(
     jobs: Sequence[Job], inputs: Inputs, tell: Callable[[str], None]
 ) -> Iterator[tuple[Job, BaselineResult]]:
-    """The time of mergekit's process is shared out evenly among the methods."""
-    home = environment(tell)
+    """Candidates in the order of the jobs, a few at a time on disk; of each job the best so far stays in its place."""
+    home, config = environment(tell), jobs[0].config
     merged = jobs[0].model.with_name(".tmp-merged")
-    config = jobs[0].config
-    recipes: dict[str, Recipe] = {}
-    began = time.monotonic()
-    with ExitStack() as adapters:
+    candidates = [(job, strength) for job in jobs for strength in WEIGHT_METHODS[job.method].strengths()]
+    at_a_time = max(1, MERGED_BYTES // (4 * inputs.student.parameters))
+    trials = {job.name: _Trials(job, inputs, _named(tell, job)) for job in jobs}
+    with ExitStack() as adapters, rollout_engine(config, inputs) as engine:
         experts = [
             adapters.enter_context(whole_model(e.teacher, merged.with_name(f".tmp-expert-{name}")))
             for name, e in inputs.experts.items()
         ]
-        for job in jobs:
-            method = WEIGHT_METHODS[job.method]
-            recipes |= {_candidate(job, s): method.recipe(inputs.student, experts, s) for s in method.strengths()}
-        tell(f"weights: {len(recipes)} merges for {', '.join(job.name for job in jobs)}")
-        merge_weights(recipes, merged, seed=config.seed, timeout_s=config.cluster.phase_timeout_s, home=home)
-    with rollout_engine(config, inputs) as engine:
-        shared_s = (time.monotonic() - began) / len(jobs)
-        for job in jobs:
+        for start in range(0, len(candidates), at_a_time):
+            part = candidates[start : start + at_a_time]
+            tell(f"weights: merges {start + 1} to {start + len(part)} of {len(candidates)}")
+            recipes = {
+                _candidate(job, strength): WEIGHT_METHODS[job.method].recipe(inputs.student, experts, strength)
+                for job, strength in part
+            }
             began = time.monotonic()
-            found = _best(job, inputs, merged, engine, _named(tell, job))
-            replace_dir(merged / _candidate(job, found.strength), job.model)
-            yield job, _result(job, found, shared_s + time.monotonic() - began)
+            merge_weights(recipes, merged, seed=config.seed, timeout_s=config.cluster.phase_timeout_s, home=home)
+            each_s = (time.monotonic() - began) / len(part)
+            for job, strength in part:
+                trials[job.name].add(engine, merged / _candidate(job, strength), strength, each_s)
+                if strength == WEIGHT_METHODS[job.method].strengths()[-1]:
+                    yield job, trials[job.name].result(engine)
     shutil.rmtree(merged)
 
 
@@ -150,23 +164,41 @@ def _candidate(job: Job, strength: float | None) -> str:
     return f"merged-{job.name}" if strength is None else f"merged-{job.name}-{strength:g}"
 
 
-def _best(job: Job, inputs: Inputs, merged: Path, engine: VLLMRolloutEngine, tell: Callable[[str], None]) -> _Found:
-    """The exam of the strength that is best on the validation prompts, of several the weakest."""
-    method = WEIGHT_METHODS[job.method]
-    validation: dict[float, float] = {}
-    if method.grid:
-        exams = validation_exams(job.config, inputs)
-        for strength in method.grid:
-            engine.load(merged / _candidate(job, strength))
-            validation[strength] = fmean(_examine(engine, exams, job, inputs, tell).accuracy.values())
-            tell(f"strength {strength:g}: {validation[strength]:.3f} on validation prompts")
-    chosen = max(validation, key=lambda strength: validation[strength]) if validation else None
-    engine.load(merged / _candidate(job, chosen))
-    return _Found(
-        scores=_examine(engine, inputs.exams, job, inputs, tell).scores,
-        strength=chosen,
-        validation={f"{strength:g}": value for strength, value in validation.items()},
-    )
+class _Trials:
+    """The strengths of one method: the best on the validation prompts so far, of several the first."""
+
+    def __init__(self, job: Job, inputs: Inputs, tell: Callable[[str], None]) -> None:
+        self._job = job
+        self._inputs = inputs
+        self._tell = tell
+        self._wall_s = 0.0
+        self._best: float | None = None
+        self._validation: dict[float, float] = {}
+        self._exams = validation_exams(job.config, inputs) if WEIGHT_METHODS[job.method].grid else {}
+
+    def add(self, engine: VLLMRolloutEngine, model: Path, strength: float | None, merging_s: float) -> None:
+        """Examine a merged model, and put it in the job's place if it is the best. `merging_s`: what it took so far."""
+        began = time.monotonic()
+        if strength is not None:
+            engine.load(model)
+            found = _examine(engine, self._exams, self._job, self._inputs, self._tell)
+            self._validation[strength] = fmean(found.accuracy.values())
+            self._tell(f"strength {strength:g}: {self._validation[strength]:.3f} on validation prompts")
+        if strength is None or self._best is None or self._validation[strength] > self._validation[self._best]:
+            self._best = strength
+            replace_dir(model, self._job.model)
+        self._wall_s += merging_s + time.monotonic() - began
+
+    def result(self, engine: VLLMRolloutEngine) -> BaselineResult:
+        """The exam of the best."""
+        began = time.monotonic()
+        engine.load(self._job.model)
+        found = _Found(
+            scores=_examine(engine, self._inputs.exams, self._job, self._inputs, self._tell).scores,
+            strength=self._best,
+            validation={f"{strength:g}": value for strength, value in self._validation.items()},
+        )
+        return _result(self._job, found, self._wall_s + time.monotonic() - began)
 
 
 def _imitate(job: Job, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _Found:
@@ -191,7 +223,7 @@ def _merge_on_policy(job: Job) -> _Found:
         else:
             merging.start(job.config, paths.root)
     tokens = sum(record["response_tokens"] for record in MetricsFile(paths.metrics).read())
-    return _Found(scores=Evaluation.load(paths.evaluation / "after.json").scores, tokens=tokens)
+    return _Found(scores=Evaluation.load(paths.evaluation / AFTER).scores, tokens=tokens)
 
 
 def _examine(

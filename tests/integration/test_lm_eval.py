@@ -14,7 +14,9 @@ import yaml
 
 pytest.importorskip("lm_eval", reason="the optional extra lm-eval is not installed")
 
-QUESTIONS = [{"question": f"rev {a}{b}c=", "choices": [f"c{b}{a}", f"{a}{b}c", f"{b}c{a}"]} for a in "abdefg" for b in "xyz"]
+QUESTIONS = [
+    {"question": f"rev {a}{b}c=", "choices": [f"c{b}{a}", f"{a}{b}c", f"{b}c{a}"]} for a in "abdefg" for b in "xyz"
+]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opd.config import PipelineConfig, load_pipeline
-from opd.errors import RunDirError
+from opd.errors import PromptError, RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
 from pipelines.baselines import compare as comparing
@@ -91,6 +91,14 @@ class FakeRuns:
 
 
 @pytest.fixture
+def with_completions(world: Any) -> None:
+    """What `mixed_sft` needs."""
+    for file in world.root.glob("*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(line | {"completion": line["answer"]}) + "\n" for line in lines))
+
+
+@pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
     fake = FakeRuns()
     monkeypatch.setattr(comparing.merging, "start", fake.start)
@@ -102,6 +110,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
 METHODS = ["ties", "dare_ties", "off_policy", "mixed_sft", "opd"]
 
 
+@pytest.mark.usefixtures("with_completions")
 def test_a_table_with_verdicts_at_equal_shares(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     root = tmp_path / "compared"
     rows = compare(load_pipeline(world.write()), root, [0, 1, 2], METHODS, [0.1, 1.0], lambda line: None)
@@ -126,6 +135,7 @@ def test_a_table_with_verdicts_at_equal_shares(world: Any, runs: FakeRuns, tmp_p
     assert {"seed-0/ties", "seed-2/dare_ties", "seed-2/opd-0.1"} <= set(runs.computed)
 
 
+@pytest.mark.usefixtures("with_completions")
 def test_the_files(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     root = tmp_path / "compared"
     compare(load_pipeline(world.write()), root, [0, 1], METHODS, [0.1, 1.0], lambda line: None)
@@ -156,3 +166,10 @@ def test_results_of_another_merge_are_not_mixed_in(world: Any, runs: FakeRuns, t
     world.data["trainer"]["lr"] = 0.5
     with pytest.raises(RunDirError, match=r"seed-0\n  found:  a merge with other settings: trainer\n"):
         compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+
+
+def test_what_a_baseline_lacks_is_told_before_the_first_merge(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="no completion"):
+        compare(load_pipeline(world.write()), tmp_path / "out", [0], ["opd", "mixed_sft"], [1.0], lambda line: None)
+    assert runs.merges == []
+    assert not (tmp_path / "out").exists()

@@ -19,6 +19,7 @@ from opd.types import Completion, Prompt
 from pipelines.baselines import run
 from pipelines.baselines.jobs import plan
 from pipelines.baselines.mergekit import Recipe
+from pipelines.preflight import check
 
 GOOD = 0.3
 """The strength at which a merged model is right on the prompts that strengths are chosen by."""
@@ -29,13 +30,15 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
+        self._merged_as = ""
 
     def load(self, model_dir: Path) -> None:
         assert (model_dir / "model.safetensors").is_file()
         self.loaded.append(model_dir.name)
+        self._merged_as = (model_dir / "merged-as").read_text()
 
     def answer(self, prompts: Sequence[Prompt], **_: Any) -> list[Completion]:
-        good = self.loaded[-1].endswith(f"-{GOOD:g}")
+        good = self._merged_as.endswith(f"-{GOOD:g}")
         # The world's training answers are small letters, those of its exams capitals.
         return [
             Completion(prompt=p, text=p.answer if good == p.answer.islower() else "?", num_tokens=1) for p in prompts
@@ -51,8 +54,10 @@ def engine(monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path) -> FakeEngine:
         yield fake
 
     def merge_weights(recipes: Mapping[str, Recipe], out: Path, **_: Any) -> None:
+        shutil.rmtree(out, ignore_errors=True)
         for name in recipes:
             shutil.copytree(tiny_model_dir, out / name)
+            (out / name / "merged-as").write_text(name)
 
     monkeypatch.setattr(run, "rollout_engine", rollout_engine)
     monkeypatch.setattr(run, "merge_weights", merge_weights)
@@ -75,7 +80,30 @@ def test_the_strength_is_chosen_by_validation_and_not_by_the_exam(
     assert (ties.token_share, ties.tokens, ties.seed) == (None, None, 0)
     assert set(ties.scores) == {"reverse", "upper"}
     assert ties.scores["upper"].questions == 6
-    assert engine.loaded[-2:] == ["merged-ties-0.3", "merged-linear"]
+    assert engine.loaded[-2:] == ["ties", "linear"]
+
+
+def test_few_merged_models_lie_on_disk_at_a_time(
+    world: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = load_pipeline(world.write())
+    nbytes = 4 * check(config).student.parameters
+    monkeypatch.setattr(run, "MERGED_BYTES", 2 * nbytes + 1)
+    parts: list[list[str]] = []
+    fake = run.merge_weights
+
+    def merge_weights(recipes: Mapping[str, Recipe], out: Path, **options: Any) -> None:
+        parts.append(list(recipes))
+        fake(recipes, out, **options)
+
+    monkeypatch.setattr(run, "merge_weights", merge_weights)
+    [ties, slerp], _ = compute(config, tmp_path / "out", "ties", "slerp")
+    assert parts == [
+        ["merged-ties-0.1", "merged-ties-0.3"],
+        ["merged-ties-0.5", "merged-ties-1"],
+        ["merged-ties-1.5", "merged-slerp"],
+    ]
+    assert (ties.strength, ties.accuracy, slerp.accuracy) == (GOOD, 0.0, 1.0)
 
 
 def test_models_go_unless_they_are_to_be_kept(world: Any, engine: FakeEngine, tmp_path: Path) -> None:
@@ -94,7 +122,7 @@ def test_what_exists_is_not_computed_again(world: Any, engine: FakeEngine, tmp_p
     engine.loaded.clear()
     again, lines = compute(config, tmp_path / "out", "slerp", "linear")
     assert [result.label for result in again] == ["SLERP", "from disk"]
-    assert engine.loaded == ["merged-slerp"]
+    assert engine.loaded == ["slerp"]
     assert [line for line in lines if line.startswith("linear")] == [f"linear: found {file}, not computed again"]
 
 
@@ -162,7 +190,7 @@ def test_an_unfinished_merge_is_no_baseline(world: Any, tmp_path: Path) -> None:
     config = load_pipeline(world.write())
     root = tmp_path / "run"
     evaluated(root, 0.75)
-    (root / "report.json").unlink()
+    (root / "evaluation" / "after.json").unlink()
     (root / "pipeline.yaml").write_text(json.dumps(config.model_dump(mode="json")))
     with pytest.raises(RunDirError, match="a merge that is not finished"):
         compute(config, root, "opd")
