@@ -72,7 +72,8 @@ class Row:
     headroom: Measured | None
     """Mean over the domains where the expert is better than the student; None if there is none."""
     verdict: str = ""
-    """`tie`, `better` or `worse` than on-policy distillation at the same share, merges of weights than at all of it."""
+    """`tie`, `better` or `worse` than on-policy distillation at the same share, merges of weights than at all of it;
+    empty if that was run for one seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,8 +200,8 @@ def _mean_headroom(seed: _Seed, result: BaselineResult) -> float | None:
 
 
 def _judged(row: Row, opd: Row | None) -> Row:
-    if opd is None or row.method == "opd":
-        return row
+    if opd is None or row.method == "opd" or len(opd.accuracy.by_seed) == 1:
+        return row  # of one seed it is not known how much chance there is
     if row.accuracy.overlaps(opd.accuracy):
         verdict = "tie"
     else:

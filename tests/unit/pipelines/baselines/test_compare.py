@@ -160,6 +160,12 @@ def test_an_interrupted_merge_goes_on_and_a_finished_one_is_left(world: Any, run
     assert runs.merges == ["resume seed-1", "start seed-2 seed 2"]
 
 
+def test_one_seed_says_nothing_about_who_is_better(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
+    config = load_pipeline(world.write())
+    rows = compare(config, tmp_path / "out", [0], ["ties", "off_policy", "opd"], [0.1, 1.0], lambda line: None)
+    assert {row.verdict for row in rows} == {""}
+
+
 def test_results_of_another_merge_are_not_mixed_in(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     config = load_pipeline(world.write())
     compare(config, tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
