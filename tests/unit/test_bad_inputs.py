@@ -484,7 +484,7 @@ def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
         def finish_step(self, share: float) -> RankResult:
             rest = dict.fromkeys((f.name for f in DomainStats.__dataclass_fields__.values()), 0.0)
             stats = DomainStats(**rest | {"tokens": 3, "samples": 1, "kl_sum": 3 * mean})
-            return RankResult(loss=mean, grad_norm=1.0, domains={"reverse": stats})
+            return RankResult(loss=mean, grad_norm=1.0, domains={"reverse": stats}, positions={})
 
     b.in_process.replace = Rank
     b.data["trainer"]["ranks"] = 1
@@ -900,7 +900,9 @@ def clock_jump(b: Bench) -> None:
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
     wall = {str(file) for file in files if re.search(r"\btime\.time\(|import time\b.*\btime\b,", file.read_text())}
     assert len(files) > 50
-    assert wall == set(), "deadlines and durations are measured with time.monotonic"
+    assert wall == {str(ROOT / "opd" / "sinks" / "mlflow.py")}, (
+        "only MLflow's entries carry a date; durations are monotonic"
+    )
 
 
 def push_that_did_not_arrive(b: Bench) -> None:

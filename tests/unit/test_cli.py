@@ -18,6 +18,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+import pipelines.baselines.run
 import pipelines.check
 import pipelines.merge
 from cli import app
@@ -25,6 +26,9 @@ from experts.registry import Registry
 from opd import __version__
 from opd.config import PipelineConfig
 from opd.errors import RunError, StorageError
+from opd.evaluation.baselines import BaselineResult
+from opd.evaluation.scores import DomainScore
+from pipelines.baselines.jobs import Job
 from pipelines.check import CheckReport, Finding, Measured
 from pipelines.compare import Comparison
 from pipelines.interrupts import Stopped
@@ -36,6 +40,8 @@ COMMANDS = [
     ["check"],
     ["evaluate"],
     ["report"],
+    ["baseline"],
+    ["compare"],
     *(["experts", c] for c in ("add", "list", "show", "verify", "remove", "train")),
     *(["pipelines", c] for c in ("list", "show", "schema")),
     ["prompts", "make"],
@@ -530,6 +536,56 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
 
 def add(name: str, *more: str) -> Result:
     return opd("experts", "add", name, "--model", "rev", "--domain", "reverse", *more)
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "word"),
+    [
+        ("baseline", ["--method", "tie"], "one of: linear"),
+        ("baseline", ["--method", "off_policy", "--share", "1.5"], "--share"),
+        ("baseline", ["--method", "linear", "--share", "0.5"], "no tokens"),
+        ("compare", ["--method", "tie"], "one of: linear"),
+        ("compare", ["--share", "0"], "--share"),
+        ("compare", ["--seeds", "0,0"], "--seeds"),
+    ],
+)
+def test_baselines_refuse_what_they_cannot_do(command: str, args: list[str], word: str, world: Any) -> None:
+    refused(opd(command, "pipeline.yaml", *args), word)
+    assert not Path("runs").exists()
+
+
+def test_a_baseline_of_a_directory_without_a_run_is_refused(world: Any) -> None:
+    refused(opd("baseline", ".", "--method", "linear"), "no metrics.jsonl")
+
+
+def test_a_run_directory_has_its_own_pipeline(world: Any) -> None:
+    result = opd("baseline", ".", "--method", "linear", "--run-dir", "other")
+    assert result.exit_code == 2
+    assert "go with a PIPELINE" in result.stderr
+
+
+def test_a_baseline_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(jobs: list[Job], tell: object, keep_models: bool) -> list[BaselineResult]:
+        assert [(job.root, job.config.seed, keep_models) for job in jobs] == [(Path("runs/two-baselines"), 4, True)] * 2
+        score = DomainScore(accuracy=0.25, stderr=0.1, low=0.1, high=0.4, questions=10)
+        return [
+            BaselineResult(
+                method=job.method,
+                label=job.method,
+                token_share=job.share,
+                tokens=12345 if job.share else None,
+                seed=4,
+                scores={"reverse": score},
+                wall_s=1.0,
+            )
+            for job in jobs
+        ]
+
+    monkeypatch.setattr(pipelines.baselines.run, "compute", compute)
+    result = opd("baseline", "pipeline.yaml", "--method", "slerp,mixed_sft", "--seed", "4", "--keep-models")
+    assert result.exit_code == 0, result.output
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if "0.250" in line]
+    assert rows == [["slerp", "-", "-", "0.250"], ["mixed_sft", "1", "12,345", "0.250"]]
 
 
 def test_an_expert_is_registered_listed_shown_verified_and_removed(world: Any) -> None:

@@ -1,0 +1,58 @@
+"""What other ways of merging the same experts reach, as it lies on disk: `RUN_DIR/baselines/NAME.json`, one file each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from opd.evaluation.scores import DomainScore
+from opd.files import atomic_write_text
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineResult:
+    """One method on all domains that have an exam."""
+
+    method: str
+    """As in `opd baseline --method`."""
+    label: str
+    """Method and strength as a reader knows them, e.g. `TIES 0.5`."""
+    strength: float | None = None
+    """The one of the method's grid that was best on the validation prompts; None for a method without."""
+    token_share: float | None = None
+    """Share of the merge's training, 0..1; None for merges of weights, which train nothing."""
+    tokens: int | None = None
+    """Response tokens that were trained on; None as above."""
+    seed: int
+    scores: dict[str, DomainScore]
+    """By domain, on the exam that the merge is reported on."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """Strength (as text, JSON's keys are text) -> mean accuracy over the domains' validation prompts."""
+    wall_s: float
+    """All that it took, models and evaluation."""
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over domains, 0..1."""
+        return fmean(score.accuracy for score in self.scores.values())
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raises: OSError."""
+        atomic_write_text(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> BaselineResult:
+        """Read what `save` wrote. Raises: OSError."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        assert data.pop("format") == FORMAT, f"{path}: another format"
+        scores = {domain: DomainScore(**score) for domain, score in data.pop("scores").items()}
+        return cls(scores=scores, **data)
+
+
+def read_baselines(run_dir: Path) -> list[BaselineResult]:
+    """Every result of a run directory, by file name. Raises: OSError."""
+    return [BaselineResult.load(path) for path in sorted((run_dir / "baselines").glob("*.json"))]

@@ -1,0 +1,257 @@
+"""`opd compare`: a merge and every baseline, over several seeds, as one table and one picture.
+
+    ROOT/seed-N/            a run directory of `opd merge`, with its `baselines/`
+    ROOT/comparison.json    all numbers    ROOT/comparison.md    the table    ROOT/comparison.svg    accuracy by token share
+
+What exists is not computed again: the same command goes on after an interruption.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+
+from opd.config import PipelineConfig, load_pipeline
+from opd.errors import RunDirError
+from opd.evaluation.baselines import BaselineResult
+from opd.evaluation.scores import Evaluation
+from opd.files import atomic_write_text
+from opd.report import headroom
+from pipelines import merge as merging
+from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan
+from pipelines.baselines.run import check_methods, compute
+from pipelines.baselines.weights import WEIGHT_METHODS
+from pipelines.build import RunPaths
+from pipelines.preflight import check
+
+FORMAT = 1
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom: for 2 to MAX_SEEDS seeds."""
+COLUMNS = ("method", "share", "response tokens", "mean accuracy", "headroom", "against opd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A mean over seeds with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    by_seed: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Measured:
+        """Student's t interval; of one value the value itself."""
+        mean = fmean(values)
+        half = T_QUANTILES[len(values) - 2] * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
+        return cls(mean=mean, low=mean - half, high=mean + half, by_seed=tuple(values))
+
+    def overlaps(self, other: Measured) -> bool:
+        return self.low <= other.high and other.low <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ± {self.high - self.mean:.3f}" if len(self.by_seed) > 1 else f"{self.mean:.3f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One method at one share."""
+
+    method: str
+    label: str
+    share: float | None
+    """None for merges of weights."""
+    tokens: float | None
+    """Response tokens trained on, mean over seeds."""
+    accuracy: Measured
+    """Mean over domains."""
+    headroom: Measured | None
+    """Mean over the domains where the expert is better than the student; None if there is none."""
+    verdict: str = ""
+    """`tie`, `better` or `worse` than on-policy distillation at the same share, merges of weights than at all of it;
+    empty if that was run for one seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seed:
+    """What one seed's run directory says."""
+
+    before: Evaluation
+    expert: Evaluation
+    results: list[BaselineResult]
+
+
+def compare(
+    config: PipelineConfig,
+    root: Path,
+    seeds: Sequence[int],
+    methods: Sequence[str],
+    shares: Sequence[float],
+    tell: Callable[[str], None],
+) -> list[Row]:
+    """Compute what is missing, write the three files, return the table.
+
+    Raises: OpdError before any compute, RunError during it; Interrupted after Ctrl-C in a merge.
+    """
+    check_methods(config, check(config), methods)  # now, and not after hours of the first merge
+    for seed in seeds:
+        _refuse_another_merge(config.model_copy(update={"seed": seed}), root / f"seed-{seed}")
+    found = [
+        _one_seed(
+            config.model_copy(update={"seed": seed}), root / f"seed-{seed}", methods, shares, seed == seeds[0], tell
+        )
+        for seed in seeds
+    ]
+    rows = table(found)
+    before = Measured.of([fmean(one.before.accuracy.values()) for one in found])
+    expert = Measured.of([fmean(one.expert.accuracy.values()) for one in found])
+    data = {
+        "format": FORMAT,
+        "name": config.name,
+        "seeds": list(seeds),
+        "before": asdict(before),
+        "expert": asdict(expert),
+        "rows": [asdict(row) for row in rows],
+    }
+    atomic_write_text(root / "comparison.json", json.dumps(data, indent=1))
+    atomic_write_text(root / "comparison.md", markdown(before, expert, rows))
+    draw(rows, root / "comparison.svg")
+    return rows
+
+
+def _one_seed(
+    config: PipelineConfig,
+    root: Path,
+    methods: Sequence[str],
+    shares: Sequence[float],
+    first: bool,
+    tell: Callable[[str], None],
+) -> _Seed:
+    paths = RunPaths(root)
+    if not paths.report.exists():
+        tell(f"{root.name}: the merge")
+        if root.exists():
+            merging.resume(root)
+        else:
+            merging.start(config, root)
+    # Merges of weights that the seed has no part in are made once.
+    chosen = [m for m in methods if first or m not in WEIGHT_METHODS or WEIGHT_METHODS[m].random]
+    jobs = [
+        job
+        for method in chosen
+        for job in plan(config, root, [method], shares if method in TRAINED_METHODS else None, None)
+    ]
+    results = compute(jobs, lambda line: tell(f"{root.name}: {line}"))
+    before, expert = (Evaluation.load(paths.evaluation / f"{name}.json") for name in ("before", "expert"))
+    return _Seed(before=before, expert=expert, results=results)
+
+
+def _refuse_another_merge(config: PipelineConfig, root: Path) -> None:
+    """Results of two pipelines must not end up in one table; whether files changed is seen to by a resume."""
+    if not root.exists():
+        return
+    stored = load_pipeline(RunPaths(root).pipeline)
+    parts = ("seed", "trainer", "rollout", "objective", "teachers", "evaluate")
+    others = [name for name in parts if getattr(stored, name) != getattr(config, name)]
+    others += ["domains"] if set(stored.domains) != set(config.domains) else []
+    if others:
+        raise RunDirError.at(
+            root,
+            found=f"a merge with other settings: {', '.join(others)}",
+            wanted="the merge of this pipeline, begun earlier",
+            fix="give another --run-dir, or remove this directory",
+        )
+
+
+def table(seeds: Sequence[_Seed]) -> list[Row]:
+    """A row for each method and share, methods in their order, larger shares first."""
+    groups: dict[tuple[str, float | None], list[tuple[_Seed, BaselineResult]]] = {}
+    for seed in seeds:
+        for result in seed.results:
+            groups.setdefault((result.method, result.token_share), []).append((seed, result))
+    rows = {key: _row(group) for key, group in groups.items()}
+    order = sorted(rows, key=lambda key: (METHODS[::-1].index(key[0]), -(key[1] or 0)))
+    return [_judged(rows[key], rows.get(("opd", 1.0 if key[1] is None else key[1]))) for key in order]
+
+
+def _row(group: Sequence[tuple[_Seed, BaselineResult]]) -> Row:
+    results = [result for _, result in group]
+    gains = [_mean_headroom(seed, result) for seed, result in group]
+    tokens = [result.tokens for result in results if result.tokens is not None]
+    return Row(
+        method=results[0].method,
+        label=" / ".join(dict.fromkeys(result.label for result in results)),
+        share=results[0].token_share,
+        tokens=fmean(tokens) if tokens else None,
+        accuracy=Measured.of([result.accuracy for result in results]),
+        headroom=Measured.of([gain for gain in gains if gain is not None]) if None not in gains else None,
+    )
+
+
+def _mean_headroom(seed: _Seed, result: BaselineResult) -> float | None:
+    before, expert = seed.before.accuracy, seed.expert.accuracy
+    shares = [headroom(before[d], score.accuracy, expert[d]) for d, score in result.scores.items()]
+    known = [share for share in shares if share is not None]
+    return fmean(known) if known else None
+
+
+def _judged(row: Row, opd: Row | None) -> Row:
+    if opd is None or row.method == "opd" or len(opd.accuracy.by_seed) == 1:
+        return row  # of one seed it is not known how much chance there is
+    if row.accuracy.overlaps(opd.accuracy):
+        verdict = "tie"
+    else:
+        verdict = "better" if row.accuracy.mean > opd.accuracy.mean else "worse"
+    return Row(**{**{name: getattr(row, name) for name in Row.__slots__}, "verdict": verdict})
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """In the order of `COLUMNS`."""
+    return (
+        row.label,
+        "-" if row.share is None else f"{row.share:g}",
+        "-" if row.tokens is None else f"{row.tokens:,.0f}",
+        str(row.accuracy),
+        "-" if row.headroom is None else str(row.headroom),
+        row.verdict or "-",
+    )
+
+
+def markdown(before: Measured, expert: Measured, rows: Sequence[Row]) -> str:
+    """The table, with what it starts from and aims at."""
+    lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(cells, rows)]
+    note = f"Mean accuracy of the student before: {before.mean:.3f}; of the experts: {expert.mean:.3f}."
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Accuracy by share of the training, methods without training as levels."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for index, row in enumerate(row for row in rows if row.share is None):
+        axes.axhline(row.accuracy.mean, linestyle=":", linewidth=1, color="#888888")
+        place = (0.01 + 0.14 * index, row.accuracy.mean)  # side by side: some are nearly equal
+        axes.annotate(row.label, place, xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+    for method in dict.fromkeys(row.method for row in rows if row.share is not None):
+        points = [(row.share, row.accuracy) for row in rows if row.method == method and row.share is not None]
+        means = [accuracy.mean for _, accuracy in points]
+        errors = [[a.mean - a.low for _, a in points], [a.high - a.mean for _, a in points]]
+        label = TRAINED_METHODS[method]
+        axes.errorbar([share for share, _ in points], means, yerr=errors, marker="o", capsize=3, label=label)
+    axes.set(xlabel="share of the merge's response tokens", ylabel="mean accuracy over domains", xscale="log")
+    shares = sorted({row.share for row in rows if row.share is not None})
+    axes.set_xticks(shares, [f"{share:g}" for share in shares], minor=False)
+    axes.minorticks_off()
+    axes.grid(True, alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

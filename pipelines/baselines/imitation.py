@@ -1,0 +1,216 @@
+"""Off-policy training on the same prompts: the student learns to write what others wrote, by cross-entropy.
+
+    MixedPrompts ── the merge's prompts, step by step ──▶ author ── a response each ──▶ transformers' Trainer
+                                                     off_policy: the domain's expert
+                                                     mixed_sft: the prompts file itself
+
+Steps, learning rates and optimiser are the merge's. A step has so many samples that all steps together have as many
+response tokens as the merge trained on; without a merge to look at, as many samples as the pipeline says.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+
+from experts.adapter import whole_model
+from opd.config import PipelineConfig
+from opd.errors import PromptError
+from opd.files import replace_dir
+from opd.prompts import MixedPrompts, read_prompt_lines, split_samples
+from opd.rollouts.vllm import VLLMRolloutEngine
+from opd.types import Prompt, WeightedTeacher
+from pipelines.baselines.engine import rollout_engine
+from pipelines.preflight import Inputs
+
+PILOT_SAMPLES = 1000
+"""Responses from which the mean length is estimated."""
+CHUNK = 4096
+"""Prompts that an engine gets in one call, so that the deadline of a phase is one of a piece of work."""
+
+Author = Callable[[Sequence[Prompt]], list[tuple[int, ...]]]
+"""Prompts -> a response to each, as token ids with the end token."""
+
+Completions = dict[str, tuple[int, ...]]
+"""Prompt id -> the answer in its prompts file as token ids, with the end token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """How the samples of a step are cut up for the model."""
+
+    micro_batch: int
+    accumulate: int
+
+    @property
+    def samples(self) -> int:
+        return self.micro_batch * self.accumulate
+
+
+def train_off_policy(
+    config: PipelineConfig,
+    inputs: Inputs,
+    author: AbstractContextManager[Author],
+    budget: float | None,
+    out: Path,
+    tell: Callable[[str], None],
+) -> int:
+    """Train the student on the author's responses and write it to `out`; returns the response tokens trained on.
+
+    `budget`: response tokens wanted; None: as many as come with the pipeline's samples. Raises: RunError.
+    """
+    by_domain = {d: [p for p in ps if _has_room(p, config)] for d, ps in inputs.prompts.items()}
+    with author as write:
+        shape = _shape(config, _num_samples(config, by_domain, write, budget))
+        prompts = [p for step in _steps(config, by_domain, shape.samples) for p in step]
+        tell(f"{len(prompts)} responses: {config.trainer.steps} steps of {shape.samples}")
+        responses = write(prompts)
+    _fit(config, inputs, prompts, responses, shape, out, tell)
+    return sum(map(len, responses))
+
+
+@contextmanager
+def experts_author(config: PipelineConfig, inputs: Inputs, scratch: Path) -> Iterator[Author]:
+    """The experts write, at the merge's temperature and limits; `scratch` is for adapters merged into their bases."""
+    with rollout_engine(config, inputs) as engine:
+        yield lambda prompts: write_by_experts(engine, inputs.routes, prompts, config.seed, scratch)
+
+
+def write_by_experts(
+    engine: VLLMRolloutEngine,
+    routes: Mapping[str, Sequence[WeightedTeacher]],
+    prompts: Sequence[Prompt],
+    seed: int,
+    scratch: Path,
+) -> list[tuple[int, ...]]:
+    """Each prompt's response by an expert of its domain, of several drawn by their weights."""
+    teachers = {a.teacher.name: a.teacher for part in routes.values() for a in part}
+    draw = random.Random(f"{seed}/authors")
+    by_author: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        part = routes[prompt.domain]
+        [author] = draw.choices([a.teacher.name for a in part], [a.weight for a in part])
+        by_author.setdefault(author, []).append(index)
+    responses: dict[int, tuple[int, ...]] = {}
+    for author, mine in by_author.items():
+        with whole_model(teachers[author], scratch) as directory:
+            engine.load(directory)
+        for number, start in enumerate(range(0, len(mine), CHUNK), start=1):
+            chunk = mine[start : start + CHUNK]
+            # The engine's seeds depend on step and prompt: chunks stand where a merge has steps.
+            batch = engine.generate([prompts[i] for i in chunk], step=number, policy_version=0)
+            responses |= zip(chunk, (r.response_ids for r in batch.rollouts), strict=True)
+    return [responses[i] for i in range(len(prompts))]
+
+
+@contextmanager
+def file_author(config: PipelineConfig, completions: Completions) -> Iterator[Author]:
+    """The prompts' own completions, as long as there is room for them."""
+    room = config.rollout.max_model_len
+    yield lambda prompts: [completions[p.id][: room - len(p.token_ids)] for p in prompts]
+
+
+def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
+    """Of every training prompt. Raises: PromptError."""
+    from experts.sft import IGNORED, encode_line
+
+    completions: Completions = {}
+    for domain, prompts in inputs.prompts.items():
+        file = config.domains[domain].prompts or inputs.experts[inputs.teachers[domain].name].prompts
+        assert file is not None, "the pipeline was checked"
+        lines = read_prompt_lines(file)
+        for prompt in prompts:
+            line = lines[int(prompt.id.rpartition("/")[2])]
+            if line.completion is None:
+                raise PromptError.at(
+                    f"{file}: prompt {prompt.id}",
+                    found="no completion",
+                    wanted="the column `completion` in every line: mixed_sft learns it",
+                    fix="add it, or compare with off_policy, which needs only prompts",
+                )
+            labels = encode_line(inputs.tokenizer, line)["labels"]
+            completions[prompt.id] = tuple(i for i in labels if i != IGNORED)
+    return completions
+
+
+def _has_room(prompt: Prompt, config: PipelineConfig) -> bool:
+    """A merge quarantines the others."""
+    return 0 < len(prompt.token_ids) < config.rollout.max_model_len
+
+
+def _steps(config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], samples: int) -> Iterator[list[Prompt]]:
+    """The prompts of each step, every domain among them."""
+    weights = {name: 1.0 if d.weight == "auto" else d.weight for name, d in config.domains.items()}
+    mixed = MixedPrompts(by_domain, split_samples(samples, weights), config.seed)
+    for step in range(1, config.trainer.steps + 1):
+        yield mixed.take(step)
+
+
+def _num_samples(
+    config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], write: Author, budget: float | None
+) -> int:
+    """Samples of a step, so that all steps have `budget` response tokens."""
+    samples = config.trainer.samples_per_step
+    if budget is None:
+        return samples
+    # Whole steps, in which each domain has its share.
+    steps = islice(_steps(config, by_domain, samples), -(-PILOT_SAMPLES // samples))
+    pilot = [p for step in steps for p in step]
+    mean_length = fmean(map(len, write(pilot)))
+    return max(len(by_domain), round(budget / config.trainer.steps / mean_length))
+
+
+def _shape(config: PipelineConfig, samples: int) -> StepShape:
+    """Micro-batches of `trainer.micro_batch_tokens` padded tokens; `samples` are rounded up to whole ones."""
+    fitting = max(1, config.trainer.micro_batch_tokens // config.rollout.max_model_len)
+    accumulate = -(-samples // fitting)
+    return StepShape(micro_batch=-(-samples // accumulate), accumulate=accumulate)
+
+
+def _fit(
+    config: PipelineConfig,
+    inputs: Inputs,
+    prompts: Sequence[Prompt],
+    responses: Sequence[tuple[int, ...]],
+    shape: StepShape,
+    out: Path,
+    tell: Callable[[str], None],
+) -> None:
+    """Write the trained student to `out`, whole or not at all, in the type that a merge exports."""
+    import torch
+    from transformers import AutoModelForCausalLM, set_seed
+    from transformers.utils import logging
+
+    from experts.sft import IGNORED, Example, imitate
+
+    logging.disable_progress_bar()
+    staging = out.with_name(f".tmp-{out.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    set_seed(config.seed)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.student.model, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+    )
+    examples = [
+        Example(input_ids=[*p.token_ids, *r], labels=[IGNORED] * len(p.token_ids) + list(r))
+        for p, r in zip(prompts, responses, strict=True)
+    ]
+    imitate(
+        model,
+        examples,
+        config.trainer,
+        micro_batch=shape.micro_batch,
+        accumulate=shape.accumulate,
+        seed=config.seed,
+        scratch=staging,
+        report=lambda step, loss: tell(f"step {step}/{config.trainer.steps}  loss {loss:.4f}"),
+    )
+    model.to(getattr(torch, config.trainer.dtype)).save_pretrained(staging)
+    inputs.tokenizer.save_pretrained(staging)
+    replace_dir(staging, out)

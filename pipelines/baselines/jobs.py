@@ -1,0 +1,183 @@
+"""What `opd baseline` is asked for: methods, shares and seed, as a list of results to compute.
+
+RUN_DIR/baselines/NAME.json      a result; one that is there is not computed again
+RUN_DIR/baselines/models/NAME    its model, removed after the evaluation unless it is to be kept
+RUN_DIR/baselines/runs/NAME      method `opd` with fewer steps: a run directory, removed likewise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from opd.config import LMEvalConfig, PipelineConfig, load_pipeline
+from opd.errors import ConfigError, RunDirError
+from opd.metrics import MetricsFile
+from pipelines.baselines.weights import WEIGHT_METHODS
+from pipelines.build import RunPaths
+
+TRAINED_METHODS = {"off_policy": "Off-policy", "mixed_sft": "Mixed SFT", "opd": "On-policy"}
+"""Method -> label: those that train, and have shares of the merge's training."""
+METHODS = (*WEIGHT_METHODS, *TRAINED_METHODS)
+MAX_SEEDS = 10
+"""Of a comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One result to be computed."""
+
+    method: str
+    share: float | None
+    """Of the merge's steps; None for merges of weights."""
+    config: PipelineConfig
+    """With the share's steps, and the seed."""
+    root: Path
+    """The run directory that gets the result."""
+    name: str
+    budget: float | None
+    """Response tokens to train on; None without a merge to compare with."""
+    own_run: bool
+    """True if it is what the run directory's own merge did or does."""
+
+    @property
+    def result(self) -> Path:
+        return self.root / "baselines" / f"{self.name}.json"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "baselines" / "models" / self.name
+
+    @property
+    def shorter_run(self) -> Path:
+        """Of method `opd`, if it is not the run directory's own merge."""
+        return self.root / "baselines" / "runs" / self.name
+
+    @property
+    def merge(self) -> RunPaths:
+        """Of method `opd`."""
+        return RunPaths(self.root if self.own_run else self.shorter_run)
+
+
+def parse_methods(text: str) -> list[str]:
+    """Comma-separated methods. Raises: ConfigError."""
+    methods = [name.strip() for name in text.split(",")]
+    for name in methods:
+        if name not in METHODS:
+            raise ConfigError.at(
+                "--method", found=repr(name), wanted=f"one of: {', '.join(METHODS)}", fix="correct the name"
+            )
+    return list(dict.fromkeys(methods))
+
+
+def parse_shares(text: str) -> list[float]:
+    """Comma-separated shares of the merge's training. Raises: ConfigError unless 0 < share <= 1."""
+    shares = []
+    for part in text.split(","):
+        try:
+            share = float(part)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise ConfigError.at(
+                "--share", found=repr(part), wanted="numbers above 0, at most 1", fix="for example --share 0.1,0.3,1"
+            )
+        shares.append(share)
+    return list(dict.fromkeys(shares))
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Comma-separated seeds. Raises: ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts) or len(parts) > MAX_SEEDS:
+        raise ConfigError.at(
+            "--seeds",
+            found=repr(text),
+            wanted=f"whole numbers, each once, at most {MAX_SEEDS}",
+            fix="for example --seeds 0,1,2",
+        )
+    return [int(part) for part in parts]
+
+
+def scaled(config: PipelineConfig, share: float) -> PipelineConfig:
+    """The same merge in a share of its steps: warm-up and decay shrink with them."""
+    trainer = config.trainer
+    fewer = {"steps": max(1, round(share * trainer.steps)), "warmup_steps": round(share * trainer.warmup_steps)}
+    # What is looked at on the way belongs to the whole merge.
+    evaluate = {"every": 0, "lm_eval": LMEvalConfig()}
+    return config.model_copy(
+        update={
+            "trainer": trainer.model_copy(update=fewer),
+            "evaluate": config.evaluate.model_copy(update=evaluate),
+        }
+    )
+
+
+def plan(
+    config: PipelineConfig, root: Path, methods: Sequence[str], shares: Sequence[float] | None, seed: int | None
+) -> list[Job]:
+    """What to compute, in order; `shares` (default: all of it) and `seed` (default: the pipeline's) as given.
+
+    Raises: ConfigError for shares of methods that train nothing; RunDirError for a run directory that has no metrics.
+    """
+    trained = [method for method in methods if method in TRAINED_METHODS]
+    if shares is not None and not trained:
+        raise ConfigError.at(
+            "--share",
+            found=f"with --method {','.join(methods)}",
+            wanted=f"a method that trains: {', '.join(TRAINED_METHODS)}",
+            fix="leave out --share: a merge of weights has no tokens",
+        )
+    per_step = tokens_per_step(root) if trained else None
+    own_seed = seed is None or seed == config.seed
+    own_merge = RunPaths(root).pipeline.exists()
+    jobs = []
+    for method in methods:
+        for share in (shares or [1.0]) if method in trained else [None]:
+            chosen = config if share is None else scaled(config, share)
+            parts = [method, "" if share is None else f"-{share:g}", "" if own_seed else f"-seed-{seed}"]
+            jobs.append(
+                Job(
+                    method=method,
+                    share=share,
+                    config=chosen if seed is None else chosen.model_copy(update={"seed": seed}),
+                    root=root,
+                    name="".join(parts),
+                    budget=None if share is None or per_step is None else per_step * chosen.trainer.steps,
+                    own_run=method == "opd" and share == 1 and own_seed and own_merge,
+                )
+            )
+    return jobs
+
+
+def tokens_per_step(root: Path) -> float | None:
+    """Response tokens of a mean step of the directory's merge; None if it has none yet.
+
+    Raises: RunDirError for a merge that has not taken a step.
+    """
+    paths = RunPaths(root)
+    records = MetricsFile(paths.metrics).read()
+    if not records and paths.pipeline.exists():
+        raise RunDirError.at(
+            paths.metrics,
+            found="no steps",
+            wanted="the metrics of a merge: baselines get as many tokens as it trained on",
+            fix=f"`opd merge --resume {root}`",
+        )
+    return fmean(record["response_tokens"] for record in records) if records else None
+
+
+def open_run(root: Path) -> PipelineConfig:
+    """The pipeline of a run directory. Raises: RunDirError, ConfigError."""
+    paths = RunPaths(root)
+    if not paths.pipeline.exists() or not paths.metrics.exists():
+        missing = paths.metrics if paths.pipeline.exists() else paths.pipeline
+        raise RunDirError.at(
+            root,
+            found=f"no {missing.name}",
+            wanted="the run directory of a merge, or a pipeline",
+            fix="check the path, or give the pipeline; its steps and samples then say how much is trained",
+        )
+    return load_pipeline(paths.pipeline)

@@ -1,0 +1,257 @@
+"""`opd baseline`: other ways of merging the same experts, measured on the same exams."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from filelock import FileLock, Timeout
+
+from experts.adapter import whole_model
+from opd.config import PipelineConfig
+from opd.errors import ConfigError, RunDirError
+from opd.evaluation.baselines import BaselineResult
+from opd.evaluation.evaluator import DomainExam, EngineEvaluator
+from opd.evaluation.scores import DomainScore, Evaluation
+from opd.files import replace_dir
+from opd.metrics import MetricsFile
+from opd.rollouts.vllm import VLLMRolloutEngine
+from pipelines import merge as merging
+from pipelines.baselines.engine import rollout_engine
+from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
+from pipelines.baselines.jobs import TRAINED_METHODS, Job
+from pipelines.baselines.mergekit import environment, merge_weights
+from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
+from pipelines.preflight import Inputs, check
+
+AFTER = "after.json"
+"""Evaluation of a merge's result."""
+MERGED_BYTES = 2 << 30
+"""Merged models that lie on disk at a time, beside the best of each method; one in any case."""
+
+
+def compute(jobs: Sequence[Job], tell: Callable[[str], None], keep_models: bool = False) -> list[BaselineResult]:
+    """Every job's result: read where it exists, else computed. The jobs are of one run directory and one seed.
+
+    Raises: OpdError before any compute; RunError if one fails (those before it are on disk); Interrupted after Ctrl-C in
+    a merge.
+    """
+    todo = [job for job in jobs if not job.result.exists()]
+    for job in (job for job in jobs if job not in todo):
+        tell(f"{job.name}: found {job.result}, not computed again")
+    if todo:
+        inputs = check(todo[0].config)  # shares have no part in what is checked
+        completions = check_methods(todo[0].config, inputs, [job.method for job in todo])
+        _refuse_unfinished(todo)
+        with _locked(todo[0].root / "baselines"):
+            for job, result in _compute(todo, inputs, completions, tell):
+                result.save(job.result)
+                tell(f"{job.name}: mean accuracy {result.accuracy:.3f} after {result.wall_s:.0f} s")
+                if not keep_models:
+                    for path in (job.model, job.shorter_run):
+                        shutil.rmtree(path, ignore_errors=True)
+    return [BaselineResult.load(job.result) for job in jobs]
+
+
+def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]) -> Completions:
+    """What can be wrong with the inputs for these methods; returns the completions, if one needs them.
+
+    Raises: OpdError.
+    """
+    if not inputs.exams:
+        raise ConfigError.at(
+            "domains",
+            found="no domain with an eval",
+            wanted="at least one: baselines are compared by their accuracy",
+            fix="set domains.NAME.eval",
+        )
+    for name in methods:
+        if name in WEIGHT_METHODS:
+            check_one_architecture(name, inputs)
+            if WEIGHT_METHODS[name].grid:
+                validation_exams(config, inputs)
+    return read_completions(config, inputs) if "mixed_sft" in methods else {}
+
+
+def _refuse_unfinished(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        if job.own_run and not (job.merge.evaluation / AFTER).exists():
+            raise RunDirError.at(
+                job.root,
+                found="a merge that is not finished",
+                wanted="a finished one: `opd` with all of its steps is the merge itself",
+                fix=f"`opd merge --resume {job.root}`",
+            )
+
+
+def _compute(
+    jobs: Sequence[Job], inputs: Inputs, completions: Completions, tell: Callable[[str], None]
+) -> Iterator[tuple[Job, BaselineResult]]:
+    """Merges of weights first, which share one process of mergekit and one engine."""
+    weights = [job for job in jobs if job.method in WEIGHT_METHODS]
+    if weights:
+        yield from _merge_weights(weights, inputs, tell)
+    for job in (job for job in jobs if job.method not in WEIGHT_METHODS):
+        tell(f"{job.name}: begins")
+        began = time.monotonic()
+        found = _merge_on_policy(job) if job.method == "opd" else _imitate(job, inputs, completions, _named(tell, job))
+        yield job, _result(job, found, time.monotonic() - began)
+
+
+def _result(job: Job, found: _Found, wall_s: float) -> BaselineResult:
+    label = {**{n: m.label for n, m in WEIGHT_METHODS.items()}, **TRAINED_METHODS}[job.method]
+    return BaselineResult(
+        method=job.method,
+        label=label if found.strength is None else f"{label} {found.strength:g}",
+        strength=found.strength,
+        token_share=job.share,
+        tokens=found.tokens,
+        seed=job.config.seed,
+        scores=found.scores,
+        validation=found.validation,
+        wall_s=round(wall_s, 1),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """As in `BaselineResult`."""
+
+    scores: dict[str, DomainScore]
+    strength: float | None = None
+    validation: dict[str, float] = field(default_factory=dict)
+    tokens: int | None = None
+
+
+def _merge_weights(
+    jobs: Sequence[Job], inputs: Inputs, tell: Callable[[str], None]
+) -> Iterator[tuple[Job, BaselineResult]]:
+    """Candidates in the order of the jobs, a few at a time on disk; of each job the best so far stays in its place."""
+    home, config = environment(tell), jobs[0].config
+    merged = jobs[0].model.with_name(".tmp-merged")
+    candidates = [(job, strength) for job in jobs for strength in WEIGHT_METHODS[job.method].strengths()]
+    at_a_time = max(1, MERGED_BYTES // (4 * inputs.student.parameters))
+    trials = {job.name: _Trials(job, inputs, _named(tell, job)) for job in jobs}
+    with ExitStack() as adapters, rollout_engine(config, inputs) as engine:
+        experts = [
+            adapters.enter_context(whole_model(e.teacher, merged.with_name(f".tmp-expert-{name}")))
+            for name, e in inputs.experts.items()
+        ]
+        for start in range(0, len(candidates), at_a_time):
+            part = candidates[start : start + at_a_time]
+            tell(f"weights: merges {start + 1} to {start + len(part)} of {len(candidates)}")
+            recipes = {
+                _candidate(job, strength): WEIGHT_METHODS[job.method].recipe(inputs.student, experts, strength)
+                for job, strength in part
+            }
+            began = time.monotonic()
+            merge_weights(recipes, merged, seed=config.seed, timeout_s=config.cluster.phase_timeout_s, home=home)
+            each_s = (time.monotonic() - began) / len(part)
+            for job, strength in part:
+                trials[job.name].add(engine, merged / _candidate(job, strength), strength, each_s)
+                if strength == WEIGHT_METHODS[job.method].strengths()[-1]:
+                    yield job, trials[job.name].result(engine)
+    shutil.rmtree(merged)
+
+
+def _candidate(job: Job, strength: float | None) -> str:
+    """Name of a merged model; never one of mergekit's own words, such as a method's name."""
+    return f"merged-{job.name}" if strength is None else f"merged-{job.name}-{strength:g}"
+
+
+class _Trials:
+    """The strengths of one method: the best on the validation prompts so far, of several the first."""
+
+    def __init__(self, job: Job, inputs: Inputs, tell: Callable[[str], None]) -> None:
+        self._job = job
+        self._inputs = inputs
+        self._tell = tell
+        self._wall_s = 0.0
+        self._best: float | None = None
+        self._validation: dict[float, float] = {}
+        self._exams = validation_exams(job.config, inputs) if WEIGHT_METHODS[job.method].grid else {}
+
+    def add(self, engine: VLLMRolloutEngine, model: Path, strength: float | None, merging_s: float) -> None:
+        """Examine a merged model, and put it in the job's place if it is the best. `merging_s`: what it took so far."""
+        began = time.monotonic()
+        if strength is not None:
+            engine.load(model)
+            found = _examine(engine, self._exams, self._job, self._inputs, self._tell)
+            self._validation[strength] = fmean(found.accuracy.values())
+            self._tell(f"strength {strength:g}: {self._validation[strength]:.3f} on validation prompts")
+        if strength is None or self._best is None or self._validation[strength] > self._validation[self._best]:
+            self._best = strength
+            replace_dir(model, self._job.model)
+        self._wall_s += merging_s + time.monotonic() - began
+
+    def result(self, engine: VLLMRolloutEngine) -> BaselineResult:
+        """The exam of the best."""
+        began = time.monotonic()
+        engine.load(self._job.model)
+        found = _Found(
+            scores=_examine(engine, self._inputs.exams, self._job, self._inputs, self._tell).scores,
+            strength=self._best,
+            validation={f"{strength:g}": value for strength, value in self._validation.items()},
+        )
+        return _result(self._job, found, self._wall_s + time.monotonic() - began)
+
+
+def _imitate(job: Job, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _Found:
+    author = (
+        file_author(job.config, completions)
+        if job.method == "mixed_sft"
+        else experts_author(job.config, inputs, job.model.with_name(".tmp-expert"))
+    )
+    tokens = train_off_policy(job.config, inputs, author, job.budget, job.model, tell)
+    with rollout_engine(job.config, inputs) as engine:
+        engine.load(job.model)
+        scores = _examine(engine, inputs.exams, job, inputs, tell).scores
+    return _Found(scores=scores, tokens=tokens)
+
+
+def _merge_on_policy(job: Job) -> _Found:
+    """The run directory's own merge, or another one with fewer steps; one that was interrupted goes on."""
+    paths = job.merge
+    if not paths.report.exists():
+        if paths.root.exists():
+            merging.resume(paths.root)
+        else:
+            merging.start(job.config, paths.root)
+    tokens = sum(record["response_tokens"] for record in MetricsFile(paths.metrics).read())
+    return _Found(scores=Evaluation.load(paths.evaluation / AFTER).scores, tokens=tokens)
+
+
+def _examine(
+    engine: VLLMRolloutEngine,
+    exams: Mapping[str, DomainExam],
+    job: Job,
+    inputs: Inputs,
+    tell: Callable[[str], None],
+) -> Evaluation:
+    """The model that the engine holds."""
+    return EngineEvaluator(engine, exams, job.config.evaluate, inputs.tokenizer, tell).evaluate(model=job.name)
+
+
+def _named(tell: Callable[[str], None], job: Job) -> Callable[[str], None]:
+    return lambda line: tell(f"{job.name}: {line}")
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One `opd baseline` per run directory; the lock goes with the process, however it ends."""
+    (directory / "models").mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(directory / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise RunDirError.at(
+            directory,
+            found="another `opd baseline` at work in it",
+            wanted="one at a time",
+            fix="wait for it or stop it",
+        ) from None

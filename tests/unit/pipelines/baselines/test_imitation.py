@@ -1,0 +1,161 @@
+"""Who writes what the student imitates, and how much of it: the merge's prompts, the experts' words, the merge's tokens."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from opd.config import PipelineConfig, load_pipeline
+from opd.errors import PromptError
+from opd.prompts import MixedPrompts
+from opd.types import Prompt, Rollout, RolloutBatch, Segment, Teacher, WeightedTeacher
+from pipelines.baselines import imitation
+from pipelines.baselines.imitation import file_author, read_completions, train_off_policy, write_by_experts
+from pipelines.preflight import Inputs, check
+
+
+class FakeEngine:
+    """Answers with the number of the model that it was told to load, and the prompt's last token."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.steps: list[int] = []
+        self._model = ""
+
+    def load(self, model_dir: Path) -> None:
+        self._model = model_dir.name
+        self.events.append((self._model, 0))
+
+    def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
+        self.events.append((self._model, len(prompts)))
+        self.steps.append(step)
+        return RolloutBatch(rollouts=tuple(self._rollout(p, step) for p in prompts), quarantined=())
+
+    def _rollout(self, prompt: Prompt, step: int) -> Rollout:
+        return Rollout(
+            sample_id=f"{step}/{prompt.id}",
+            step=step,
+            domain=prompt.domain,
+            policy_version=0,
+            prompt_ids=prompt.token_ids,
+            response_ids=({"one": 101, "two": 102}[self._model], prompt.token_ids[-1]),
+            behaviour_logprobs=(0.0, 0.0),
+            segments=(Segment(length=2, trained=True),),
+            truncated=False,
+        )
+
+
+def teacher(name: str, weight: float) -> WeightedTeacher:
+    return WeightedTeacher(teacher=Teacher(name=name, model_dir=Path(name), digest=name), weight=weight)
+
+
+def prompts(domain: str, num: int) -> list[Prompt]:
+    return [Prompt(id=f"{domain}/{i}", domain=domain, token_ids=(1, i)) for i in range(num)]
+
+
+def test_each_prompt_is_answered_by_its_domains_expert_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imitation, "CHUNK", 3)
+    engine = FakeEngine()
+    mixed = [p for pair in zip(prompts("a", 4), prompts("b", 4), strict=True) for p in pair]
+    routes = {"a": (teacher("one", 1.0),), "b": (teacher("two", 1.0),)}
+    found = write_by_experts(engine, routes, mixed, 0, Path("unused"))  # type: ignore[arg-type]
+    assert found == [(101, 0), (102, 0), (101, 1), (102, 1), (101, 2), (102, 2), (101, 3), (102, 3)]
+    assert engine.events == [("one", 0), ("one", 3), ("one", 1), ("two", 0), ("two", 3), ("two", 1)]
+    assert engine.steps == [1, 2, 1, 2], "the same prompt again, in the next chunk, is sampled with another seed"
+
+
+def test_several_experts_of_a_domain_write_by_their_weights() -> None:
+    routes = {"a": (teacher("one", 0.75), teacher("two", 0.25))}
+    many = prompts("a", 2000)
+    found = [write_by_experts(FakeEngine(), routes, many, seed, Path("unused")) for seed in (0, 0, 1)]  # type: ignore[arg-type]
+    share = Counter(response[0] for response in found[0])[102] / 2000
+    assert share == pytest.approx(0.25, abs=0.03)  # three standard errors
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.fixture
+def learning(world: Any) -> tuple[PipelineConfig, Inputs]:
+    """Two domains whose prompts files have completions, with chance for a large change in few steps."""
+    for domain in ("reverse", "upper"):
+        lines = [{"prompt": f"{domain[:3]} {c * 3}=", "completion": c * 3, "answer": c * 3} for c in "abcdef"]
+        (world.root / f"{domain}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    world.data["trainer"] = {"steps": 3, "samples_per_step": 6, "lr": 3e-3}
+    world.data["domains"]["reverse"]["weight"] = 2.0
+    config = load_pipeline(world.write())
+    return config, check(config)
+
+
+def test_completions_are_the_files_own_with_an_end(learning: tuple[PipelineConfig, Inputs]) -> None:
+    config, inputs = learning
+    completions = read_completions(config, inputs)
+    want = (*inputs.tokenizer.encode("ccc", add_special_tokens=False), inputs.tokenizer.eos_token_id)
+    assert completions["upper/2"] == want
+    assert len(completions) == 12
+
+
+def test_a_prompt_without_a_completion_is_refused(learning: tuple[PipelineConfig, Inputs], world: Any) -> None:
+    config, inputs = learning
+    with (world.root / "upper.jsonl").open("r+") as file:
+        text = file.read().replace('"completion": "bbb", ', "")
+        file.seek(0)
+        file.write(text)
+        file.truncate()
+    with pytest.raises(PromptError, match=r"upper\.jsonl: prompt upper/1\n  found:  no completion"):
+        read_completions(config, inputs)
+
+
+@contextmanager
+def recording(config: PipelineConfig, inputs: Inputs, asked: list[list[str]]) -> Iterator[imitation.Author]:
+    with file_author(config, read_completions(config, inputs)) as write:
+
+        def author(part: Sequence[Prompt]) -> list[tuple[int, ...]]:
+            asked.append([p.id for p in part])
+            return write(part)
+
+        yield author
+
+
+def train(
+    learning: tuple[PipelineConfig, Inputs], budget: float | None, out: Path
+) -> tuple[int, list[list[str]], list[str]]:
+    asked: list[list[str]] = []
+    lines: list[str] = []
+    tokens = train_off_policy(*learning, recording(*learning, asked), budget, out, lines.append)
+    return tokens, asked, lines
+
+
+def test_without_a_merge_the_prompts_are_those_a_merge_would_take(
+    learning: tuple[PipelineConfig, Inputs], tmp_path: Path
+) -> None:
+    config, inputs = learning
+    tokens, asked, _ = train(learning, None, tmp_path / "out")
+    merge = MixedPrompts(inputs.prompts, {"reverse": 4, "upper": 2}, config.seed)
+    assert asked == [[p.id for step in (1, 2, 3) for p in merge.take(step)]]
+    assert tokens == 3 * 6 * 4, "three letters and the end token each"
+    found, before = (load_file(d / "model.safetensors") for d in (tmp_path / "out", config.student.model))
+    assert any(not torch.equal(found[name], before[name]) for name in before)
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_the_samples_of_a_step_make_up_the_merges_tokens(
+    learning: tuple[PipelineConfig, Inputs], tmp_path: Path
+) -> None:
+    tokens, asked, lines = train(learning, 120.0, tmp_path / "out")
+    assert tokens == 120, "ten samples of four tokens in each of three steps"
+    assert [len(ids) for ids in asked][-1] == 30
+    assert "30 responses: 3 steps of 10" in lines
+
+
+def test_every_domain_is_in_a_step_however_small_the_budget(
+    learning: tuple[PipelineConfig, Inputs], tmp_path: Path
+) -> None:
+    _, asked, _ = train(learning, 1.0, tmp_path / "out")
+    assert [p.split("/")[0] for p in asked[-1]] == ["reverse", "upper"] * 3
