@@ -15,21 +15,24 @@ from pathlib import Path
 
 import psutil
 
-VARIABLE = "OPD_RUN"
+VARIABLE = "OPD_DRIVER"
 """Environment of every process that a driver starts."""
 SHARED_MEMORY = Path("/dev/shm")
 END_TIMEOUT_S = 10.0
-_MARK = re.compile(r"^opd-(\d+)-(\d+)-")
+_MARK = re.compile(r"^opd-run-(\d+-\d+-\d+)-")
 
 
 def mark() -> str:
-    """Of this process: its number and its start, in hundredths of a second."""
-    return _mark_of(psutil.Process())
+    """Of this process: its number, its start in ticks since the machine's, and the namespace that its number belongs to.
+
+    Not its start by the clock, which would be another one after the clock was set.
+    """
+    return f"{os.getpid()}-{_start(os.getpid())[0]}-{_namespace()}"
 
 
 def prefix() -> str:
     """How the names of this process's temporary directories begin."""
-    return f"opd-{mark()}-"
+    return f"opd-run-{mark()}-"
 
 
 @contextmanager
@@ -53,8 +56,15 @@ def sweep() -> list[str]:
     return [*_end(orphans), *_remove_directories()]
 
 
-def _mark_of(process: psutil.Process) -> str:
-    return f"{process.pid}-{round(100 * process.create_time())}"
+def _namespace() -> int:
+    """Containers count processes on their own, and may share a machine's /tmp."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _start(pid: int) -> tuple[str, str]:
+    """When a process started, and its state. Raises: OSError if there is none."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may have spaces
+    return fields[19], fields[0]
 
 
 def _carried(process: psutil.Process) -> str:
@@ -65,12 +75,18 @@ def _carried(process: psutil.Process) -> str:
 
 
 def _alive(theirs: str) -> bool:
-    pid = theirs.partition("-")[0]
+    """Also true where it cannot be told: for a driver in another container."""
     try:
-        process = psutil.Process(int(pid))
-        return _mark_of(process) == theirs and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, ValueError):
+        pid, started, namespace = map(int, theirs.split("-"))
+    except ValueError:
+        return True  # no mark of this release
+    if namespace != _namespace():
+        return True
+    try:
+        found, state = _start(pid)
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    return int(found) == started and state != "Z"
 
 
 def _end(processes: list[psutil.Process]) -> list[str]:
@@ -89,9 +105,9 @@ def _end(processes: list[psutil.Process]) -> list[str]:
 def _remove_directories() -> list[str]:
     found = []
     for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
-        for path in parent.glob("opd-*") if parent.is_dir() else ():
+        for path in parent.glob("opd-run-*") if parent.is_dir() else ():
             match = _MARK.match(path.name)
-            if match and path.is_dir() and not path.is_symlink() and not _alive(f"{match[1]}-{match[2]}"):
+            if match and path.is_dir() and not path.is_symlink() and not _alive(match[1]):
                 shutil.rmtree(path, ignore_errors=True)  # of another user, perhaps
                 found += [] if path.exists() else [str(path)]
     return found

@@ -339,7 +339,7 @@ def mended(run: Path) -> list[str]:
 def left(commands: Sequence[Merge], place: Path) -> list[str]:
     """What our drivers left in shared memory and in their own directory for temporary files."""
     pids = [str(merge.driver.pid) for merge in commands]
-    shared = [path for path in SHARED_MEMORY.glob("opd-*") if path.name.split("-")[1] in pids]
+    shared = [path for path in SHARED_MEMORY.glob("opd-run-*") if path.name.split("-")[2] in pids]
     return [str(path) for path in (*shared, *(place / "tmp").glob("opd-*"))]
 
 
