@@ -255,7 +255,7 @@ def first(actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s:
 
 
 def _next_of(actors: Sequence[Any], pending: Sequence[Any], method: str, deadline: float, timeout_s: float) -> Any:
-    """One that is ready, waiting for it. Raises: RunError past the deadline, WorkerDied if any worker fell silent."""
+    """One that is ready, waiting for it. Raises: RunError past the deadline, WorkerDied if one of `actors` fell silent."""
     import ray
 
     while True:
@@ -269,11 +269,12 @@ def _next_of(actors: Sequence[Any], pending: Sequence[Any], method: str, deadlin
             raise RunError(
                 f"{names}: `{method}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
             )
-        _refuse_silent(method)
+        _end_silent(actors, method)
 
 
-def _refuse_silent(method: str) -> None:
-    """Listen to every worker, whoever is waited for: one may be stuck behind another. Raises: WorkerDied."""
+def _end_silent(actors: Sequence[Any], method: str) -> None:
+    """Listen to every worker, also if others are waited for: they may be stuck behind it. What fell silent is killed;
+    who uses it next starts it again. Raises: WorkerDied if it is one of `actors`."""
     if not _watched:
         return
     from ray.experimental.internal_kv import _internal_kv_get
@@ -287,10 +288,11 @@ def _refuse_silent(method: str) -> None:
         elif said and now - pulse.heard_at > SILENT_S:
             tail = _log_tail(pulse)
             kill([pulse.actor])
-            raise WorkerDied(
-                f"{pulse.actor._opd_name}: no sign of life for {SILENT_S:.0f} s (`{method}` was waited for); killed{tail}",
-                pulse.actor,
-            )
+            if any(actor is pulse.actor for actor in actors):
+                raise WorkerDied(
+                    f"{pulse.actor._opd_name}: no sign of life for {SILENT_S:.0f} s during `{method}`, killed{tail}",
+                    pulse.actor,
+                )
 
 
 def _raise_a_death(actors: Sequence[Any], refs: Sequence[Any], pending: Sequence[Any], method: str) -> None:

@@ -174,8 +174,9 @@ def test_the_death_of_a_partner_explains_a_failure_and_comes_with_its_last_words
     cluster.kill([second])
 
 
-def test_a_worker_that_is_stopped_is_noticed_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if another one is waited for, which is well."""
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_a_worker_that_is_stopped_is_noticed_and_ended(waited_for: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if another one is waited for, which is well and goes on."""
     monkeypatch.setattr(cluster, "SILENT_S", 6.0)
     stopped, waiting = start_pair()
     pid, _ = ask(stopped, "pid"), ask(waiting, "pid")
@@ -183,10 +184,17 @@ def test_a_worker_that_is_stopped_is_noticed_and_ended(monkeypatch: pytest.Monke
     with pytest.raises(RunError, match="took longer than 8 s"):  # as long as both live, nobody is silent
         cluster.wait([waiting], refs, "together", timeout_s=8)
     os.kill(pid, signal.SIGSTOP)
-    began = time.monotonic()
-    with pytest.raises(cluster.WorkerDied, match="half 0: no sign of life for 6 s") as death:
-        cluster.wait([waiting], refs, "together", timeout_s=60)
-    assert death.value.actor is stopped and time.monotonic() - began < 15
+    if waited_for:
+        began = time.monotonic()
+        both = cluster.submit([stopped], "pid", [[]]) + refs
+        with pytest.raises(cluster.WorkerDied, match="half 0: no sign of life for 6 s during `together`") as death:
+            cluster.wait([stopped, waiting], both, "together", timeout_s=60)
+        assert death.value.actor is stopped and time.monotonic() - began < 15
+    else:
+        with pytest.raises(RunError, match="half 1: `together` took longer than 14 s"):
+            cluster.wait([waiting], refs, "together", timeout_s=14)
+        with pytest.raises(cluster.WorkerDied, match="half 0: the worker died during `pid`"):
+            ask(stopped, "pid")
     for _ in range(100):
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             break
