@@ -170,7 +170,7 @@ def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_mode
         cluster.call([worker], "load", [[new]], timeout_s=200)
         (scored,) = cluster.call([worker], "logprobs", [[PROBE]], timeout_s=200)
         gaps[cls.__name__] = mean_gap(scored, truth)
-            ray_module.kill(worker)
+        cluster.kill([worker])
     assert gaps["VLLMWorker"] < 1e-4
     assert gaps["WithoutRepair"] > 0.02
 
