@@ -11,19 +11,21 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import psutil
+from blake3 import blake3
 
 VARIABLE = "OPD_RUN"
 """Environment of every process that a driver starts."""
 SHARED_MEMORY = Path("/dev/shm")
 END_TIMEOUT_S = 10.0
-_MARK = re.compile(r"^opd-(\d+)-(\d+)-")
+_MARK = re.compile(r"^opd-(\d+-\d+-[0-9a-f]{8})-")
 
 
 def mark() -> str:
-    """Of this process: its number and its start, in hundredths of a second."""
+    """Of this process: its number, its start in hundredths of a second, and where such numbers mean what they do here."""
     return _mark_of(psutil.Process())
 
 
@@ -54,7 +56,14 @@ def sweep() -> list[str]:
 
 
 def _mark_of(process: psutil.Process) -> str:
-    return f"{process.pid}-{round(100 * process.create_time())}"
+    return f"{process.pid}-{round(100 * process.create_time())}-{_place()}"
+
+
+@cache
+def _place() -> str:
+    """Of this machine since it was started and this container: others may share our directories, not our processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return blake3(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
 
 
 def _carried(process: psutil.Process) -> str:
@@ -65,7 +74,10 @@ def _carried(process: psutil.Process) -> str:
 
 
 def _alive(theirs: str) -> bool:
-    pid = theirs.partition("-")[0]
+    """Also true of what cannot be known here."""
+    pid, *_, place = theirs.split("-")
+    if place != _place():
+        return True
     try:
         process = psutil.Process(int(pid))
         return _mark_of(process) == theirs and process.status() != psutil.STATUS_ZOMBIE
@@ -91,7 +103,7 @@ def _remove_directories() -> list[str]:
     for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for path in parent.glob("opd-*") if parent.is_dir() else ():
             match = _MARK.match(path.name)
-            if match and path.is_dir() and not path.is_symlink() and not _alive(f"{match[1]}-{match[2]}"):
+            if match and path.is_dir() and not path.is_symlink() and not _alive(match[1]):
                 shutil.rmtree(path, ignore_errors=True)  # of another user, perhaps
                 found += [] if path.exists() else [str(path)]
     return found

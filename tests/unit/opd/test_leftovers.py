@@ -103,17 +103,21 @@ def test_directories_go_with_their_driver(drivers: Any, places: dict[str, Path])
 def test_a_link_is_not_followed(places: dict[str, Path], tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
-    link = places["tmp"] / "opd-1-1-weights"
+    link = places["tmp"] / f"opd-1-1-{leftovers._place()}-weights"
     link.symlink_to(mine)
     leftovers.sweep()
     assert mine.is_dir()
 
 
 def test_a_number_that_another_process_has_now_is_no_life(drivers: Any, places: dict[str, Path]) -> None:
-    theirs = places["shm"] / f"opd-{os.getpid()}-1-weights"  # our number, another start
-    theirs.mkdir()
+    theirs = places["shm"] / f"opd-{os.getpid()}-1-{leftovers._place()}-weights"  # our number, another start
+    elsewhere = (
+        places["shm"] / f"opd-{os.getpid()}-1-00000000-weights"
+    )  # of a machine or container that shares the place
+    for path in (theirs, elsewhere):
+        path.mkdir()
     leftovers.sweep()
-    assert not theirs.exists()
+    assert not theirs.exists() and elsewhere.exists()
 
 
 def test_own_processes_are_ended_and_the_mark_does_not_stay() -> None:
