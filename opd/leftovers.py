@@ -63,7 +63,7 @@ def _mark_of(process: psutil.Process) -> str:
 def _place() -> str:
     """Of this machine since it was started and this container: others may share our directories, not our processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return blake3(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
+    return blake3(f"{boot} {Path('/proc/self/ns/pid').readlink()}".encode()).hexdigest()[:8]
 
 
 def _carried(process: psutil.Process) -> str:
