@@ -8,10 +8,10 @@ Six have one short answer:
 
 Four take several steps, each of which rests on the one before, so that one slip spoils the rest:
 
-    add      add 478+356=  14 / 13 / 08 / 834           each column with its carry, from the right; then the sum
+    add      add 78+56=    8+6=14 / 7+5+1=13 / 134      each column with the carry, from the right; then the sum
     sums     sum 47391=    41434                        each digit added to the total so far, modulo 10
-    swap     swp 4193=     1493 / 1439 / 1349           one swap of two neighbours a line, until in order
-    fold     fld 47391=    4701 / 471 / 48 / 2          two neighbours a line become their sum, modulo 10
+    swap     swp 4193=     1493 / 1439 / 1349           two neighbours a line change places, until all are in order
+    fold     fld 4739=     409 / 49 / 3                 two neighbours a line become their sum, modulo 10
 
 (`/` is a line break.) `swap` and `fold` leave open where to go on: the rows choose by chance, many ways are right, and
 all end in the same last line. Where there are lines of working, the `answer` is the last line: verifier `last_line`.
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
 )
 
 WORD_LENGTHS = (3, 4)
-ADD_DIGITS, SUMS_DIGITS, SWAP_DIGITS, FOLD_DIGITS = 3, 5, 4, 4
+ADD_DIGITS, SUMS_DIGITS, SWAP_DIGITS, FOLD_DIGITS = 2, 5, 4, 4
 MOST_SWAPS = 4
 DRAWS_PER_ROW = 50
 Task = Callable[[random.Random], tuple[str, list[str]]]
@@ -119,7 +119,7 @@ def _add(rng: random.Random) -> tuple[str, list[str]]:
     lines, carry = [], 0
     for a, b in zip(reversed(str(left)), reversed(str(right)), strict=True):
         total = int(a) + int(b) + carry
-        lines.append(f"{total:02}")
+        lines.append(f"{a}+{b}+1={total}" if carry else f"{a}+{b}={total}")
         carry = total // 10
     return f"add {left}+{right}=", [*lines, str(left + right)]
 
