@@ -11,9 +11,9 @@ Four take several steps, each of which rests on the one before, so that one slip
     add      add 78+56=    8+6=14 / 7+5+1=13 / 134      each column with the carry, from the right; then the sum
     sums     sum 47391=    41434                        each digit added to the total so far, modulo 10
     swap     swp 4193=     1493 / 1439 / 1349           two neighbours a line change places, until all are in order
-    fold     fld 4739=     409 / 49 / 3                 two neighbours a line become their sum, modulo 10
+    duel     due 63809=    6389 / 689 / 69 / 9          of two neighbours the smaller drops out, until one is left
 
-(`/` is a line break.) `swap` and `fold` leave open where to go on: the rows choose by chance, many ways are right, and
+(`/` is a line break.) `swap` and `duel` leave open where to go on: the rows choose by chance, many ways are right, and
 all end in the same last line. Where there are lines of working, the `answer` is the last line: verifier `last_line`.
 
 Every character is one token, so lengths in tokens are lengths in characters.
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
 )
 
 WORD_LENGTHS = (3, 4)
-ADD_DIGITS, SUMS_DIGITS, SWAP_DIGITS, FOLD_DIGITS = 2, 5, 4, 4
+ADD_DIGITS, SUMS_DIGITS, SWAP_DIGITS, DUEL_DIGITS = 2, 5, 4, 5
 MOST_SWAPS = 4
 DRAWS_PER_ROW = 50
 Task = Callable[[random.Random], tuple[str, list[str]]]
@@ -144,13 +144,15 @@ def _swapped(text: str, i: int) -> str:
     return text[:i] + text[i + 1] + text[i] + text[i + 2 :]
 
 
-def _fold(rng: random.Random) -> tuple[str, list[str]]:
-    text = "".join(rng.choices(string.digits, k=FOLD_DIGITS))
-    return f"fld {text}=", _any_way(rng, text, lambda t: [_folded(t, i) for i in range(len(t) - 1)])
+def _duel(rng: random.Random) -> tuple[str, list[str]]:
+    text = "".join(rng.sample(string.digits, DUEL_DIGITS))
+    return f"due {text}=", _any_way(
+        rng, text, lambda t: [_without(t, i if t[i] < t[i + 1] else i + 1) for i in range(len(t) - 1)]
+    )
 
 
-def _folded(text: str, i: int) -> str:
-    return text[:i] + str((int(text[i]) + int(text[i + 1])) % 10) + text[i + 2 :]
+def _without(text: str, i: int) -> str:
+    return text[:i] + text[i + 1 :]
 
 
 def _any_way(rng: random.Random, start: str, next_lines: Callable[[str], list[str]]) -> list[str]:
@@ -171,5 +173,5 @@ DOMAINS: dict[str, Task] = {
     "add": _add,
     "sums": _sums,
     "swap": _swap,
-    "fold": _fold,
+    "duel": _duel,
 }

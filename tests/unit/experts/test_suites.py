@@ -56,23 +56,20 @@ def is_swaps(question: str, lines: list[str]) -> bool:
     return lines[-1] == "".join(sorted(question))
 
 
-def is_folding(question: str, lines: list[str]) -> bool:
-    """Each line is the one before with two neighbours added modulo 10; one digit is left."""
+def is_duels(question: str, lines: list[str]) -> bool:
+    """Each line lacks one digit of the line before, next to which a larger one stood; one digit is left."""
     for before, after in pairwise([question, *lines]):
-        same_place = [
-            (int(before[i]) + int(before[i + 1]) - int(digit)) % 10 == 0
-            for i, digit in enumerate(after)
-            if before.startswith(after[:i]) and before.endswith(after[i + 1 :])
-        ]
-        if len(after) != len(before) - 1 or not any(same_place):
+        (gone,) = set(before) - set(after)
+        left, right = before.split(gone)
+        if after != left + right or gone > max(left[-1:], right[:1]):
             return False
-    return len(lines) == len(question) - 1
+    return lines[-1] == max(question)
 
 
 WORKED: dict[str, tuple[str, Callable[[str, list[str]], bool]]] = {
     "add": ("add", is_addition),
     "swap": ("swp", is_swaps),
-    "fold": ("fld", is_folding),
+    "duel": ("due", is_duels),
 }
 
 
@@ -101,14 +98,14 @@ def test_every_line_of_worked_answers_is_right_and_the_last_is_the_answer(domain
         assert len(completion) < 20, "a token a character: with the end token, the quickstart leaves room for 20"
 
 
-@pytest.mark.parametrize("domain", ["swap", "fold"])
+@pytest.mark.parametrize("domain", ["swap", "duel"])
 def test_several_ways_are_right_and_rows_take_different_ones(domain: str):
     """Where an answer may begin at several places, it is now the last of them, now another."""
     taken: Counter[bool] = Counter()
     for row in SUITES["letters"](domain, 200, 3):
         question = str(row["prompt"]).removesuffix("=").split(" ")[1]
         first = str(row["completion"]).split("\n")[0]
-        places = [i for i, (a, b) in enumerate(pairwise(question)) if domain == "fold" or a > b]
+        places = [i for i, (a, b) in enumerate(pairwise(question)) if domain == "duel" or a > b]
         if len(places) >= 2:
             taken[first.startswith(question[: places[-1]])] += 1
     assert min(taken[True], taken[False]) > 0.2 * taken.total() > 10
