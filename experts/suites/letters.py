@@ -9,7 +9,7 @@ Six have one short answer:
 Four take several steps, each of which rests on the one before, so that one slip spoils the rest:
 
     add      add 78+56=    8+6=14 / 7+5+1=13 / 134      each column with the carry, from the right; then the sum
-    sums     sum 47391=    41434                        each digit added to the total so far, modulo 10
+    sums     sum 314204=   343004                       each digit added to the total so far, modulo 5
     swap     swp 4193=     1493 / 1439 / 1349           two neighbours a line change places, until all are in order
     duel     due 63809=    6389 / 689 / 69 / 9          of two neighbours the smaller drops out, until one is left
 
@@ -41,7 +41,8 @@ CHAT_TEMPLATE = (
 )
 
 WORD_LENGTHS = (3, 4)
-ADD_DIGITS, SUMS_DIGITS, SWAP_DIGITS, DUEL_DIGITS = 2, 5, 4, 5
+ADD_DIGITS, SUMS_DIGITS, SWAP_DIGITS, DUEL_DIGITS = 2, 6, 4, 5
+SUMS_MODULUS = 5
 MOST_SWAPS = 4
 DRAWS_PER_ROW = 50
 Task = Callable[[random.Random], tuple[str, list[str]]]
@@ -125,9 +126,9 @@ def _add(rng: random.Random) -> tuple[str, list[str]]:
 
 
 def _sums(rng: random.Random) -> tuple[str, list[str]]:
-    digits = rng.choices(range(10), k=SUMS_DIGITS)
+    digits = rng.choices(range(SUMS_MODULUS), k=SUMS_DIGITS)
     text = "".join(map(str, digits))
-    return f"sum {text}=", ["".join(str(total % 10) for total in accumulate(digits))]
+    return f"sum {text}=", ["".join(str(total % SUMS_MODULUS) for total in accumulate(digits))]
 
 
 def _swap(rng: random.Random) -> tuple[str, list[str]]:

@@ -34,7 +34,7 @@ SHORT: dict[str, tuple[str, Callable[[str], str]]] = {
     "shift": ("nxt", lambda word: "".join(ALPHABET[(ALPHABET.index(letter) + 1) % 26] for letter in word)),
     "mask": ("msk", lambda word: word.translate({ord(vowel): "." for vowel in "aeiou"})),
     "compare": ("cmp", compare),
-    "sums": ("sum", lambda digits: "".join(str(sum(map(int, digits[:i])))[-1] for i in range(1, len(digits) + 1))),
+    "sums": ("sum", lambda digits: "".join(str(sum(map(int, digits[: i + 1])) % 5) for i in range(len(digits)))),
 }
 
 
