@@ -11,27 +11,28 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import psutil
-from blake3 import blake3
 
-VARIABLE = "OPD_RUN"
+VARIABLE = "OPD_DRIVER"
 """Environment of every process that a driver starts."""
 SHARED_MEMORY = Path("/dev/shm")
 END_TIMEOUT_S = 10.0
-_MARK = re.compile(r"^opd-(\d+-\d+-[0-9a-f]{8})-")
+_MARK = re.compile(r"^opd-run-(\d+-\d+-\d+)-")
 
 
 def mark() -> str:
-    """Of this process: its number, its start in hundredths of a second, and where such numbers mean what they do here."""
-    return _mark_of(psutil.Process())
+    """Of this process: its number, its start in ticks since the machine's, and the namespace that its number belongs to.
+
+    Not its start by the clock, which would be another one after the clock was set.
+    """
+    return f"{os.getpid()}-{_start(os.getpid())[0]}-{_namespace()}"
 
 
 def prefix() -> str:
     """How the names of this process's temporary directories begin."""
-    return f"opd-{mark()}-"
+    return f"opd-run-{mark()}-"
 
 
 @contextmanager
@@ -55,15 +56,15 @@ def sweep() -> list[str]:
     return [*_end(orphans), *_remove_directories()]
 
 
-def _mark_of(process: psutil.Process) -> str:
-    return f"{process.pid}-{round(100 * process.create_time())}-{_place()}"
+def _namespace() -> int:
+    """Containers count processes on their own, and may share a machine's /tmp."""
+    return Path("/proc/self/ns/pid").stat().st_ino
 
 
-@cache
-def _place() -> str:
-    """Of this machine since it was started and this container: others may share our directories, not our processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return blake3(f"{boot} {Path('/proc/self/ns/pid').readlink()}".encode()).hexdigest()[:8]
+def _start(pid: int) -> tuple[str, str]:
+    """When a process started, and its state. Raises: OSError if there is none."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may have spaces
+    return fields[19], fields[0]
 
 
 def _carried(process: psutil.Process) -> str:
@@ -74,15 +75,18 @@ def _carried(process: psutil.Process) -> str:
 
 
 def _alive(theirs: str) -> bool:
-    """Also true of what cannot be known here."""
-    pid, *_, place = theirs.split("-")
-    if place != _place():
+    """Also true where it cannot be told: for a driver in another container."""
+    try:
+        pid, started, namespace = map(int, theirs.split("-"))
+    except ValueError:
+        return True  # no mark of this release
+    if namespace != _namespace():
         return True
     try:
-        process = psutil.Process(int(pid))
-        return _mark_of(process) == theirs and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, ValueError):
+        found, state = _start(pid)
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    return int(found) == started and state != "Z"
 
 
 def _end(processes: list[psutil.Process]) -> list[str]:
@@ -101,7 +105,7 @@ def _end(processes: list[psutil.Process]) -> list[str]:
 def _remove_directories() -> list[str]:
     found = []
     for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
-        for path in parent.glob("opd-*") if parent.is_dir() else ():
+        for path in parent.glob("opd-run-*") if parent.is_dir() else ():
             match = _MARK.match(path.name)
             if match and path.is_dir() and not path.is_symlink() and not _alive(match[1]):
                 shutil.rmtree(path, ignore_errors=True)  # of another user, perhaps

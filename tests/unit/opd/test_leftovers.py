@@ -100,24 +100,52 @@ def test_directories_go_with_their_driver(drivers: Any, places: dict[str, Path])
     assert not any(path.exists() for path in theirs) and all(path.exists() for path in kept)
 
 
+def gone_prefix() -> str:
+    """Of a driver that is no more."""
+    _, start, namespace = leftovers.mark().split("-")
+    return f"opd-run-{2**22 + 1}-{start}-{namespace}-"  # above the largest number of a process
+
+
+def test_what_a_driver_of_another_container_has_is_left_alone(places: dict[str, Path]) -> None:
+    """Its number says nothing here: nobody has it, or somebody else."""
+    ours = gone_prefix()
+    number, start, namespace = ours.split("-")[2:5]
+    theirs = f"opd-run-{number}-{start}-{int(namespace) + 1}-"
+    for prefix in (ours, theirs, "opd-notes-"):
+        (places["tmp"] / f"{prefix}weights").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        env=os.environ | {leftovers.VARIABLE: theirs.removeprefix("opd-run-").removesuffix("-")},
+    ) as process:
+        assert leftovers.sweep() == [str(places["tmp"] / f"{ours}weights")]
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_clock_that_is_set_changes_no_mark(drivers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil counts a process's start from the machine's, by the clock."""
+    driver, before = drivers(), leftovers.mark()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 1.0e9)
+    assert psutil.Process(driver.process.pid).create_time() < 1.1e9
+    assert leftovers.mark() == before
+    assert leftovers.sweep() == [] and driver.child_lives()
+
+
 def test_a_link_is_not_followed(places: dict[str, Path], tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
-    link = places["tmp"] / f"opd-1-1-{leftovers._place()}-weights"
+    link = places["tmp"] / f"{gone_prefix()}weights"
     link.symlink_to(mine)
     leftovers.sweep()
     assert mine.is_dir()
 
 
 def test_a_number_that_another_process_has_now_is_no_life(drivers: Any, places: dict[str, Path]) -> None:
-    theirs = places["shm"] / f"opd-{os.getpid()}-1-{leftovers._place()}-weights"  # our number, another start
-    elsewhere = (
-        places["shm"] / f"opd-{os.getpid()}-1-00000000-weights"
-    )  # of a machine or container that shares the place
-    for path in (theirs, elsewhere):
-        path.mkdir()
+    pid, _, namespace = leftovers.mark().split("-")
+    theirs = places["shm"] / f"opd-run-{pid}-1-{namespace}-weights"  # our number, another start
+    theirs.mkdir()
     leftovers.sweep()
-    assert not theirs.exists() and elsewhere.exists()
+    assert not theirs.exists()
 
 
 def test_own_processes_are_ended_and_the_mark_does_not_stay() -> None:
