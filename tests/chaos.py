@@ -464,7 +464,9 @@ def parse_cell(text: str) -> Cell:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n")[0])
     parser.add_argument("--cells", nargs="+", type=parse_cell, metavar="ROLE:MOMENT[:STOP]", help="Default: all.")
-    parser.add_argument("--dir", type=Path, default=Path("runs/chaos"), help="Models and results.json. Default: %(default)s")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("runs/chaos"), help="Models and results.json. Default: %(default)s"
+    )
     parser.add_argument("--again", action="store_true", help="Play cells that did not go as promised once more.")
     options = parser.parse_args()
     results = options.dir / "results.json"

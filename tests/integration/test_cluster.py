@@ -193,7 +193,9 @@ def test_a_worker_that_is_stopped_is_noticed_and_ended(monkeypatch: pytest.Monke
     with pytest.raises(RunError, match="took longer than 14 s"):
         cluster.wait([waiting], refs, "together", timeout_s=14)
     assert gone(pid) and not gone(partner)
-    with pytest.raises(cluster.WorkerDied, match=r"half 0: no sign of life for 6 s \(`together` was waited for\)") as death:
+    with pytest.raises(
+        cluster.WorkerDied, match=r"half 0: no sign of life for 6 s \(`together` was waited for\)"
+    ) as death:
         ask(stopped, "pid")
     assert death.value.actor is stopped
     cluster.kill([waiting])
