@@ -7,13 +7,17 @@ import itertools
 import os
 import secrets
 import signal
+import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from opd import leftovers
 from opd.address import LOOPBACK
@@ -54,30 +58,31 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
     import ray
 
     leftovers.sweep()
-    try:
-        with leftovers.marked(), _own_signals():
-            if config.address == LOCAL:
-                # CPUs are counted in workers, not cores: the phases take turns on the same cores.
-                ray.init(
-                    num_cpus=num_workers,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level="ERROR",
-                    configure_logging=True,
-                )
-                _refuse_open_ports(ray.util.get_node_ip_address())
-            else:
-                ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
-        yield
-    except WorkerDied as error:
-        if error.actor is None:
-            leftovers.end_own()  # before Ray's farewell, which waits for what does not answer
-        raise
-    finally:
-        _watched.clear()
-        _ended.clear()
-        ray.shutdown()
-        leftovers.end_own()  # what was stopped or hung does not go by itself
+    with _no_daemon_stands_still():
+        try:
+            with leftovers.marked(), _own_signals():
+                if config.address == LOCAL:
+                    # CPUs are counted in workers, not cores: the phases take turns on the same cores.
+                    ray.init(
+                        num_cpus=num_workers,
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        logging_level="ERROR",
+                        configure_logging=True,
+                    )
+                    _refuse_open_ports(ray.util.get_node_ip_address())
+                else:
+                    ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+            yield
+        except WorkerDied as error:
+            if error.actor is None:
+                leftovers.end_own()  # before Ray's farewell, which waits for what does not answer
+            raise
+        finally:
+            _watched.clear()
+            _ended.clear()
+            ray.shutdown()
+            leftovers.end_own()  # what was stopped or hung does not go by itself
 
 
 def _keep_to_this_machine() -> None:
@@ -132,8 +137,9 @@ class _Pulse:
     actor: Any
     last: bytes = b""
     """What it said last: a count, its pid and its machine."""
-    heard_at: float = 0.0
-    """When that was new, by the driver's clock."""
+    silent_s: float = 0.0
+    """For how long the driver has listened and heard nothing new."""
+    looked_at: float = 0.0
 
 
 _watched: dict[bytes, _Pulse] = {}
@@ -297,19 +303,45 @@ def _next_of(actors: Sequence[Any], pending: Sequence[Any], method: str, deadlin
 
 
 def _refuse_dead_ray() -> None:
-    """Raises: WorkerDied if one of the processes that Ray started on this machine is gone; whoever asks it for something
-    would wait for a minute, and then not live to tell."""
+    """Raises: WorkerDied if one of Ray's own processes is gone; whoever asks it for something would wait for a minute, and
+    then not live to tell."""
+    for kind, process in _daemons():
+        if process.poll() is not None:
+            raise WorkerDied(f"Ray itself is gone: its {kind} ended with status {process.returncode}")
+
+
+def _daemons() -> list[tuple[str, subprocess.Popen[bytes]]]:
+    """Ray's own processes, where this driver started them."""
     import ray
 
     node = ray._private.worker._global_node
-    started = node.all_processes.items() if node is not None else ()
-    for kind, processes in [(kind, list(infos)) for kind, infos in started]:
-        for info in processes:
-            if kind in _DAEMONS and info.process.poll() is not None:
-                raise WorkerDied(f"Ray itself is gone: its {kind} ended with status {info.process.returncode}")
+    started = {} if node is None else node.all_processes
+    return [(kind, info.process) for kind in ("gcs_server", "raylet") for info in list(started.get(kind, ()))]
 
 
-_DAEMONS = ("gcs_server", "raylet")
+@contextmanager
+def _no_daemon_stands_still() -> Iterator[None]:
+    """Within, one that was stopped for `SILENT_S` is killed: then a call into Ray that waits for it, whatever its deadline,
+    ends."""
+    done = threading.Event()
+
+    def look() -> None:
+        stopped: Counter[int] = Counter()
+        while not done.wait(LOOK_S):
+            for _, process in _daemons():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    still = psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+                    stopped[process.pid] = stopped[process.pid] + 1 if still else 0
+                    if stopped[process.pid] * LOOK_S > SILENT_S:
+                        process.kill()
+
+    thread = threading.Thread(target=look, daemon=True, name="daemons")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _end_silent(method: str) -> None:
@@ -321,12 +353,16 @@ def _end_silent(method: str) -> None:
 
     client = internal_kv_get_gcs_client()
     for key, pulse in list(_watched.items()):
-        with _ray_lives():  # a deadline of its own: a store that was stopped would be waited for without an end
+        with _ray_lives():  # a deadline of its own: a store that stands still would be waited for without an end
             said = client.internal_kv_get(key, _PULSES.encode(), timeout=SILENT_S) or b""
         now = time.monotonic()
-        if said != pulse.last:
-            pulse.last, pulse.heard_at = said, now
-        elif said and now - pulse.heard_at > SILENT_S:
+        if said != pulse.last or not said:
+            pulse.last, pulse.silent_s = said, 0.0
+        else:
+            # No more than it listened: all of them may have slept, after Ctrl-Z or in a container that was paused.
+            pulse.silent_s += min(now - pulse.looked_at, 2 * LOOK_S)
+        pulse.looked_at = now
+        if pulse.silent_s > SILENT_S:
             _ended[key] = f"no sign of life for {SILENT_S:.0f} s (`{method}` was waited for); killed{_log_tail(pulse)}"
             kill([pulse.actor])
 
