@@ -69,6 +69,10 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
             else:
                 ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
         yield
+    except WorkerDied as error:
+        if error.actor is None:
+            leftovers.end_own()  # before Ray's farewell, which waits for what does not answer
+        raise
     finally:
         _watched.clear()
         _ended.clear()
@@ -313,12 +317,13 @@ def _end_silent(method: str) -> None:
     killed. Their calls end with the error of a worker that died."""
     if not _watched:
         return
-    from ray.experimental.internal_kv import _internal_kv_get
+    from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
-    now = time.monotonic()
+    client = internal_kv_get_gcs_client()
     for key, pulse in list(_watched.items()):
-        with _ray_lives():
-            said = _internal_kv_get(key, namespace=_PULSES) or b""
+        with _ray_lives():  # a deadline of its own: a store that was stopped would be waited for without an end
+            said = client.internal_kv_get(key, _PULSES.encode(), timeout=SILENT_S) or b""
+        now = time.monotonic()
         if said != pulse.last:
             pulse.last, pulse.heard_at = said, now
         elif said and now - pulse.heard_at > SILENT_S:

@@ -19,6 +19,8 @@ VARIABLE = "OPD_DRIVER"
 """Environment of every process that a driver starts."""
 SHARED_MEMORY = Path("/dev/shm")
 END_TIMEOUT_S = 10.0
+_started: list[psutil.Process] = []
+"""Below this process since `marked`: Ray's agents give themselves a title that covers their environment."""
 _MARK = re.compile(r"^opd-run-(\d+-\d+-\d+)-")
 
 
@@ -38,16 +40,20 @@ def prefix() -> str:
 @contextmanager
 def marked() -> Iterator[None]:
     """Processes that are started within carry this one's mark."""
+    before = psutil.Process().children(recursive=True)
     os.environ[VARIABLE] = mark()
     try:
         yield
     finally:
         os.environ.pop(VARIABLE, None)
+        _started[:] = [p for p in psutil.Process().children(recursive=True) if p not in before]
 
 
 def end_own() -> list[str]:
-    """End every process that carries this one's mark. Returns their names."""
-    return _end([p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == mark()])
+    """End every process that carries this one's mark, or was started with it. Returns their names."""
+    ours = mark()
+    carrying = {p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == ours}
+    return _end([*carrying.union(p for p in _started if p.is_running())])
 
 
 def sweep() -> list[str]:
@@ -97,7 +103,7 @@ def _end(processes: list[psutil.Process]) -> list[str]:
             names.append(f"process {process.pid} ({process.name()})")
             process.kill()
         except psutil.NoSuchProcess:
-            continue
+            names.pop()
     psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
     return names
 
