@@ -72,7 +72,7 @@ class Tables:
             (inner,) = option["patternProperties"].values()
             return self._mapping(inner["$ref"], f"{path}.NAME") if "$ref" in inner else "mapping of names to numbers"
         if "$ref" in option.get("items", {}):
-            return f"list of mappings, each {self._mapping(option['items']['$ref'], f'{path}.N')}"
+            return "list of " + self._mapping(option["items"]["$ref"], f"{path}.N").replace("mapping", "mappings", 1)
         return _scalar(option)
 
     def _mapping(self, ref: str, path: str) -> str:
