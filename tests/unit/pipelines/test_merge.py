@@ -227,6 +227,11 @@ def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
     assert [one.model for one in found] == ["student before", "expert"]
     assert sorted(f.name for f in paths.evaluation.iterdir()) == ["before.json", "expert.json"]
     assert measure() == ([], found)
+    before = json.loads((paths.evaluation / "before.json").read_text())
+    del before["scores"]["upper"]  # as the round before left it that had not this domain
+    (paths.evaluation / "before.json").write_text(json.dumps(before))
+    asked, again = measure()
+    assert asked == ["student before"] and again == found
     (paths.evaluation / "expert.json").unlink()  # killed in between
     asked, again = measure()
     assert asked[0] == "load rev" and again == found
