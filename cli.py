@@ -45,7 +45,7 @@ SetOption = Annotated[
 ]
 
 REPORT_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
-ROUND_COLUMNS = ("round", "steps", "mean headroom", "of what was left")
+ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what was left")
 
 CHECK_COLUMNS = ("domain", "expert", "student", "expert alone", "same first token", "KL", "NLL / ln V", "verdict")
 MEMORY_COLUMNS = ("what", "GiB", "decided by")

@@ -107,7 +107,8 @@ def _round(run: RunFiles, index: int) -> dict[str, Any]:
     """What one round gained: by itself, and with those before it, measured from the very first student.
 
     Per domain before, after, expert, headroom (from the very first student) and headroom_in_round (from the round's own
-    start); the means of both, of the first with its interval. `domains` is empty while the round goes on.
+    start); the means of both, of the first with its interval, and of after - before. `domains` is empty while the round
+    goes on.
     """
     one = run.rounds[index]
     found: dict[str, Any] = {
@@ -128,8 +129,10 @@ def _round(run: RunFiles, index: int) -> dict[str, Any]:
     interval = None
     if run.before and one.expert and one.after:
         interval = _pair(_mean_interval(run.before, one.expert, one.after.scores))
+    gains = [values["after"] - values["before"] for values in own["domains"].values()]
     return found | {
         "domains": own["domains"],
+        "mean_gain": fmean(gains) if gains else None,
         "mean_headroom": whole["mean_headroom"],
         "mean_headroom_interval": interval,
         "mean_headroom_in_round": own["mean_headroom"],
@@ -386,10 +389,16 @@ def table_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]
     return rows
 
 
-def round_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Round, steps, mean headroom since the very first student, and since the round began."""
+def round_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Round, steps, mean gain, mean headroom since the very first student, and since the round began."""
     return [
-        (str(r["round"]), str(r["steps"]), share_text(r["mean_headroom"]), share_text(r["mean_headroom_in_round"]))
+        (
+            str(r["round"]),
+            str(r["steps"]),
+            "-" if r["mean_gain"] is None else f"{r['mean_gain']:+.2f}",
+            share_text(r["mean_headroom"]),
+            share_text(r["mean_headroom_in_round"]),
+        )
         for r in report.get("rounds", ())
     ]
 

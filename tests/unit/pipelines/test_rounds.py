@@ -277,6 +277,29 @@ def test_an_interruption_names_the_whole_run(world: Any) -> None:
     assert f"--resume {world.root / 'round-2'}`" in str(merge.Interrupted(3, world.root / "round-2", 2))
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_the_model_is_whole_with_and_without_hard_links(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError("no hard links here")
+
+    if not links:
+        monkeypatch.setattr("pipelines.rounds.os.link", refused)
+    source, target = tmp_path / "round-2" / "model", tmp_path / "model"
+    source.mkdir(parents=True)
+    (source / "config.json").write_text("new")
+    target.mkdir()
+    (target / "old.json").touch()
+    (tmp_path / ".tmp-model").mkdir()
+    rounds._take_model(source, target)
+    assert names(tmp_path) == {"model", "round-2"} and names(target) == {"config.json"}
+    assert (target / "config.json").read_text() == "new"
+    assert (target / "config.json").samefile(source / "config.json") is links
+    shutil.rmtree(tmp_path / "round-2")
+    assert (target / "config.json").read_text() == "new"
+
+
 # What is wrong, before anything starts
 
 

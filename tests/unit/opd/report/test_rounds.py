@@ -73,10 +73,11 @@ def test_gains_of_each_round_and_of_all(root: Path) -> None:
     assert sums["headroom"] == pytest.approx(0.8) and sums["headroom_in_round"] is None, "nothing was left"
     assert known["headroom"] is None
     assert second["mean_headroom"] == pytest.approx(0.9) and second["mean_headroom_in_round"] == pytest.approx(1)
+    assert second["mean_gain"] == pytest.approx((0.05 - 0.1 + 0.05) / 3), "what was lost counts here"
     low, high = second["mean_headroom_interval"]
     assert low < 0.9 < high
     assert report["mean_headroom"] == pytest.approx(0.9)
-    assert round_rows(report) == [("1", "4", "96 %", "96 %"), ("2", "4", "90 %", "100 %")]
+    assert round_rows(report) == [("1", "4", "+0.37", "96 %", "96 %"), ("2", "4", "+0.00", "90 %", "100 %")]
     assert len(table_rows(report)) == 4
 
 
@@ -116,7 +117,7 @@ def test_the_page_shows_each_round(root: Path) -> None:
         for number in ("1", "2")
         for name in ("mean, 4 steps, 96 tokens", "letters", "sums", "known")
     ]  # fmt: skip
-    assert ">100.0 %" in rows[5] and ">80.0 %" in rows[6]
+    assert ">100.0 %" in rows[5] and ">80.0 %" in rows[6] and "-10.0 points" in rows[6]
     alone = write_report(root / "round-1")
     assert "rounds" not in alone
     assert 'id="rounds"' not in (root / "round-1" / "report.html").read_text()
