@@ -723,12 +723,12 @@ def resume_with_another_expert(b: Bench) -> None:
 def two_drivers(b: Bench) -> None:
     run = b.started()
     with (
-        pipelines.merge._locked(run),
+        pipelines.merge.locked(run),
         pytest.raises(RunDirError, match="another `opd merge` at work"),
-        pipelines.merge._locked(run),
+        pipelines.merge.locked(run),
     ):
         raise AssertionError("two at a time")
-    with pipelines.merge._locked(run):  # the lock went with its holder
+    with pipelines.merge.locked(run):  # the lock went with its holder
         pass
 
 
