@@ -45,6 +45,7 @@ SetOption = Annotated[
 ]
 
 REPORT_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
+ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what was left")
 
 CHECK_COLUMNS = ("domain", "expert", "student", "expert alone", "same first token", "KL", "NLL / ln V", "verdict")
 MEMORY_COLUMNS = ("what", "GiB", "decided by")
@@ -130,17 +131,18 @@ def merge(
     from pipelines.catalog import find
 
     config = None if pipeline is None else load_pipeline(find(pipeline), overrides)
-    from pipelines import merge as merging
+    from pipelines import rounds
+    from pipelines.merge import Interrupted
 
     try:
         if resume is not None:
             root = resume
-            report = merging.resume(root, config, overrides, resume_from or "latest")
+            report = rounds.resume(root, config, overrides, resume_from or "latest", _say)
         else:
             assert config is not None
             root = run_dir or Path("runs") / config.name
-            report = merging.start(config, root)
-    except merging.Interrupted as stopped:
+            report = rounds.start(config, root, _say)
+    except Interrupted as stopped:
         _end(str(stopped), 128 + stopped.number)
     _print_report(report)
     typer.echo(f"model: {root / 'model'}\nreport: {root / 'report.html'}")
@@ -542,9 +544,11 @@ def _registry(root: Path | None) -> Any:
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    from opd.report import table_rows
+    from opd.report import round_rows, table_rows
 
     _print_table(report["name"], REPORT_COLUMNS, table_rows(report))
+    if "rounds" in report:
+        _print_table("rounds", ROUND_COLUMNS, round_rows(report))
 
 
 def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -71,6 +71,8 @@ class Tables:
         if "patternProperties" in option:
             (inner,) = option["patternProperties"].values()
             return self._mapping(inner["$ref"], f"{path}.NAME") if "$ref" in inner else "mapping of names to numbers"
+        if "$ref" in option.get("items", {}):
+            return "list of " + self._mapping(option["items"]["$ref"], f"{path}.N").replace("mapping", "mappings", 1)
         return _scalar(option)
 
     def _mapping(self, ref: str, path: str) -> str:

@@ -633,6 +633,28 @@ class ClusterConfig(Strict):
     """Deadline for one phase of a step (rollout, score, train, sync) or one evaluation."""
 
 
+def _number_or_list(value: Any) -> str:
+    return "~list" if isinstance(value, list) else "~number"
+
+
+class RoundConfig(Strict):
+    """What is other in one round than in the pipeline; what is not said is the pipeline's."""
+
+    seed: int | None = Field(None, ge=0)
+    """Default: the pipeline's in the first round, one more in each further round."""
+    registry: Path | None = None
+    experts: ExpertsConfig | None = None
+    """All experts of the round; they take the place of the pipeline's."""
+    domains: dict[Name, DomainConfig] | None = Field(None, min_length=1)
+    """All domains of the round; they take the place of the pipeline's."""
+    rollout: dict[str, Any] = {}
+    """Keys of the section that are other; in the same way the three below."""
+    teachers: dict[str, Any] = {}
+    objective: dict[str, Any] = {}
+    """With `kind` all that is said of the objective, without it the keys that are other."""
+    trainer: dict[str, Any] = {}
+
+
 class PipelineConfig(Strict):
     """One merge: who learns, from whom, on which prompts, and how."""
 
@@ -658,6 +680,12 @@ class PipelineConfig(Strict):
     evaluate: EvaluateConfig = EvaluateConfig()
     logging: LoggingConfig = LoggingConfig()
     cluster: ClusterConfig = ClusterConfig()
+    rounds: Annotated[
+        Annotated[int, Field(ge=1), Tag("~number")] | Annotated[list[RoundConfig], Field(min_length=2), Tag("~list")],
+        Discriminator(_number_or_list),
+    ] = 1
+    """Merges one after the other, each from the student that the one before left: how many alike, or a list with what is
+    other in each, of which the first is `{}`: the pipeline as it stands."""
 
     @model_validator(mode="after")
     def _payload_holds_what_the_objective_needs(self) -> PipelineConfig:
@@ -720,6 +748,46 @@ class PipelineConfig(Strict):
                 },
             )
         return self
+
+    @model_validator(mode="after")
+    def _every_round_is_a_pipeline(self) -> PipelineConfig:
+        if isinstance(self.rounds, int):
+            return self
+        first = self.rounds[0].model_dump(exclude_defaults=True)
+        if first:
+            raise PydanticCustomError(
+                "rounds",
+                "an empty mapping: the first round is the pipeline as it stands",
+                {"where": "rounds.0", "found": ", ".join(first)},
+            )
+        for index in range(1, len(self.rounds)):
+            try:
+                PipelineConfig.model_validate(_round_data(self, index))
+            except ValidationError as errors:
+                # What is wrong with the whole comes from what the round says: the pipeline alone is right.
+                error = errors.errors()[0]
+                context = error.get("ctx", {})
+                keys = [context["where"]] if "where" in context else _keys(error)
+                where = ".".join(["rounds", str(index), *keys])
+                found = {"wanted": error["msg"], "found": _found(error), "where": where}
+                raise PydanticCustomError(error["type"], "{wanted}", {**context, **found}) from None
+        return self
+
+
+def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:
+    """A pipeline of one round for each round; all start from the pipeline's student."""
+    num = config.rounds if isinstance(config.rounds, int) else len(config.rounds)
+    return [PipelineConfig.model_validate(_round_data(config, index)) for index in range(num)]
+
+
+def _round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
+    """The pipeline of round `index`, from 0, not validated yet."""
+    data = config.model_dump(exclude={"rounds"}) | {"seed": config.seed + index}
+    if isinstance(config.rounds, list):
+        for key, value in config.rounds[index].model_dump(exclude_defaults=True).items():
+            section = key in ("rollout", "teachers", "objective", "trainer")
+            data[key] = {**data[key], **value} if section and "kind" not in value else value
+    return data
 
 
 def overlaps(config: PipelineConfig) -> bool:
@@ -867,9 +935,17 @@ def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineCon
     return validate(PipelineConfig, apply_overrides(load_yaml(path), overrides or []), path)
 
 
+def _keys(error: ErrorDetails) -> list[str]:
+    """Tags of our unions (~) are not keys that the user wrote."""
+    return [str(k) for k in error["loc"] if not str(k).startswith("~") and k != "[key]"]
+
+
+def _found(error: ErrorDetails) -> str:
+    return str(error.get("ctx", {}).get("found", "nothing" if error["type"] == "missing" else repr(error["input"])))
+
+
 def _explain(error: ErrorDetails, source: object) -> ConfigError:
-    # Tags of our unions (~) are not keys that the user wrote.
-    keys = [str(k) for k in error["loc"] if not str(k).startswith("~") and k != "[key]"]
+    keys = _keys(error)
     context = error.get("ctx", {})
     if "where" in context:
         keys = [context["where"]]
@@ -880,10 +956,9 @@ def _explain(error: ErrorDetails, source: object) -> ConfigError:
         )
     else:
         where = ".".join(keys) or "the file as a whole"
-        found = context.get("found", "nothing" if error["type"] == "missing" else repr(error["input"]))
         message = ConfigError.at(
             f"{source}: {where}",
-            found=str(found),
+            found=_found(error),
             wanted=error["msg"],
             fix="`opd pipelines schema` lists every key with its type",
         )

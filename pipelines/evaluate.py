@@ -246,12 +246,27 @@ def lm_eval_models(settings: LMEvalConfig, model_dirs: Sequence[Path], dtype: st
 
 
 def lm_eval_merge(config: PipelineConfig, merged: Path, file: Path) -> None:
-    """The pipeline's tasks, if it has any, for the student before and the merged model; written to `file`."""
+    """The pipeline's tasks, if it has any, for the student before, unless `file` has it, and the merged model; written to
+    `file`."""
     settings = config.evaluate.lm_eval
     if settings.tasks:
+        found = {name: scores for name, scores in read_lm_eval(file).items() if name == BEFORE}
         models = {BEFORE: config.student.model, MERGED: merged}
-        found = {name: run_tasks(settings, path, config.rollout.dtype) for name, path in models.items()}
-        atomic_write_text(file, json.dumps({"format": FORMAT, "models": found}, indent=1))
+        found |= {n: run_tasks(settings, path, config.rollout.dtype) for n, path in models.items() if n not in found}
+        atomic_write_text(file, lm_eval_text(found))
+
+
+def lm_eval_text(models: Mapping[str, TaskScores]) -> str:
+    """The file of `lm_eval_merge`: scores by model."""
+    return json.dumps({"format": FORMAT, "models": models}, indent=1)
+
+
+def read_lm_eval(file: Path) -> dict[str, TaskScores]:
+    """Scores by model; empty without a file."""
+    if not file.exists():
+        return {}
+    models: dict[str, TaskScores] = json.loads(file.read_text(encoding="utf-8"))["models"]
+    return models
 
 
 # Tables

@@ -60,7 +60,14 @@ class Interrupts:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Handles both signals within; only the main thread can, elsewhere nothing ever comes."""
+    """Handles both signals within; only the main thread can, elsewhere nothing ever comes.
+
+    Within another `interrupts` it is that one.
+    """
+    outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    if isinstance(outer, Interrupts):
+        yield outer
+        return
     found = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield found

@@ -26,11 +26,12 @@ from opd.config import PipelineConfig, RegisteredExperts, load_pipeline, overlap
 from opd.errors import RunDirError, StorageError
 from opd.evaluation.evaluator import MERGED, measure_before, measure_experts
 from opd.evaluation.harness import is_task_file
-from opd.evaluation.scores import Evaluation
+from opd.evaluation.scores import Evaluation, combined
 from opd.files import atomic_write_text, blake3_file, replace_dir, storing, sweep
 from opd.metrics import MetricsFile
 from opd.progress import Display, display
 from opd.report import build_report, write_report
+from opd.rounds import whole
 from opd.sinks import open_sinks
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.evaluate import lm_eval_merge
@@ -56,16 +57,38 @@ class Interrupted(Exception):
     """The user pressed Ctrl-C, or somebody sent SIGTERM; the run left a checkpoint at `step`."""
 
     def __init__(self, step: int, root: Path, number: int) -> None:
-        super().__init__(f"stopped after step {step}, checkpoint written; go on with `opd merge --resume {root}`")
+        super().__init__(
+            f"stopped after step {step}, checkpoint written; go on with `opd merge --resume {whole(root)}`"
+        )
         self.number = number
         """Of the signal."""
 
 
-def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
-    """Run a new merge in `root`, which must not exist. Returns the report.
+def start(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run a new merge of one round in `root`, which must not exist. Returns the report.
 
+    `known` has files of `evaluation/`, by name, with what was measured before: it is not measured again.
     Raises: OpdError before anything is written; RunError if the run cannot go on; Interrupted after Ctrl-C.
     """
+    assert config.rounds == 1, "see pipelines.rounds"
+    refuse_existing(root)
+    inputs = check(config)
+    refuse_too_large(config, inputs)
+    temporary = new_directory(root)
+    manifest = manifest_of(config, inputs)
+    manifest["identity"] = identity(manifest)
+    write_inputs(RunPaths(temporary), manifest)
+    if known:
+        RunPaths(temporary).evaluation.mkdir()
+        for name, text in known.items():
+            atomic_write_text(RunPaths(temporary).evaluation / name, text)
+    replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
+    with locked(root), _says_what_is_intact(RunPaths(root)):
+        return _run(config, inputs, RunPaths(root), manifest["identity"], None, [])
+
+
+def refuse_existing(root: Path) -> None:
+    """Raises: RunDirError."""
     if root.exists():
         raise RunDirError.at(
             root,
@@ -73,21 +96,16 @@ def start(config: PipelineConfig, root: Path) -> dict[str, Any]:
             wanted="a new one",
             fix=f"`opd merge --resume {root}` goes on with it; --run-dir names another",
         )
-    inputs = check(config)
-    refuse_too_large(config, inputs)
-    temporary = _new_directory(root)
-    paths = RunPaths(temporary)
-    manifest = _manifest(config, inputs)
-    manifest["identity"] = identity(manifest)
-    manifest["command"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    atomic_write_text(paths.manifest, json.dumps(manifest, indent=2))
-    atomic_write_text(paths.pipeline, yaml.safe_dump(_resolved(config, inputs), sort_keys=False))
-    replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
-    with _locked(root), _says_what_is_intact(RunPaths(root)):
-        return _run(config, inputs, RunPaths(root), manifest["identity"], None, [])
 
 
-def _new_directory(root: Path) -> Path:
+def write_inputs(paths: RunPaths, manifest: Mapping[str, Any]) -> None:
+    """manifest.json, with the command line, and pipeline.yaml."""
+    command = {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+    atomic_write_text(paths.manifest, json.dumps({**manifest, **command}, indent=2))
+    atomic_write_text(paths.pipeline, yaml.safe_dump(manifest["config"], sort_keys=False))
+
+
+def new_directory(root: Path) -> Path:
     """An empty directory beside `root`, to be renamed to it. Raises: RunDirError if none can be made there."""
     temporary = root.with_name(f".tmp-{root.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -126,11 +144,11 @@ def resume(
     inputs = check(config)
     refuse_too_large(config, inputs)
     recorded = _read_manifest(paths)
-    found = _manifest(config, inputs)
+    found = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
     notices = version_warnings(recorded["versions"], found["versions"]) + changes
-    with _locked(root), _says_what_is_intact(paths):
+    with locked(root), _says_what_is_intact(paths):
         checkpoint = _go_on_from(config, paths, recorded["identity"], wanted, notices)
         if changes:
             atomic_write_text(paths.manifest, json.dumps(recorded | {"config": found["config"]}, indent=2))
@@ -264,25 +282,29 @@ def _train(
 def _before_and_experts(
     parts: loop.Parts, inputs: Inputs, paths: RunPaths, config: PipelineConfig, shown: Display
 ) -> tuple[Evaluation, Evaluation]:
-    """The student as it starts and each domain's expert; measured once per run, a resume finds them on disk."""
+    """The student as it starts and each domain's expert; measured once per run: what lies on disk is taken from there."""
 
-    def once(name: str, measure: Callable[[], Evaluation]) -> Evaluation:
+    def once(name: str, measure: Callable[[Sequence[str]], Evaluation]) -> Evaluation:
         file = paths.evaluation / f"{name}.json"
-        if file.exists():
-            return Evaluation.load(file)
-        found = measure()
+        known = Evaluation.load(file) if file.exists() else None
+        missing = [d for d in inputs.exams if known is None or d not in known.scores]
+        if known and not missing:
+            return known
+        found = measure(missing)
+        if known:
+            found = combined([known, found], found.model)
         parts.reporter.evaluation(name, found)
         return found
 
-    before = once("before", lambda: measure_before(parts.evaluator, shown.say))
+    before = once("before", lambda domains: measure_before(parts.evaluator, domains, shown.say))
     expert = once(
         "expert",
-        lambda: measure_experts(
+        lambda domains: measure_experts(
             parts.engine,
             parts.evaluator,
             before.accuracy,
             config.student.model,
-            inputs.teachers,
+            {domain: inputs.teachers[domain] for domain in domains},
             lambda teacher: whole_model(teacher, paths.root / ".tmp-expert"),
             shown.say,
         ),
@@ -332,13 +354,13 @@ def _model_card(config: PipelineConfig, inputs: Inputs) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
+def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """What the run depends on, by content."""
     files = {name: _prompt_files(config, inputs, name) for name in config.domains}
     return {
         "format": MANIFEST_FORMAT,
         "versions": _versions(),
-        "config": _resolved(config, inputs),
+        "config": resolved(config, inputs),
         "student": inputs.student.weight_files,
         "experts": {
             name: {
@@ -361,7 +383,7 @@ def _size(info: ModelInfo) -> dict[str, Any]:
     return {"architecture": info.architecture, "parameters": info.parameters}
 
 
-def _resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
+def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """The pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
     data = config.model_dump()
     if isinstance(config.experts, RegisteredExperts):
@@ -437,7 +459,7 @@ def _versions() -> dict[str, str]:
 
 
 @contextmanager
-def _locked(root: Path) -> Iterator[None]:
+def locked(root: Path) -> Iterator[None]:
     """One driver per run directory; the lock goes with the process, however it ends."""
     try:
         with FileLock(root / ".lock", timeout=0):
@@ -458,5 +480,5 @@ def _says_what_is_intact(paths: RunPaths) -> Iterator[None]:
         steps = checkpoints.steps_of(paths.checkpoints)
         intact = f"checkpoint of step {steps[-1]}" if steps else "the run directory; no checkpoint was due yet"
         raise StorageError(
-            f"{error}\n  intact: {intact}\n  fix:    make room or mend the disk, then `opd merge --resume {paths.root}`"
+            f"{error}\n  intact: {intact}\n  fix:    make room or mend the disk, then `opd merge --resume {whole(paths.root)}`"
         ) from None

@@ -125,9 +125,9 @@ def _kept(answers: Sequence[Answer], n: int) -> list[Answer]:
     return [*first, *[a for a in rest if a.error][:KEPT_FAILURES]]
 
 
-def measure_before(evaluator: Evaluator, tell: Callable[[str], None]) -> Evaluation:
-    """The student as it starts, which the engine holds, on every domain."""
-    before = evaluator.evaluate(model=BEFORE)
+def measure_before(evaluator: Evaluator, domains: Sequence[str], tell: Callable[[str], None]) -> Evaluation:
+    """The student as it starts, which the engine holds, on the named domains."""
+    before = evaluator.evaluate(domains, model=BEFORE)
     tell(
         f"before the merge: mean accuracy {fmean(before.accuracy.values()):.3f} over {len(before.scores)} domains"
         if before.scores

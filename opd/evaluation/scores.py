@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,13 @@ class Evaluation:
         """0..1 by domain."""
         return {domain: score.accuracy for domain, score in self.scores.items()}
 
+    def as_text(self) -> str:
+        """What its file holds."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises: OSError."""
-        atomic_write_text(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+        atomic_write_text(path, self.as_text())
 
     @classmethod
     def load(cls, path: Path) -> Evaluation:
@@ -90,3 +94,13 @@ class Evaluation:
             scores={domain: DomainScore(**score) for domain, score in data["scores"].items()},
             answers=tuple(Answer(**answer) for answer in data["answers"]),
         )
+
+
+def combined(evaluations: Sequence[Evaluation], model: str) -> Evaluation:
+    """One evaluation of at least one: of each domain what the last that has it found."""
+    last = {domain: found for found in evaluations for domain in found.scores}
+    return Evaluation(
+        model=model,
+        scores={domain: found.scores[domain] for domain, found in last.items()},
+        answers=tuple(a for domain, found in last.items() for a in found.answers if a.domain == domain),
+    )

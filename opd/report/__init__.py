@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from opd.report.gate import Gate
 from opd.report.run import RunFiles, read_run
-from opd.report.summary import build_report, full_report, headroom, table_rows
+from opd.report.summary import build_report, full_report, headroom, round_rows, table_rows
 from opd.report.write import write_report
 
-__all__ = ["Gate", "RunFiles", "build_report", "full_report", "headroom", "read_run", "table_rows", "write_report"]
+__all__ = [
+    "Gate",
+    "RunFiles",
+    "build_report",
+    "full_report",
+    "headroom",
+    "read_run",
+    "round_rows",
+    "table_rows",
+    "write_report",
+]

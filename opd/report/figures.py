@@ -223,6 +223,25 @@ def _percent(axes: Axes, label: str) -> None:
     axes.set_xlabel(label)
 
 
+def rounds(mean: Sequence[float | None], domains: Mapping[str, Sequence[float | None]]) -> Plot:
+    """Headroom after each round, the start not among them: the mean, and a thin line for each domain."""
+    places = range(len(mean) + 1)
+
+    def draw(axes: Axes) -> None:
+        for index, curve in enumerate(domains.values()):
+            values = [np.nan if value is None else value for value in curve]
+            axes.plot(places, [0.0, *values], gid=f"domain-{index}", linewidth=1.0, **domain_style(index))
+        values = [np.nan if value is None else value for value in mean]
+        axes.plot(places, [0.0, *values], "o-", color=COLOURS["merged"], linewidth=2.5, markersize=5)
+        axes.set_xticks(places, ["start", *(f"round {place}" for place in places[1:])])
+        axes.axhline(1.0, color=COLOURS["expert"], linewidth=1.2)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_ylabel("headroom recovered")
+
+    note = "The thick line is the mean, the others are the domains; 100 % is each round's expert."
+    return plot("rounds", "Headroom after each round", draw, note=note)
+
+
 # How it went
 
 Curve = Sequence[float | None]

@@ -21,7 +21,7 @@ SAMPLES_PER_DOMAIN = 4
 MOST_SAMPLES = 200
 LONGEST_TEXT = 1500
 """Characters of a prompt or an answer; with the two limits above the page stays well below 5 MB."""
-OPTIONAL = ("gate", "answers", "baselines", "mean_headroom_interval", "command", "curves")
+OPTIONAL = ("gate", "answers", "baselines", "mean_headroom_interval", "command", "curves", "rounds")
 INTERVALS = tuple(f"{key}_interval" for key in ("before", "after", "expert", "headroom", "regression"))
 
 INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -131,11 +131,20 @@ def _plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[Plot]]:
             gains.append(figures.headrooms(report["domains"], gate))
     return {
         "gains": gains,
+        "rounds": _rounds_plot(report),
         "learning": [*_evaluation_plots(report), *_curve_plots(report)],
         "time": _time_plots(report),
         "matrix": [_matrix_plot(run)] if run.matrix else [],
         "baselines": _baseline_plots(report),
     }
+
+
+def _rounds_plot(report: Mapping[str, Any]) -> list[Plot]:
+    finished = [r for r in report.get("rounds", ()) if r["finished"]]
+    if all(r["mean_headroom"] is None for r in finished):
+        return []
+    curves = {name: [r["domains"].get(name, {}).get("headroom") for r in finished] for name in _curve_domains(report)}
+    return [figures.rounds([r["mean_headroom"] for r in finished], curves)]
 
 
 def _evaluation_plots(report: Mapping[str, Any]) -> list[Plot]:

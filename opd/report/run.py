@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from opd.errors import RunDirError
-from opd.evaluation.scores import FORMAT, DomainScore, Evaluation
+from opd.evaluation.scores import FORMAT, DomainScore, Evaluation, combined
 from opd.metrics import MetricsFile
+from opd.rounds import PLAN, directory
 
 STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "response_tokens_per_s", "versions")
 """Keys of a stored report that cannot be worked out again, and the accuracies of runs without evaluation files."""
@@ -58,15 +59,15 @@ class RunFiles:
     matrix: dict[str, Evaluation]
     """Name of a model -> that model on every domain."""
     baselines: list[BaselineRun]
+    rounds: list[RunFiles]
+    """Of a merge in several rounds, those that have begun; `records`, `during` and what was measured are then those of
+    all rounds, with steps counted on."""
+    planned_steps: int | None
+    """Of the whole merge; None where there is no pipeline."""
 
     @property
     def finished(self) -> bool:
         return self.stored is not None
-
-    @property
-    def planned_steps(self) -> int | None:
-        """Of the whole merge; None where there is no pipeline."""
-        return self.pipeline.get("trainer", {}).get("steps")
 
 
 def read_run(root: Path) -> RunFiles:
@@ -80,7 +81,9 @@ def read_run(root: Path) -> RunFiles:
         )
     evaluation = root / "evaluation"
     text, pipeline = _pipeline(root / "pipeline.yaml")
-    return RunFiles(
+    plan = _plan(root / PLAN)
+    begun = [directory(root, i + 1) for i in range(len(plan)) if directory(root, i + 1).exists()]
+    found = RunFiles(
         root=root,
         stored=_stored(root / "report.json"),
         pipeline_text=text,
@@ -94,7 +97,41 @@ def read_run(root: Path) -> RunFiles:
         during=_during(evaluation),
         matrix=_matrix(evaluation / "matrix.json"),
         baselines=[_baseline(path) for path in sorted((root / "baselines").glob("*.json"))],
+        rounds=[read_run(path) for path in begun],
+        planned_steps=sum(plan) if plan else pipeline.get("trainer", {}).get("steps"),
     )
+    return chained(found) if found.rounds else found
+
+
+def chained(run: RunFiles) -> RunFiles:
+    """A merge in rounds as if it were one: steps are counted on, the end of each round is an evaluation during it."""
+    records: list[dict[str, Any]] = []
+    during: dict[int, Evaluation] = {}
+    for one in run.rounds:
+        done = len(records)
+        records += [{**record, "step": done + record["step"]} for record in one.records]
+        during |= {done + step: found for step, found in one.during.items()}
+        if one.after:
+            during[len(records)] = one.after
+    experts = [one.expert for one in run.rounds if one.expert]
+    return replace(
+        run,
+        records=records,
+        during=during,
+        before=run.before or run.rounds[0].before,
+        expert=run.expert or (combined(experts, experts[-1].model) if experts else None),
+    )
+
+
+def _plan(path: Path) -> list[int]:
+    """Steps of each round; empty for a merge of one."""
+    data = _json(path)
+    if data is None:
+        return []
+    try:
+        return [one["config"]["trainer"]["steps"] for one in data["rounds"]]
+    except (KeyError, TypeError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
 
 
 def _pipeline(path: Path) -> tuple[str, dict[str, Any]]:

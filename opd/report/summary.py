@@ -97,8 +97,46 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     if run.baselines:
         rows = [_baseline_row(group, run) for group in _by_method(run.baselines)]
         report["baselines"] = sorted(rows, key=lambda row: -(row["mean_headroom"] or 0.0))
+    if run.rounds:
+        report["rounds"] = [_round(run, index) for index in range(len(run.rounds))]
     report |= {key: run.manifest[key] for key in ("command", "models") if key in run.manifest}
     return report
+
+
+def _round(run: RunFiles, index: int) -> dict[str, Any]:
+    """What one round gained: by itself, and with those before it, measured from the very first student.
+
+    Per domain before, after, expert, headroom (from the very first student) and headroom_in_round (from the round's own
+    start); the means of both, of the first with its interval, and of after - before. `domains` is empty while the round
+    goes on.
+    """
+    one = run.rounds[index]
+    found: dict[str, Any] = {
+        "round": index + 1,
+        "finished": one.finished,
+        "steps": len(one.records),
+        "response_tokens": sum(record["response_tokens"] for record in one.records),
+        "wall_s": one.stored["wall_s"] if one.stored else None,
+    }
+    start, before, expert, after = (
+        e.accuracy if e else {} for e in (run.before, one.before, one.expert, one.after if one.finished else None)
+    )
+    own = _gains(before, expert, after)
+    whole = _gains(start, expert, {d: value for d, value in after.items() if d in start})
+    for domain, values in own["domains"].items():
+        values["headroom_in_round"] = values["headroom"]
+        values["headroom"] = whole["domains"].get(domain, {}).get("headroom")
+    interval = None
+    if run.before and one.expert and one.after:
+        interval = _pair(_mean_interval(run.before, one.expert, one.after.scores))
+    gains = [values["after"] - values["before"] for values in own["domains"].values()]
+    return found | {
+        "domains": own["domains"],
+        "mean_gain": fmean(gains) if gains else None,
+        "mean_headroom": whole["mean_headroom"],
+        "mean_headroom_interval": interval,
+        "mean_headroom_in_round": own["mean_headroom"],
+    }
 
 
 def _finished(
@@ -278,12 +316,14 @@ def _mean_gain(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluation 
 def mean_interval(run: RunFiles, scores: Mapping[str, DomainScore]) -> Estimate | None:
     """Mean headroom of a model over the domains where there is one; None if one of them has no interval."""
     assert run.before and run.expert
+    return _mean_interval(run.before, run.expert, scores)
+
+
+def _mean_interval(before: Evaluation, expert: Evaluation, scores: Mapping[str, DomainScore]) -> Estimate | None:
     shares = [
-        headroom_interval(estimate(run.before.scores[d]), estimate(score), estimate(run.expert.scores[d]))
+        headroom_interval(estimate(before.scores[d]), estimate(score), estimate(expert.scores[d]))
         for d, score in scores.items()
-        if d in run.before.scores
-        and d in run.expert.scores
-        and run.expert.scores[d].accuracy > run.before.scores[d].accuracy
+        if d in before.scores and d in expert.scores and expert.scores[d].accuracy > before.scores[d].accuracy
     ]
     known = [share for share in shares if share is not None]
     return mean(known) if known and len(known) == len(shares) else None
@@ -347,6 +387,20 @@ def table_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]
         means = [f"{fmean(d[key] for d in domains.values()):.2f}" for key in ("before", "expert", "after")]
         rows.append(("mean", *means, share_text(report["mean_headroom"])))  # type: ignore[arg-type]
     return rows
+
+
+def round_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Round, steps, mean gain, mean headroom since the very first student, and since the round began."""
+    return [
+        (
+            str(r["round"]),
+            str(r["steps"]),
+            "-" if r["mean_gain"] is None else f"{r['mean_gain']:+.2f}",
+            share_text(r["mean_headroom"]),
+            share_text(r["mean_headroom_in_round"]),
+        )
+        for r in report.get("rounds", ())
+    ]
 
 
 def share_text(value: float | None) -> str:

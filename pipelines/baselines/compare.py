@@ -22,7 +22,7 @@ from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text
 from opd.report import headroom
 from pipelines import merge as merging
-from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan
+from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan, refuse_rounds
 from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.build import RunPaths
@@ -97,6 +97,7 @@ def compare(
 
     Raises: OpdError before any compute, RunError during it; Interrupted after Ctrl-C in a merge.
     """
+    refuse_rounds(config)
     check_methods(config, check(config), methods)  # now, and not after hours of the first merge
     for seed in seeds:
         _refuse_another_merge(config.model_copy(update={"seed": seed}), root / f"seed-{seed}")

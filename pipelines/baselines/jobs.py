@@ -15,6 +15,7 @@ from statistics import fmean
 from opd.config import LMEvalConfig, PipelineConfig, load_pipeline
 from opd.errors import ConfigError, RunDirError
 from opd.metrics import MetricsFile
+from opd.rounds import PLAN, directory
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.build import RunPaths
 
@@ -120,8 +121,9 @@ def plan(
 ) -> list[Job]:
     """What to compute, in order; `shares` (default: all of it) and `seed` (default: the pipeline's) as given.
 
-    Raises: ConfigError for shares of methods that train nothing; RunDirError for a run directory that has no metrics.
+    Raises: ConfigError for several rounds, or shares of methods that train nothing; RunDirError for a run directory that has no metrics.
     """
+    refuse_rounds(config)
     trained = [method for method in methods if method in TRAINED_METHODS]
     if shares is not None and not trained:
         raise ConfigError.at(
@@ -152,6 +154,17 @@ def plan(
     return jobs
 
 
+def refuse_rounds(config: PipelineConfig) -> None:
+    """Raises: ConfigError: another method is compared with one merge, from one student."""
+    if config.rounds != 1:
+        raise ConfigError.at(
+            "rounds",
+            found="several",
+            wanted="a pipeline of one round, which other methods can be compared with",
+            fix="--set rounds=1, or give the run directory of a round",
+        )
+
+
 def tokens_per_step(root: Path) -> float | None:
     """Response tokens of a mean step of the directory's merge; None if it has none yet.
 
@@ -170,8 +183,15 @@ def tokens_per_step(root: Path) -> float | None:
 
 
 def open_run(root: Path) -> PipelineConfig:
-    """The pipeline of a run directory. Raises: RunDirError, ConfigError."""
+    """The pipeline of a run directory of one round. Raises: RunDirError, ConfigError."""
     paths = RunPaths(root)
+    if (root / PLAN).exists():
+        raise RunDirError.at(
+            root,
+            found="a merge in several rounds",
+            wanted="one round, which other methods can be compared with",
+            fix=f"give the run directory of a round, such as {directory(root, 1)}",
+        )
     if not paths.pipeline.exists() or not paths.metrics.exists():
         missing = paths.metrics if paths.pipeline.exists() else paths.pipeline
         raise RunDirError.at(

@@ -15,7 +15,7 @@ from experts.suites import DOMAINS, SUITES, write_suite
 from experts.suites.letters import CHARACTERS, SPECIALS, build_tokenizer
 from experts.suites.rows import Row, take_unique
 from opd.errors import ConfigError
-from opd.evaluation.verifiers import last_line
+from opd.evaluation.verifiers.exact import LastLine
 from opd.prompts import read_prompt_lines
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -94,7 +94,7 @@ def test_every_line_of_worked_answers_is_right_and_the_last_is_the_answer(domain
         completion = str(row["completion"])
         assert asked == code
         assert is_right(question, completion.split("\n")), row
-        assert last_line(completion, row["answer"], row["metadata"]) == 1.0
+        assert LastLine()(completion, row["answer"], row["metadata"]) == 1.0
         assert len(completion) < 20, "a token a character: with the end token, the quickstart leaves room for 20"
 
 

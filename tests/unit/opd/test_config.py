@@ -24,6 +24,7 @@ from opd.config import (
     load_pipeline,
     load_yaml,
     parse_yaml,
+    rounds_of,
     validate,
 )
 from opd.errors import ConfigError
@@ -702,3 +703,61 @@ def test_depth_is_bounded() -> None:
         parse_yaml("[" * (MAX_YAML_DEPTH + 1) + "]" * (MAX_YAML_DEPTH + 1))
     with pytest.raises(ConfigError, match="nested deeper"):
         apply_overrides({}, ["a=" + "[" * 100_000])
+
+
+# Rounds
+
+
+def test_rounds_alike_differ_in_their_seed() -> None:
+    config = validate(PipelineConfig, changed("rounds", 3) | {"seed": 5}, "p.yaml")
+    found = rounds_of(config)
+    assert [one.seed for one in found] == [5, 6, 7]
+    assert all(one.model_copy(update={"seed": 5, "rounds": 3}) == config for one in found)
+    alone = validate(PipelineConfig, VALID, "p.yaml")
+    assert rounds_of(alone) == [alone]
+
+
+def test_a_round_says_what_is_other() -> None:
+    data = changed("teachers", {"memory": "2GiB", "mask_tokens": {"math": ["x"]}}) | {
+        "objective": {"kind": "skew", "alpha": 0.3}
+    }
+    data["trainer"]["lr"] = 0.5
+    other = {
+        "experts": {"better": {"model": "b", "domain": "math"}},
+        "domains": {"math": {"prompts": "new.jsonl"}},
+        "trainer": {"steps": 9},
+        "teachers": {"mask_tokens": {}},
+    }
+    rounds = [{}, other, {"objective": {"kind": "jsd"}, "seed": 11}, {"objective": {"chunk": 7}}]
+    config = validate(PipelineConfig, data | {"rounds": rounds}, "p.yaml")
+    first, second, third, fourth = rounds_of(config)
+    assert first == validate(PipelineConfig, data, "p.yaml")
+    assert (list(second.experts), list(second.domains)) == (["better"], ["math"]), "names are replaced, not added"
+    assert second.domains["math"].eval is None
+    assert (second.trainer.steps, second.trainer.lr, second.trainer.samples_per_step) == (9, 0.5, 4)
+    assert (second.teachers.memory, second.teachers.mask_tokens) == (2 << 30, {})
+    assert (third.objective.kind, third.seed, third.experts) == ("jsd", 11, first.experts)
+    assert (fourth.objective.kind, fourth.objective.alpha, fourth.objective.chunk) == ("skew", 0.3, 7)  # type: ignore[union-attr]
+    assert (second.seed, fourth.seed) == (1, 3)
+    kept = config.model_dump(mode="json")
+    assert validate(PipelineConfig, kept, "p.yaml") == config, "as the run directory keeps it"
+
+
+@pytest.mark.parametrize(
+    ("rounds", "words"),
+    [
+        (0, ["p.yaml: rounds\n", "found:  0"]),
+        ([{}], ["p.yaml: rounds\n", "at least 2"]),
+        ([{"seed": 1}, {}], ["p.yaml: rounds.0\n", "found:  seed", "the pipeline as it stands"]),
+        ([{}, {"trainr": {}}], ["rounds.1.trainr\n", "did you mean `trainer`?"]),
+        ([{}, {}, {"trainer": {"stepz": 1}}], ["rounds.2.trainer.stepz\n", "an unknown key", "did you mean `steps`?"]),
+        ([{}, {"trainer": {"steps": 0}}], ["rounds.1.trainer.steps\n", "found:  0"]),
+        ([{}, {"student": {"model": "x"}}], ["rounds.1.student\n", "an unknown key"]),
+        ([{}, {"experts": {"x": {"model": "m"}}}], ["rounds.1.experts.x.domain\n", "found:  nothing"]),
+        ([{}, {"trainer": {"samples_per_step": 1}}], ["rounds.1.trainer.samples_per_step\n", "2 domains"]),
+        ([{}, {"objective": {"kind": "top_k"}}], ["rounds.1.objective.kind\n", "top_k with teachers.payload"]),
+    ],
+)
+def test_what_is_wrong_with_a_round_is_named_there(rounds: Any, words: list[str]) -> None:
+    message = refusal(changed("rounds", rounds))
+    assert all(word in message for word in words), message

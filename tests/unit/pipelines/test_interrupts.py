@@ -44,6 +44,16 @@ def test_where_there_is_no_step_the_first_ends(number: int) -> None:
         assert found.asked()
 
 
+def test_within_another_it_is_that_one() -> None:
+    with interrupts() as outer:
+        inside = signal.getsignal(signal.SIGINT)
+        with interrupts() as found, found.asking(lambda line: None):
+            signal.raise_signal(signal.SIGINT)
+        assert found is outer and outer.asked(), "what came inside is known outside"
+        assert signal.getsignal(signal.SIGINT) == inside
+    assert signal.getsignal(signal.SIGINT) != inside
+
+
 def test_one_of_each_is_two() -> None:
     with interrupts() as found, found.asking(lambda line: None):
         signal.raise_signal(signal.SIGTERM)

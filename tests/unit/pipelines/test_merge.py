@@ -27,7 +27,7 @@ from opd.types import Teacher, WrittenFile
 from pipelines import merge, preflight
 from pipelines.build import RunPaths
 from pipelines.evaluate import lm_eval_merge
-from pipelines.merge import _before_and_experts, _manifest, _refuse_fewer_steps, _resolved
+from pipelines.merge import _before_and_experts, _refuse_fewer_steps, manifest_of, resolved
 from pipelines.preflight import check
 from pipelines.resume import refuse_changed_inputs
 
@@ -71,22 +71,22 @@ def test_a_resume_needs_neither_the_current_directory_nor_a_guess(
     mixed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config = load_pipeline(mixed.write())
-    resolved = _resolved(config, check(config))
-    assert {n: e["base"] for n, e in resolved["experts"].items()} == {"rev": None, "up": str(mixed.root / "base")}
+    data = resolved(config, check(config))
+    assert {n: e["base"] for n, e in data["experts"].items()} == {"rev": None, "up": str(mixed.root / "base")}
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    again = check(validate(PipelineConfig, resolved, "pipeline.yaml"))
+    again = check(validate(PipelineConfig, data, "pipeline.yaml"))
     assert again.teachers["upper"].adapter_dir == mixed.root / "adapters" / "up"
 
 
 def test_a_resume_with_another_adapter_is_refused(mixed: Any) -> None:
     config = load_pipeline(mixed.write())
-    before = _manifest(config, check(config))
+    before = manifest_of(config, check(config))
     assert "adapter" not in before["experts"]["rev"]
-    refuse_changed_inputs(before, _manifest(config, check(config)), mixed.root / "manifest.json")
+    refuse_changed_inputs(before, manifest_of(config, check(config)), mixed.root / "manifest.json")
     file = mixed.root / "adapters" / "up" / "adapter_config.json"
     file.write_text(file.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     with pytest.raises(RunDirError, match="experts changed since the run began: up"):
-        refuse_changed_inputs(before, _manifest(config, check(config)), mixed.root / "manifest.json")
+        refuse_changed_inputs(before, manifest_of(config, check(config)), mixed.root / "manifest.json")
 
 
 def test_a_run_cannot_end_before_its_checkpoint(world: Any) -> None:
@@ -189,8 +189,8 @@ def test_a_resume_finds_local_tasks_and_verifiers_from_anywhere(world: Any, monk
     world.data["evaluate"] = {"lm_eval": ["gsm8k", "tasks/mine.yaml"]}
     world.data["domains"]["upper"]["eval"]["verifier"] = {"kind": "regex", "pattern": "(.*)"}
     config = load_pipeline(world.write())
-    resolved = yaml.safe_load(yaml.safe_dump(_resolved(config, check(config))))
-    again = validate(PipelineConfig, resolved, "pipeline.yaml")
+    data = yaml.safe_load(yaml.safe_dump(resolved(config, check(config))))
+    again = validate(PipelineConfig, data, "pipeline.yaml")
     assert again.evaluate.lm_eval.tasks == ["gsm8k", str(world.root / "tasks" / "mine.yaml")]
     assert again.domains["upper"].eval.verifier == config.domains["upper"].eval.verifier  # type: ignore[union-attr]
 
@@ -227,6 +227,11 @@ def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
     assert [one.model for one in found] == ["student before", "expert"]
     assert sorted(f.name for f in paths.evaluation.iterdir()) == ["before.json", "expert.json"]
     assert measure() == ([], found)
+    before = json.loads((paths.evaluation / "before.json").read_text())
+    del before["scores"]["upper"]  # as the round before left it that had not this domain
+    (paths.evaluation / "before.json").write_text(json.dumps(before))
+    asked, again = measure()
+    assert asked == ["student before"] and again == found
     (paths.evaluation / "expert.json").unlink()  # killed in between
     asked, again = measure()
     assert asked[0] == "load rev" and again == found

@@ -165,7 +165,7 @@ def test_the_baseline_is_the_student_everywhere_and_each_expert_on_its_own() -> 
         yield directory
         assert engine.holds == there.pop(), "the directory is there while the engine reads it"
 
-    before = measure_before(evaluator(engine), told.append)
+    before = measure_before(evaluator(engine), list(EXAMS), told.append)
     assert (before.model, before.accuracy) == ("student before", {"a": 0.25, "b": 0.0})
     known = before.accuracy
     expert = measure_experts(engine, evaluator(engine), known, Path("/m/student"), teachers, whole, told.append)  # type: ignore[arg-type]
@@ -183,7 +183,7 @@ def test_a_baseline_without_exams() -> None:
     teachers = {"a": Teacher(name="e", model_dir=Path("/m/e"))}
     whole = nullcontext(Path("/m/e"))
     judge = evaluator(engine, {})
-    assert measure_before(judge, told.append).scores == {}
+    assert measure_before(judge, [], told.append).scores == {}
     assert measure_experts(engine, judge, {}, Path("/m/student"), teachers, lambda _: whole, told.append).scores == {}  # type: ignore[arg-type]
     assert told == ["no domain has an exam"]
     assert engine.loads == ["student"]
