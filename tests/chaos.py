@@ -43,14 +43,26 @@ NOTICE_S = 60.0
 SETTLE_S = 15.0
 """How long a process may take to go after its driver went."""
 
+LONGER = [
+    f"--set={key}={value}"
+    for key, value in {"trainer.steps": 12, "evaluate.every": 1, "cluster.max_restarts": 7}.items()
+]
+"""A merge with all faults of a role in a row, from step `STEP` on."""
+
 TITLES = {"trainer": "ray::TrainerRank", "engine": "ray::VLLMWorker", "teacher": "ray::TeacherWorker"}
 DAEMONS = {"raylet": "raylet", "gcs": "gcs_server"}
 ROLES = ("driver", *TITLES, *DAEMONS)
 MOMENTS = ("rollout", "scoring", "backward", "push", "write", "commit", "evaluation")
 MENDED = ("engine", "teacher")
 """Roles of which one process is started again alone."""
-STOPS = (("trainer", "backward"), ("engine", "rollout"), ("teacher", "scoring"))
-"""Where a worker is stopped, not killed."""
+STOPS = (
+    ("trainer", "backward"),
+    ("engine", "rollout"),
+    ("teacher", "scoring"),
+    ("raylet", "scoring"),
+    ("gcs", "rollout"),
+)
+"""Where a process is stopped, not killed."""
 
 
 @dataclass(frozen=True, order=True)
@@ -123,16 +135,13 @@ class Merge:
             )
         self.seen: dict[psutil.Process, str] = {}
         """Every process that was seen below the driver -> its name."""
-        self.ports: set[int] = set()
 
     def look(self) -> None:
-        """Look up processes and the ports on which they listen."""
+        """Look up processes."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in self.driver.children(recursive=True):
-                with contextlib.suppress(psutil.Error):
+                with contextlib.suppress(psutil.NoSuchProcess):
                     self.seen[process] = read_title(process.pid)[:60] or process.name()
-                    listening = [p for p in process.net_connections(kind="inet") if p.status == psutil.CONN_LISTEN]
-                    self.ports |= {port.laddr.port for port in listening}
 
     def of_role(self, role: str) -> list[int]:
         """Pids, as of the last `look`."""
@@ -208,21 +217,21 @@ def complete(file: Path) -> bool:
     return file.stat().st_size == 8 + length + max(ends)
 
 
-def being(merge: Merge, moment: str) -> int | None:
-    """Pid of the process that shows that the merge is in this moment, or None if it is not."""
+def being(merge: Merge, moment: str, step: int) -> int | None:
+    """Pid of the process that shows that the merge is in this moment of a step, or None if it is not."""
     if moment in ("write", "commit"):
         directory = writing(merge)
         if directory is None:
             return None
         return merge.driver.pid if whole(directory) == (moment == "commit") else None
-    if merge.records != STEP - 1:
+    if merge.records != step - 1:
         return None
     if moment in ("rollout", "evaluation"):
-        return in_method(merge, "engine", "generate") if merge.logged(STEP) == (moment == "evaluation") else None
+        return in_method(merge, "engine", "generate") if merge.logged(step) == (moment == "evaluation") else None
     if moment == "push":
         return in_method(merge, "trainer", "export") or in_method(merge, "engine", "load")
     if moment == "scoring":
-        return None if merge.logged(STEP) else in_method(merge, "teacher", "next_part")
+        return None if merge.logged(step) else in_method(merge, "teacher", "next_part")
     return in_method(merge, "trainer", "accumulate")
 
 
@@ -242,23 +251,23 @@ def frozen(pids: Sequence[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def strike(merge: Merge, cell: Cell) -> tuple[psutil.Process, bool]:
+def strike(merge: Merge, cell: Cell, step: int = STEP) -> tuple[psutil.Process, bool]:
     """Wait for the moment and send the signal. Returns who got it, and whether it was idle.
 
     Raises: RuntimeError if the moment did not come.
     """
     deadline, looked = time.monotonic() + DEADLINE_S, 0.0
     while merge.driver.poll() is None and time.monotonic() < deadline:
-        if time.monotonic() > looked + 1.0 and merge.records < STEP - 1:
+        if time.monotonic() > looked + 1.0:
             merge.look()
             looked = time.monotonic()
-        shown = being(merge, cell.moment)
+        shown = being(merge, cell.moment, step)
         if shown is None:
             time.sleep(0.0005 if merge.records >= EVERY else 0.05)
             continue
         victims = merge.of_role(cell.role)
         with frozen([*merge.of_role("driver"), *merge.of_role("trainer"), shown]):
-            if being(merge, cell.moment) is None or not victims:
+            if being(merge, cell.moment, step) is None or not victims:
                 continue
             # Of two ranks the second: the first one writes alone what both have gathered.
             victim = shown if shown in victims else victims[-1]
@@ -298,6 +307,41 @@ def play(cell: Cell, file: Path, weights: str, place: Path) -> Outcome:
     finally:
         for command in commands:
             end(command)
+    return judge([cell], commands, place, weights, exits, orphans, idle, notice_s, began)
+
+
+def play_in_a_row(cells: Sequence[Cell], file: Path, weights: str, place: Path) -> Outcome:
+    """One merge with all these faults, each a step after the one before. Raises: as `play`."""
+    began = time.monotonic()
+    run = place / "run"
+    commands = [Merge([file, "--run-dir", run, *LONGER], run, place)]
+    exits: list[int | None] = []
+    try:
+        for step, cell in enumerate(cells, start=STEP):
+            strike(commands[-1], cell, step)
+            if cell.role == "driver":
+                exits.append(commands[-1].wait(DEADLINE_S))
+                commands.append(Merge(["--resume", run], run, place))
+        exits.append(commands[-1].wait(len(cells) * DEADLINE_S))
+        orphans = [name for command in commands for name in remaining(command)]
+    finally:
+        for command in commands:
+            end(command)
+    return judge(cells, commands, place, weights, exits, orphans, False, None, began)
+
+
+def judge(
+    cells: Sequence[Cell],
+    commands: Sequence[Merge],
+    place: Path,
+    weights: str,
+    exits: list[int | None],
+    orphans: list[str],
+    idle: bool,
+    notice_s: float | None,
+    began: float,
+) -> Outcome:
+    run = commands[0].run
     told = [command.errors.read_text() for command in commands]
     model = run / "model" / "model.safetensors"
     outcome = Outcome(
@@ -309,9 +353,9 @@ def play(cell: Cell, file: Path, weights: str, place: Path) -> Outcome:
         notice_s=notice_s,
         seconds=round(time.monotonic() - began),
         orphans=orphans,
-        leftovers=[*left(commands, place), *unfinished(run), *busy_ports(commands)],
+        leftovers=[*left(commands, place), *unfinished(run)],
     )
-    outcome.complaints.extend(complaints(cell, outcome))
+    outcome.complaints.extend(complaints(cells, outcome))
     return outcome
 
 
@@ -348,14 +392,10 @@ def unfinished(run: Path) -> list[str]:
     return [str(path.relative_to(run)) for path in run.rglob(".*") if path.name != ".lock"]
 
 
-def busy_ports(commands: Sequence[Merge]) -> list[str]:
-    listening = {p.laddr.port for p in psutil.net_connections(kind="inet") if p.status == psutil.CONN_LISTEN}
-    return [f"port {port}" for port in sorted(listening.intersection(*[merge.ports for merge in commands]))]
-
-
-def complaints(cell: Cell, outcome: Outcome) -> list[str]:
-    """How the outcome differs from what is promised."""
-    wanted = [-signal.SIGKILL, 0] if cell.role == "driver" else [0]
+def complaints(cells: Sequence[Cell], outcome: Outcome) -> list[str]:
+    """How the outcome differs from what is promised; `cells` are of one role."""
+    cell = cells[-1]
+    wanted = [-signal.SIGKILL] * len(cells) + [0] if cell.role == "driver" else [0]
     found = []
     if outcome.exits != wanted:
         found.append(f"exit status {outcome.exits}, wanted {wanted}")
@@ -384,11 +424,11 @@ def write_pipeline(root: Path) -> Path:
     return path
 
 
-def undisturbed(file: Path) -> str:
+def undisturbed(file: Path, more: Sequence[str] = ()) -> str:
     """Hash of the weights of a merge that nothing happens to. Raises: RuntimeError if it fails."""
     with place_of_its_own() as place:
         run = place / "run"
-        merge = Merge([file, "--run-dir", run], run, place)
+        merge = Merge([file, "--run-dir", run, *more], run, place)
         if merge.wait(DEADLINE_S) != 0:
             raise RuntimeError(f"the undisturbed merge failed: {merge.errors.read_text()}")
         return blake3_file(run / "model" / "model.safetensors")
@@ -401,51 +441,82 @@ def place_of_its_own() -> Iterator[Path]:
         yield Path(name)
 
 
-def run_cells(cells: Sequence[Cell], directory: Path, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Play what `directory/results.json` does not have yet. Returns all results, by cell."""
-    directory.mkdir(parents=True, exist_ok=True)
-    results = directory / "results.json"
-    data: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {"weights": "", "cells": {}}
+class Results:
+    """`results.json`: what was played so far."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = directory / "results.json"
+        self.data: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        for key in ("weights", "cells", "rows"):
+            self.data.setdefault(key, {})
+
+    def put(self, kind: str, name: str, value: Any) -> None:
+        self.data[kind][name] = value
+        self._write()
+
+    def _write(self) -> None:
+        self._file.write_text(json.dumps(self.data, indent=1))
+
+    def forget_failures(self) -> None:
+        for kind in ("cells", "rows"):
+            self.data[kind] = {name: found for name, found in self.data[kind].items() if not found["complaints"]}
+        self._write()
+
+
+def run_cells(
+    cells: Sequence[Cell], directory: Path, say: Callable[[str], None], in_a_row: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Play what `directory/results.json` does not have yet: these cells, then all moments of these roles in one merge
+    each. Returns all results."""
+    results = Results(directory)
     file = directory.absolute() / "pipeline.yaml"
-    if not data["weights"]:
-        file = write_pipeline(directory.absolute())
-        data["weights"] = undisturbed(file)
-        results.write_text(json.dumps(data, indent=1))
-    for cell in cells:
-        if str(cell) in data["cells"]:
+    if not file.exists():
+        write_pipeline(directory.absolute())
+    games = [("cells", str(cell), [cell]) for cell in cells]
+    games += [("rows", role, [Cell(role, moment) for moment in MOMENTS]) for role in in_a_row]
+    for kind, name, part in games:
+        if name in results.data[kind]:
             continue
+        if kind not in results.data["weights"]:
+            results.put("weights", kind, undisturbed(file, LONGER if kind == "rows" else ()))
+        weights = results.data["weights"][kind]
         with place_of_its_own() as place:
             try:
-                outcome = play(cell, file, data["weights"], place)
+                many = kind == "rows"
+                outcome = play_in_a_row(part, file, weights, place) if many else play(part[0], file, weights, place)
             except RuntimeError as error:
-                say(str(error))
+                say(f"{name}: {error}")
+                keep(place, directory / f"failed-{name}".replace(":", "-"))
                 continue
-            data["cells"][str(cell)] = asdict(outcome)
-            results.write_text(json.dumps(data, indent=1))
-            say(row(cell, asdict(outcome)))
+            results.put(kind, name, asdict(outcome))
+            say(row(part, asdict(outcome)))
             if not outcome.passed:
-                kept = directory / f"failed-{cell}".replace(":", "-")
-                shutil.rmtree(kept, ignore_errors=True)
-                kept.mkdir()
-                for errors in place.glob("stderr-*"):
-                    shutil.copy(errors, kept)
-                say(f"  what it said: {kept}")
-    return data["cells"]
+                keep(place, directory / f"failed-{name}".replace(":", "-"))
+    return results.data
+
+
+def keep(place: Path, directory: Path) -> None:
+    """What the commands said."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    for errors in place.glob("stderr-*"):
+        shutil.copy(errors, directory)
 
 
 COLUMNS = ("role", "moment", "signal", "outcome", "exit", "weights", "mended", "all again", "noticed", "seconds")
 
 
-def row(cell: Cell, outcome: Mapping[str, Any] | None) -> str:
+def row(cells: Sequence[Cell], outcome: Mapping[str, Any] | None) -> str:
     """A line of a Markdown table."""
-    start = (cell.role, cell.moment, f"SIG{cell.signal}")
+    start = (cells[0].role, ", ".join(cell.moment for cell in cells), f"SIG{cells[0].signal}")
     if outcome is None:
         return f"| {' | '.join((*start, 'not run', *[''] * 6))} |"
     fields = (
         "; ".join(outcome["complaints"]) or "as promised" + (" (was idle)" if outcome["idle"] else ""),
         ", ".join(map(str, outcome["exits"])),
         "same" if outcome["same_weights"] else "OTHER",
-        ", ".join(outcome["mended"]) or "-",
+        str(len(outcome["mended"]) or "-"),
         str(outcome["restarts"] or "-"),
         f"{outcome['notice_s']} s" if outcome["notice_s"] is not None else "-",
         str(outcome["seconds"]),
@@ -463,23 +534,28 @@ def parse_cell(text: str) -> Cell:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n")[0])
-    parser.add_argument("--cells", nargs="+", type=parse_cell, metavar="ROLE:MOMENT[:STOP]", help="Default: all.")
+    parser.add_argument("--cells", nargs="*", type=parse_cell, metavar="ROLE:MOMENT[:STOP]", help="Default: all.")
     parser.add_argument(
-        "--dir", type=Path, default=Path("runs/chaos"), help="Models and results.json. Default: %(default)s"
+        "--in-a-row",
+        nargs="*",
+        choices=ROLES,
+        default=[],
+        help="All moments of a role in one merge, one after the other.",
     )
-    parser.add_argument("--again", action="store_true", help="Play cells that did not go as promised once more.")
+    parser.add_argument("--dir", type=Path, default=Path("runs/chaos"), help="Default: %(default)s")
+    parser.add_argument("--again", action="store_true", help="Play once more what did not go as promised.")
     options = parser.parse_args()
-    results = options.dir / "results.json"
-    if options.again and results.exists():
-        data = json.loads(results.read_text())
-        data["cells"] = {name: found for name, found in data["cells"].items() if not found["complaints"]}
-        results.write_text(json.dumps(data, indent=1))
-    cells = options.cells or MATRIX
-    found = run_cells(cells, options.dir, lambda line: print(line, file=sys.stderr, flush=True))
+    if options.again:
+        Results(options.dir).forget_failures()
+    cells = MATRIX if options.cells is None and not options.in_a_row else options.cells or []
+    found = run_cells(cells, options.dir, lambda line: print(line, file=sys.stderr, flush=True), options.in_a_row)
     print("\n".join([f"| {' | '.join(COLUMNS)} |", "| " + " | ".join(["---"] * len(COLUMNS)) + " |"]))
     for cell in cells:
-        print(row(cell, found.get(str(cell))))
-    return 0 if all(str(cell) in found and not found[str(cell)]["complaints"] for cell in cells) else 1
+        print(row([cell], found["cells"].get(str(cell))))
+    for role in options.in_a_row:
+        print(row([Cell(role, moment) for moment in MOMENTS], found["rows"].get(role)))
+    played = [found["cells"].get(str(cell)) for cell in cells] + [found["rows"].get(role) for role in options.in_a_row]
+    return 0 if all(outcome is not None and not outcome["complaints"] for outcome in played) else 1
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def test_a_store_that_does_not_answer_is_the_end_of_ray(listening: Listening, mo
         raise ray.exceptions.RpcError("Deadline Exceeded")
 
     monkeypatch.setattr(listening, "internal_kv_get", refuses)
-    with pytest.raises(cluster.WorkerDied, match="Ray itself is gone: .*Deadline Exceeded") as death:
+    with pytest.raises(cluster.WorkerDied, match=r"Ray itself is gone: .*Deadline Exceeded") as death:
         listening.listen(2)
     assert death.value.actor is None
 
