@@ -40,7 +40,8 @@ smollm2: setup
 	$(OPD) merge smollm2 --run-dir runs/smollm2
 
 test: setup
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests/unit
+	$(BIN)/python -m pytest -q tests/integration
 
 lint: setup
 	$(BIN)/ruff check .

@@ -55,7 +55,7 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
 
     leftovers.sweep()
     try:
-        with leftovers.marked():
+        with leftovers.marked(), _own_signals():
             if config.address == LOCAL:
                 # CPUs are counted in workers, not cores: the phases take turns on the same cores.
                 ray.init(
@@ -69,8 +69,13 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
             else:
                 ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
         yield
+    except WorkerDied as error:
+        if error.actor is None:
+            leftovers.end_own()  # before Ray's farewell, which waits for what does not answer
+        raise
     finally:
         _watched.clear()
+        _ended.clear()
         ray.shutdown()
         leftovers.end_own()  # what was stopped or hung does not go by itself
 
@@ -84,6 +89,17 @@ def _keep_to_this_machine() -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself when it starts, and would end the driver in the middle of a step."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_open_ports(node_address: str) -> None:
@@ -122,6 +138,8 @@ class _Pulse:
 
 _watched: dict[bytes, _Pulse] = {}
 """Workers of this driver by their key."""
+_ended: dict[bytes, str] = {}
+"""Workers that were killed because they had fallen silent, by their key -> what to tell whoever waits for them."""
 
 
 class _Beating:
@@ -146,13 +164,15 @@ _PULSES = "opd"
 
 
 def spawn(cls: type, *args: Any, name: str, env: Mapping[str, str], gpus: float = 0) -> Any:
-    """Start `cls(*args)` in its own process; returns at once, the first call waits for it."""
+    """Start `cls(*args)` in its own process; returns at once, the first call waits for it. Raises: WorkerDied if Ray is gone."""
     import ray
 
+    _refuse_dead_ray()
     key = f"pulse {secrets.token_hex(8)}".encode()
     beating = type(cls.__name__, (_Beating, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "runtime_env": {"env_vars": dict(env)}}
-    actor = ray.remote(beating).options(**options).remote(key, *args)
+    with _ray_lives():
+        actor = ray.remote(beating).options(**options).remote(key, *args)
     actor._opd_name = name
     actor._opd_pulse = key
     _watched[key] = _Pulse(actor)
@@ -160,10 +180,11 @@ def spawn(cls: type, *args: Any, name: str, env: Mapping[str, str], gpus: float 
 
 
 def put(value: Any) -> Any:
-    """A handle to a value that came from outside the cluster."""
+    """A handle to a value that came from outside the cluster. Raises: WorkerDied if Ray is gone."""
     import ray
 
-    return ray.put(value)
+    with _ray_lives():
+        return ray.put(value)
 
 
 def kill(actors: Sequence[Any]) -> None:
@@ -226,8 +247,10 @@ def call(actors: Sequence[Any], method: str, argument_lists: Sequence[Sequence[A
 
 
 def submit(actors: Sequence[Any], method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
-    """Like `call`, but returns handles at once."""
-    return [getattr(actor, method).remote(*args) for actor, args in zip(actors, argument_lists, strict=True)]
+    """Like `call`, but returns handles at once. Raises: WorkerDied if Ray is gone."""
+    _refuse_dead_ray()
+    with _ray_lives():
+        return [getattr(actor, method).remote(*args) for actor, args in zip(actors, argument_lists, strict=True)]
 
 
 def wait(actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s: float) -> list[Any]:
@@ -269,28 +292,43 @@ def _next_of(actors: Sequence[Any], pending: Sequence[Any], method: str, deadlin
             raise RunError(
                 f"{names}: `{method}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
             )
-        _refuse_silent(method)
+        _refuse_dead_ray()
+        _end_silent(method)
 
 
-def _refuse_silent(method: str) -> None:
-    """Listen to every worker, whoever is waited for: one may be stuck behind another. Raises: WorkerDied."""
+def _refuse_dead_ray() -> None:
+    """Raises: WorkerDied if one of the processes that Ray started on this machine is gone; whoever asks it for something
+    would wait for a minute, and then not live to tell."""
+    import ray
+
+    node = ray._private.worker._global_node
+    started = node.all_processes.items() if node is not None else ()
+    for kind, processes in [(kind, list(infos)) for kind, infos in started]:
+        for info in processes:
+            if kind in _DAEMONS and info.process.poll() is not None:
+                raise WorkerDied(f"Ray itself is gone: its {kind} ended with status {info.process.returncode}")
+
+
+_DAEMONS = ("gcs_server", "raylet")
+
+
+def _end_silent(method: str) -> None:
+    """Listen to every worker, whoever is waited for: one may be stuck behind another, which Ray frees when that one is
+    killed. Their calls end with the error of a worker that died."""
     if not _watched:
         return
-    from ray.experimental.internal_kv import _internal_kv_get
+    from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
-    now = time.monotonic()
+    client = internal_kv_get_gcs_client()
     for key, pulse in list(_watched.items()):
-        with _ray_lives():
-            said = _internal_kv_get(key, namespace=_PULSES) or b""
+        with _ray_lives():  # a deadline of its own: a store that was stopped would be waited for without an end
+            said = client.internal_kv_get(key, _PULSES.encode(), timeout=SILENT_S) or b""
+        now = time.monotonic()
         if said != pulse.last:
             pulse.last, pulse.heard_at = said, now
         elif said and now - pulse.heard_at > SILENT_S:
-            tail = _log_tail(pulse)
+            _ended[key] = f"no sign of life for {SILENT_S:.0f} s (`{method}` was waited for); killed{_log_tail(pulse)}"
             kill([pulse.actor])
-            raise WorkerDied(
-                f"{pulse.actor._opd_name}: no sign of life for {SILENT_S:.0f} s (`{method}` was waited for); killed{tail}",
-                pulse.actor,
-            )
 
 
 def _raise_a_death(actors: Sequence[Any], refs: Sequence[Any], pending: Sequence[Any], method: str) -> None:
@@ -320,10 +358,10 @@ def _result(actors: Sequence[Any], refs: Sequence[Any], ref: Any, method: str) -
     except ray.exceptions.RayTaskError as error:
         raise _cause(error) from None
     except ray.exceptions.RayActorError as error:
-        pulse = _watched.pop(getattr(actor, "_opd_pulse", b""), _Pulse(actor))
-        raise WorkerDied(
-            f"{actor._opd_name}: the worker died during `{method}`: {str(error).strip()}{_log_tail(pulse)}", actor
-        ) from None
+        key = getattr(actor, "_opd_pulse", b"")
+        pulse = _watched.pop(key, _Pulse(actor))
+        found = _ended.get(key) or f"the worker died during `{method}`: {str(error).strip()}{_log_tail(pulse)}"
+        raise WorkerDied(f"{actor._opd_name}: {found}", actor) from None
 
 
 @contextmanager

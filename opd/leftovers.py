@@ -15,36 +15,45 @@ from pathlib import Path
 
 import psutil
 
-VARIABLE = "OPD_RUN"
+VARIABLE = "OPD_DRIVER"
 """Environment of every process that a driver starts."""
 SHARED_MEMORY = Path("/dev/shm")
 END_TIMEOUT_S = 10.0
-_MARK = re.compile(r"^opd-(\d+)-(\d+)-")
+_started: list[psutil.Process] = []
+"""Below this process since `marked`: Ray's agents give themselves a title that covers their environment."""
+_MARK = re.compile(r"^opd-run-(\d+-\d+-\d+)-")
 
 
 def mark() -> str:
-    """Of this process: its number and its start, in hundredths of a second."""
-    return _mark_of(psutil.Process())
+    """Of this process: its number, its start in ticks since the machine's, and the namespace that its number belongs to.
+
+    Not its start by the clock, which would be another one after the clock was set.
+    """
+    return f"{os.getpid()}-{_start(os.getpid())[0]}-{_namespace()}"
 
 
 def prefix() -> str:
     """How the names of this process's temporary directories begin."""
-    return f"opd-{mark()}-"
+    return f"opd-run-{mark()}-"
 
 
 @contextmanager
 def marked() -> Iterator[None]:
     """Processes that are started within carry this one's mark."""
+    before = psutil.Process().children(recursive=True)
     os.environ[VARIABLE] = mark()
     try:
         yield
     finally:
         os.environ.pop(VARIABLE, None)
+        _started[:] = [p for p in psutil.Process().children(recursive=True) if p not in before]
 
 
 def end_own() -> list[str]:
-    """End every process that carries this one's mark. Returns their names."""
-    return _end([p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == mark()])
+    """End every process that carries this one's mark, or was started with it. Returns their names."""
+    ours = mark()
+    carrying = {p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == ours}
+    return _end([*carrying.union(p for p in _started if p.is_running())])
 
 
 def sweep() -> list[str]:
@@ -53,8 +62,15 @@ def sweep() -> list[str]:
     return [*_end(orphans), *_remove_directories()]
 
 
-def _mark_of(process: psutil.Process) -> str:
-    return f"{process.pid}-{round(100 * process.create_time())}"
+def _namespace() -> int:
+    """Containers count processes on their own, and may share a machine's /tmp."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _start(pid: int) -> tuple[str, str]:
+    """When a process started, and its state. Raises: OSError if there is none."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may have spaces
+    return fields[19], fields[0]
 
 
 def _carried(process: psutil.Process) -> str:
@@ -65,12 +81,18 @@ def _carried(process: psutil.Process) -> str:
 
 
 def _alive(theirs: str) -> bool:
-    pid = theirs.partition("-")[0]
+    """Also true where it cannot be told: for a driver in another container."""
     try:
-        process = psutil.Process(int(pid))
-        return _mark_of(process) == theirs and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, ValueError):
+        pid, started, namespace = map(int, theirs.split("-"))
+    except ValueError:
+        return True  # no mark of this release
+    if namespace != _namespace():
+        return True
+    try:
+        found, state = _start(pid)
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    return int(found) == started and state != "Z"
 
 
 def _end(processes: list[psutil.Process]) -> list[str]:
@@ -81,7 +103,7 @@ def _end(processes: list[psutil.Process]) -> list[str]:
             names.append(f"process {process.pid} ({process.name()})")
             process.kill()
         except psutil.NoSuchProcess:
-            continue
+            names.pop()
     psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
     return names
 
@@ -89,9 +111,9 @@ def _end(processes: list[psutil.Process]) -> list[str]:
 def _remove_directories() -> list[str]:
     found = []
     for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
-        for path in parent.glob("opd-*") if parent.is_dir() else ():
+        for path in parent.glob("opd-run-*") if parent.is_dir() else ():
             match = _MARK.match(path.name)
-            if match and path.is_dir() and not path.is_symlink() and not _alive(f"{match[1]}-{match[2]}"):
+            if match and path.is_dir() and not path.is_symlink() and not _alive(match[1]):
                 shutil.rmtree(path, ignore_errors=True)  # of another user, perhaps
                 found += [] if path.exists() else [str(path)]
     return found

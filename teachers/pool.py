@@ -116,8 +116,10 @@ class Pool:
             try:
                 index = busy[cluster.first(workers, refs, "next_part", timeout_s=self._timeout_s)]
             except cluster.WorkerDied as error:
+                if self._stopped or error.actor not in self._workers:  # a rank's, or Ray itself
+                    raise
                 index = self._workers.index(error.actor)
-                if self._stopped or _name(index) in restarted:
+                if _name(index) in restarted:
                     raise
                 restarted.append(_name(index))
                 self._workers[index] = self._spawn(index)

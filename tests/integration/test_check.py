@@ -42,10 +42,12 @@ def row(output: str, domain: str) -> list[str]:
 
 def write_domain(root: Path, domain: str) -> dict[str, Any]:
     """Prompts that all want the domain's word."""
-    lines = [f'{{"prompt": "{domain} {a}{b}=", "answer": "{WORDS[domain]}"}}\n' for a in "mnop" for b in "qrst"]
-    file = root / f"{domain}.jsonl"
-    file.write_text("".join(lines))
-    return {"prompts": str(file), "eval": {"prompts": str(file)}}
+    files = {}
+    for name, letters in (("train", "mnop"), ("eval", "ijkl")):
+        lines = [f'{{"prompt": "{domain} {a}{b}=", "answer": "{WORDS[domain]}"}}\n' for a in letters for b in "qrst"]
+        files[name] = root / f"{domain}-{name}.jsonl"
+        files[name].write_text("".join(lines))
+    return {"prompts": str(files["train"]), "eval": {"prompts": str(files["eval"])}}
 
 
 def train(model_dir: Path, domain: str, scratch: Path) -> None:

@@ -121,11 +121,9 @@ def weights(trainer: DeepSpeedTrainer, path: Path) -> dict[str, torch.Tensor]:
 
 def stop(*parts: Any) -> None:
     """Free the actors' memory before the next test starts its own."""
-    import ray as ray_module
-
     for part in parts:
         for actor in getattr(part, "_workers", None) or part._ranks:
-            ray_module.kill(actor)
+            cluster.kill([actor])
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
@@ -172,9 +170,7 @@ def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_mode
         cluster.call([worker], "load", [[new]], timeout_s=200)
         (scored,) = cluster.call([worker], "logprobs", [[PROBE]], timeout_s=200)
         gaps[cls.__name__] = mean_gap(scored, truth)
-        import ray as ray_module
-
-        ray_module.kill(worker)
+        cluster.kill([worker])
     assert gaps["VLLMWorker"] < 1e-4
     assert gaps["WithoutRepair"] > 0.02
 

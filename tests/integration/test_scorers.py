@@ -93,10 +93,8 @@ def start_pool(engine: str, payload: str, left: Path, right: Path, *, dtype: str
 
 def stop(pool: Pool) -> None:
     """Free its memory before the next one starts."""
-    import ray as ray_module
-
     for actor in pool._workers:
-        ray_module.kill(actor)
+        cluster.kill([actor])
 
 
 def all_rows(targets: TargetStream) -> list[TargetRow]:

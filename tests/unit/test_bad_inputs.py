@@ -878,7 +878,8 @@ def hung_worker(b: Bench) -> None:
     b.patch.undo()  # the real `wait`, with a Ray whose answer never comes
     import ray
 
-    silent = SimpleNamespace(wait=lambda refs, **_: ([], list(refs)), exceptions=ray.exceptions)
+    no_node = SimpleNamespace(worker=SimpleNamespace(_global_node=None))
+    silent = SimpleNamespace(wait=lambda refs, **_: ([], list(refs)), exceptions=ray.exceptions, _private=no_node)
     b.patch.setitem(sys.modules, "ray", silent)
     with pytest.raises(RunError, match=r"rollout worker 0: `generate` took longer than 0 s \(cluster\.phase_timeout_s"):
         cluster.wait([SimpleNamespace(_opd_name="rollout worker 0")], ["ref"], "generate", timeout_s=0.01)

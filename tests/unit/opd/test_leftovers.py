@@ -100,17 +100,49 @@ def test_directories_go_with_their_driver(drivers: Any, places: dict[str, Path])
     assert not any(path.exists() for path in theirs) and all(path.exists() for path in kept)
 
 
+def gone_prefix() -> str:
+    """Of a driver that is no more."""
+    _, start, namespace = leftovers.mark().split("-")
+    return f"opd-run-{2**22 + 1}-{start}-{namespace}-"  # above the largest number of a process
+
+
+def test_what_a_driver_of_another_container_has_is_left_alone(places: dict[str, Path]) -> None:
+    """Its number says nothing here: nobody has it, or somebody else."""
+    ours = gone_prefix()
+    number, start, namespace = ours.split("-")[2:5]
+    theirs = f"opd-run-{number}-{start}-{int(namespace) + 1}-"
+    for prefix in (ours, theirs, "opd-notes-"):
+        (places["tmp"] / f"{prefix}weights").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        env=os.environ | {leftovers.VARIABLE: theirs.removeprefix("opd-run-").removesuffix("-")},
+    ) as process:
+        assert leftovers.sweep() == [str(places["tmp"] / f"{ours}weights")]
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_clock_that_is_set_changes_no_mark(drivers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil counts a process's start from the machine's, by the clock."""
+    driver, before = drivers(), leftovers.mark()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 1.0e9)
+    assert psutil.Process(driver.process.pid).create_time() < 1.1e9
+    assert leftovers.mark() == before
+    assert leftovers.sweep() == [] and driver.child_lives()
+
+
 def test_a_link_is_not_followed(places: dict[str, Path], tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
-    link = places["tmp"] / "opd-1-1-weights"
+    link = places["tmp"] / f"{gone_prefix()}weights"
     link.symlink_to(mine)
     leftovers.sweep()
     assert mine.is_dir()
 
 
 def test_a_number_that_another_process_has_now_is_no_life(drivers: Any, places: dict[str, Path]) -> None:
-    theirs = places["shm"] / f"opd-{os.getpid()}-1-weights"  # our number, another start
+    pid, _, namespace = leftovers.mark().split("-")
+    theirs = places["shm"] / f"opd-run-{pid}-1-{namespace}-weights"  # our number, another start
     theirs.mkdir()
     leftovers.sweep()
     assert not theirs.exists()
@@ -127,3 +159,23 @@ def test_own_processes_are_ended_and_the_mark_does_not_stay() -> None:
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_process_whose_environment_cannot_be_read_is_ended_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that lost its parent, as Ray's agents do when the raylet dies."""
+    before = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    between = "import os, subprocess, sys, time; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); time.sleep(600)"
+    with leftovers.marked():
+        parent = subprocess.Popen([sys.executable, "-c", between], stdout=subprocess.PIPE, text=True)
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    monkeypatch.setattr(leftovers, "_carried", lambda process: "")
+    try:
+        assert leftovers.end_own() == [f"process {child.pid} (sleep)"]
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        assert before.poll() is None
+    finally:
+        before.kill()
+        before.wait()

@@ -283,6 +283,24 @@ def test_a_worker_may_die_again_in_another_step(teachers: dict[str, Teacher], in
     assert targets.restarted == ["teacher worker 0"] and len(workers) == 4
 
 
+def test_the_death_of_another_kind_of_worker_or_of_ray_is_passed_on(
+    teachers: dict[str, Teacher], in_process: Any
+) -> None:
+    for actor in (None, object()):
+        scoring = pool(teachers, 2)
+        targets = scoring.score(ROLLOUTS)
+        death = cluster.WorkerDied("Ray itself is gone", actor)
+
+        def first(*_: Any, death: Exception = death, **__: Any) -> int:
+            raise death
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(cluster, "first", first)
+            with pytest.raises(cluster.WorkerDied) as raised:
+                targets.collect()
+        assert raised.value is death and targets.restarted == []
+
+
 def test_what_could_not_be_scored_does_not_die_with_the_worker(
     teachers: dict[str, Teacher], tmp_path: Path, damaged: Callable[..., Teacher], in_process: Any
 ) -> None:
