@@ -168,7 +168,9 @@ def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
     return len(configs)
 
 
-def _go_on(configs: Sequence[PipelineConfig], root: Path, plan: Sequence[Facts], wanted: str, tell: Tell) -> Any:
+def _go_on(
+    configs: Sequence[PipelineConfig], root: Path, plan: Sequence[Facts], wanted: str, tell: Tell
+) -> dict[str, Any]:
     """The rounds that are left, and what is made of all of them."""
     finished = _num_finished(configs, root)
     if wanted not in (checkpoints.LATEST, checkpoints.LATEST_VALID) and (

@@ -467,6 +467,21 @@ def test_a_merge_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -
     assert "model: runs/two/model" in result.stdout
 
 
+def test_a_merge_in_rounds_prints_what_each_gained(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"round": 1, "steps": 2, "mean_gain": 0.25, "mean_headroom": 1 / 3, "mean_headroom_in_round": 1 / 3},
+        {"round": 2, "steps": 2, "mean_gain": -0.05, "mean_headroom": None, "mean_headroom_in_round": 0.5},
+    ]
+    monkeypatch.setattr("pipelines.rounds._go_on", lambda *_: REPORT | {"rounds": rows})
+    world.data["rounds"] = 2
+    result = opd("merge", world.write())
+    assert result.exit_code == 0, result.output
+    assert re.search(r"1 +│ +2 +│ +\+0\.25 +│ +33 % +│ +33 %", result.stdout)
+    assert re.search(r"2 +│ +2 +│ +-0\.05 +│ +- +│ +50 %", result.stdout)
+    assert opd("merge", "--resume", "runs/two").stdout == result.stdout
+    refused(opd("merge", world.write(), "--set", "rounds=[{}, {trainer: {stepz: 1}}]"), "rounds.1.trainer.stepz")
+
+
 def test_report_prints_it_again(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(REPORT))
     result = opd("report", tmp_path)
