@@ -738,10 +738,12 @@ def test_steps_of_several_clients_are_scored_one_after_the_other(routes: Routes,
     slow = Slow(local_pool(routes), 0.3)
     served = serve(slow, routes)
     parts = [ROLLOUTS[:4], ROLLOUTS[4:], ROLLOUTS[1::2]]
+    # Ready beforehand: a worker of Ray's does one thing after the other, these plain objects would give a head and score.
+    clients = [remote(served.url, routes) for _ in parts]
     found: dict[int, Any] = {}
 
     def ask(i: int) -> None:
-        found[i] = score(remote(served.url, routes), parts[i])
+        found[i] = score(clients[i], parts[i])
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
     for thread in threads:
