@@ -292,13 +292,7 @@ def test_training_begins_while_teachers_score_and_ends_with_the_same_weights(
 ) -> None:
     """More rows than one part holds, more micro-batches than one, and a queue that is soon full."""
     student, expert = make_model_dir(tmp_path / "s"), make_model_dir(tmp_path / "e", seed=1)
-    rows = [
-        dataclasses.replace(
-            r, response_ids=r.response_ids[:1] * 60, behaviour_logprobs=(-1.0,) * 60,
-            segments=(Segment(length=60, trained=True),),
-        )
-        for r in rollouts(160)
-    ]  # fmt: skip
+    rows = rollouts(560)  # on two workers; a part leaves with 256 of them
     cfg = config(student, lr=1e-2, adam_epsilon=1e-3, micro_batch_tokens=1024)
     cfg = cfg.model_copy(update={"teachers": cfg.teachers.model_copy(update={"workers": 2, "queue": 1})})
     after = []
