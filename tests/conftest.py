@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
 
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of more than a minute run when they are asked for, and say so when they are not."""
+    if "slow" in config.getoption("-m"):
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="takes more than a minute: pytest -m slow"))
+
+
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<unk>"]
 CHARACTERS = [*string.ascii_lowercase, *string.ascii_uppercase, *string.digits, " ", *"=,+-.:<>?"]
 CHAT_TEMPLATE = (
