@@ -71,13 +71,14 @@ class Pool:
         restarted: list[str] = []
         asked = [self._begin(index, share) for index, share in enumerate(shares)]
         heads = {t.name: self._head_keys[weight_key(t)] for t, _, _ in groups} if self._sends_heads else {}
+        handles = {key: self.head_handle(key) for key in sorted(set(heads.values()))}
         return TargetStream(
-            self._source(shares, asked, restarted),
+            self._source(shares, asked, restarted, handles),
             rollouts,
             expected_rows({r.domain for r in rollouts}, self._routes, heads),
             kind=(self._options.dtype, self._options.payload),
             max_quarantined=self._max_quarantined,
-            heads={key: self.head_handle(key) for key in sorted(set(heads.values()))},
+            heads=handles,
             head_rules={key: self._head_rules[key] for key in sorted(set(heads.values()))},
             head_files=self._head_files,
             restarted=restarted,
@@ -102,7 +103,7 @@ class Pool:
         return cluster.Remote(self._workers[0], "head", (self._head_owners[key],), self._timeout_s)
 
     def _source(
-        self, shares: Sequence[Sequence[Group]], asked: list[deque[Any]], restarted: list[str]
+        self, shares: Sequence[Sequence[Group]], asked: list[deque[Any]], restarted: list[str], handles: dict[str, Any]
     ) -> Iterator[Any]:
         """Handles to the parts of all workers as they come; `asked`: by worker, its answers that are on their way.
 
@@ -126,6 +127,7 @@ class Pool:
                 if self._stopped:  # just now, and perhaps before this worker was in the list
                     cluster.kill([self._workers[index]])
                     raise
+                handles.update({key: self.head_handle(key) for key in handles})  # from one that lives
                 asked[index] = self._begin(index, shares[index])
                 came[index], skip[index] = 0, came[index]
                 continue
