@@ -284,7 +284,7 @@ def first(actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s:
 
 
 def _next_of(actors: Sequence[Any], pending: Sequence[Any], method: str, deadline: float, timeout_s: float) -> Any:
-    """One that is ready, waiting for it. Raises: RunError past the deadline, WorkerDied if any worker fell silent."""
+    """One that is ready, waiting for it. Raises: RunError past the deadline, WorkerDied if Ray is gone."""
     import ray
 
     while True:

@@ -140,7 +140,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return build_certificate(tmp_path_factory.mktemp("tls"))
 
 
-def _rows_of(targets: TargetStream) -> list[TargetRow]:
+def read_rows(targets: TargetStream) -> list[TargetRow]:
+    """Every row of a step, once all are scored."""
     from opd import cluster
     from opd.stream.schema import read_stream
 
@@ -153,7 +154,7 @@ def _rows_of(targets: TargetStream) -> list[TargetRow]:
 @pytest.fixture(scope="session")
 def rows_of() -> Callable[[TargetStream], list[TargetRow]]:
     """rows_of(targets): every row of a step, once all are scored."""
-    return _rows_of
+    return read_rows
 
 
 @pytest.fixture(scope="session")

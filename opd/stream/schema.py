@@ -121,8 +121,8 @@ class PartRecord:
     worker: int = 0
     """Which of the step's scoring workers."""
     number: int = 0
-    """Place among that worker's parts of the step, from 0. The same rows make the same parts, so a part that comes
-    again after a restart is known by these two."""
+    """Place among that worker's parts of the step, from 0: the reader insists on their order. The same rows make the same
+    parts, so after a restart those that had come can be left out."""
     broken: Mapping[str, str] = field(default_factory=dict)
     """Sample id -> why its teacher's scores cannot be used; those since the part before."""
     teachers: Mapping[str, int] | None = None

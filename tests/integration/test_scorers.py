@@ -23,12 +23,12 @@ from opd.config import ClusterConfig, PipelineConfig, validate
 from opd.errors import RunError
 from opd.rollouts.vllm import ENGINE_ENV
 from opd.stream.heads import head_tensor
-from opd.stream.schema import TargetRow, read_stream
-from opd.stream.targets import TargetStream
+from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers.openai import OpenAIScorer
+from tests.conftest import read_rows
 
 Make = Callable[..., Path]
 VOCABULARY = 76
@@ -97,16 +97,9 @@ def stop(pool: Pool) -> None:
         cluster.kill([actor])
 
 
-def all_rows(targets: TargetStream) -> list[TargetRow]:
-    rows: list[TargetRow] = []
-    while (part := targets.take()) is not None:
-        rows += read_stream(memoryview(cluster.fetch(part.handle))).rows
-    return rows
-
-
 def scored(pool: Pool, given: Sequence[Rollout]) -> tuple[list[TargetRow], dict[str, torch.Tensor]]:
     targets = pool.score(given)
-    return all_rows(targets), {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
+    return read_rows(targets), {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
 
 
 @torch.no_grad()
@@ -212,7 +205,7 @@ def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
     models = {"left": reference(left), "right": reference(right)}
     for _ in range(3):  # what a broken response left in the cache must not reach later ones
         targets = pool.score(given)
-        rows = all_rows(targets)
+        rows = read_rows(targets)
         assert set(targets.quarantined) == {given[i].sample_id for i in poisoned}
         heads = {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
         assert mean_gap(rows, heads, models) <= 0.01

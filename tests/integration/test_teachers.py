@@ -30,6 +30,7 @@ from opd.stream.schema import TargetRow, read_stream
 from opd.stream.targets import TargetStream
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
 from teachers.pool import Pool
+from tests.conftest import read_rows
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
@@ -308,9 +309,7 @@ def rollouts(num: int) -> list[Rollout]:
 
 def contents(targets: TargetStream) -> list[tuple[Any, ...]]:
     """Every row and every byte of its payload, in an order that does not depend on the workers."""
-    rows: list[TargetRow] = []
-    while (part := targets.take()) is not None:
-        rows += read_stream(cluster.fetch(part.handle).data).rows
+    rows = read_rows(targets)
     assert len(rows) == targets.rows
     return sorted((r.sample_id, r.teacher, r.weight, r.head, *r.response_ids, bytes(r.hidden)) for r in rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opd.types import Teacher
+from opd.types import Rollout, Segment, Teacher
+
+
+def rollout(i: int, domain: str = "reverse", prompt: int = 4, response: int = 5) -> Rollout:
+    """Tokens that `i` decides."""
+    rng = random.Random(i)
+    return Rollout(
+        sample_id=f"000001/{domain}/{i}", step=1, domain=domain, policy_version=0,
+        prompt_ids=tuple(rng.choices(range(76), k=prompt)), response_ids=tuple(rng.choices(range(76), k=response)),
+        behaviour_logprobs=(-1.0,) * response, segments=(Segment(length=response, trained=True),), truncated=False,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,16 @@ from opd.errors import RunError
 from opd.losses.chunked import IDENTITY
 from opd.stream import schema
 from opd.stream.heads import head_tensor
-from opd.stream.schema import Stream, TargetRow, read_stream
+from opd.stream.schema import Stream, read_stream
 from opd.stream.targets import TargetStream
-from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from opd.types import Teacher, WeightedTeacher
 from teachers.pool import AHEAD, Pool, share_out
 from teachers.scorers import transformers as transformers_scorer
 from teachers.worker import Group, TeacherWorker
+from tests.conftest import read_rows
+from tests.unit.teachers.conftest import rollout
 
 VOCABULARY = 76
-
-
-def rollout(i: int, domain: str = "reverse", prompt: int = 4, response: int = 5) -> Rollout:
-    rng = random.Random(i)
-    return Rollout(
-        sample_id=f"000001/{domain}/{i}", step=1, domain=domain, policy_version=0,
-        prompt_ids=tuple(rng.choices(range(76), k=prompt)), response_ids=tuple(rng.choices(range(76), k=response)),
-        behaviour_logprobs=(-1.0,) * response, segments=(Segment(length=response, trained=True),), truncated=False,
-    )  # fmt: skip
 
 
 def alone(teachers: dict[str, Teacher]) -> dict[str, tuple[WeightedTeacher, ...]]:
@@ -65,10 +57,6 @@ def streams_of(targets: TargetStream) -> list[Stream]:
     return found
 
 
-def rows_of(targets: TargetStream) -> list[TargetRow]:
-    return [row for stream in streams_of(targets) for row in stream.rows]
-
-
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_every_rollout_goes_to_the_teacher_of_its_domain(
     workers: int,
@@ -79,7 +67,7 @@ def test_every_rollout_goes_to_the_teacher_of_its_domain(
 ) -> None:
     rollouts = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]
     targets = pool(teachers, workers).score(rollouts)
-    rows = rows_of(targets)
+    rows = read_rows(targets)
     assert {r.sample_id: r.teacher for r in rows} == {
         r.sample_id: {"upper": "up", "reverse": "rev"}[r.domain] for r in rollouts
     }
@@ -123,7 +111,7 @@ def test_one_response_that_cannot_be_scored_is_left_out(
     scoring = pool({"upper": teachers["upper"], "reverse": bad}, 2, max_quarantined=0)
     rollouts = [rollout(0, "reverse"), *(rollout(i, "upper") for i in range(3))]
     targets = scoring.score(rollouts)
-    rows = rows_of(targets)
+    rows = read_rows(targets)
     assert targets.quarantined == {rollouts[0].sample_id: "teacher bad: hidden states are not finite"}
     assert {r.sample_id for r in rows} == {r.sample_id for r in rollouts[1:]}
     assert targets.rows == 3
@@ -222,7 +210,7 @@ def mortal(in_process: Any, dies_in: dict[int, str]) -> list[Mortal]:
 
 
 def contents(targets: TargetStream) -> list[tuple[str, str, bytes]]:
-    return sorted((row.sample_id, row.teacher, bytes(row.hidden)) for row in rows_of(targets))
+    return sorted((row.sample_id, row.teacher, bytes(row.hidden)) for row in read_rows(targets))
 
 
 ROLLOUTS = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]

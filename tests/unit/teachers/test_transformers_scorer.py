@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from opd.errors import RunError
 from opd.stream.schema import read_stream, write_stream
-from opd.types import Rollout, Segment, Teacher
+from opd.types import Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.rows import batches
 from teachers.scorers.transformers import TransformersScorer
+from tests.unit.teachers.conftest import rollout
 
 VOCABULARY = 76
 
@@ -27,15 +27,6 @@ def scorer(dtype: str = "float32", payload: str = "hidden_states", top_k: int = 
     return TransformersScorer(
         ScorerOptions(dtype=dtype, payload=payload, top_k=top_k, vocab_size=vocab_size, memory_bytes=1 << 30)
     )
-
-
-def rollout(i: int, domain: str = "reverse", prompt: int = 4, response: int = 5) -> Rollout:
-    rng = random.Random(i)
-    return Rollout(
-        sample_id=f"000001/{domain}/{i}", step=1, domain=domain, policy_version=0,
-        prompt_ids=tuple(rng.choices(range(76), k=prompt)), response_ids=tuple(rng.choices(range(76), k=response)),
-        behaviour_logprobs=(-1.0,) * response, segments=(Segment(length=response, trained=True),), truncated=False,
-    )  # fmt: skip
 
 
 def test_states_and_head_give_the_teachers_log_probs(
