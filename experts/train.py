@@ -227,6 +227,8 @@ def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizer
         intermediate_size=shape.intermediate_size,
         tie_word_embeddings=shape.tie_word_embeddings,
         max_position_embeddings=shape.max_position_embeddings,
+        # Llama's own 0.02 is for wide models: in a narrow one all attention would be flat for the first hundred steps.
+        initializer_range=shape.hidden_size**-0.5,
         **ids,
     )
     model = LlamaForCausalLM(config)

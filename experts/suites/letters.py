@@ -1,10 +1,20 @@
-"""Ten tasks on short words and numbers that a 0.9M-parameter character model learns in seconds.
+"""Ten tasks on short words and numbers that a 0.9M-parameter character model learns in a minute or less.
 
-    reverse  rev hxkq=     qkxh        double   dbl hxkq=     hhxxkkqq
-    sort     srt hxkq=     hkqx        ends     end hxkq=     hq
-    upper    upr hxkq=     HXKQ        odd      odd hxkq=     hk
-    rotate   rot hxkq=     xkqh        mask     msk haki=     h.k.
-    shift    nxt hxkq=     iylr        compare  cmp 57:31=    >
+Six have one short answer:
+
+    reverse  rev hxkq=     qkxh        shift    nxt hxkq=     iylr
+    sort     srt hxkq=     hkqx        mask     msk haki=     h.k.
+    rotate   rot hxkq=     xkqh        compare  cmp 57:31=    >
+
+Four take several steps, each of which rests on the one before, so that one slip spoils the rest:
+
+    add      add 78+56=    8+6=14 / 7+5+1=13 / 134      each column with the carry, from the right; then the sum
+    sums     sum 314204=   343004                       each digit added to the total so far, modulo 5
+    swap     swp 4193=     1493 / 1439 / 1349           two neighbours a line change places, until all are in order
+    duel     due 63809=    6389 / 689 / 69 / 9          of two neighbours the smaller drops out, until one is left
+
+(`/` is a line break.) `swap` and `duel` leave open where to go on: the rows choose by chance, many ways are right, and
+all end in the same last line. Where there are lines of working, the `answer` is the last line: verifier `last_line`.
 
 Every character is one token, so lengths in tokens are lengths in characters.
 """
@@ -14,6 +24,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from experts.suites.rows import Row, take_unique
@@ -22,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<unk>"]
-CHARACTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " =,+-.:<>?"
+CHARACTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " =,+-.:<>?\n"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}={{ message['content'] }}{{ eos_token }}{% else %}{{ message['content'] }}{% endif %}"
@@ -30,8 +41,12 @@ CHAT_TEMPLATE = (
 )
 
 WORD_LENGTHS = (3, 4)
+ADD_DIGITS, SUMS_DIGITS, SWAP_DIGITS, DUEL_DIGITS = 2, 6, 4, 5
+SUMS_MODULUS = 5
+MOST_SWAPS = 4
 DRAWS_PER_ROW = 50
-Task = Callable[[random.Random], tuple[str, str]]
+Task = Callable[[random.Random], tuple[str, list[str]]]
+"""Draws a prompt and the lines of its answer."""
 
 
 def make_rows(domain: str, count: int, seed: int) -> list[Row]:
@@ -66,11 +81,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def _draw(domain: str, limit: int, seed: int) -> Iterator[Row]:
     rng = random.Random(f"letters/{domain}/{seed}")
     for _ in range(limit):
-        prompt, answer = DOMAINS[domain](rng)
+        prompt, lines = DOMAINS[domain](rng)
         yield {
             "prompt": prompt,
-            "completion": answer,
-            "answer": answer,
+            "completion": "\n".join(lines),
+            "answer": lines[-1],
             "metadata": {"suite": "letters", "domain": domain},
         }
 
@@ -80,9 +95,9 @@ def _word(rng: random.Random) -> str:
 
 
 def _on_word(code: str, rule: Callable[[str], str]) -> Task:
-    def task(rng: random.Random) -> tuple[str, str]:
+    def task(rng: random.Random) -> tuple[str, list[str]]:
         word = _word(rng)
-        return f"{code} {word}=", rule(word)
+        return f"{code} {word}=", [rule(word)]
 
     return task
 
@@ -95,20 +110,69 @@ def _mask(word: str) -> str:
     return "".join("." if letter in "aeiou" else letter for letter in word)
 
 
-def _compare(rng: random.Random) -> tuple[str, str]:
+def _compare(rng: random.Random) -> tuple[str, list[str]]:
     left, right = rng.sample(range(100), 2)
-    return f"cmp {left}:{right}=", "<" if left < right else ">"
+    return f"cmp {left}:{right}=", ["<" if left < right else ">"]
+
+
+def _add(rng: random.Random) -> tuple[str, list[str]]:
+    left, right = rng.choices(range(10 ** (ADD_DIGITS - 1), 10**ADD_DIGITS), k=2)
+    lines, carry = [], 0
+    for a, b in zip(reversed(str(left)), reversed(str(right)), strict=True):
+        total = int(a) + int(b) + carry
+        lines.append(f"{a}+{b}+1={total}" if carry else f"{a}+{b}={total}")
+        carry = total // 10
+    return f"add {left}+{right}=", [*lines, str(left + right)]
+
+
+def _sums(rng: random.Random) -> tuple[str, list[str]]:
+    digits = rng.choices(range(SUMS_MODULUS), k=SUMS_DIGITS)
+    text = "".join(map(str, digits))
+    return f"sum {text}=", ["".join(str(total % SUMS_MODULUS) for total in accumulate(digits))]
+
+
+def _swap(rng: random.Random) -> tuple[str, list[str]]:
+    text = "".join(sorted(rng.sample(string.digits, SWAP_DIGITS)))
+    for _ in range(rng.randint(1, MOST_SWAPS)):
+        in_order = [i for i in range(SWAP_DIGITS - 1) if text[i] < text[i + 1]]
+        text = _swapped(text, rng.choice(in_order))
+    return f"swp {text}=", _any_way(
+        rng, text, lambda t: [_swapped(t, i) for i in range(SWAP_DIGITS - 1) if t[i] > t[i + 1]]
+    )
+
+
+def _swapped(text: str, i: int) -> str:
+    return text[:i] + text[i + 1] + text[i] + text[i + 2 :]
+
+
+def _duel(rng: random.Random) -> tuple[str, list[str]]:
+    text = "".join(rng.sample(string.digits, DUEL_DIGITS))
+    return f"due {text}=", _any_way(
+        rng, text, lambda t: [_without(t, i if t[i] < t[i + 1] else i + 1) for i in range(len(t) - 1)]
+    )
+
+
+def _without(text: str, i: int) -> str:
+    return text[:i] + text[i + 1 :]
+
+
+def _any_way(rng: random.Random, start: str, next_lines: Callable[[str], list[str]]) -> list[str]:
+    """The lines after `start`, each a random one of those that may come next, until none may."""
+    lines = [start]
+    while following := next_lines(lines[-1]):
+        lines.append(rng.choice(following))
+    return lines[1:]
 
 
 DOMAINS: dict[str, Task] = {
     "reverse": _on_word("rev", lambda word: word[::-1]),
     "sort": _on_word("srt", lambda word: "".join(sorted(word))),
-    "upper": _on_word("upr", str.upper),
     "rotate": _on_word("rot", lambda word: word[1:] + word[0]),
     "shift": _on_word("nxt", _shift),
-    "double": _on_word("dbl", lambda word: "".join(letter * 2 for letter in word)),
-    "ends": _on_word("end", lambda word: word[0] + word[-1]),
-    "odd": _on_word("odd", lambda word: word[::2]),
     "mask": _on_word("msk", _mask),
     "compare": _compare,
+    "add": _add,
+    "sums": _sums,
+    "swap": _swap,
+    "duel": _duel,
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from experts.suites import DOMAINS, SUITES, write_suite
 from experts.suites.letters import CHARACTERS, SPECIALS, build_tokenizer
 from experts.suites.rows import Row, take_unique
 from opd.errors import ConfigError
+from opd.evaluation.verifiers.exact import LastLine
 from opd.prompts import read_prompt_lines
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -24,31 +27,88 @@ def compare(numbers: str) -> str:
 
 
 # Each written another way than the suite's own rule.
-ANSWERS: dict[str, tuple[str, Callable[[str], str]]] = {
+SHORT: dict[str, tuple[str, Callable[[str], str]]] = {
     "reverse": ("rev", lambda word: "".join(reversed(word))),
     "sort": ("srt", lambda word: "".join(letter * word.count(letter) for letter in ALPHABET)),
-    "upper": ("upr", lambda word: "".join(chr(ord(letter) - 32) for letter in word)),
     "rotate": ("rot", lambda word: (word + word)[1 : len(word) + 1]),
     "shift": ("nxt", lambda word: "".join(ALPHABET[(ALPHABET.index(letter) + 1) % 26] for letter in word)),
-    "double": ("dbl", lambda word: "".join(word[i // 2] for i in range(2 * len(word)))),
-    "ends": ("end", lambda word: word.replace(word[1:-1], "", 1) if word[0] != word[1] else word[0] + word[-1]),
-    "odd": ("odd", lambda word: "".join(letter for i, letter in enumerate(word, 1) if i % 2)),
     "mask": ("msk", lambda word: word.translate({ord(vowel): "." for vowel in "aeiou"})),
     "compare": ("cmp", compare),
+    "sums": ("sum", lambda digits: "".join(str(sum(map(int, digits[: i + 1])) % 5) for i in range(len(digits)))),
+}
+
+
+def is_addition(question: str, lines: list[str]) -> bool:
+    """The last line is the sum; each line before adds what stands in one column and the carry of the columns to its right."""
+    left, right = map(int, question.split("+"))
+    columns = [(left // 10**i % 10, right // 10**i % 10, left % 10**i + right % 10**i >= 10**i) for i in range(2)]
+    return lines == [*(f"{a}+{b}{'+1' * carry}={a + b + carry}" for a, b, carry in columns), str(left + right)]
+
+
+def is_swaps(question: str, lines: list[str]) -> bool:
+    """Each line is the one before with two neighbours exchanged, the smaller of them now in front; the last is in order."""
+    for before, after in pairwise([question, *lines]):
+        at = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+        if len(at) != 2 or at[1] != at[0] + 1 or [before[at[0]], before[at[1]]] != [after[at[1]], after[at[0]]]:
+            return False
+        if after[at[0]] >= after[at[1]]:
+            return False
+    return lines[-1] == "".join(sorted(question))
+
+
+def is_duels(question: str, lines: list[str]) -> bool:
+    """Each line lacks one digit of the line before, next to which a larger one stood; one digit is left."""
+    for before, after in pairwise([question, *lines]):
+        (gone,) = set(before) - set(after)
+        left, right = before.split(gone)
+        if after != left + right or gone > max(left[-1:], right[:1]):
+            return False
+    return lines[-1] == max(question)
+
+
+WORKED: dict[str, tuple[str, Callable[[str, list[str]], bool]]] = {
+    "add": ("add", is_addition),
+    "swap": ("swp", is_swaps),
+    "duel": ("due", is_duels),
 }
 
 
 def test_every_letters_domain_has_an_independent_rule_here():
-    assert set(ANSWERS) == set(DOMAINS["letters"])
+    assert SHORT.keys() | WORKED.keys() == set(DOMAINS["letters"])
 
 
-@pytest.mark.parametrize("domain", DOMAINS["letters"])
+@pytest.mark.parametrize("domain", SHORT)
 def test_letters_answers_are_right(domain: str):
-    code, rule = ANSWERS[domain]
+    code, rule = SHORT[domain]
     for row in SUITES["letters"](domain, 200, 3):
         asked, question = str(row["prompt"]).removesuffix("=").split(" ")
         assert (asked, row["answer"]) == (code, rule(question))
         assert row["completion"] == row["answer"]
+
+
+@pytest.mark.parametrize("domain", WORKED)
+def test_every_line_of_worked_answers_is_right_and_the_last_is_the_answer(domain: str):
+    code, is_right = WORKED[domain]
+    for row in SUITES["letters"](domain, 200, 3):
+        asked, question = str(row["prompt"]).removesuffix("=").split(" ")
+        completion = str(row["completion"])
+        assert asked == code
+        assert is_right(question, completion.split("\n")), row
+        assert LastLine()(completion, row["answer"], row["metadata"]) == 1.0
+        assert len(completion) < 20, "a token a character: with the end token, the quickstart leaves room for 20"
+
+
+@pytest.mark.parametrize("domain", ["swap", "duel"])
+def test_several_ways_are_right_and_rows_take_different_ones(domain: str):
+    """Where an answer may begin at several places, it is now the last of them, now another."""
+    taken: Counter[bool] = Counter()
+    for row in SUITES["letters"](domain, 200, 3):
+        question = str(row["prompt"]).removesuffix("=").split(" ")[1]
+        first = str(row["completion"]).split("\n")[0]
+        places = [i for i, (a, b) in enumerate(pairwise(question)) if domain == "duel" or a > b]
+        if len(places) >= 2:
+            taken[first.startswith(question[: places[-1]])] += 1
+    assert min(taken[True], taken[False]) > 0.2 * taken.total() > 10
 
 
 @pytest.mark.parametrize("domain", DOMAINS["reasoning"])
@@ -74,7 +134,7 @@ def test_train_and_eval_share_no_prompt_and_none_comes_twice(tmp_path: Path, sui
 
 def test_a_suite_depends_on_the_seed_alone(tmp_path: Path):
     def texts(name: str, **sizes: int) -> list[str]:
-        paths = write_suite("letters", tmp_path / name, domains=["odd"], **sizes)["odd"]
+        paths = write_suite("letters", tmp_path / name, domains=["swap"], **sizes)["swap"]
         return [paths["train"].read_text(), paths["eval"].read_text()]
 
     first = texts("first", train=50, eval=10, seed=1)

@@ -26,7 +26,7 @@ TRAIN = {"max_steps": 20, "learning_rate": 1e-2, "per_device_train_batch_size": 
 
 @pytest.fixture
 def data(tmp_path: Path) -> dict[str, str]:
-    written = write_suite("letters", tmp_path / "prompts", domains=["upper", "odd"], train=100, eval=5, seed=0)
+    written = write_suite("letters", tmp_path / "prompts", domains=["mask", "shift"], train=100, eval=5, seed=0)
     return {domain: str(paths["train"]) for domain, paths in written.items()}
 
 
@@ -54,12 +54,12 @@ def test_a_base_and_its_experts_are_trained_saved_and_registered(raw: dict[str, 
     raw["base"] |= {"data": list(data.values()), "train": {"max_steps": 10}}
     directories, lines = run(raw)
 
-    assert [directory.name for directory in directories] == ["upper", "odd"]
-    for name, reports in {"base": 10, "upper": 10, "odd": 10}.items():
+    assert [directory.name for directory in directories] == ["mask", "shift"]
+    for name, reports in {"base": 10, "mask": 10, "shift": 10}.items():
         found = losses(lines, name)
         assert len(found) == reports
         assert found[-1] < found[0]
-    assert Registry(Path(raw["registry"])).names() == ["odd", "upper"]
+    assert Registry(Path(raw["registry"])).names() == ["mask", "shift"]
     saved = {path.name for path in directories[0].iterdir()}
     assert saved >= {
         "config.json",
@@ -76,14 +76,14 @@ def test_a_second_call_trains_only_what_is_missing(raw: dict[str, Any]):
     directories, _ = run(raw)
     before = directories[0].joinpath("model.safetensors").stat().st_mtime_ns
     # As an interruption during the second expert leaves it.
-    directories[1].rename(directories[1].with_name(".odd.tmp"))
+    directories[1].rename(directories[1].with_name(".shift.tmp"))
     again, lines = run(raw)
 
     assert again == directories
-    assert [line for line in lines if "kept" in line] == ["base: finished before, kept", "upper: finished before, kept"]
-    assert losses(lines, "odd") and not losses(lines, "upper")
+    assert [line for line in lines if "kept" in line] == ["base: finished before, kept", "mask: finished before, kept"]
+    assert losses(lines, "shift") and not losses(lines, "mask")
     assert directories[0].joinpath("model.safetensors").stat().st_mtime_ns == before
-    assert not Registry(Path(raw["registry"])).verify("odd")
+    assert not Registry(Path(raw["registry"])).verify("shift")
 
 
 def test_the_same_spec_gives_the_same_weights(raw: dict[str, Any], tmp_path: Path):
@@ -100,7 +100,7 @@ def test_lora_leaves_a_plain_model_that_moved(raw: dict[str, Any]):
         load_file(path / "model.safetensors") for path in (directories[0].with_name("base"), directories[0])
     )
 
-    assert losses(lines, "upper")[-1] < losses(lines, "upper")[0]
+    assert losses(lines, "mask")[-1] < losses(lines, "mask")[0]
     assert base.keys() == expert.keys()
     moved = {key for key in base if not torch.equal(base[key], expert[key])}
     assert moved == {key for key in base if "_proj" in key}, "adapters on all linear layers, merged; nothing else moves"
@@ -155,19 +155,19 @@ def test_rows_that_are_too_long_are_left_out_and_all_too_long_is_an_error():
 
 def test_rows_left_out_are_reported(raw: dict[str, Any]):
     _, lines = run(raw | {"train": TRAIN | {"max_steps": 1, "max_length": 12}})
-    assert any(line.startswith("upper: left out ") and "longer than max_length 12" in line for line in lines)
+    assert any(line.startswith("mask: left out ") and "longer than max_length 12" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("path", "value", "error", "says"),
     [
         ("train.learning_rat", 1, ConfigError, "did you mean `learning_rate`?"),
-        ("experts.upper.train", {"max_step": 5}, ConfigError, "experts.upper.train.max_step"),
+        ("experts.mask.train", {"max_step": 5}, ConfigError, "experts.mask.train.max_step"),
         ("base", {}, ConfigError, "exactly one of `model` and `from_scratch`"),
         ("base.model", "somewhere", ConfigError, "exactly one of `model` and `from_scratch`"),
         ("base", {"model": "nowhere"}, ModelError, "nowhere"),
         ("base.from_scratch.heads", 3, ConfigError, "must be an even whole number"),
-        ("experts.odd.data", "nowhere.jsonl", PromptError, "nowhere.jsonl"),
+        ("experts.shift.data", "nowhere.jsonl", PromptError, "nowhere.jsonl"),
         ("base.data", ["nowhere.jsonl"], PromptError, "nowhere.jsonl"),
         ("experts.base", {"domain": "base", "data": "x.jsonl"}, ConfigError, "other than `base`"),
     ],
@@ -196,7 +196,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     ],
 )
 def test_a_bad_line_is_named(raw: dict[str, Any], data: dict[str, str], line: str, says: str):
-    file = Path(data["odd"])
+    file = Path(data["shift"])
     file.write_text(file.read_text().splitlines()[0] + "\n" + line + "\n")
     with pytest.raises(PromptError) as caught:
         run(raw)
