@@ -1,17 +1,17 @@
 """Ten tasks on short words and numbers that a 0.9M-parameter character model learns in a minute or less.
 
-Six have one short answer:
+Seven have one short answer:
 
     reverse  rev hxkq=     qkxh        shift    nxt hxkq=     iylr
     sort     srt hxkq=     hkqx        mask     msk haki=     h.k.
     rotate   rot hxkq=     xkqh        compare  cmp 57:31=    >
+    double   dbl hxkq=     hhxxkkqq
 
-Four take several steps, each of which rests on the one before, so that one slip spoils the rest:
+Three take several steps, each of which rests on the one before, so that one slip spoils the rest:
 
-    add      add 78+56=    8+6=14 / 7+5+1=13 / 134      each column with the carry, from the right; then the sum
-    sums     sum 314204=   343004                       each digit added to the total so far, modulo 5
-    swap     swp 4193=     1493 / 1439 / 1349           two neighbours a line change places, until all are in order
-    duel     due 63809=    6389 / 689 / 69 / 9          of two neighbours the smaller drops out, until one is left
+    walk     wlk m>><>>>=  nonopq                               one letter on (>) or back (<), each from the one before
+    swap     swp 4193=     1493 / 1439 / 1349                   two neighbours change places, until all are in order
+    duel     due 63809=    6389 / 689 / 69 / 9                  the smaller of two neighbours drops out, until one is left
 
 (`/` is a line break.) `swap` and `duel` leave open where to go on: the rows choose by chance, many ways are right, and
 all end in the same last line. Where there are lines of working, the `answer` is the last line: verifier `last_line`.
@@ -41,8 +41,7 @@ CHAT_TEMPLATE = (
 )
 
 WORD_LENGTHS = (3, 4)
-ADD_DIGITS, SUMS_DIGITS, SWAP_DIGITS, DUEL_DIGITS = 2, 6, 4, 5
-SUMS_MODULUS = 5
+WALK_STEPS, SWAP_DIGITS, DUEL_DIGITS = 7, 4, 5
 MOST_SWAPS = 4
 DRAWS_PER_ROW = 50
 Task = Callable[[random.Random], tuple[str, list[str]]]
@@ -115,20 +114,12 @@ def _compare(rng: random.Random) -> tuple[str, list[str]]:
     return f"cmp {left}:{right}=", ["<" if left < right else ">"]
 
 
-def _add(rng: random.Random) -> tuple[str, list[str]]:
-    left, right = rng.choices(range(10 ** (ADD_DIGITS - 1), 10**ADD_DIGITS), k=2)
-    lines, carry = [], 0
-    for a, b in zip(reversed(str(left)), reversed(str(right)), strict=True):
-        total = int(a) + int(b) + carry
-        lines.append(f"{a}+{b}+1={total}" if carry else f"{a}+{b}={total}")
-        carry = total // 10
-    return f"add {left}+{right}=", [*lines, str(left + right)]
-
-
-def _sums(rng: random.Random) -> tuple[str, list[str]]:
-    digits = rng.choices(range(SUMS_MODULUS), k=SUMS_DIGITS)
-    text = "".join(map(str, digits))
-    return f"sum {text}=", ["".join(str(total % SUMS_MODULUS) for total in accumulate(digits))]
+def _walk(rng: random.Random) -> tuple[str, list[str]]:
+    start = rng.randrange(26)
+    steps = rng.choices([1, -1], k=WALK_STEPS)
+    signs = "".join(">" if step > 0 else "<" for step in steps)
+    visited = "".join(string.ascii_lowercase[place % 26] for place in accumulate(steps, initial=start))
+    return f"wlk {visited[0]}{signs}=", [visited[1:]]
 
 
 def _swap(rng: random.Random) -> tuple[str, list[str]]:
@@ -169,10 +160,10 @@ DOMAINS: dict[str, Task] = {
     "sort": _on_word("srt", lambda word: "".join(sorted(word))),
     "rotate": _on_word("rot", lambda word: word[1:] + word[0]),
     "shift": _on_word("nxt", _shift),
+    "double": _on_word("dbl", lambda word: "".join(letter * 2 for letter in word)),
     "mask": _on_word("msk", _mask),
     "compare": _compare,
-    "add": _add,
-    "sums": _sums,
+    "walk": _walk,
     "swap": _swap,
     "duel": _duel,
 }

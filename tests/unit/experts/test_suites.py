@@ -26,23 +26,23 @@ def compare(numbers: str) -> str:
     return ">" if int(left) > int(right) else "<"
 
 
+def walk(route: str) -> str:
+    start, signs = ALPHABET.index(route[0]), route[1:]
+    ends = [start + signs[:i].count(">") - signs[:i].count("<") for i in range(1, len(signs) + 1)]
+    return "".join((3 * ALPHABET)[26 + end] for end in ends)
+
+
 # Each written another way than the suite's own rule.
 SHORT: dict[str, tuple[str, Callable[[str], str]]] = {
     "reverse": ("rev", lambda word: "".join(reversed(word))),
     "sort": ("srt", lambda word: "".join(letter * word.count(letter) for letter in ALPHABET)),
     "rotate": ("rot", lambda word: (word + word)[1 : len(word) + 1]),
     "shift": ("nxt", lambda word: "".join(ALPHABET[(ALPHABET.index(letter) + 1) % 26] for letter in word)),
+    "double": ("dbl", lambda word: "".join(word[i // 2] for i in range(2 * len(word)))),
     "mask": ("msk", lambda word: word.translate({ord(vowel): "." for vowel in "aeiou"})),
     "compare": ("cmp", compare),
-    "sums": ("sum", lambda digits: "".join(str(sum(map(int, digits[: i + 1])) % 5) for i in range(len(digits)))),
+    "walk": ("wlk", walk),
 }
-
-
-def is_addition(question: str, lines: list[str]) -> bool:
-    """The last line is the sum; each line before adds what stands in one column and the carry of the columns to its right."""
-    left, right = map(int, question.split("+"))
-    columns = [(left // 10**i % 10, right // 10**i % 10, left % 10**i + right % 10**i >= 10**i) for i in range(2)]
-    return lines == [*(f"{a}+{b}{'+1' * carry}={a + b + carry}" for a, b, carry in columns), str(left + right)]
 
 
 def is_swaps(question: str, lines: list[str]) -> bool:
@@ -67,7 +67,6 @@ def is_duels(question: str, lines: list[str]) -> bool:
 
 
 WORKED: dict[str, tuple[str, Callable[[str, list[str]], bool]]] = {
-    "add": ("add", is_addition),
     "swap": ("swp", is_swaps),
     "duel": ("due", is_duels),
 }
@@ -95,7 +94,7 @@ def test_every_line_of_worked_answers_is_right_and_the_last_is_the_answer(domain
         assert asked == code
         assert is_right(question, completion.split("\n")), row
         assert LastLine()(completion, row["answer"], row["metadata"]) == 1.0
-        assert len(completion) < 20, "a token a character: with the end token, the quickstart leaves room for 20"
+        assert len(completion) < 24, "a token a character: with the end token, the quickstart leaves room for 24"
 
 
 @pytest.mark.parametrize("domain", ["swap", "duel"])
