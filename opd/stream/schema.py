@@ -1,10 +1,9 @@
 """The Arrow schema of a scored row, its writer and its checking reader. Needs pyarrow only.
 
 A scoring worker sends its rows of a step in parts, each as soon as it is scored; every part is a stream of its own:
-schema (version, payload, dtype) → row batches, the last of which says in its metadata how many rows and batches there
-are, which part this is, and, if it is the worker's last, how many rows each teacher gave. Arrow ends a stream that was
-cut between two batches without an error, so the reader insists on that record. No extension types: nothing in a stream
-is ever unpickled.
+schema (version, payload, dtype) → one batch of rows, whose metadata says which part this is and, if it is the worker's
+last, how many rows each teacher gave. Arrow ends a stream that was cut before its batch without an error, so the reader
+insists on that batch. No extension types: nothing in a stream is ever unpickled.
 
 Every byte beside the payload counts, since rows are many and some are short: a payload has only its own columns, what
 is equal in all rows of a group is a dictionary entry, and the small batches of a scorer travel as one.
@@ -23,11 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from opd.errors import RunError
 
-VERSION = "3"
+VERSION = "4"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-BATCH_ROWS = 256
-BATCH_BYTES = 64 << 20
-"""A batch of so many rows, or of so large a payload, is written: Arrow's 1.3 kB for each are little beside it."""
 PART_ROWS = 256
 PART_BYTES = 4 << 20
 """A part leaves with the scorer's batch that brings it to so many rows or bytes of payload: soon, and yet the 2 kB that
@@ -116,7 +112,7 @@ class TargetRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRecord:
-    """What a worker says at the end of each part about the step, beside the part's rows."""
+    """What a worker says with each part about the step, beside the part's rows."""
 
     worker: int = 0
     """Which of the step's scoring workers."""
@@ -142,31 +138,17 @@ def stream_schema(dtype: str, payload: str) -> pa.Schema:
 
 
 def write_stream(
-    batches: Iterable[Sequence[TargetRow]],
+    rows: Sequence[TargetRow],
     dtype: str,
     payload: str = "hidden_states",
     part: PartRecord = PartRecord(),
 ) -> pa.Buffer:
-    """Encode one part as one Arrow IPC stream; batches that came small are joined."""
+    """Encode one part as one Arrow IPC stream."""
     sink = pa.BufferOutputStream()
     schema = stream_schema(dtype, payload)
-    num_rows = num_batches = size = 0
-    pending: list[TargetRow] = []
+    record = json.dumps(asdict(part), separators=(",", ":"))
     with pa.ipc.new_stream(sink, schema) as writer:
-        for rows in batches:
-            if len(pending) >= BATCH_ROWS or size >= BATCH_BYTES:
-                writer.write_batch(_encode(pending, schema))
-                num_rows += len(pending)
-                num_batches += 1
-                pending, size = [], 0
-            pending += rows
-            size += _payload_bytes(rows)
-        end = {
-            "opd.end": json.dumps(asdict(part), separators=(",", ":")),
-            "opd.rows": str(num_rows + len(pending)),
-            "opd.batches": str(num_batches + 1),
-        }
-        writer.write_batch(_encode(pending, schema), custom_metadata=end)
+        writer.write_batch(_encode(rows, schema), custom_metadata={"opd.part": record})
     return sink.getvalue()
 
 
@@ -191,11 +173,11 @@ def write_parts(
         for row in batch:
             counts[row.teacher] += 1
         if len(rows) >= PART_ROWS or _payload_bytes(rows) >= PART_BYTES:
-            yield write_stream([rows], dtype, payload, PartRecord(worker=worker, number=number, broken=broken))
+            yield write_stream(rows, dtype, payload, PartRecord(worker=worker, number=number, broken=broken))
             broken.clear()
             rows, number = [], number + 1
     end = PartRecord(worker=worker, number=number, broken=broken, teachers=counts)
-    yield write_stream([rows], dtype, payload, end)
+    yield write_stream(rows, dtype, payload, end)
 
 
 def _payload_bytes(rows: Sequence[TargetRow]) -> int:
@@ -212,7 +194,7 @@ def _encode(rows: Sequence[TargetRow], schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _encode_groups(rows: Sequence[TargetRow], kind: pa.DictionaryType) -> pa.DictionaryArray:
-    """A dictionary of this batch's groups alone: Arrow sends it only where it differs from the batch before."""
+    """A dictionary of these rows' groups alone."""
     names = [f.name for f in kind.value_type]
     groups = [tuple(getattr(row, name) for name in names) for row in rows]
     numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
@@ -239,10 +221,16 @@ def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None =
     try:
         with pa.ipc.open_stream(source) as reader:
             dtype, payload = _check_schema(reader.schema)
-            rows, part = _read_rows(reader, DTYPE_BYTES[dtype], payload, vocab_size)
+            batch, part = _read_batch(reader)
+            _check_batch(batch)
+            _check_ids(batch, vocab_size)
+            rows = tuple(_rows_of(batch))
     except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: text that is not UTF-8
         raise StreamError(f"target stream: not a whole Arrow stream: {error}") from None
-    return Stream(dtype, payload, tuple(rows), part)
+    widths: set[int] = set()
+    for row in rows:
+        _check_lengths(row, DTYPE_BYTES[dtype], payload, widths)
+    return Stream(dtype, payload, rows, part)
 
 
 def _check_schema(schema: pa.Schema) -> tuple[str, str]:
@@ -263,34 +251,15 @@ def _check_schema(schema: pa.Schema) -> tuple[str, str]:
     return dtype, payload
 
 
-def _read_rows(
-    reader: pa.RecordBatchStreamReader, itemsize: int, payload: str, vocab_size: int | None
-) -> tuple[list[TargetRow], PartRecord]:
-    rows: list[TargetRow] = []
-    num_batches = 0
-    widths: set[int] = set()
-    end: dict[str, str] | None = None
-    while end is None:
-        try:
-            batch, metadata = reader.read_next_batch_with_custom_metadata()
-        except StopIteration:
-            break
-        _check_batch(batch)
-        _check_ids(batch, vocab_size)
-        for row in _rows_of(batch):
-            _check_lengths(row, itemsize, payload, widths)
-            rows.append(row)
-        num_batches += 1
-        if metadata is not None and b"opd.end" in metadata:
-            end = {k.decode(): v.decode() for k, v in metadata.items()}
-    if end is None:
-        raise StreamError(f"target stream: ends after {len(rows)} rows without its end record: it was cut")
-    promised = (end.get("opd.rows"), end.get("opd.batches"))
-    if promised != (str(len(rows)), str(num_batches)):
-        raise StreamError(
-            f"target stream: {len(rows)} rows in {num_batches} batches, its end record says {promised[0]} in {promised[1]}"
-        )
-    return rows, _part_record(end["opd.end"])
+def _read_batch(reader: pa.RecordBatchStreamReader) -> tuple[pa.RecordBatch, PartRecord]:
+    try:
+        batch, metadata = reader.read_next_batch_with_custom_metadata()
+    except StopIteration:
+        raise StreamError("target stream: ends before its rows: it was cut") from None
+    record = (metadata or {}).get(b"opd.part")
+    if record is None:
+        raise StreamError("target stream: it does not say which part of a step it is")
+    return batch, _part_record(record.decode())
 
 
 def _part_record(text: str) -> PartRecord:
@@ -299,7 +268,7 @@ def _part_record(text: str) -> PartRecord:
         return _PART_RECORD.validate_json(text, strict=True)
     except ValidationError as error:
         raise StreamError(
-            f"target stream: its end record is broken: {error.errors()[0]['msg']}: {text[:200]}"
+            f"target stream: its record of the part is broken: {error.errors()[0]['msg']}: {text[:200]}"
         ) from None
 
 

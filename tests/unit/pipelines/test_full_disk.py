@@ -96,7 +96,7 @@ def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) 
             response_ids=[2], loss_mask=[True], behaviour_logprobs=[-1.0], head="h", hidden_size=width,
             hidden=bytes(4 * width),
         )  # fmt: skip
-        part = np.frombuffer(write_stream([[row]], "float32", part=PartRecord(teachers={"t": 1})), np.uint8)
+        part = np.frombuffer(write_stream([row], "float32", part=PartRecord(teachers={"t": 1})), np.uint8)
         teachers = {"a": {"t": Expected(weight=1.0, head="h")}}
         targets = TargetStream(
             iter([part]), [rollout], teachers, kind=("float32", "hidden_states"), max_quarantined=0, heads={},

@@ -140,7 +140,7 @@ def test_top_k_is_that_of_a_plain_forward(k: int, teachers: dict[str, Teacher], 
         torch.testing.assert_close(found, want.values, rtol=0, atol=1e-5)
         assert row.topk_ids == want.indices.flatten().tolist()
         assert (bytes(row.hidden), row.hidden_size, list(row.teacher_logprobs)) == (b"", 0, [])
-    assert len(read_stream(write_stream([rows], "float32", "top_k")).rows) == 5
+    assert len(read_stream(write_stream(rows, "float32", "top_k")).rows) == 5
 
 
 def test_rows_of_the_head_beyond_the_vocabulary_are_padding(

@@ -51,7 +51,7 @@ def scored(r: Rollout, teacher: str = "t", weight: float = 1.0) -> TargetRow:
 
 
 def part(*rows: TargetRow, **record: Any) -> np.ndarray:
-    return np.frombuffer(write_stream([rows], "float32", part=PartRecord(**record)), dtype=np.uint8)
+    return np.frombuffer(write_stream(rows, "float32", part=PartRecord(**record)), dtype=np.uint8)
 
 
 TEACHERS = {"a": {"t": Expected(weight=1.0, head="h")}, "b": {"t": Expected(weight=1.0, head="h")}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from opd.errors import RunError
-from opd.stream import schema
 from opd.stream.schema import (
     FIELDS,
     PartRecord,
@@ -47,18 +45,11 @@ def row(
     return TargetRow(**values | changes)
 
 
-BATCHES = [[row(0), row(1, response=1)], [row(2, prompt=5, response=4, width=5)]]
+ROWS = [row(0), row(1, response=1), row(2, prompt=5, response=4, width=5)]
 
 
 def plain(stream: Stream) -> list[dict[str, Any]]:
     return [dataclasses.asdict(dataclasses.replace(r, hidden=bytes(r.hidden))) for r in stream.rows]
-
-
-def unjoined(batches: list[list[TargetRow]], dtype: str = "float32", payload: str = "hidden_states") -> pa.Buffer:
-    """A stream in which each of these batches is one of Arrow's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schema, "BATCH_ROWS", 1)
-        return write_stream(batches, dtype, payload)
 
 
 def arrow_batches(stream: pa.Buffer) -> list[pa.RecordBatch]:
@@ -67,25 +58,24 @@ def arrow_batches(stream: pa.Buffer) -> list[pa.RecordBatch]:
 
 
 def test_rows_come_back_as_they_were_written() -> None:
-    stream = read_stream(write_stream(BATCHES, "float32"))
+    stream = read_stream(write_stream(ROWS, "float32"))
     assert (stream.dtype, stream.payload) == ("float32", "hidden_states")
-    assert plain(stream) == [dataclasses.asdict(r) for batch in BATCHES for r in batch]
+    assert plain(stream) == [dataclasses.asdict(r) for r in ROWS]
 
 
 @pytest.mark.parametrize("kind", [bytes, memoryview, lambda b: pa.py_buffer(b.to_pybytes())])
 def test_a_stream_is_read_from_any_kind_of_bytes(kind: Any) -> None:
-    assert len(read_stream(kind(write_stream(BATCHES, "float32"))).rows) == 3
+    assert len(read_stream(kind(write_stream(ROWS, "float32"))).rows) == 3
 
 
-@pytest.mark.parametrize("batches", [[], [[]], [[], [], []]])
-def test_a_step_without_rows_is_a_whole_stream(batches: Any) -> None:
-    assert read_stream(write_stream(batches, "bfloat16")) == Stream("bfloat16", "hidden_states", ())
+def test_a_part_without_rows_is_a_whole_stream() -> None:
+    assert read_stream(write_stream([], "bfloat16")) == Stream("bfloat16", "hidden_states", ())
 
 
 def test_hidden_states_are_read_without_a_copy_and_bit_by_bit() -> None:
     states = torch.tensor([[1.0, -0.0, float("inf")], [1e-38, 3.14159, -65504.0]], dtype=torch.bfloat16)
     written = write_stream(
-        [[row(0, response=2, itemsize=2, hidden=states.view(torch.uint8).numpy().tobytes())]], "bfloat16"
+        [row(0, response=2, itemsize=2, hidden=states.view(torch.uint8).numpy().tobytes())], "bfloat16"
     )
     (read,) = read_stream(written).rows
     assert torch.equal(torch.frombuffer(bytearray(read.hidden), dtype=torch.int16), states.view(torch.int16).flatten())
@@ -95,7 +85,7 @@ def test_hidden_states_are_read_without_a_copy_and_bit_by_bit() -> None:
 
 def test_log_probs_lose_no_float32_digit() -> None:
     value = float(torch.tensor(-0.123456789))
-    (read,) = read_stream(write_stream([[row(0, response=1, behaviour_logprobs=[value])]], "float32")).rows
+    (read,) = read_stream(write_stream([row(0, response=1, behaviour_logprobs=[value])], "float32")).rows
     assert read.behaviour_logprobs == [value]
 
 
@@ -118,10 +108,10 @@ LIGHT = ["sampled_logprobs", "top_k"]
 
 @pytest.mark.parametrize("payload", LIGHT)
 def test_other_payloads_come_back_as_they_were_written(payload: str) -> None:
-    batches = [[answered(payload, 0), answered(payload, 1, response=1)], [answered(payload, 2, response=4)]]
-    stream = read_stream(write_stream(batches, "bfloat16", payload))
+    rows = [answered(payload, 0), answered(payload, 1, response=1), answered(payload, 2, response=4)]
+    stream = read_stream(write_stream(rows, "bfloat16", payload))
     assert (stream.dtype, stream.payload) == ("bfloat16", payload)
-    assert plain(stream) == [dataclasses.asdict(r) for batch in batches for r in batch]
+    assert plain(stream) == [dataclasses.asdict(r) for r in rows]
 
 
 @pytest.mark.parametrize(
@@ -140,13 +130,13 @@ def test_other_payloads_come_back_as_they_were_written(payload: str) -> None:
 )
 def test_a_row_whose_payload_does_not_fit_is_refused_by_name(payload: str, changes: dict[str, Any]) -> None:
     with pytest.raises(StreamError, match=f"row 000012/reverse/7: .* payload {payload} "):
-        read_stream(write_stream([[answered(payload), answered(payload, 7, **changes)]], "float32", payload))
+        read_stream(write_stream([answered(payload), answered(payload, 7, **changes)], "float32", payload))
 
 
 @pytest.mark.parametrize("payload", LIGHT)
 def test_rows_of_another_payload_are_refused(payload: str) -> None:
     with pytest.raises(StreamError, match=f"payload {payload} of 0 "):
-        read_stream(write_stream(BATCHES, "float32", payload))
+        read_stream(write_stream(ROWS, "float32", payload))
 
 
 @pytest.mark.parametrize("payload", LIGHT)
@@ -173,7 +163,7 @@ def test_a_payload_has_no_columns_of_another(payload: str) -> None:
 def test_top_k_of_two_widths_is_refused() -> None:
     wide = answered("top_k", 7, topk_ids=[1] * 9, topk_logprobs=[0.0] * 9)
     with pytest.raises(StreamError, match=r"row 000012/reverse/7"):
-        read_stream(write_stream([[answered("top_k"), wide]], "float32", "top_k"))
+        read_stream(write_stream([answered("top_k"), wide], "float32", "top_k"))
 
 
 @pytest.mark.parametrize("name", ["prompt_ids", "response_ids", "topk_ids"])
@@ -181,85 +171,47 @@ def test_negative_ids_are_refused(name: str) -> None:
     num = {"prompt_ids": 2, "response_ids": 3, "topk_ids": 6}[name]
     bad = answered("top_k", 7, **{name: [*range(num - 1), -1]})
     with pytest.raises(StreamError, match=f"{name} from -1 to .*, wanted 0 to "):
-        read_stream(write_stream([[answered("top_k"), bad]], "float32", "top_k"))
+        read_stream(write_stream([answered("top_k"), bad], "float32", "top_k"))
 
 
 def test_teachers_ids_beyond_the_vocabulary_are_refused_where_it_is_known() -> None:
-    stream = write_stream([[answered("top_k"), answered("top_k", 7, topk_ids=[1, 2, 3, 4, 5, 76])]], "float32", "top_k")
+    stream = write_stream([answered("top_k"), answered("top_k", 7, topk_ids=[1, 2, 3, 4, 5, 76])], "float32", "top_k")
     assert len(read_stream(stream).rows) == len(read_stream(stream, vocab_size=77).rows) == 2
     with pytest.raises(StreamError, match="topk_ids from 0 to 76, wanted 0 to 75"):
         read_stream(stream, vocab_size=76)
-    assert read_stream(write_stream([[]], "float32", "top_k"), vocab_size=76).rows == ()
+    assert read_stream(write_stream([], "float32", "top_k"), vocab_size=76).rows == ()
 
 
-# Groups and batches
+# Groups
 
 
-def test_groups_that_change_from_batch_to_batch_come_back() -> None:
+def test_rows_of_many_groups_come_back() -> None:
     rng = random.Random(3)
-    domains = ["reverse", "sort", "umkehr\u00fc"]
-    batches = [
-        [
-            row(
-                10 * b + i,
-                domain=rng.choice(domains),
-                teacher=rng.choice(["a", "b"]),
-                weight=rng.choice([0.25, 0.75]),
-                head=rng.choice(["ab" * 32, "cd" * 32]),
-                width=rng.choice([D, D + 1]),
-            )
-            for i in range(rng.choice([1, 4]))
-        ]
-        for b in range(12)
+    rows = [
+        row(
+            i,
+            domain=rng.choice(["reverse", "sort", "umkehr\u00fc"]),
+            teacher=rng.choice(["a", "b"]),
+            weight=rng.choice([0.25, 0.75]),
+            head=rng.choice(["ab" * 32, "cd" * 32]),
+            width=rng.choice([D, D + 1]),
+        )
+        for i in range(40)
     ]
-    stream = unjoined(batches)
-    assert len(arrow_batches(stream)) == 12
-    assert plain(read_stream(stream)) == [dataclasses.asdict(r) for batch in batches for r in batch]
+    assert plain(read_stream(write_stream(rows, "float32"))) == [dataclasses.asdict(r) for r in rows]
 
 
-def test_a_group_is_sent_once_while_it_lasts() -> None:
-    def dictionaries(batches: list[list[TargetRow]]) -> int:
-        messages = pa.ipc.MessageReader.open_stream(unjoined(batches))
-        return sum(m.type == "dictionary" for m in messages)
-
-    same = [[row(i)] for i in range(5)]
-    assert dictionaries(same) == 1
-    assert dictionaries([*same, [row(5, domain="sort")]]) == 2
-
-
-def test_small_batches_are_joined_until_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [row(i) for i in range(10)]  # of 36 bytes of hidden states each
-    small = [rows[i : i + 2] for i in range(0, 10, 2)]
-    assert [b.num_rows for b in arrow_batches(write_stream(small, "float32"))] == [10]
-    monkeypatch.setattr(schema, "BATCH_ROWS", 4)
-    assert [b.num_rows for b in arrow_batches(write_stream(small, "float32"))] == [4, 4, 2]
-    monkeypatch.setattr(schema, "BATCH_ROWS", 100)
-    monkeypatch.setattr(schema, "BATCH_BYTES", 5 * 36)
-    assert [b.num_rows for b in arrow_batches(write_stream(small, "float32"))] == [6, 4]
-    top_k = [[answered("top_k", i)] for i in range(10)]  # 3 tokens, 2 ids and log-probs each
-    monkeypatch.setattr(schema, "BATCH_BYTES", 5 * 3 * 2 * 8)
-    assert [b.num_rows for b in arrow_batches(write_stream(top_k, "float32", "top_k"))] == [5, 5]
-
-
-def test_rows_leave_before_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "BATCH_ROWS", 2)
-    encoded = []
-    encode = schema._encode
-    monkeypatch.setattr(schema, "_encode", lambda rows, kind: encoded.append(len(rows)) or encode(rows, kind))
-
-    def batches() -> Iterator[list[TargetRow]]:
-        for i in range(6):
-            assert sum(encoded) >= i - 2
-            yield [row(i)]
-
-    assert len(read_stream(write_stream(batches(), "float32")).rows) == 6
+def test_a_group_is_sent_once() -> None:
+    rows = [*(row(i) for i in range(5)), row(5, domain="sort")]
+    (batch,) = arrow_batches(write_stream(rows, "float32"))
+    assert [group["domain"] for group in batch.column("group").dictionary.to_pylist()] == ["reverse", "sort"]
 
 
 # Streams that were cut
 
 
 def test_a_stream_cut_at_any_byte_is_refused() -> None:
-    whole = unjoined(BATCHES).to_pybytes()
+    whole = write_stream(ROWS, "float32").to_pybytes()
     end_marker = 8  # Arrow's own; all rows and the end record lie before it
     for cut in range(len(whole) - end_marker):
         with pytest.raises(StreamError):
@@ -278,56 +230,9 @@ def rebuilt(batches: list[tuple[pa.RecordBatch, dict[str, str] | None]], schema:
     return sink.getvalue()
 
 
-def parts() -> list[tuple[pa.RecordBatch, dict[str, str] | None]]:
-    """The batches of a stream of four rows; the end record is on the last."""
-    with pa.ipc.open_stream(unjoined([*BATCHES, [row(3)]])) as reader:
-        found = []
-        while True:
-            try:
-                batch, metadata = reader.read_next_batch_with_custom_metadata()
-            except StopIteration:
-                return found
-            found.append((batch, {k.decode(): v.decode() for k, v in metadata.items()} if metadata else None))
-
-
-def test_the_parts_make_the_whole() -> None:
-    assert [(b.num_rows, end is None) for b, end in parts()] == [(2, True), (1, True), (1, False)]
-    assert len(read_stream(rebuilt(parts())).rows) == 4
-
-
-@pytest.mark.parametrize("kept", [0, 1, 2])
-def test_a_stream_that_ends_between_two_batches_is_refused(kept: int) -> None:
-    rows = sum(batch.num_rows for batch, _ in parts()[:kept])
-    with pytest.raises(StreamError, match=f"ends after {rows} rows without its end record"):
-        read_stream(rebuilt(parts()[:kept]))
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_batch_is_noticed(lost: int) -> None:
-    left = [part for i, part in enumerate(parts()) if i != lost]
-    with pytest.raises(StreamError, match="in 2 batches, its end record says 4 in 3"):
-        read_stream(rebuilt(left))
-
-
-def test_a_batch_that_came_twice_is_noticed() -> None:
-    first, second, end = parts()
-    with pytest.raises(StreamError, match="6 rows in 4 batches"):
-        read_stream(rebuilt([first, first, second, end]))
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        {"opd.end": "1", "opd.rows": "5", "opd.batches": "3"},
-        {"opd.end": "1", "opd.rows": "4", "opd.batches": "2"},
-        {"opd.end": "1", "opd.rows": "4"},
-        {"opd.end": "1", "opd.rows": "four", "opd.batches": "3"},
-    ],
-)
-def test_an_end_record_that_counts_otherwise_is_refused(end: dict[str, str]) -> None:
-    first, second, (last, _) = parts()
-    with pytest.raises(StreamError, match="4 rows in 3 batches, its end record says"):
-        read_stream(rebuilt([first, second, (last, end)]))
+def test_a_stream_without_its_rows_is_refused() -> None:
+    with pytest.raises(StreamError, match="ends before its rows: it was cut"):
+        read_stream(rebuilt([]))
 
 
 NO_RECORD = '{"worker":0,"number":0,"broken":{},"teachers":null}'
@@ -335,8 +240,8 @@ NO_RECORD = '{"worker":0,"number":0,"broken":{},"teachers":null}'
 
 def test_a_part_says_which_it_is_and_what_was_left_out() -> None:
     record = PartRecord(worker=2, number=7, broken={"a/1": 'no "finite" state'}, teachers={"rev": 3, "up": 0})
-    assert read_stream(write_stream(BATCHES, "float32", part=record)).part == record
-    assert read_stream(write_stream(BATCHES, "float32")).part == PartRecord()
+    assert read_stream(write_stream(ROWS, "float32", part=record)).part == record
+    assert read_stream(write_stream(ROWS, "float32")).part == PartRecord()
 
 
 @pytest.mark.parametrize(
@@ -346,20 +251,17 @@ def test_a_part_says_which_it_is_and_what_was_left_out() -> None:
         NO_RECORD.replace("{}", '{"a":1}'), NO_RECORD.replace("null", '{"rev":"3"}'), NO_RECORD.replace("null", "[3]"),
     ],
 )  # fmt: skip
-def test_an_end_record_of_another_form_is_refused(text: str) -> None:
-    first, second, (last, end) = parts()
-    assert end is not None
-    with pytest.raises(StreamError, match="its end record is broken"):
-        read_stream(rebuilt([first, second, (last, end | {"opd.end": text})]))
+def test_a_record_of_another_form_is_refused(text: str) -> None:
+    (batch,) = arrow_batches(write_stream(ROWS, "float32"))
+    with pytest.raises(StreamError, match="its record of the part is broken"):
+        read_stream(rebuilt([(batch, {"opd.part": text})]))
 
 
-@pytest.mark.parametrize("position", [0, 1])
-def test_an_end_record_that_came_early_is_refused(position: int) -> None:
-    found = parts()
-    end = found[-1][1]
-    found[position] = (found[position][0], end)
-    with pytest.raises(StreamError, match="its end record says 4 in 3"):
-        read_stream(rebuilt(found))
+def test_rows_without_a_record_are_refused() -> None:
+    (batch,) = arrow_batches(write_stream(ROWS, "float32"))
+    for metadata in (None, {"opd.end": NO_RECORD}):
+        with pytest.raises(StreamError, match="does not say which part of a step it is"):
+            read_stream(rebuilt([(batch, metadata)]))
 
 
 # Streams of another kind
@@ -372,13 +274,13 @@ def with_schema(schema: pa.Schema) -> pa.Buffer:
 @pytest.mark.parametrize(
     ("metadata", "word"),
     [
-        ({"opd.version": "2", "opd.dtype": "float32"}, "version 2, wanted 3"),
+        ({"opd.version": "3", "opd.dtype": "float32"}, "version 3, wanted 4"),
         (None, "version None"),
-        ({"opd.version": "3", "opd.dtype": "float8"}, "dtype 'float8'"),
-        ({"opd.version": "3"}, "dtype ''"),
-        ({"opd.version": "3", "opd.dtype": "float32"}, "payload ''"),
+        ({"opd.version": "4", "opd.dtype": "float8"}, "dtype 'float8'"),
+        ({"opd.version": "4"}, "dtype ''"),
+        ({"opd.version": "4", "opd.dtype": "float32"}, "payload ''"),
         (
-            {"opd.version": "3", "opd.dtype": "float32", "opd.payload": "logits"},
+            {"opd.version": "4", "opd.dtype": "float32", "opd.payload": "logits"},
             "payload 'logits', wanted one of hidden",
         ),
     ],
@@ -423,12 +325,12 @@ def test_other_columns_are_refused(change: str) -> None:
 )
 def test_a_row_whose_lengths_differ_is_refused_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(StreamError, match="row 000012/reverse/7: "):
-        read_stream(write_stream([[row(0), row(7, **changes)]], "float32"))
+        read_stream(write_stream([row(0), row(7, **changes)], "float32"))
 
 
 def test_hidden_states_of_the_other_dtype_are_refused() -> None:
     with pytest.raises(StreamError, match=r"payload hidden_states of 18 \(hidden width 3\)"):
-        read_stream(write_stream([[row(0, itemsize=2)]], "float32"))
+        read_stream(write_stream([row(0, itemsize=2)], "float32"))
 
 
 @pytest.mark.parametrize(
@@ -441,10 +343,9 @@ def test_garbage_is_refused(data: bytes) -> None:
 
 def changed(column: str, values: pa.Array) -> pa.Buffer:
     """A stream of two rows whose column was replaced."""
-    (batch,) = arrow_batches(write_stream([[row(0), row(1)]], "float32"))
+    (batch,) = arrow_batches(write_stream([row(0), row(1)], "float32"))
     columns = [values if name == column else batch.column(name) for name in batch.schema.names]
-    end = {"opd.end": NO_RECORD, "opd.rows": "2", "opd.batches": "1"}
-    return rebuilt([(pa.RecordBatch.from_arrays(columns, schema=batch.schema), end)])
+    return rebuilt([(pa.RecordBatch.from_arrays(columns, schema=batch.schema), {"opd.part": NO_RECORD})])
 
 
 def groups_of(numbers: list[int | None], entries: list[dict[str, Any] | None]) -> pa.Array:
@@ -489,7 +390,7 @@ def test_missing_values_are_refused(column: str, values: pa.Array) -> None:
 
 
 def test_names_that_are_not_utf8_are_refused() -> None:
-    whole = write_stream([[row(0, domain="RRRR")]], "float32").to_pybytes()
+    whole = write_stream([row(0, domain="RRRR")], "float32").to_pybytes()
     assert whole.count(b"RRRR") == 1
     with pytest.raises(StreamError, match=r"(?i)utf-?8"):
         read_stream(whole.replace(b"RRRR", b"RR\xffR"))
@@ -501,7 +402,7 @@ def test_damaged_bytes_are_refused_or_harmless_to_the_reader(payload: str) -> No
         row(i, response=1 + i, domain=name) if payload == "hidden_states" else answered(payload, i, domain=name)
         for i, name in enumerate(["reverse", "sort", "sort", "gcd"])
     ]
-    whole, rng = unjoined([rows[:2], rows[2:]], "float32", payload).to_pybytes(), random.Random(1)
+    whole, rng = write_stream(rows, "float32", payload).to_pybytes(), random.Random(1)
     refused = 0
     for _ in range(3000):
         damaged = bytearray(whole)
@@ -521,28 +422,26 @@ def test_a_stream_error_ends_a_run() -> None:
 # Size
 
 
-def realistic(num_rows: int, response: int) -> list[list[TargetRow]]:
-    """A worker's batches of one step of ten domains, each with an expert and a head of its own: bfloat16, d=576."""
+def realistic(num_rows: int, response: int) -> list[TargetRow]:
+    """A worker's rows of one step of ten domains, each with an expert and a head of its own: bfloat16, d=576."""
     names = [
         "base_conversion", "caesar_cipher", "chain_sum", "count_bits", "gcd", "letter_counting", "number_sorting",
         "reverse", "spell_backward", "word_sorting",
     ]  # fmt: skip
     return [
-        [
-            row(
-                i,
-                prompt=40,
-                response=response,
-                width=576,
-                itemsize=2,
-                sample_id=f"000012/{name}/{i}",
-                domain=name,
-                teacher=f"{name}-expert",
-                head=f"{number:064x}",
-            )
-            for i in range(num_rows // 10)
-        ]
+        row(
+            i,
+            prompt=40,
+            response=response,
+            width=576,
+            itemsize=2,
+            sample_id=f"000012/{name}/{i}",
+            domain=name,
+            teacher=f"{name}-expert",
+            head=f"{number:064x}",
+        )
         for number, name in enumerate(names)
+        for i in range(num_rows // 10)
     ]
 
 

@@ -48,7 +48,7 @@ X_ROWS, Y_ROWS = [row(r, "x") for r in ROLLOUTS], [row(r, "y") for r in (B0, B1)
 
 
 def part(rows: list[TargetRow], **record: Any) -> np.ndarray:
-    return np.frombuffer(write_stream([rows], "float32", part=PartRecord(**record)), np.uint8)
+    return np.frombuffer(write_stream(rows, "float32", part=PartRecord(**record)), np.uint8)
 
 
 WORKER_0 = [part(X_ROWS[:2]), part(X_ROWS[2:], number=1, teachers={"x": 4})]

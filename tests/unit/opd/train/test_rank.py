@@ -38,7 +38,7 @@ def row(sample_id: str, domain: str = "d", mask: tuple[bool, ...] = (True, True)
 
 
 def stream(*ids: str, dtype: str = "float32") -> np.ndarray:
-    return np.frombuffer(write_stream([[row(i) for i in ids]], dtype), dtype=np.uint8)
+    return np.frombuffer(write_stream([row(i) for i in ids], dtype), dtype=np.uint8)
 
 
 def begun(work: RankWork = WORK, *, baseline: bool = False) -> rank._Step:
@@ -62,7 +62,7 @@ def test_a_rank_takes_its_own_rows_as_they_come() -> None:
 def test_streams_of_another_payload_are_taken_too() -> None:
     def part(*ids: str) -> np.ndarray:
         rows = [dataclasses.replace(row(i), hidden=b"", teacher_logprobs=[-0.5, -1.5]) for i in ids]
-        return np.frombuffer(write_stream([rows], "bfloat16", "sampled_logprobs"), dtype=np.uint8)
+        return np.frombuffer(write_stream(rows, "bfloat16", "sampled_logprobs"), dtype=np.uint8)
 
     step = begun()
     step.receive([part("a", "b"), part("c")])
@@ -214,7 +214,7 @@ def test_heads_are_fetched_when_they_are_needed_and_kept_within_the_budget(
     handles = {key: cluster.Remote(owner, "head", (key,), 1.0) for key in "abc"}
     one = rank.TrainerRank(deepspeed._rank_options(config(head_memory=budget), vocab_size=76), 0)
     one._engine, one._device = StillEngine(tiny_model_dir), torch.device("cpu")
-    stream = np.frombuffer(write_stream([rows], "float32"), dtype=np.uint8)
+    stream = np.frombuffer(write_stream(rows, "float32"), dtype=np.uint8)
     take_step(one, work, dict.fromkeys("abc", IDENTITY), handles, stream)
     assert "".join(owner.asked) == fetched
     assert one._engine.seen == seen
@@ -467,7 +467,7 @@ def by_teachers(*parts: tuple[str, str, float], **changes: Any) -> np.ndarray:
     """A stream of one row for each (sample, teacher, weight)."""
     rows = [dataclasses.replace(row(i), teacher=t, weight=w, **changes) for i, t, w in parts]
     payload = "sampled_logprobs" if "teacher_logprobs" in changes else "hidden_states"
-    return np.frombuffer(write_stream([rows], "float32", payload), dtype=np.uint8)
+    return np.frombuffer(write_stream(rows, "float32", payload), dtype=np.uint8)
 
 
 def test_rows_of_all_teachers_are_gathered() -> None:
@@ -555,7 +555,7 @@ def test_a_share_that_is_left_divides_the_gradient(tiny_model_dir: Path) -> None
     """It goes to DeepSpeed, whose own arithmetic the tests with two real ranks check."""
     made = one_rank(tiny_model_dir, {"kind": "sampled"}, "sampled_logprobs")
     rows = [dataclasses.replace(row(i), hidden=b"", teacher_logprobs=[-0.5, -1.5]) for i in "ac"]
-    part = np.frombuffer(write_stream([rows], "float32", "sampled_logprobs"), dtype=np.uint8)
+    part = np.frombuffer(write_stream(rows, "float32", "sampled_logprobs"), dtype=np.uint8)
     losses = []
     for share in (1.0, 0.5, 1.0):
         made.begin_step(WORK, {})
@@ -580,7 +580,7 @@ def test_the_baseline_reaches_the_gradient_only_where_it_is_wanted(tiny_model_di
             )
             for i in "ac"
         ]
-        stream = np.frombuffer(write_stream([rows], "float32", "sampled_logprobs"), dtype=np.uint8)
+        stream = np.frombuffer(write_stream(rows, "float32", "sampled_logprobs"), dtype=np.uint8)
         take_step(made, WORK, {}, {}, stream)
         return float(gradient(made).norm())
 

@@ -353,7 +353,7 @@ def test_a_server_with_another_certificate_is_not_believed(
         (PAYLOADS["log-probs"], {}, "payload: they have sampled_logprobs, this pipeline hidden_states"),
         (PAYLOADS["top-k"], {**PAYLOADS["top-k"], "objective": {"kind": "top_k", "k": 4}}, "objective.k: they have 3, this pipeline 4"),
         ({"hello": {"vocab_size": 75}}, {}, "vocabulary: they have 75, this pipeline 76"),
-        ({"hello": {"stream": "9"}}, {}, "stream version: they have 9, this pipeline 3"),
+        ({"hello": {"stream": "9"}}, {}, "stream version: they have 9, this pipeline 4"),
         ({"hello": {"protocol": "9"}}, {}, "speaks protocol '9', this side '2'"),
         ({"hello": {"domains": {}}}, {}, r"domain reverse: they have no teacher, this pipeline rev \(1, digest of re"),
     ],
@@ -444,7 +444,7 @@ class Tampered:
         rows = self._change(sorted(rows_of(score(self._pool, rollouts)), key=lambda r: (r.sample_id, r.teacher)))
         counts = dict(Counter(row.teacher for row in rows))
         record = PartRecord(**{"teachers": counts, **self._record})
-        whole = np.frombuffer(write_stream([rows], "float32", part=record), np.uint8)
+        whole = np.frombuffer(write_stream(rows, "float32", part=record), np.uint8)
         return Answer([whole] if self._parts is None else list(self._parts))
 
 
@@ -527,7 +527,7 @@ def newer_stream() -> np.ndarray:
         ({"number": 1}, "part 1 of worker 0 came after 0 of its parts"),
         ({"broken": {"000001/reverse/77": "why"}}, "000001/reverse/77 is said to be broken, but was not sent"),
         ({"parts": ()}, "12 rows are missing"),
-        ({"parts": (newer_stream(),)}, "target stream: version 7, wanted 3"),
+        ({"parts": (newer_stream(),)}, "target stream: version 7, wanted 4"),
         ({"parts": (raw_stream("float32")[:-200],)}, "target stream: .*(cut|whole)"),
         ({"parts": (raw_stream("bfloat16"),)}, "hidden_states in bfloat16 came, wanted hidden_states in float32"),
         (
