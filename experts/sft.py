@@ -82,7 +82,7 @@ def fine_tune(
         model=model,
         args=arguments,
         train_dataset=_Examples(examples),
-        data_collator=_collate,
+        data_collator=collate,
         callbacks=[_Report(report)],
     )
     trainer.remove_callback(PrinterCallback)
@@ -109,17 +109,25 @@ class _Report(TrainerCallback):
             self._report(state.global_step, float(logs["loss"]))
 
 
-def _collate(batch: list[Example]) -> dict[str, torch.Tensor]:
-    """Right-padded [B, T]; padding is neither attended to nor learned."""
+def collate(batch: list[Example]) -> dict[str, torch.Tensor | int]:
+    """Right-padded [B, T]; padding is neither attended to nor learned.
+
+    Logits are made for the last `logits_to_keep` positions only, from the one that predicts the first completion token:
+    over a prompt they are the larger half of a small model's work, and no label is there. `labels` are [B, that many].
+    """
     length = max(len(example["input_ids"]) for example in batch)
+    first = min(next(t for t, label in enumerate(example["labels"]) if label != IGNORED) for example in batch)
+    assert first > 0, "a token without a context has no prediction"
+    kept = length - (first - 1)
 
     def padded(rows: list[list[int]], value: int) -> torch.Tensor:
         return torch.tensor([row + [value] * (length - len(row)) for row in rows])
 
     return {
         "input_ids": padded([example["input_ids"] for example in batch], 0),
-        "labels": padded([example["labels"] for example in batch], IGNORED),
+        "labels": padded([example["labels"] for example in batch], IGNORED)[:, -kept:],
         "attention_mask": padded([[1] * len(example["input_ids"]) for example in batch], 0),
+        "logits_to_keep": kept,
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from experts.registry import Registry
-from experts.sft import encode_line, encode_lines
+from experts.sft import collate, encode_line, encode_lines
 from experts.spec import ExpertsSpec
 from experts.suites import write_suite
 from experts.suites.letters import build_tokenizer
@@ -123,6 +123,27 @@ def test_loss_covers_the_completion_and_the_end_token_only():
     learned = [label for label in example["labels"] if label != -100]
     assert tokenizer.decode(learned) == "ba<eos>"
     assert example["labels"][: len("rev ab=")] == [-100] * len("rev ab=")
+
+
+def test_a_batch_without_logits_over_its_prompts_has_the_loss_of_its_rows_one_by_one():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = build_tokenizer()
+    rows = [PromptLine(prompt="rev ab=", completion="ba"), PromptLine(prompt="dbl pqrs=", completion="ppqqrrss")]
+    examples = encode_lines(tokenizer, rows, max_length=32)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).eval()
+
+    out = model(**collate(examples))
+    surprises = []
+    for example in examples:
+        logprobs = model(input_ids=torch.tensor([example["input_ids"]])).logits[0].log_softmax(-1)
+        surprises += [-logprobs[t - 1, label] for t, label in enumerate(example["labels"]) if label != -100]
+
+    assert len(surprises) == len("ba") + len("ppqqrrss") + 2, "two end tokens"
+    assert torch.isclose(out.loss, torch.stack(surprises).mean(), atol=1e-5)
+    assert out.logits.shape[1] == 1 + max(len(e["input_ids"]) for e in examples) - len("rev ab="), "no more than needed"
 
 
 def test_chat_rows_go_through_the_template_and_end_at_the_end_token():
