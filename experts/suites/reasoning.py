@@ -76,22 +76,38 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
     "complex_sums": (
         "complex_arithmetic",
         {
-            "min_real": -9,
+            "min_real": 1,
             "max_real": 9,
-            "min_imag": -9,
+            "min_imag": 1,
             "max_imag": 9,
             "operations": ("+",),
             "operations_weights": [1.0],
+        },
+    ),
+    "matrix": (
+        "manipulate_matrix",
+        {"min_rows": 2, "max_rows": 2, "min_cols": 2, "max_cols": 2, "min_transforms": 1, "max_transforms": 1},
+    ),
+    "sudoku": ("mini_sudoku", {"min_empty": 1, "max_empty": 3}),
+    "cubes": ("color_cube_rotation", {"min_rotations": 1, "max_rotations": 1}),
+    "weekdays": ("calendar_arithmetic", {"tasks": ["weekday_offset"], "offset_upper_bound": 7}),
+    "kin": ("family_relationships", {"min_family_size": 3, "max_family_size": 4}),
+    "sums": (
+        "basic_arithmetic",
+        {
+            "min_terms": 2,
+            "max_terms": 3,
+            "min_digits": 1,
+            "max_digits": 1,
+            "operators": ("+", "-"),
+            "allow_parentheses": False,
+            "allow_negation": False,
         },
     ),
     "legs": ("leg_counting", {"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 5}),
     "sequences": (
         "number_sequence",
         {"min_terms": 4, "max_terms": 5, "min_value": -20, "max_value": 20, "max_complexity": 1},
-    ),
-    "number_format": (
-        "number_format",
-        {"min_num_candidates": 2, "max_num_candidates": 3, "min_n": 10, "max_n": 9999, "max_delta": 1000.0},
     ),
     "decimal_sums": (
         "decimal_chain_sum",
@@ -104,7 +120,6 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_decimal_places": 1,
         },
     ),
-    "clock": ("time_intervals", {"task_types": ["time"], "max_time_difference_seconds": 3540}),
 }
 
 
