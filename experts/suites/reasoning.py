@@ -59,52 +59,24 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
     "isomorphic_strings": ("isomorphic_strings", {"min_string_length": 2, "max_string_length": 5}),
     "rotation": ("rotate_matrix", {"min_n": 2, "max_n": 2, "min_rotations": 1, "max_rotations": 3}),
     "relations": ("aiw", {"max_entities": 6}),
-    "palindromes": ("palindrome_generation", {"min_length": 3, "max_length": 5}),
-    "sentences": ("sentence_reordering", {"min_words_in_sentence": 3, "max_words_in_sentence": 6}),
-    "countdown": (
-        "countdown",
-        {
-            "min_numbers": 2,
-            "max_numbers": 2,
-            "min_value": 1,
-            "max_value": 50,
-            "min_target": 1,
-            "max_target": 99,
-            "operators": ("+", "-"),
-        },
-    ),
     "complex_sums": (
         "complex_arithmetic",
         {
-            "min_real": -9,
+            "min_real": 1,
             "max_real": 9,
-            "min_imag": -9,
+            "min_imag": 1,
             "max_imag": 9,
             "operations": ("+",),
             "operations_weights": [1.0],
         },
     ),
-    "legs": ("leg_counting", {"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 5}),
-    "sequences": (
-        "number_sequence",
-        {"min_terms": 4, "max_terms": 5, "min_value": -20, "max_value": 20, "max_complexity": 1},
+    "matrix": (
+        "manipulate_matrix",
+        {"min_rows": 2, "max_rows": 2, "min_cols": 2, "max_cols": 2, "min_transforms": 1, "max_transforms": 1},
     ),
-    "number_format": (
-        "number_format",
-        {"min_num_candidates": 2, "max_num_candidates": 3, "min_n": 10, "max_n": 9999, "max_delta": 1000.0},
-    ),
-    "decimal_sums": (
-        "decimal_chain_sum",
-        {
-            "min_terms": 2,
-            "max_terms": 2,
-            "min_digits": 1,
-            "max_digits": 1,
-            "min_decimal_places": 1,
-            "max_decimal_places": 1,
-        },
-    ),
-    "clock": ("time_intervals", {"task_types": ["time"], "max_time_difference_seconds": 3540}),
+    "cubes": ("color_cube_rotation", {"min_rotations": 1, "max_rotations": 1}),
+    "weekdays": ("calendar_arithmetic", {"tasks": ["weekday_offset"], "offset_upper_bound": 7}),
+    "kin": ("family_relationships", {"min_family_size": 3, "max_family_size": 4}),
 }
 
 
