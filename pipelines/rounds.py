@@ -28,6 +28,7 @@ from pipelines import merge
 from pipelines.build import RunPaths
 from pipelines.evaluate import evaluate_models, lm_eval_text, read_lm_eval
 from pipelines.interrupts import interrupts
+from pipelines.manifest import manifest_of, resolved, write_inputs
 from pipelines.memory import refuse_too_large
 from pipelines.preflight import Inputs, check
 from pipelines.resume import accept_changes, refuse_changed_inputs
@@ -101,18 +102,18 @@ def _check_all(configs: Sequence[PipelineConfig]) -> list[Inputs]:
 
 def _facts(config: PipelineConfig, inputs: Inputs) -> Facts:
     teachers = {domain: teacher.digest for domain, teacher in inputs.teachers.items()}
-    return {**merge.manifest_of(config, inputs), "teachers": teachers}
+    return {**manifest_of(config, inputs), "teachers": teachers}
 
 
 def _write(paths: RunPaths, config: PipelineConfig, inputs: Inputs, plan: Sequence[Facts]) -> None:
     """The files that say what the rounds are; `inputs` are the first round's."""
     experts = {name: facts for one in plan for name, facts in one["experts"].items()}
     sizes = {name: size for one in plan for name, size in one["models"]["experts"].items()}
-    merge.write_inputs(
+    write_inputs(
         paths,
-        merge.manifest_of(config, inputs)
+        manifest_of(config, inputs)
         | {
-            "config": merge.resolved(config, inputs) | {"rounds": _rounds_key(config, plan)},
+            "config": resolved(config, inputs) | {"rounds": _rounds_key(config, plan)},
             "experts": experts,
             "models": {**plan[0]["models"], "experts": sizes},
         },

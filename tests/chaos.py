@@ -211,10 +211,11 @@ def complete(file: Path) -> bool:
         with file.open("rb") as data:
             length = int.from_bytes(data.read(8), "little")
             header = json.loads(data.read(length))
+            size = os.fstat(data.fileno()).st_size  # of the file that was opened: its name may have changed
     except (FileNotFoundError, ValueError):
         return False
     ends = [facts["data_offsets"][1] for name, facts in header.items() if name != "__metadata__"]
-    return file.stat().st_size == 8 + length + max(ends)
+    return size == 8 + length + max(ends)
 
 
 def being(merge: Merge, moment: str, step: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from opd import cluster
+from opd import cluster, leftovers
 from opd.config import ClusterConfig
 from opd.errors import RunError
 
@@ -111,6 +112,29 @@ def test_nothing_of_ours_listens_beyond_this_machine() -> None:
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
     addresses = {name: ip_address(at.ip.removeprefix("::ffff:")) for name, at in listening}
     assert {name: str(at) for name, at in addresses.items() if not at.is_loopback} == {}
+
+
+def test_every_process_carries_the_mark_of_its_driver() -> None:
+    """Also under the titles that Ray's agents and workers give themselves, and in an agent that lost its raylet."""
+    owner = start_owner()
+    ask(owner, "asked")
+    wanted = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Owner"}
+    deadline = time.monotonic() + 30
+    while (found := titles_and_marks()).keys() < wanted and time.monotonic() < deadline:
+        time.sleep(0.2)  # an agent has its title a moment after its start
+    cluster.kill([owner])
+    assert found.keys() >= wanted
+    assert {title: mark for title, mark in found.items() if mark != leftovers.mark()} == {}
+
+
+def titles_and_marks() -> dict[str, str | None]:
+    """Of all processes below this one."""
+    found: dict[str, str | None] = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            title = process.cmdline()[0] if process.name().startswith("ray::") else process.name()
+            found[title.split("(")[0].split(".")[0]] = process.environ().get(leftovers.VARIABLE)
+    return found
 
 
 def test_only_who_has_the_token_gets_an_answer() -> None:

@@ -146,11 +146,11 @@ def bench(
 ) -> Bench:
     made = Bench(world, monkeypatch, in_process, make_model_dir, make_adapter, capsys)
 
-    def run(config: Any, inputs: Inputs, *_: Any) -> None:
-        made.inputs = inputs
+    def run(found: pipelines.merge.Run, *_: Any) -> None:
+        made.inputs = found.inputs
         raise Started
 
-    monkeypatch.setattr(pipelines.merge, "_run", run)
+    monkeypatch.setattr(pipelines.merge, "_supervise", run)
     return made
 
 
@@ -760,7 +760,7 @@ def disk_full(b: Bench) -> None:
     def run(*_: Any) -> None:
         raise error.value
 
-    b.patch.setattr(pipelines.merge, "_run", run)
+    b.patch.setattr(pipelines.merge, "_supervise", run)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 3
     assert "No space left on device" in result.stderr and "opd merge --resume" in result.stderr
@@ -958,7 +958,7 @@ def interrupts(b: Bench) -> None:
     def run(*_: Any) -> None:
         raise pipelines.merge.Interrupted(5, Path("runs/two"), signal.SIGINT)
 
-    b.patch.setattr(pipelines.merge, "_run", run)
+    b.patch.setattr(pipelines.merge, "_supervise", run)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 130 and "opd merge --resume runs/two" in result.stderr
 

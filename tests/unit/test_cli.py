@@ -61,7 +61,7 @@ def no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any) -> dict[str, Any]:
         raise AssertionError("the run started")
 
-    monkeypatch.setattr(pipelines.merge, "_run", started)
+    monkeypatch.setattr(pipelines.merge, "_supervise", started)
 
 
 def refused(result: Result, *words: str | Path) -> None:
@@ -322,16 +322,16 @@ def test_a_resume_with_another_pipeline_shows_what_differs(started: Path, world:
 
 def test_a_resume_may_change_what_decides_nothing(started: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(pipelines.merge, "_run", lambda *args: ran.append(args) or REPORT)
+    monkeypatch.setattr(pipelines.merge, "_supervise", lambda *args: ran.append(args) or REPORT)
     result = opd("merge", "--resume", started, "--set", "trainer.ranks=1")
     assert result.exit_code == 0, result.output
-    config, _, _, _, checkpoint, notices = ran[0]
-    assert (config.trainer.ranks, checkpoint) == (1, None)
+    run, checkpoint, notices = ran[0]
+    assert (run.config.trainer.ranks, checkpoint) == (1, None)
     assert notices[0] == "trainer.ranks: 2 before, 1 now"
     # From now on these are the run's own.
     assert opd("merge", "--resume", started).exit_code == 0
-    config, *_, notices = ran[1]
-    assert (config.trainer.ranks, notices) == (1, [])
+    run, _, notices = ran[1]
+    assert (run.config.trainer.ranks, notices) == (1, [])
     world.data["trainer"]["ranks"] = 1
     assert opd("merge", world.write(), "--resume", started).exit_code == 0
     assert ran[2][-1] == []
@@ -346,7 +346,7 @@ def test_a_resume_from_a_checkpoint_that_is_not_there_is_refused(started: Path) 
 
 def test_a_resume_names_other_versions(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(pipelines.merge, "_run", lambda *args: ran.append(args) or REPORT)
+    monkeypatch.setattr(pipelines.merge, "_supervise", lambda *args: ran.append(args) or REPORT)
     recorded = json.loads((started / "manifest.json").read_text())["versions"]
     edit(started / "manifest.json", versions=recorded | {"torch": "1.0"})
     assert opd("merge", "--resume", started).exit_code == 0
@@ -429,7 +429,7 @@ def test_how_a_run_ends(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(pipelines.merge, "_run", fails)
+    monkeypatch.setattr(pipelines.merge, "_supervise", fails)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == code
     assert all(word in result.stderr for word in words), result.stderr
@@ -439,7 +439,7 @@ def test_a_bug_of_ours_keeps_its_traceback(world: Any, monkeypatch: pytest.Monke
     def fails(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(pipelines.merge, "_run", fails)
+    monkeypatch.setattr(pipelines.merge, "_supervise", fails)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)
@@ -460,7 +460,7 @@ REPORT = {
 
 
 def test_a_merge_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines.merge, "_run", lambda *_: REPORT)
+    monkeypatch.setattr(pipelines.merge, "_supervise", lambda *_: REPORT)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 0
     assert re.search(r"reverse +│ +0\.25 +│ +1\.00 +│ +0\.75 +│ +67 %", result.stdout)

@@ -64,6 +64,8 @@ def test_what_the_disk_has_against_a_write_is_said_with_the_path(number: int, tm
     assert str(error.value) == f"{path}: could not be written: {os.strerror(number)}"
     with pytest.raises(StorageError, match=r"x/y: could"), storing(path):
         raise OSError(number, os.strerror(number), str(path / "y"))
+    with pytest.raises(StorageError, match=r"x/copy: could"), storing(path):  # as `shutil.copy` does
+        raise OSError(number, os.strerror(number), "source", None, str(path / "copy"))
     with pytest.raises(StorageError), storing(path):
         raise SafetensorError(f"Error while serializing: I/O error: some words (os error {number})")
 

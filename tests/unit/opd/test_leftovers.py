@@ -77,12 +77,13 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
 def test_processes_of_a_driver_that_was_killed_are_ended_also_stopped_ones(drivers: Any) -> None:
     gone, alive, stranger = drivers(), drivers(), drivers(marked=False)
     gone.child.send_signal(signal.SIGSTOP)
-    assert leftovers.sweep() == []
+    leftovers.sweep()  # also of what others have left on this machine
+    assert gone.child_lives() and alive.child_lives() and stranger.child_lives()
     gone.kill()
     stranger.kill()
-    assert [line.split()[1] for line in leftovers.sweep()] == [str(gone.child.pid)]
+    assert any(line.startswith(f"process {gone.child.pid} (") for line in leftovers.sweep())
     assert not gone.child_lives() and alive.child_lives() and stranger.child_lives()
-    assert leftovers.sweep() == []
+    assert not any(line.startswith(f"process {gone.child.pid} (") for line in leftovers.sweep())
 
 
 def test_directories_go_with_their_driver(drivers: Any, places: dict[str, Path]) -> None:
@@ -159,23 +160,3 @@ def test_own_processes_are_ended_and_the_mark_does_not_stay() -> None:
     finally:
         other.kill()
         other.wait()
-
-
-def test_a_process_whose_environment_cannot_be_read_is_ended_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that lost its parent, as Ray's agents do when the raylet dies."""
-    before = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    between = "import os, subprocess, sys, time; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); time.sleep(600)"
-    with leftovers.marked():
-        parent = subprocess.Popen([sys.executable, "-c", between], stdout=subprocess.PIPE, text=True)
-        assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-    parent.kill()
-    parent.wait()
-    monkeypatch.setattr(leftovers, "_carried", lambda process: "")
-    try:
-        assert leftovers.end_own() == [f"process {child.pid} (sleep)"]
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-        assert before.poll() is None
-    finally:
-        before.kill()
-        before.wait()

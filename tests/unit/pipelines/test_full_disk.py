@@ -22,7 +22,7 @@ from opd.stream.targets import Expected, TargetStream
 from opd.train.shards import write_shard
 from opd.types import Prompt, Rollout, RolloutBatch, Segment, WrittenFile
 from pipelines.build import RunPaths
-from pipelines.merge import _export, _says_what_is_intact
+from pipelines.merge import Run, _export, _says_what_is_intact
 from pipelines.preflight import check
 
 FULL = "could not be written: No space left on device"
@@ -113,18 +113,18 @@ def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) 
 
 
 def test_the_export_leaves_the_checkpoint_and_the_model_before(run: RunPaths, world: Any) -> None:
-    config = load_pipeline(world.write())
-    inputs, rank = check(config), OneRank()
+    config, rank = load_pipeline(world.write()), OneRank()
+    merge = Run(config=config, inputs=check(config), paths=run, identity={})
     saver = checkpoints(run, rank)
     saver.save(2, 2)
     saver.committed(wait=True)
     parts: Any = SimpleNamespace(trainer=rank)
-    _export(parts, config, inputs, run)
+    _export(parts, merge)
     before = {p.name: p.read_bytes() for p in run.model.iterdir()}
     assert {"model.safetensors", "tokenizer.json", "README.md"} <= set(before)
     rank.numel = 200_000
     with pytest.raises(StorageError, match=FULL) as error, _says_what_is_intact(run):
-        _export(parts, config, inputs, run)
+        _export(parts, merge)
     assert "intact: checkpoint of step 2\n" in str(error.value)
     assert {p.name: p.read_bytes() for p in run.model.iterdir()} == before
     assert sorted(p.name for p in run.root.iterdir()) == ["checkpoints", "model"]

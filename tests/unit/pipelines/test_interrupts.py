@@ -83,8 +83,8 @@ from pipelines.interrupts import interrupts
 with interrupts():
     with leftovers.marked():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print(child.pid, flush=True)
     try:
+        print(child.pid, flush=True)
         time.sleep(600)
     finally:
         time.sleep(600)  # an ending that takes too long

@@ -27,7 +27,8 @@ from opd.types import Teacher, WrittenFile
 from pipelines import merge, preflight
 from pipelines.build import RunPaths
 from pipelines.evaluate import lm_eval_merge
-from pipelines.merge import _before_and_experts, _refuse_fewer_steps, manifest_of, resolved
+from pipelines.manifest import manifest_of, resolved
+from pipelines.merge import Run, _before_and_experts, _refuse_fewer_steps
 from pipelines.preflight import check
 from pipelines.resume import refuse_changed_inputs
 
@@ -214,13 +215,14 @@ class Measuring:
 
 def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
     config = load_pipeline(world.write())
-    inputs, paths = check(config), RunPaths(world.root / "run")
+    paths = RunPaths(world.root / "run")
+    run = Run(config=config, inputs=check(config), paths=paths, identity={})
     paths.root.mkdir()
     shown: Any = type("Shown", (), {"say": lambda self, line: None})()
 
     def measure() -> tuple[list[str], Any]:
         parts: Any = Measuring(paths, shown)
-        return parts.asked, _before_and_experts(parts, inputs, paths, config, shown)
+        return parts.asked, _before_and_experts(parts, run, shown)
 
     asked, found = measure()
     assert asked == ["student before", "load rev", "expert rev", "load up", "expert up", "load base"]
@@ -266,7 +268,7 @@ def test_a_death_that_a_step_cannot_mend_starts_all_again_from_the_last_checkpoi
 ) -> None:
     seen: list[tuple[int | None, list[str]]] = []
 
-    def session(config: Any, inputs: Any, paths: Any, ours: Any, checkpoint: Any, notices: Any, signals: Any) -> Any:
+    def session(run: Any, checkpoint: Any, notices: Any, signals: Any) -> Any:
         seen.append((checkpoint and checkpoint.step, list(notices)))
         if len(seen) <= deaths:
             raise WorkerDied(f"trainer rank 0: death {len(seen)}")
@@ -306,7 +308,7 @@ def test_another_failure_is_not_tried_again(interrupted: Path, monkeypatch: pyte
 
 
 def test_a_run_records_how_it_was_called_and_what_it_is_made_of(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "_run", lambda *_: {})
+    monkeypatch.setattr(merge, "_supervise", lambda *_: {})
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/opd", "merge", "pipeline.yaml", "--set", "name=a b"])
     merge.start(load_pipeline(world.write()), world.root / "run")
     manifest = json.loads((world.root / "run" / "manifest.json").read_text())

@@ -57,16 +57,15 @@ class Engines:
         self.signals_at = ""
         """The event at which somebody presses Ctrl-C."""
 
-    def session(
-        self, config: Any, inputs: Any, paths: Any, ours: Any, checkpoint: Any, notices: Any, signals: Any
-    ) -> dict[str, Any]:
+    def session(self, run: merge.Run, checkpoint: Any, notices: Any, signals: Any) -> dict[str, Any]:
+        config, inputs, paths = run.config, run.inputs, run.paths
         self._name, self._signals = paths.root.name, signals
         self.load(config.student.model)
         shown: Any = SimpleNamespace(say=lambda line: None)
         self.reporter = RunReporter(MetricsFile(paths.metrics), paths.evaluation, shown)
         self.engine = self.evaluator = self
         parts: Any = self
-        before, expert = merge._before_and_experts(parts, inputs, paths, config, shown)
+        before, expert = merge._before_and_experts(parts, run, shown)
         self.event(f"train from {checkpoint.step if checkpoint else 0}")
         MetricsFile(paths.metrics).rewind(0)
         for step in range(1, config.trainer.steps + 1):
@@ -76,7 +75,7 @@ class Engines:
             )  # fmt: skip
         trainer: Any = OneFile()
         store = CheckpointStore(
-            paths.checkpoints, trainer, CheckpointConfig(), world_size=2, identity=ours, timeout_s=9
+            paths.checkpoints, trainer, CheckpointConfig(), world_size=2, identity=run.identity, timeout_s=9
         )
         if not checkpoint:
             store.save(config.trainer.steps, config.trainer.steps)
@@ -482,10 +481,10 @@ def test_public_tasks_of_the_student_before_are_those_of_the_last_round(
     )
     session = engines.session
 
-    def with_tasks(config: Any, inputs: Any, paths: Any, *rest: Any) -> Any:
-        report = session(config, inputs, paths, *rest)
+    def with_tasks(run: merge.Run, *rest: Any) -> Any:
+        report = session(run, *rest)
         engines.event("tasks")
-        merge.lm_eval_merge(config, paths.model, paths.lm_eval)
+        merge.lm_eval_merge(run.config, run.paths.model, run.paths.lm_eval)
         return report
 
     monkeypatch.setattr(merge, "_session", with_tasks)
