@@ -115,7 +115,7 @@ def test_nothing_of_ours_listens_beyond_this_machine() -> None:
 
 
 def test_every_process_carries_the_mark_of_its_driver() -> None:
-    """Also under the titles that Ray's agents and workers give themselves, and in an agent that lost its raylet."""
+    """Also under the titles that Ray's agents and workers give themselves."""
     owner = start_owner()
     ask(owner, "asked")
     wanted = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Owner"}
