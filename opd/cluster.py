@@ -194,7 +194,10 @@ def put(value: Any) -> Any:
 
 
 def kill(actors: Sequence[Any]) -> None:
-    """End workers at once; whoever waits for one of their calls gets the error of a worker that died."""
+    """End workers at once; whoever waits for one of their calls gets the error of a worker that died.
+
+    Ray's word reaches a worker that has not been listened to yet a moment later: until then it may still answer.
+    """
     import ray
 
     for actor in actors:

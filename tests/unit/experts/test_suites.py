@@ -97,7 +97,7 @@ def test_every_line_of_worked_answers_is_right_and_the_last_is_the_answer(domain
         assert len(completion) < 24, "a token a character: with the end token, the quickstart leaves room for 24"
 
 
-@pytest.mark.parametrize("domain", ["swap", "duel"])
+@pytest.mark.parametrize("domain", WORKED)
 def test_several_ways_are_right_and_rows_take_different_ones(domain: str):
     """Where an answer may begin at several places, it is now the last of them, now another."""
     taken: Counter[bool] = Counter()
