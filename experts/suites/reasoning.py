@@ -74,9 +74,18 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
         "manipulate_matrix",
         {"min_rows": 2, "max_rows": 2, "min_cols": 2, "max_cols": 2, "min_transforms": 1, "max_transforms": 1},
     ),
-    "cubes": ("color_cube_rotation", {"min_rotations": 1, "max_rotations": 1}),
-    "weekdays": ("calendar_arithmetic", {"tasks": ["weekday_offset"], "offset_upper_bound": 7}),
     "kin": ("family_relationships", {"min_family_size": 3, "max_family_size": 4}),
+    "decimal_sums": (
+        "decimal_chain_sum",
+        {
+            "min_terms": 2,
+            "max_terms": 2,
+            "min_digits": 1,
+            "max_digits": 1,
+            "min_decimal_places": 1,
+            "max_decimal_places": 1,
+        },
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 TASKS = frozenset(
     {
         *("aiw", "base_conversion", "basic_arithmetic", "caesar_cipher", "calendar_arithmetic", "chain_sum"),
-        *("color_cube_rotation", "complex_arithmetic", "count_bits", "family_relationships", "fraction_simplification"),
+        *("complex_arithmetic", "count_bits", "decimal_chain_sum", "family_relationships", "fraction_simplification"),
         *("gcd", "isomorphic_strings", "lcm", "letter_counting", "manipulate_matrix", "needle_haystack"),
         *("number_filtering", "number_sorting", "products", "rotate_matrix", "simple_equations", "spell_backward"),
         *("word_sequence_reversal", "word_sorting"),
