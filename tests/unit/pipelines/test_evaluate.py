@@ -131,6 +131,18 @@ def test_a_models_run_directory_has_its_pipeline(run_dir: Path, engine: Any) -> 
         assert data(opd(model, "--json"))["accuracy"] == {"reverse": 1.0, "upper": 1.0}
 
 
+def test_a_run_in_rounds_is_asked_the_domains_of_all_of_them(world: Any, run_dir: Path, engine: Any) -> None:
+    """Each by the exam of the last round that has it."""
+    upper = world.data["domains"].pop("upper")
+    again = world.data["domains"]["reverse"] | {"eval": {"prompts": str(world.root / "upper-eval.jsonl")}}
+    world.data["rounds"] = [{}, {"domains": {"upper": upper, "reverse": again}}]
+    world.write().rename(run_dir / "pipeline.yaml")
+    found = data(opd("run/model", "--json"))
+    assert list(found["accuracy"]) == ["reverse", "upper"]
+    asked = {answer["domain"]: answer["prompt"][:3] for answer in found["models"]["run/model"]["answers"]}
+    assert asked == {"reverse": "upp", "upper": "upp"}
+
+
 def test_everything_goes_into_a_file_too(world: Any, engine: Any) -> None:
     result = opd("up", "--pipeline", "pipeline.yaml", "--output", "out.json", "--json")
     assert json.loads(Path("out.json").read_text()) == data(result)
