@@ -39,6 +39,8 @@ smollm2: setup
 	$(OPD) experts train smollm2-experts
 	test -d runs/smollm2 || $(OPD) merge smollm2 --run-dir runs/smollm2
 	test -e runs/smollm2/report.json || $(OPD) merge --resume runs/smollm2
+	test -e runs/smollm2/evaluation/matrix.json || $(OPD) evaluate --matrix runs/smollm2
+	$(OPD) baseline runs/smollm2 --method linear,task_arithmetic,ties,dare_ties,slerp,off_policy,mixed_sft
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests/unit
