@@ -153,7 +153,8 @@ def ours(inputs: Inputs, case: Case, **options: Any) -> Tensor:
 
     from opd.config import ReverseKLConfig
     from opd.losses import build_objective
-    from opd.losses.chunked import TeacherBlock, chunked_objective
+    from opd.losses.blocks import TeacherBlock
+    from opd.losses.chunked import chunked_objective
 
     num = len(inputs.token_T)
     loss, _ = chunked_objective(

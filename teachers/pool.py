@@ -9,7 +9,7 @@ from typing import Any
 from opd import cluster
 from opd.config import PipelineConfig, TopKConfig
 from opd.errors import RunError
-from opd.losses.chunked import LogitRule
+from opd.losses.blocks import LogitRule
 from opd.rollouts.vllm import ENGINE_ENV
 from opd.stream.heads import HeadFile
 from opd.stream.targets import Expected, TargetStream

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from opd.losses.chunked import LogitRule
+from opd.losses.blocks import LogitRule
 from opd.stream.heads import HeadFile, head_array
 from opd.stream.schema import TargetRow, write_parts
 from opd.types import Rollout, Teacher

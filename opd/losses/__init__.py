@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from opd.config import ObjectiveConfig
-from opd.losses.chunked import Objective
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
+from opd.losses.objective import Objective
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.sampled import Sampled
 from opd.losses.skew import Skew

@@ -19,186 +19,28 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from opd.losses.blocks import (
+    IDENTITY,
+    Block,
+    FoldedBlock,
+    LogitRule,
+    MixtureBlock,
+    SampledBlock,
+    TeacherBlock,
+    TopKBlock,
+    upcast,
+)
+from opd.losses.objective import Objective, Slope, StudentChunk, TeacherChunk
 
 SLICE_VALUES = 1 << 18
 """Values of a [rows, V] slice that the elementwise part works on at a time on a CPU; a GPU takes the whole chunk."""
 TILE_VALUES = 1 << 20
 """Values of the head's gradient that one matrix product adds at a time: a product for all of it would be its size again."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogitRule:
-    """What an architecture does to head times hidden state: Cohere and Granite scale it, Gemma caps it."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def apply(self, raw_C_V: Tensor) -> Tensor:
-        """logits = softcap * tanh(scale * raw / softcap), or scale * raw without a cap."""
-        if self.scale != 1.0:
-            raw_C_V = raw_C_V * self.scale
-        return raw_C_V if self.softcap is None else (raw_C_V / self.softcap).tanh() * self.softcap
-
-    def pull_back(self, grad_C_V: Tensor, logits_C_V: Tensor) -> Tensor:
-        """Gradient by the raw products, from the gradient by the logits."""
-        if self.softcap is not None:
-            grad_C_V = grad_C_V * (1 - (logits_C_V / self.softcap).square())
-        return grad_C_V if self.scale == 1.0 else grad_C_V * self.scale
-
-    @property
-    def is_identity(self) -> bool:
-        return self.scale == 1.0 and self.softcap is None
-
-
-IDENTITY = LogitRule()
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherBlock:
-    """Consecutive tokens of a micro-batch scored exactly by one teacher."""
-
-    hidden_N_E: Tensor
-    head_V_E: Tensor
-    rule: LogitRule = IDENTITY
-
-    def __len__(self) -> int:
-        return len(self.hidden_N_E)
-
-    def logits(self, part: slice, vocab_size: int) -> Tensor:
-        """[C, V] in the hidden states' type."""
-        return self.rule.apply(self.hidden_N_E[part] @ self.head_V_E[:vocab_size].T)
-
-
-@dataclass(frozen=True, slots=True)
-class MixtureBlock:
-    """Consecutive tokens scored by several teachers, weights summing to one: sum_k w_k KL(p || q_k).
-
-    Equals KL against the unnormalised log-measure zbar - sum_k w_k lse_k with zbar = sum_k w_k z_k (DeepSeek-V4,
-    arXiv 2606.19348, states the objective), so one [C, V] accumulator and one backward do for any number of teachers.
-    """
-
-    teachers: tuple[TeacherBlock, ...]
-    weights: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        assert len(self.teachers) == len(self.weights) and len({len(t) for t in self.teachers}) == 1
-        assert abs(sum(self.weights) - 1) < 1e-6 and min(self.weights) >= 0
-
-    def __len__(self) -> int:
-        return len(self.teachers[0])
-
-    def folded(self, lse_N: Tensor) -> FoldedBlock | None:
-        """One averaged hidden vector and one number a token instead of K vectors, if all teachers share one linear head.
-
-        `lse_N` is sum_k w_k logsumexp(z_k), which each teacher can send along; it moves the value, not the gradient.
-        """
-        first = self.teachers[0]
-        if any(t.head_V_E is not first.head_V_E or not t.rule.is_identity for t in self.teachers):
-            return None
-        hidden_N_E = torch.zeros_like(_upcast(first.hidden_N_E))
-        for weight, teacher in zip(self.weights, self.teachers, strict=True):
-            hidden_N_E += weight * teacher.hidden_N_E
-        return FoldedBlock(hidden_N_E.to(first.hidden_N_E.dtype), first.head_V_E, lse_N)
-
-
-@dataclass(frozen=True, slots=True)
-class FoldedBlock:
-    """A mixture over one common head, see `MixtureBlock.folded`."""
-
-    hidden_N_E: Tensor
-    head_V_E: Tensor
-    lse_N: Tensor
-    """sum_k w_k logsumexp(z_k)."""
-
-    def __len__(self) -> int:
-        return len(self.hidden_N_E)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledBlock:
-    """Consecutive tokens of which the teacher said only the sampled token's log-prob."""
-
-    logprob_N: Tensor
-    baseline_N: Tensor | None = None
-    """What `Sampled` takes off the advantage; it may depend on anything but the token's own response."""
-
-    def __len__(self) -> int:
-        return len(self.logprob_N)
-
-    def part(self, part: slice) -> SampledBlock:
-        """Some of the tokens."""
-        return SampledBlock(self.logprob_N[part], None if self.baseline_N is None else self.baseline_N[part])
-
-
-@dataclass(frozen=True, slots=True)
-class TopKBlock:
-    """Consecutive tokens of which the teacher gave its K likeliest tokens, true (not renormalised) log-probs."""
-
-    ids_N_K: Tensor
-    logprob_N_K: Tensor
-
-    def __len__(self) -> int:
-        return len(self.ids_N_K)
-
-    def part(self, part: slice) -> TopKBlock:
-        """Some of the tokens."""
-        return TopKBlock(self.ids_N_K[part], self.logprob_N_K[part])
-
-
-Block = TeacherBlock | MixtureBlock | FoldedBlock | SampledBlock | TopKBlock
-
-
-@dataclass(frozen=True, slots=True)
-class StudentChunk:
-    """C tokens as the student sees them; detached."""
-
-    logp_C_V: Tensor
-    p_C_V: Tensor
-    token_C: Tensor
-    """Sampled ids."""
-    logp_C: Tensor
-    """Log-prob of the sampled ids."""
-    behaviour_C: Tensor
-    """Log-prob of the sampled ids when they were sampled."""
-    weight_C: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherChunk:
-    """The same C tokens as the teacher sees them; what its payload does not hold is None."""
-
-    logq_C_V: Tensor | None
-    """Log-probs; for a mixture the unnormalised log-measure."""
-    logq_C: Tensor | None
-    """Log-prob of the sampled ids."""
-    topk: TopKBlock | None
-    baseline_C: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Slope:
-    """An objective on C tokens: f(p), p * df/dp, and what else it can tell of each token."""
-
-    value_C: Tensor
-    p_slope_C_V: Tensor
-    clipped_C: Tensor | None = None
-    """Whether a clip was active."""
-    student_mass_C: Tensor | None = None
-    """Student's probability of the tokens that the teacher gave."""
-    teacher_mass_C: Tensor | None = None
-
-
-class Objective(Protocol):
-    """One way to measure how far the student is from the teacher."""
-
-    mixes: ClassVar[bool]
-    """Whether a mixture's log-measure can stand for its teachers; true of sums over teachers only."""
-
-    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,14 +258,10 @@ def _teacher_inputs(block: Block, part: slice, vocab_size: int) -> _TeacherInput
         raw_C_V = block.hidden_N_E[part] @ block.head_V_E[:vocab_size].T
         return _TeacherInputs(measure_C_V=raw_C_V - block.lse_N[part, None])
     terms = (
-        w * _upcast(t.logits(part, vocab_size)).log_softmax(-1)
+        w * upcast(t.logits(part, vocab_size)).log_softmax(-1)
         for w, t in zip(block.weights, block.teachers, strict=True)
     )
     return _TeacherInputs(measure_C_V=functools.reduce(torch.add, terms))
-
-
-def _upcast(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def _slice(
@@ -465,7 +303,7 @@ def _elementwise(
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Per-token numbers, and the gradient by the student's raw products in their own type."""
     token_C, behaviour_C, weight_C = columns
-    logits_C_V = _upcast(rule.apply(raw_C_V))
+    logits_C_V = upcast(rule.apply(raw_C_V))
     logp_C_V = logits_C_V.log_softmax(-1)
     if rule.softcap is None:
         logits_C_V = raw_C_V  # only a cap's derivative looks at the logits again

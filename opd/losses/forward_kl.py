@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
+from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 
 
 @dataclass(frozen=True, slots=True)

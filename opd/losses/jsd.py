@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import torch
 
-from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
 from opd.losses.forward_kl import ForwardKL
+from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 from opd.losses.reverse_kl import ReverseKL
 
 

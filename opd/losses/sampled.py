@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
+from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 
 
 @dataclass(frozen=True, slots=True)

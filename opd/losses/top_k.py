@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from opd.losses.chunked import Slope, StudentChunk, TeacherChunk
+from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 
 TINY = 1e-6
 """Smallest tail mass: below it, 1 minus a float32 sum of K probabilities is rounding noise, and may be negative. A

@@ -12,7 +12,7 @@ from blake3 import blake3
 from safetensors import safe_open
 from torch import Tensor
 
-from opd.losses.chunked import LogitRule
+from opd.losses.blocks import LogitRule
 
 
 @dataclass(frozen=True, slots=True)

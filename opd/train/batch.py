@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.losses.chunked import Block, MixtureBlock, SampledBlock, TeacherBlock, TopKBlock
+from opd.losses.blocks import Block, MixtureBlock, SampledBlock, TeacherBlock, TopKBlock
 from opd.packing import pack
 from opd.stream.heads import Head
 from opd.stream.schema import TargetRow

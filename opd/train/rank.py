@@ -23,7 +23,7 @@ from opd.config import ObjectiveConfig
 from opd.errors import RunError
 from opd.files import storing
 from opd.losses import build_objective
-from opd.losses.chunked import LogitRule
+from opd.losses.blocks import LogitRule
 from opd.stream.heads import Head, HeadFile, head_key, head_tensor
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import (

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opd.losses.chunked import Block, LogitRule, Objective, TokenStats, chunked_objective
+from opd.losses.blocks import Block, LogitRule
+from opd.losses.chunked import TokenStats, chunked_objective
+from opd.losses.objective import Objective
 from opd.stream.heads import Head, logit_rule
 from opd.train.batch import MicroBatch, Packed
 

@@ -16,7 +16,7 @@ from pyarrow import flight
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.losses.chunked import LogitRule
+from opd.losses.blocks import LogitRule
 from opd.stream.heads import head_key, head_tensor
 from opd.stream.schema import VERSION as STREAM_VERSION
 from opd.stream.targets import TargetStream

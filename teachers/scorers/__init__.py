@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from opd.losses.chunked import LogitRule
+from opd.losses.blocks import LogitRule
 from opd.stream.heads import HeadFile
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Teacher

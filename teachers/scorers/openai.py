@@ -19,7 +19,7 @@ import aiohttp
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.losses.chunked import IDENTITY, LogitRule
+from opd.losses.blocks import IDENTITY, LogitRule
 from opd.stream.schema import TargetRow
 from opd.text import one_line
 from opd.types import Rollout, Teacher

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from opd.errors import RunError
 from opd.lora import ADAPTER_CONFIG, LoraConfig, Update, updates
-from opd.losses.chunked import LogitRule
+from opd.losses.blocks import LogitRule
 from opd.stream.heads import HeadFile, head_key, logit_rule
 from opd.stream.schema import TargetRow
 from opd.train.batch import pack_sequences, predict_positions

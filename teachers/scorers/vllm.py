@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.losses.chunked import LogitRule
+from opd.losses.blocks import LogitRule
 from opd.rollouts.worker import EngineOptions, engine_model, model_shape, start_engine, swap_weights, wipe_cache
 from opd.stream.heads import HeadFile
 from opd.stream.schema import TargetRow

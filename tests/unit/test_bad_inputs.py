@@ -33,7 +33,7 @@ from opd.checkpoints import CheckpointStore
 from opd.config import CheckpointConfig
 from opd.errors import ModelError, RegistryError, RunDirError, RunError, StorageError
 from opd.files import blake3_file, storing
-from opd.losses.chunked import IDENTITY
+from opd.losses.blocks import IDENTITY
 from opd.metrics import MetricsFile, PhaseClock
 from opd.progress import RunReporter
 from opd.rollouts.vllm import VLLMRolloutEngine
@@ -825,12 +825,13 @@ def no_compiler(b: Bench) -> None:
     import torch
 
     from opd.losses import chunked
+    from opd.losses.blocks import TeacherBlock
     from opd.losses.reverse_kl import ReverseKL
 
     def loss(compiled: bool) -> float:
         generator = torch.Generator().manual_seed(0)
         hidden, head, teacher, other = (torch.randn(n, 8, generator=generator) for n in (6, 20, 6, 20))
-        blocks = [chunked.TeacherBlock(teacher, other)]
+        blocks = [TeacherBlock(teacher, other)]
         weight, token = torch.full((6,), 1 / 6), torch.zeros(6, dtype=torch.long)
         value, _ = chunked.chunked_objective(
             ReverseKL(), hidden.requires_grad_(), head.requires_grad_(), blocks, weight, token,

@@ -17,7 +17,7 @@ import pytest
 
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.losses.chunked import IDENTITY
+from opd.losses.blocks import IDENTITY
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
 from teachers.pool import Pool

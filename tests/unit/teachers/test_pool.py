@@ -12,7 +12,7 @@ import torch
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.losses.chunked import IDENTITY
+from opd.losses.blocks import IDENTITY
 from opd.stream import schema
 from opd.stream.heads import head_tensor
 from opd.stream.schema import Stream, read_stream

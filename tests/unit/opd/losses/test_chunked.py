@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opd.losses import chunked
-from opd.losses.chunked import TeacherBlock, TopKBlock, _rounded_in_place, chunked_objective
+from opd.losses.blocks import TeacherBlock, TopKBlock
+from opd.losses.chunked import _rounded_in_place, chunked_objective
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
 from opd.losses.reverse_kl import ReverseKL

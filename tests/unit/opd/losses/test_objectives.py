@@ -18,21 +18,20 @@ from torch import Tensor
 
 from opd.config import validate
 from opd.losses import OBJECTIVES, build_objective, chunked
-from opd.losses.chunked import (
+from opd.losses.blocks import (
     IDENTITY,
     Block,
     FoldedBlock,
     LogitRule,
     MixtureBlock,
-    Objective,
     SampledBlock,
     TeacherBlock,
-    TokenStats,
     TopKBlock,
-    chunked_objective,
 )
+from opd.losses.chunked import TokenStats, chunked_objective
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
+from opd.losses.objective import Objective
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.sampled import Sampled
 from opd.losses.skew import Skew

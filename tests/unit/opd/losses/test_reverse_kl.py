@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from opd.losses import OBJECTIVES
-from opd.losses.chunked import TeacherBlock, chunked_objective
+from opd.losses.blocks import TeacherBlock
+from opd.losses.chunked import chunked_objective
 from opd.losses.reverse_kl import ReverseKL
 
 V, D = 23, 6

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from opd.errors import StorageError
-from opd.losses.chunked import LogitRule
+from opd.losses.blocks import LogitRule
 from opd.stream.heads import head_array, head_tensor
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream

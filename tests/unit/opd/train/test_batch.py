@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.losses.chunked import IDENTITY, MixtureBlock, SampledBlock, TeacherBlock, TopKBlock, chunked_objective
+from opd.losses.blocks import IDENTITY, MixtureBlock, SampledBlock, TeacherBlock, TopKBlock
+from opd.losses.chunked import chunked_objective
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.sampled import Sampled
 from opd.stream.heads import Head

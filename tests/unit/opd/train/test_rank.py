@@ -14,7 +14,8 @@ from torch import nn
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.losses.chunked import IDENTITY, LogitRule, TokenStats
+from opd.losses.blocks import IDENTITY, LogitRule
+from opd.losses.chunked import TokenStats
 from opd.losses.reverse_kl import ReverseKL
 from opd.stream.heads import HeadFile, head_key
 from opd.stream.schema import TargetRow, write_stream

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from opd.errors import RunError
-from opd.losses.chunked import IDENTITY
+from opd.losses.blocks import IDENTITY
 from opd.losses.reverse_kl import ReverseKL
 from opd.stream.heads import Head
 from opd.stream.schema import TargetRow
