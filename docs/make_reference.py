@@ -24,8 +24,9 @@ from pydantic import BaseModel
 from experts.registry import Manifest
 from experts.spec import ExpertsSpec
 from experts.suites import DOMAINS
-from opd.config import PipelineConfig, load_pipeline, load_yaml
+from opd.config import PipelineConfig, load_pipeline
 from opd.report import build_report
+from opd.settings import load_yaml
 from pipelines.catalog import shipped
 
 PAGE = Path(__file__).with_name("pipelines.md")

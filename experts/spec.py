@@ -13,7 +13,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config import Name, Strict, apply_overrides, load_yaml, validate
+from opd.config import Name, Strict
+from opd.settings import apply_overrides, load_yaml, validate
 
 
 class TrainSettings(Strict):

@@ -15,8 +15,9 @@ from typing import Any
 from blake3 import blake3
 
 from opd.checkpoints import Checkpoint
-from opd.config import PipelineConfig, validate
+from opd.config import PipelineConfig
 from opd.errors import RunDirError
+from opd.settings import validate
 
 SAME_WEIGHTS = (
     "checkpoint.*",

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from opd.config import PipelineConfig, validate
+from opd.config import PipelineConfig
 from opd.evaluation.baselines import read_baselines
+from opd.settings import validate
 from pipelines.baselines.jobs import plan
 from pipelines.baselines.mergekit import environment_dir, merge_weights
 from pipelines.baselines.run import compute

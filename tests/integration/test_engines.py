@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from opd import cluster
-from opd.config import PipelineConfig, validate
+from opd.config import PipelineConfig
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import VLLMWorker
+from opd.settings import validate
 from opd.sync.shared_memory import SharedMemorySync
 from opd.train.deepspeed import DeepSpeedTrainer
 from opd.types import Prompt, Rollout, Segment, Teacher, WeightedTeacher

@@ -19,9 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opd import cluster
-from opd.config import ClusterConfig, PipelineConfig, validate
+from opd.config import ClusterConfig, PipelineConfig
 from opd.errors import RunError
 from opd.rollouts.vllm import ENGINE_ENV
+from opd.settings import validate
 from opd.stream.heads import head_tensor
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher

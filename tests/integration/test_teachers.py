@@ -23,8 +23,9 @@ import yaml
 from safetensors.torch import load_file
 
 from opd import cluster
-from opd.config import ClusterConfig, PipelineConfig, validate
+from opd.config import ClusterConfig, PipelineConfig
 from opd.errors import RunError
+from opd.settings import validate
 from opd.stream.heads import head_tensor
 from opd.stream.schema import TargetRow, read_stream
 from opd.stream.targets import TargetStream

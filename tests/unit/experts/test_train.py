@@ -16,9 +16,9 @@ from experts.spec import ExpertsSpec
 from experts.suites import write_suite
 from experts.suites.letters import build_tokenizer
 from experts.train import train_experts
-from opd.config import validate
 from opd.errors import ConfigError, ModelError, OpdError, PromptError, RegistryError
 from opd.prompts import PromptLine
+from opd.settings import validate
 
 SHAPE = {"tokenizer": "letters", "hidden_size": 32, "layers": 1, "heads": 1, "intermediate_size": 64}
 TRAIN = {"max_steps": 20, "learning_rate": 1e-2, "per_device_train_batch_size": 16, "max_length": 32}

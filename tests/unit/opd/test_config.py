@@ -15,19 +15,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from opd.config import (
-    MAX_YAML_DEPTH,
-    MAX_YAML_NODES,
-    PipelineConfig,
-    RegisteredExperts,
-    apply_overrides,
-    load_pipeline,
-    load_yaml,
-    parse_yaml,
-    rounds_of,
-    validate,
-)
+from opd.config import PipelineConfig, RegisteredExperts, load_pipeline, rounds_of
 from opd.errors import ConfigError
+from opd.settings import MAX_YAML_DEPTH, MAX_YAML_NODES, apply_overrides, load_yaml, parse_yaml, validate
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "pipelines").glob("*.yaml"))

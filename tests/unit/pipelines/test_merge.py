@@ -17,12 +17,13 @@ import pipelines.evaluate
 from experts.adapter import whole_model
 from opd.checkpoints import CheckpointStore
 from opd.cluster import WorkerDied
-from opd.config import CheckpointConfig, PipelineConfig, load_pipeline, validate
+from opd.config import CheckpointConfig, PipelineConfig, load_pipeline
 from opd.errors import RunDirError, RunError
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import blake3_file
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
+from opd.settings import validate
 from opd.types import Teacher, WrittenFile
 from pipelines import merge, preflight
 from pipelines.build import RunPaths

@@ -12,10 +12,11 @@ import pytest
 
 from experts import model_dir
 from experts.registry import Registry
-from opd.config import PipelineConfig, load_pipeline, validate
+from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError, ModelError, OpdError, PromptError
 from opd.evaluation.verifiers.exact import ExactMatch
 from opd.files import blake3_file
+from opd.settings import validate
 from pipelines import preflight
 from pipelines.exams import load_exams
 from pipelines.preflight import check, inspect_student, load_tokenizer

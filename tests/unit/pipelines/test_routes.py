@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from experts.model_dir import inspect_model
-from opd.config import PipelineConfig, load_pipeline, validate
+from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
 from opd.losses import OBJECTIVES
+from opd.settings import validate
 from opd.types import Teacher
 from pipelines.preflight import check
 from pipelines.routes import MIXABLE, Expert, route_domains

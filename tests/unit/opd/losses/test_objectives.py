@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.config import validate
 from opd.losses import OBJECTIVES, build_objective, chunked
 from opd.losses.blocks import (
     IDENTITY,
@@ -36,6 +35,7 @@ from opd.losses.reverse_kl import ReverseKL
 from opd.losses.sampled import Sampled
 from opd.losses.skew import Skew
 from opd.losses.top_k import TopK
+from opd.settings import validate
 
 V, D, N = 19, 5, 17
 STUDENT_RULE = LogitRule(scale=0.7, softcap=3.0)
