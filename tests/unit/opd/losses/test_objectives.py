@@ -371,6 +371,24 @@ def test_skew_tends_to_reverse_kl() -> None:
     assert float((skew.kl_N - stats.kl_N).abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("objective", "pull"), [(ReverseKL(), 0.0), (JSD(0.5), 0.0), (Skew(0.1), 0.0), (ForwardKL(), 1.0)], ids=repr
+)
+def test_only_forward_kl_lifts_what_a_student_sure_of_something_else_never_writes(
+    objective: Objective, pull: float
+) -> None:
+    """By how much a unit step down the gradient raises the logit of the teacher's token."""
+    wrong, right = torch.eye(V, dtype=torch.float64)[:2] * 20
+    student_1_V = wrong[None].clone().requires_grad_()
+    one_to_one = torch.eye(V, dtype=torch.float64)  # a head whose logits are the hidden state
+    weight, token = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
+    teacher = TeacherBlock(right[None], one_to_one)
+    loss, _ = chunked_objective(objective, student_1_V, one_to_one, [teacher], weight, token, chunk=1, vocab_size=V)
+    assert loss.item() > 0.5
+    (gradient,) = gradients(loss, student_1_V)
+    assert -gradient[0, 1].item() == pytest.approx(pull, abs=1e-6)
+
+
 @pytest.mark.parametrize("tail", ["bucket", "unnormalised"])
 def test_all_tokens_are_exact_reverse_kl(tail: str) -> None:
     c = case()
