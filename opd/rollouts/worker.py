@@ -1,7 +1,8 @@
 """One vLLM engine inside one process. Runs in a Ray actor; knows nothing of Ray.
 
 Token ids in, token ids out: the engine has no tokenizer. Two vLLM behaviours are repaired here, both silent otherwise:
-a reload on the CPU leaves the packed output head of a tied model stale, and the prefix cache outlives the weights.
+a reload on the CPU leaves the packed output head of a tied model stale, and the prefix cache outlives the weights. A third,
+that it dies on the CPU when it reads a prompt in parts, is kept from happening.
 """
 
 from __future__ import annotations
@@ -159,6 +160,7 @@ def repack_output_head(model: Any) -> None:
 def start_engine(options: EngineOptions, **more: Any) -> Any:
     """An in-process `vllm.LLM`; `more` goes to it as it is and comes before what is set here."""
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     settings: dict[str, Any] = {
         "model": str(options.model_dir),
@@ -173,6 +175,9 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if current_platform.is_cpu():
+        # After a part of a prompt vLLM winds the request's own random stream back, which a CPU's generator cannot do.
+        settings["enable_chunked_prefill"] = False
     return LLM(**settings | more)
 
 

@@ -204,6 +204,12 @@ def test_rollouts_report_the_log_probs_of_what_they_sampled(tiny_model_dir: Path
     assert [r.response_ids for r in again.rollouts] == [r.response_ids for r in batch.rollouts], "seeds decide"
     other = engine.generate(prompts, step=2, policy_version=7)
     assert [r.response_ids for r in other.rollouts] != [r.response_ids for r in batch.rollouts]
+    many = [
+        Prompt(id=f"left/{i}", domain="left", token_ids=tuple(5 + i * k % 60 for k in range(55))) for i in range(90)
+    ]
+    together = engine.generate(many, step=1, policy_version=7)  # more tokens than vLLM takes at a time on a CPU, 4096
+    alone = engine.generate(many[-2:], step=1, policy_version=7)
+    assert [r.response_ids for r in together.rollouts[-2:]] == [r.response_ids for r in alone.rollouts]
     stop(engine)
 
 
