@@ -766,8 +766,7 @@ class PipelineConfig(Strict):
                 # What is wrong with the whole comes from what the round says: the pipeline alone is right.
                 error = errors.errors()[0]
                 context = error.get("ctx", {})
-                keys = [context["where"]] if "where" in context else keys_of(error)
-                where = ".".join(["rounds", str(index), *keys])
+                where = ".".join(["rounds", str(index), *keys_of(error)])
                 found = {"wanted": error["msg"], "found": found_in(error), "where": where}
                 raise PydanticCustomError(error["type"], "{wanted}", {**context, **found}) from None
         return self

@@ -149,7 +149,10 @@ def validate(model: type[M], data: Mapping[str, Any], source: object) -> M:
 
 
 def keys_of(error: ErrorDetails) -> list[str]:
-    """The way to the error. Tags of our unions (~) are not keys that the user wrote."""
+    """The way to the error, as the error itself says it or by its place. Tags of our unions (~) are not keys that the user wrote."""
+    context = error.get("ctx", {})
+    if "where" in context:
+        return [context["where"]]
     return [str(k) for k in error["loc"] if not str(k).startswith("~") and k != "[key]"]
 
 
@@ -161,8 +164,6 @@ def found_in(error: ErrorDetails) -> str:
 def _explain(error: ErrorDetails, source: object) -> ConfigError:
     keys = keys_of(error)
     context = error.get("ctx", {})
-    if "where" in context:
-        keys = [context["where"]]
     if error["type"] == "unknown_key":
         where = ".".join([*keys, context["key"]])
         message = ConfigError.at(

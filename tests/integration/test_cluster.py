@@ -29,7 +29,7 @@ def ray() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def free_places() -> None:
-    """Two workers have a place. One that a failed test left would keep the next tests waiting for theirs."""
+    """Two workers have a place: those of the test before, failed or not, make room."""
     cluster.kill([pulse.actor for pulse in list(cluster._watched.values())])
 
 
@@ -87,7 +87,6 @@ def test_an_answer_is_made_when_it_is_fetched_and_by_whoever_fetches_it() -> Non
     assert ask(owner, "asked") == 2
     np.testing.assert_array_equal(cluster.fetch(handles["one"]), np.arange(1, 100_001))
     assert ask(owner, "asked") == 3, "again for the next"
-    cluster.kill([owner, reader])
 
 
 def test_an_answer_that_does_not_come_is_an_error_of_the_run() -> None:
@@ -115,7 +114,6 @@ def test_an_answer_that_does_not_come_is_an_error_of_the_run() -> None:
         cluster.fetch(numbers)
     with pytest.raises(RunError, match=r"^the worker that was asked for `numbers` is dead"):
         ask(reader, "total", {"numbers": numbers})
-    cluster.kill([reader])
 
 
 def test_nothing_of_ours_listens_beyond_this_machine() -> None:
@@ -215,7 +213,6 @@ def test_the_death_of_a_partner_explains_a_failure_and_comes_with_its_last_words
         cluster.wait([first, second], refs, "together", timeout_s=60)
     assert death.value.actor is first
     assert "I was about to say \\x1b[31m something" in str(death.value)
-    cluster.kill([second])
 
 
 def test_a_worker_that_is_stopped_is_noticed_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +243,6 @@ def test_a_worker_that_is_stopped_is_noticed_and_ended(monkeypatch: pytest.Monke
     with pytest.raises(cluster.WorkerDied, match=r"half 0: no sign of life for 6 s") as death:
         cluster.wait([stopped], refs, "together", timeout_s=60)
     assert death.value.actor is stopped and time.monotonic() - began < 15
-    cluster.kill([other])
 
 
 def test_ray_does_not_take_the_signals_of_the_driver() -> None:
