@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from typing import Any
 from experts.adapter import inspect_expert, whole_model
 from experts.model_dir import ModelInfo, token_map
 from opd.cluster import ray_session
-from opd.config import LMEvalConfig, PipelineConfig
+from opd.config import LMEvalConfig, PipelineConfig, rounds_of
 from opd.errors import ConfigError, ModelError, RunDirError
 from opd.evaluation.evaluator import BEFORE, MERGED, DomainExam, EngineEvaluator
 from opd.evaluation.harness import TaskScores, check_tasks, run_tasks
@@ -27,7 +27,7 @@ from opd.files import atomic_write_text
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Teacher
 from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
-from pipelines.preflight import Inputs, check, inspect_student, load_tokenizer
+from pipelines.preflight import Inputs, check_rounds, inspect_student, load_tokenizer
 
 Tell = Callable[[str], None]
 
@@ -83,6 +83,12 @@ def check_models(
         subjects.append(Subject(model=model, exams=exams, tokenizer=tokenizer, eos_token_ids=info.eos_token_ids))
     _refuse_other_ends(subjects)
     return subjects
+
+
+def with_all_domains(config: PipelineConfig) -> PipelineConfig:
+    """Of several rounds the domains of each, by the exam of the last that has it: a model has been through all of them."""
+    domains = {name: domain for one in rounds_of(config) for name, domain in one.domains.items()}
+    return config.model_copy(update={"domains": domains})
 
 
 def examined_domains(config: PipelineConfig, domains: Sequence[str] | None) -> list[str]:
@@ -164,23 +170,43 @@ class Matrix:
 def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequence[str] | None, tell: Tell) -> Matrix:
     """The student before, every expert and, if there is one, the merged model, each on each (named) domain.
 
-    All read the student's prompts, as in the merge. Raises: OpdError before the engine starts; RunError if it fails.
+    All read the student's prompts, as in the merge. Of several rounds: the experts and domains of each.
+    Raises: OpdError before the engine starts; RunError if it fails.
     """
-    inputs, subjects = check_matrix(config, merged, domains)
+    names = examined_domains(with_all_domains(config), domains)
+    rounds = check_rounds(rounds_of(config))
+    taught = _taught(rounds)
+    subjects = _matrix_subjects(config, rounds, list(taught), merged, names)
     models = _examine(config, subjects, tell)
-    routed = [(part.teacher.name, domain) for domain, assigned in inputs.routes.items() for part in assigned]
-    own = {name: tuple(d for teacher, d in routed if teacher == name or name == MERGED) for name in models}
-    return Matrix(models=models, own=own)
+    every = tuple(dict.fromkeys(domain for one in rounds for domain in one.routes))
+    own = {BEFORE: (), MERGED: every} | {teacher.name: mine for teacher, mine in taught.items()}
+    return Matrix(models=models, own={name: own[name] for name in models})
 
 
-def check_matrix(
-    config: PipelineConfig, merged: Path | None, domains: Sequence[str] | None
-) -> tuple[Inputs, list[Subject]]:
-    """Read and check everything that the matrix needs; no compute. Raises: OpdError for the first thing that is wrong."""
-    names = examined_domains(config, domains)
-    inputs = check(config)
-    models = [Teacher(name=BEFORE, model_dir=config.student.model.absolute())]
-    models += dict.fromkeys(part.teacher for assigned in inputs.routes.values() for part in assigned)
+def _taught(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...]]:
+    """Every expert with the domains that it teaches; one that has the name of an earlier round's says which round it is of."""
+    found: dict[str, tuple[Teacher, list[str]]] = {}
+    for number, one in enumerate(rounds, start=1):
+        for domain, assigned in one.routes.items():
+            for teacher in (part.teacher for part in assigned):
+                known = found.get(teacher.name, (teacher, []))[0]
+                name = teacher.name if known.digest == teacher.digest else f"{teacher.name} (round {number})"
+                mine = found.setdefault(name, (replace(teacher, name=name), []))[1]
+                if domain not in mine:
+                    mine.append(domain)
+    return {teacher: tuple(domains) for teacher, domains in found.values()}
+
+
+def _matrix_subjects(
+    config: PipelineConfig,
+    rounds: Sequence[Inputs],
+    experts: Sequence[Teacher],
+    merged: Path | None,
+    names: Sequence[str],
+) -> list[Subject]:
+    """Raises: OpdError for a merged model that is not there or not the student's kind, or an expert with its name."""
+    inputs = rounds[0]
+    models = [Teacher(name=BEFORE, model_dir=config.student.model.absolute()), *experts]
     if merged is not None:
         if not merged.is_dir():
             raise RunDirError.at(
@@ -195,10 +221,10 @@ def check_matrix(
         raise ConfigError.at(
             "experts", found=f"an expert called `{MERGED}`", wanted="another name", fix="the merged model has this one"
         )
-    exams = {name: inputs.exams[name] for name in names}
+    last = {name: exam for one in rounds for name, exam in one.exams.items()}
+    exams = {name: last[name] for name in names}
     ends = inputs.student.eos_token_ids
-    subjects = [Subject(model=m, exams=exams, tokenizer=inputs.tokenizer, eos_token_ids=ends) for m in models]
-    return inputs, subjects
+    return [Subject(model=m, exams=exams, tokenizer=inputs.tokenizer, eos_token_ids=ends) for m in models]
 
 
 def _examine(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:

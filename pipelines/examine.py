@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.config import LMEvalConfig, PipelineConfig, load_pipeline, rounds_of
+from opd.config import LMEvalConfig, PipelineConfig, load_pipeline
 from opd.errors import ConfigError
 from opd.evaluation import harness
 from opd.evaluation.harness import TaskScores
@@ -24,6 +24,7 @@ from pipelines.evaluate import (
     matrix_rows,
     score_columns,
     score_rows,
+    with_all_domains,
 )
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
@@ -54,7 +55,7 @@ def examine_models(
     """
     dirs = [path / "model" if _is_run(path) else path for path in models]
     file = find(pipeline) if pipeline is not None else _pipeline_of(dirs[0])
-    config = None if file is None else _with_all_domains(load_pipeline(file, overrides))
+    config = None if file is None else with_all_domains(load_pipeline(file, overrides))
     if config is None and not tasks:
         raise ConfigError.at(
             "--pipeline",
@@ -97,12 +98,6 @@ def _pipeline_of(model: Path) -> Path | None:
     """The pipeline of the run whose model it is."""
     root = model.absolute().parent
     return root / "pipeline.yaml" if _is_run(root) else None
-
-
-def _with_all_domains(config: PipelineConfig) -> PipelineConfig:
-    """Of several rounds the domains of each, by the exam of the last that has it: a model has been through all of them."""
-    domains = {name: domain for one in rounds_of(config) for name, domain in one.domains.items()}
-    return config.model_copy(update={"domains": domains})
 
 
 def _with_tasks(config: PipelineConfig | None, tasks: Sequence[str]) -> LMEvalConfig:

@@ -109,6 +109,16 @@ def check(config: PipelineConfig) -> Inputs:
     )
 
 
+def check_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:
+    """Of every round, as if its student were the first one: a merge does not change what is checked. Raises: OpdError."""
+    found: dict[str, Inputs] = {}
+    keys = [config.model_dump_json(exclude={"seed"}) for config in configs]  # the seed is no part of what is checked
+    for key, config in zip(keys, configs, strict=True):
+        if key not in found:
+            found[key] = check(config)
+    return [found[key] for key in keys]
+
+
 def inspect_student(config: PipelineConfig) -> ModelInfo:
     """The student's facts. Raises: ModelError, ConfigError if the rollout context is longer than the model's."""
     student = inspect_model(config.student.model)

@@ -30,7 +30,7 @@ from pipelines.evaluate import evaluate_models, lm_eval_text, read_lm_eval
 from pipelines.interrupts import interrupts
 from pipelines.manifest import manifest_of, resolved, write_inputs
 from pipelines.memory import refuse_too_large
-from pipelines.preflight import Inputs, check
+from pipelines.preflight import Inputs, check, check_rounds
 from pipelines.resume import accept_changes, refuse_changed_inputs
 
 Tell = Callable[[str], None]
@@ -90,14 +90,11 @@ def resume(
 
 
 def _check_all(configs: Sequence[PipelineConfig]) -> list[Inputs]:
-    """Of every round, as if its student were the first one: a merge does not change what is checked. Raises: OpdError."""
-    seen: dict[str, Inputs] = {}
-    for config in configs:
-        key = config.model_dump_json(exclude={"seed"})
-        if key not in seen:
-            seen[key] = check(config)
-            refuse_too_large(config, seen[key])
-    return [seen[config.model_dump_json(exclude={"seed"})] for config in configs]
+    """What the rounds work on, which has to fit into this machine. Raises: OpdError."""
+    inputs = check_rounds(configs)
+    for config, its in zip(configs, inputs, strict=True):
+        refuse_too_large(config, its)
+    return inputs
 
 
 def _facts(config: PipelineConfig, inputs: Inputs) -> Facts:

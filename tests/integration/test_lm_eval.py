@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("lm_eval", reason="the optional extra lm-eval is not installed")
-
 QUESTIONS = [
     {"question": f"rev {a}{b}c=", "choices": [f"c{b}{a}", f"{a}{b}c", f"{b}c{a}"]} for a in "abdefg" for b in "xyz"
 ]

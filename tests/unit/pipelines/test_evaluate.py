@@ -186,6 +186,33 @@ def test_the_matrix_of_a_run(run_dir: Path, engine: Any) -> None:
     assert worker.loads == ["base", "rev", "up", "model"]
 
 
+def test_the_matrix_of_a_run_in_rounds_has_the_experts_and_domains_of_all_of_them(
+    world: Any, run_dir: Path, engine: Any
+) -> None:
+    """`rev` in both rounds, `up` in the second only; another expert of the name `rev` is told apart."""
+    upper = world.data["domains"].pop("upper")
+    both = world.data["experts"]
+    world.data["experts"] = {"rev": both["rev"]}
+    world.data["rounds"] = [
+        {},
+        {"experts": both, "domains": {**world.data["domains"], "upper": upper}},
+        {"experts": {"rev": {"model": "up", "domain": "reverse"}}},
+    ]
+    world.write().rename(run_dir / "pipeline.yaml")
+    found = data(opd("--matrix", "run", "--json"))
+    assert found["own"] == {
+        "student before": [],
+        "rev": ["reverse"],
+        "up": ["upper"],
+        "rev (round 3)": ["reverse"],
+        "merged": ["reverse", "upper"],
+    }
+    accuracy = {name: Evaluation.from_json({"format": 1, **e}).accuracy for name, e in found["models"].items()}
+    assert accuracy["rev"] == {"reverse": 1.0, "upper": 0.0}
+    assert accuracy["rev (round 3)"] == accuracy["up"] == {"reverse": 0.0, "upper": pytest.approx(5 / 6)}
+    assert accuracy["merged"] == {"reverse": 1.0, "upper": 1.0}
+
+
 def test_the_matrix_of_a_pipeline_has_no_merged_model(world: Any, engine: Any) -> None:
     result = opd("--matrix", "pipeline.yaml")
     assert result.exit_code == 0, result.output
