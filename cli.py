@@ -294,10 +294,10 @@ def baseline(
 
     methods, shares = parse_methods(method), parse_shares(share) if share is not None else None
     if Path(target).is_dir():
-        if run_dir or overrides:
-            raise typer.BadParameter("--run-dir and --set go with a PIPELINE; a run directory has its own")
+        if run_dir:
+            raise typer.BadParameter("--run-dir goes with a PIPELINE; a run directory is where its results go")
         root = Path(target)
-        config = open_run(root)
+        config = open_run(root, overrides)
     else:
         config = load_pipeline(find(target), overrides)
         root = run_dir or Path("runs") / f"{config.name}-baselines"

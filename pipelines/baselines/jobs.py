@@ -18,6 +18,7 @@ from opd.metrics import MetricsFile
 from opd.rounds import PLAN, directory
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.build import RunPaths
+from pipelines.resume import accept_changes
 
 TRAINED_METHODS = {"off_policy": "Off-policy", "mixed_sft": "Mixed SFT", "opd": "On-policy"}
 """Method -> label: those that train, and have shares of the merge's training."""
@@ -182,8 +183,11 @@ def tokens_per_step(root: Path) -> float | None:
     return fmean(record["response_tokens"] for record in records) if records else None
 
 
-def open_run(root: Path) -> PipelineConfig:
-    """The pipeline of a run directory of one round. Raises: RunDirError, ConfigError."""
+def open_run(root: Path, overrides: list[str] | None = None) -> PipelineConfig:
+    """The pipeline of a run directory of one round, with those keys changed that a resume may change too, but no steps.
+
+    Raises: RunDirError, ConfigError.
+    """
     paths = RunPaths(root)
     if (root / PLAN).exists():
         raise RunDirError.at(
@@ -200,4 +204,13 @@ def open_run(root: Path) -> PipelineConfig:
             wanted="the run directory of a merge, or a pipeline",
             fix="check the path, or give the pipeline; its steps and samples then say how much is trained",
         )
-    return load_pipeline(paths.pipeline)
+    merged, config = load_pipeline(paths.pipeline), load_pipeline(paths.pipeline, overrides)
+    if config.trainer.steps != merged.trainer.steps:
+        raise ConfigError.at(
+            "--set trainer.steps",
+            found=str(config.trainer.steps),
+            wanted=f"{merged.trainer.steps}, the steps of the merge that is compared with",
+            fix="leave it out; --share takes a part of them",
+        )
+    accept_changes(merged.model_dump(mode="json"), config.model_dump(mode="json"), paths.pipeline)
+    return config

@@ -576,7 +576,7 @@ def test_a_baseline_of_a_directory_without_a_run_is_refused(world: Any) -> None:
 def test_a_run_directory_has_its_own_pipeline(world: Any) -> None:
     result = opd("baseline", ".", "--method", "linear", "--run-dir", "other")
     assert result.exit_code == 2
-    assert "go with a PIPELINE" in result.stderr
+    assert "goes with a PIPELINE" in result.stderr
 
 
 def test_a_baseline_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

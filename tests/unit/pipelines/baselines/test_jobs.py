@@ -103,5 +103,10 @@ def test_a_run_directory_without_a_pipeline_or_metrics_is_refused(config: Pipeli
         open_run(root)
     (root / "metrics.jsonl").touch()
     assert open_run(root) == config
+    assert open_run(root, ["cluster.phase_timeout_s=9"]).cluster.phase_timeout_s == 9
+    with pytest.raises(RunDirError, match=r"trainer\.lr"):
+        open_run(root, ["trainer.lr=0.5"])
+    with pytest.raises(ConfigError, match="--share"):
+        open_run(root, ["trainer.steps=1", "trainer.lr_scheduler_type=constant"])
     with pytest.raises(RunDirError, match="no steps"):
         plan(config, root, ["off_policy"], None, None)
