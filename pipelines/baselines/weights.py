@@ -51,7 +51,7 @@ WEIGHT_METHODS: dict[str, WeightMethod] = {
         label="Task arithmetic", kind="task_arithmetic", grid=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
     ),
     # The difference of each number is averaged over the experts that agree on its sign, so strengths begin higher.
-    "ties": WeightMethod(label="TIES", kind="ties", grid=(0.1, 0.3, 0.5, 1.0, 1.5), density=0.2),
+    "ties": WeightMethod(label="TIES", kind="ties", grid=(0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0), density=0.2),
     "dare_ties": WeightMethod(
         label="DARE-TIES", kind="dare_ties", grid=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0), density=0.5, random=True
     ),

@@ -75,7 +75,7 @@ def test_the_strength_is_chosen_by_validation_and_not_by_the_exam(
 ) -> None:
     [ties, linear], _ = compute(load_pipeline(world.write()), tmp_path / "out", "ties", "linear")
     assert (ties.strength, ties.label, ties.accuracy) == (GOOD, "TIES 0.3", 0.0)
-    assert ties.validation == {"0.1": 0.0, "0.3": 1.0, "0.5": 0.0, "1": 0.0, "1.5": 0.0}
+    assert ties.validation == {"0.1": 0.0, "0.3": 1.0, "0.5": 0.0, "1": 0.0, "1.5": 0.0, "2": 0.0, "3": 0.0}
     assert (linear.strength, linear.label, linear.accuracy, linear.validation) == (None, "Linear", 1.0, {})
     assert (ties.token_share, ties.tokens, ties.seed) == (None, None, 0)
     assert set(ties.scores) == {"reverse", "upper"}
@@ -101,7 +101,8 @@ def test_few_merged_models_lie_on_disk_at_a_time(
     assert parts == [
         ["merged-ties-0.1", "merged-ties-0.3"],
         ["merged-ties-0.5", "merged-ties-1"],
-        ["merged-ties-1.5", "merged-slerp"],
+        ["merged-ties-1.5", "merged-ties-2"],
+        ["merged-ties-3", "merged-slerp"],
     ]
     assert (ties.strength, ties.accuracy, slerp.accuracy) == (GOOD, 0.0, 1.0)
 
