@@ -9,7 +9,7 @@ One rollout engine and one process with the student and a teacher; minutes befor
 from __future__ import annotations
 
 import difflib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +46,7 @@ GARBLED = 0.9
 SAME = 1e-4
 """Largest KL of a model to itself, nats: rounding."""
 DIFF_LINES, DIFF_WIDTH = 4, 100
+SHOWN_ANSWER = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,8 @@ class Measured:
     compared: Comparison
     knows_another: bool = False
     """True if it only does better than a guess on another domain than this; tried where it does not on this one."""
+    frequent: tuple[str, float] = ("", 0.0)
+    """The exam's most frequent right answer, and the share of the questions that it answers."""
     rivals: Mapping[str, float] = field(default_factory=dict)
     """Accuracy of other experts on this domain; measured only where this one does not stand out."""
 
@@ -164,6 +167,7 @@ def measure(
             student_accuracy=before.get(domain),
             expert_accuracy=None,
             compared=compared,
+            frequent=_most_frequent(inputs, domain),
             knows_another=any(not _is_guess(compare(teacher, [], other).guessing(vocab_size)) for other in others),
         )
     tell(f"{len(rows)} teachers compared with the student, token by token")
@@ -192,6 +196,12 @@ def _examine(
         )
         for domain, teacher in leading
     }
+
+
+def _most_frequent(inputs: Inputs, domain: str) -> tuple[str, float]:
+    answers = [prompt.answer for prompt in inputs.exams[domain].prompts] if domain in inputs.exams else [""]
+    ((answer, count),) = Counter(answers).most_common(1)
+    return (answer, count / len(answers)) if answer else ("", 0.0)  # some verifiers need none
 
 
 def is_doubtful(student: float, expert: float) -> bool:
@@ -354,6 +364,16 @@ def _judge_accuracy(one: Measured) -> Iterator[Finding]:
             "nothing to learn from it",
             fix=f"leave domains.{one.domain} out or train the expert longer; if it should know better, look at the "
             "prompts' form (chat template), domains.*.eval.verifier and evaluate.max_new_tokens",
+        )
+    answer, share = one.frequent
+    if share >= CLEAR and expert - share < CLEAR:
+        yield Finding(
+            level="warn",
+            domain=one.domain,
+            message=f"always answering {answer[:SHOWN_ANSWER]!r} would score {share:.2f} on {one.domain}, expert "
+            f"`{one.expert}` scores {expert:.2f}: has it learned more than this answer?",
+            fix=f"give domains.{one.domain} prompts whose answers vary more, or train the expert longer; what the merge "
+            "gains here says little",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -101,6 +102,16 @@ def test_others_are_asked_where_there_is_no_clear_gain(student: float, expert: f
 def test_a_domain_without_an_exam_is_a_warning() -> None:
     (finding,) = judged(one(None, None))
     assert finding.level == "warn" and finding.message.startswith("not measured") and "domains.sort.eval" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("share", "expert", "warned"),
+    [(0.7, 0.7, True), (0.7, 0.65, True), (0.5, 0.75, False), (0.19, 0.2, False), (0.0, 0.1, False)],
+)
+def test_an_expert_that_may_have_learned_one_answer_is_a_warning(share: float, expert: float, warned: bool) -> None:
+    found = judged(one(0.0, expert, frequent=("1", share)))
+    assert [f.level for f in found] == ["warn"] * warned
+    assert all(f"always answering '1' would score {share:.2f} on sort" in f.message for f in found)
 
 
 def test_a_lesser_teacher_need_not_know_the_domain() -> None:
@@ -251,6 +262,18 @@ def test_each_expert_is_measured_on_its_own_domain(world: Any) -> None:
         assert domain == {"rev": "reverse", "up": "upper"}[name]
         assert [t.sample_id for t in texts] == [f"{domain}/{i}" for i in range(6)]
         assert all(len(t.response_ids) == 3 for t in texts), "the answers, a character each"
+
+
+def test_the_most_frequent_answer_of_an_exam_is_measured(world: Any) -> None:
+    exam = world.root / "upper-eval.jsonl"
+    rows = [json.loads(line) for line in exam.read_text().splitlines()]
+    exam.write_text("".join(json.dumps(r | ({"answer": "YES"} if i % 3 else {})) + "\n" for i, r in enumerate(rows)))
+    engine = FakeEngine({"base": {"reverse": 0.1, "upper": 0.2}, "rev": {"reverse": 0.9}, "up": {"upper": 0.8}})
+    measured, _ = measured_with(world, engine)
+    assert [one.frequent[1] for one in measured] == [pytest.approx(1 / 6), pytest.approx(4 / 6)]
+    assert measured[1].frequent[0] == "YES"
+    (finding,) = judged(*measured)
+    assert (finding.level, finding.domain) == ("warn", "upper") and "always answering 'YES'" in finding.message
 
 
 def test_swapped_experts_are_measured_on_each_others_domains(world: Any) -> None:
