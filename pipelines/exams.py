@@ -50,7 +50,7 @@ def load_exams(config: PipelineConfig, tokenizer: Any, domains: Sequence[str] | 
             prompts = _side(file, prompts, domain.eval.holdout, held_out=True)
         verifier = build_verifier(domain.eval.verifier)
         exams[name] = DomainExam(tuple(prompts[: config.evaluate.samples]), verifier)
-        _refuse_unjudgeable(file, exams[name], _verifier_name(domain.eval))
+        refuse_unjudgeable(str(file), exams[name], domain.eval)
     return exams
 
 
@@ -117,16 +117,14 @@ def _side(file: Path, prompts: Sequence[Prompt], share: float, *, held_out: bool
     return side
 
 
-def _verifier_name(config: DomainEvalConfig) -> str:
-    return config.verifier if isinstance(config.verifier, str) else config.verifier.kind
-
-
-def _refuse_unjudgeable(file: Path, exam: DomainExam, verifier: str) -> None:
+def refuse_unjudgeable(where: str, exam: DomainExam, config: DomainEvalConfig) -> None:
+    """Raises: PromptError for questions that the verifier cannot judge, or must not: some would run what a file says."""
+    verifier = config.verifier if isinstance(config.verifier, str) else config.verifier.kind
     problems = [(p.id, why) for p in exam.prompts if (why := exam.verifier.problem(p.answer, p.metadata))]
     if problems:
         prompt_id, why = problems[0]
         raise PromptError.at(
-            f"{file}: prompt {prompt_id}",
+            f"{where}: prompt {prompt_id}",
             found=why + (f" (so have {len(problems)} of {len(exam.prompts)} questions)" if len(problems) > 1 else ""),
             wanted=f"what the verifier `{verifier}` needs to judge an answer",
             fix="correct these lines, or choose another verifier",

@@ -108,10 +108,12 @@ def _draw(domain: str, limit: int, seed: int) -> Iterator[Row]:
 
 
 def _row(family: str, entry: dict[str, Any]) -> Row:
-    question = f"{entry['question'].strip()}\n{INSTRUCTION}"
+    question, answer = f"{entry['question'].strip()}\n{INSTRUCTION}", entry["answer"]
+    if family == "number_sorting":  # its scorer would run a list with other quotes than JSON's
+        entry = entry | {"answer": answer.replace("'", '"')}
     return {
         "prompt": [{"role": "user", "content": question}],
-        "completion": [{"role": "assistant", "content": entry["answer"]}],
-        "answer": entry["answer"],
+        "completion": [{"role": "assistant", "content": answer}],
+        "answer": answer,
         "metadata": {"source": "reasoning_gym", "task": family, "entry": entry},
     }

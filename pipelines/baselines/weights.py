@@ -16,6 +16,7 @@ from opd.errors import ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.types import Prompt
 from pipelines.baselines.mergekit import Recipe
+from pipelines.exams import refuse_unjudgeable
 from pipelines.preflight import Inputs
 
 
@@ -80,7 +81,7 @@ def check_one_architecture(method: str, inputs: Inputs) -> None:
 def validation_exams(config: PipelineConfig, inputs: Inputs) -> dict[str, DomainExam]:
     """For each domain with an exam, one of as many questions from the end of its training prompts.
 
-    Raises: PromptError if a prompt has no answer that a verifier could use.
+    Raises: PromptError if a prompt has no answer that a verifier could use, or one that it may not judge.
     """
     exams = {}
     for domain, exam in inputs.exams.items():
@@ -88,6 +89,9 @@ def validation_exams(config: PipelineConfig, inputs: Inputs) -> dict[str, Domain
         if any(question.answer for question in exam.prompts):  # some verifiers need none
             _refuse_without_answer(domain, prompts)
         exams[domain] = DomainExam(tuple(prompts), exam.verifier)
+        settings = config.domains[domain].eval
+        assert settings is not None, "the domain has an exam"
+        refuse_unjudgeable(f"domains.{domain}.prompts", exams[domain], settings)
     return exams
 
 

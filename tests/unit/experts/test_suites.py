@@ -16,6 +16,7 @@ from experts.suites.letters import CHARACTERS, SPECIALS, build_tokenizer
 from experts.suites.rows import Row, take_unique
 from opd.errors import ConfigError
 from opd.evaluation.verifiers.exact import LastLine
+from opd.evaluation.verifiers.reasoning_gym import ReasoningGym
 from opd.prompts import read_prompt_lines
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -121,6 +122,9 @@ def test_reasoning_answers_score_one_and_a_wrong_one_zero(domain: str):
         assert row["completion"] == [{"role": "assistant", "content": row["answer"]}]
         assert score(row["answer"], entry) == 1.0
         assert score("?", entry) < 0.1
+        judge = ReasoningGym()
+        assert judge.problem(row["answer"], row["metadata"]) == "", "what we write, our own verifier takes"
+        assert judge(row["answer"], row["answer"], row["metadata"]) == 1.0
 
 
 @pytest.mark.parametrize(("suite", "domain"), [("letters", "sort"), ("reasoning", "chain_sum")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,21 @@ def test_a_strength_is_chosen_on_the_last_training_prompts(world: Any) -> None:
     exams = validation_exams(config, inputs)
     assert [p.id for p in exams["reverse"].prompts] == ["reverse/4", "reverse/5"]
     assert exams["reverse"].verifier is inputs.exams["reverse"].verifier
+
+
+def test_validation_prompts_that_the_verifier_may_not_judge_are_refused(world: Any, tmp_path: Path) -> None:
+    """Some of reasoning-gym's scorers run what a prompts file says: training prompts pass the same door as questions."""
+    good = {"task": "chain_sum", "entry": {"answer": "3"}}
+    evil = {"task": "codeio", "entry": {"answer": "print()"}}
+    for file, metadata in (("upper-eval", good), ("upper", evil)):
+        rows = [{"prompt": f"{file} {i}=", "answer": "3", "metadata": metadata} for i in range(3)]
+        (world.root / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    world.data["domains"]["upper"]["eval"]["verifier"] = "reasoning_gym"
+    config = load_pipeline(world.write())
+    with pytest.raises(
+        PromptError, match=r"domains\.upper\.prompts: prompt upper/0\n  found:  metadata\.task 'codeio'"
+    ):
+        validation_exams(config, check(config))
 
 
 def test_validation_prompts_without_answers_are_refused(world: Any) -> None:
