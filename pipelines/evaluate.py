@@ -185,15 +185,16 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
 
 def _taught(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...]]:
     """Every expert with the domains that it teaches; one that has the name of an earlier round's says which round it is of."""
-    found: dict[str, tuple[Teacher, list[str]]] = {}
+    found: dict[tuple[str, str], tuple[Teacher, list[str]]] = {}
     for number, one in enumerate(rounds, start=1):
         for domain, assigned in one.routes.items():
             for teacher in (part.teacher for part in assigned):
-                known = found.get(teacher.name, (teacher, []))[0]
-                name = teacher.name if known.digest == teacher.digest else f"{teacher.name} (round {number})"
-                mine = found.setdefault(name, (replace(teacher, name=name), []))[1]
-                if domain not in mine:
-                    mine.append(domain)
+                key = teacher.name, teacher.digest
+                if key not in found:
+                    taken = any(name == teacher.name for name, _ in found)
+                    found[key] = replace(teacher, name=f"{teacher.name} (round {number})") if taken else teacher, []
+                if domain not in found[key][1]:
+                    found[key][1].append(domain)
     return {teacher: tuple(domains) for teacher, domains in found.values()}
 
 

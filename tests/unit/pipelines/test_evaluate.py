@@ -196,7 +196,7 @@ def test_the_matrix_of_a_run_in_rounds_has_the_experts_and_domains_of_all_of_the
     world.data["rounds"] = [
         {},
         {"experts": both, "domains": {**world.data["domains"], "upper": upper}},
-        {"experts": {"rev": {"model": "up", "domain": "reverse"}}},
+        *[{"experts": {"rev": {"model": "up", "domain": "reverse"}}}] * 2,
     ]
     world.write().rename(run_dir / "pipeline.yaml")
     found = data(opd("--matrix", "run", "--json"))
