@@ -151,7 +151,7 @@ def materialised(inputs: Inputs, case: Case) -> Tensor:
 def ours(inputs: Inputs, case: Case, **options: Any) -> Tensor:
     import torch
 
-    from opd.config import ReverseKLConfig
+    from opd.config.objectives import ReverseKLConfig
     from opd.losses import build_objective
     from opd.losses.blocks import TeacherBlock
     from opd.losses.chunked import chunked_objective

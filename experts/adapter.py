@@ -30,7 +30,7 @@ from experts.model_dir import (
     weight_tensors,
 )
 from experts.safetensors_header import Tensor, data_start, read_header
-from opd.config import Strict
+from opd.config.strict import Strict
 from opd.errors import ModelError
 from opd.files import blake3_file
 from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, split_name, updates

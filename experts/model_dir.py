@@ -23,7 +23,7 @@ from pydantic import AliasChoices, Field, NonNegativeInt
 
 from experts.json_files import Lenient, read_as, read_json, read_optional, refuse_custom_code, validated
 from experts.safetensors_header import Tensor, read_header
-from opd.config import Strict
+from opd.config.strict import Strict
 from opd.errors import ModelError
 from opd.files import blake3_file
 from opd.lora import ADAPTER_CONFIG

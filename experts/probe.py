@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from experts.model_dir import ModelInfo
-from opd.config import DType, Strict
+from opd.config.strict import DType, Strict
 from opd.errors import ModelError
 from opd.types import Probe
 

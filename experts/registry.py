@@ -20,7 +20,7 @@ from experts.adapter import AdapterInfo, adapter_hashes, inspect_adapter, inspec
 from experts.finite import check_finite
 from experts.model_dir import Hashes, ModelInfo, inspect_model, weight_hashes
 from experts.probe import ProbeRecord, take_probe
-from opd.config import NAME_PATTERN, Name, Strict
+from opd.config.strict import NAME_PATTERN, Name, Strict
 from opd.errors import ModelError, OpdError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir
 from opd.lora import ADAPTER_WEIGHTS

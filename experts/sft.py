@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from experts.spec import TrainSettings
-from opd.config import TrainerConfig
+from opd.config.sections import TrainerConfig
 from opd.errors import PromptError
 from opd.prompts import PromptLine, encode_prompt
 from opd.train.schedule import learning_rate

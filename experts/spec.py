@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config import Name, Strict
+from opd.config.strict import Name, Strict
 from opd.settings import apply_overrides, load_yaml, validate
 
 

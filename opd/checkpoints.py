@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.config import CheckpointConfig
+from opd.config.sections import CheckpointConfig
 from opd.errors import RunDirError, RunError
 from opd.files import blake3_file, replace_dir, storing
 from opd.interfaces import Trainer

@@ -21,7 +21,7 @@ import psutil
 
 from opd import leftovers
 from opd.address import LOOPBACK
-from opd.config import ClusterConfig
+from opd.config.sections import ClusterConfig
 from opd.errors import OpdError, RunError
 from opd.text import printable
 

@@ -18,7 +18,8 @@ from typing import Literal
 
 from experts.adapter import whole_model
 from opd import cluster
-from opd.config import EvaluateConfig, PipelineConfig
+from opd.config import PipelineConfig
+from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
 from opd.rollouts.vllm import VLLMRolloutEngine

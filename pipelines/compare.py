@@ -16,7 +16,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from opd.config import ReverseKLConfig
+from opd.config.objectives import ReverseKLConfig
 from opd.errors import RunError
 from opd.losses import build_objective
 from opd.losses.chunked import chunked_objective

@@ -18,7 +18,8 @@ from typing import Any
 from experts.adapter import inspect_expert, whole_model
 from experts.model_dir import ModelInfo, token_map
 from opd.cluster import ray_session
-from opd.config import LMEvalConfig, PipelineConfig, rounds_of
+from opd.config import PipelineConfig, rounds_of
+from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, ModelError, RunDirError
 from opd.evaluation.evaluator import BEFORE, MERGED, DomainExam, EngineEvaluator
 from opd.evaluation.harness import TaskScores, check_tasks, run_tasks

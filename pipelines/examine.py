@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.config import LMEvalConfig, PipelineConfig, load_pipeline
+from opd.config import PipelineConfig, load_pipeline
+from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError
 from opd.evaluation import harness
 from opd.evaluation.harness import TaskScores

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.config import DomainEvalConfig, PipelineConfig
+from opd.config import PipelineConfig
+from opd.config.domains import DomainEvalConfig
 from opd.errors import PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.verifiers import build_verifier

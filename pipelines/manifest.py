@@ -15,7 +15,8 @@ import yaml
 from experts.model_dir import ModelInfo
 from experts.registry import default_root
 from opd import __version__
-from opd.config import PipelineConfig, RegisteredExperts
+from opd.config import PipelineConfig
+from opd.config.domains import RegisteredExperts
 from opd.errors import RunDirError
 from opd.evaluation.harness import is_task_file
 from opd.files import atomic_write_text, blake3_file

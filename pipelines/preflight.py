@@ -18,7 +18,8 @@ from experts.checks import check_fits
 from experts.finite import check_finite
 from experts.model_dir import Hashes, ModelInfo, inspect_model
 from experts.registry import Manifest, Registry, default_root
-from opd.config import DomainConfig, ExpertConfig, PipelineConfig, RegisteredExperts
+from opd.config import PipelineConfig
+from opd.config.domains import DomainConfig, ExpertConfig, RegisteredExperts
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks

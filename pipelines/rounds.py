@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from opd import checkpoints
-from opd.config import PipelineConfig, RoundConfig, StudentConfig, load_pipeline, rounds_of
+from opd.config import PipelineConfig, load_pipeline, rounds_of
+from opd.config.domains import StudentConfig
+from opd.config.pipeline import RoundConfig
 from opd.errors import RunDirError
 from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
 from opd.evaluation.scores import Evaluation, combined

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from opd import cluster
-from opd.config import PipelineConfig, TopKConfig
+from opd.config import PipelineConfig
+from opd.config.objectives import TopKConfig
 from opd.errors import RunError
 from opd.losses.blocks import LogitRule
 from opd.rollouts.vllm import ENGINE_ENV

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Protocol
 
-from opd.config import EvaluateConfig
+from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.scores import Answer, DomainScore, Evaluation
 from opd.evaluation.statistics import interval, pass_at, standard_error
 from opd.evaluation.verifiers import Verifier

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from opd.config import LMEvalConfig
+from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunError
 from opd.rollouts.vllm import ENGINE_ENV
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opd.config import ObjectiveConfig
+from opd.config.objectives import ObjectiveConfig
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
 from opd.losses.objective import Objective

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from opd.config import LoggingConfig
+from opd.config.sections import LoggingConfig
 from opd.errors import ConfigError
 from opd.interfaces import Sink
 from opd.sinks.mlflow import MLflowSink

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from opd import cluster
-from opd.config import PipelineConfig, SampledConfig
+from opd.config import PipelineConfig
+from opd.config.objectives import SampledConfig
 from opd.stream.targets import TargetStream
 from opd.train.feed import Feed
 from opd.train.plan import RowSize, plan_micro_batches

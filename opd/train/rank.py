@@ -19,7 +19,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from opd import cluster
-from opd.config import ObjectiveConfig
+from opd.config.objectives import ObjectiveConfig
 from opd.errors import RunError
 from opd.files import storing
 from opd.losses import build_objective

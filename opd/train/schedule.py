@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from opd.config import TrainerConfig
+from opd.config.sections import TrainerConfig
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:

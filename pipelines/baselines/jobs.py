@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from opd.config import LMEvalConfig, PipelineConfig, load_pipeline
+from opd.config import PipelineConfig, load_pipeline
+from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunDirError
 from opd.metrics import MetricsFile
 from opd.rounds import PLAN, directory

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opd.address import LOOPBACK, Address, parse_address
-from opd.config import TeachersConfig
+from opd.config.teachers import TeachersConfig
 from opd.errors import ConfigError
 
 TOKEN_VARIABLE = "OPD_TEACHERS_TOKEN"

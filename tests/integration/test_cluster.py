@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from opd import cluster, leftovers
-from opd.config import ClusterConfig
+from opd.config.sections import ClusterConfig
 from opd.errors import RunError
 
 

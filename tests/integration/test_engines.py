@@ -28,7 +28,7 @@ VOCABULARY = 76
 
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[None]:
-    from opd.config import ClusterConfig
+    from opd.config.sections import ClusterConfig
 
     with cluster.ray_session(ClusterConfig(), 8):
         yield

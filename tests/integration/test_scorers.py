@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opd import cluster
-from opd.config import ClusterConfig, PipelineConfig
+from opd.config import PipelineConfig
+from opd.config.sections import ClusterConfig
 from opd.errors import RunError
 from opd.rollouts.vllm import ENGINE_ENV
 from opd.settings import validate

@@ -23,7 +23,8 @@ import yaml
 from safetensors.torch import load_file
 
 from opd import cluster
-from opd.config import ClusterConfig, PipelineConfig
+from opd.config import PipelineConfig
+from opd.config.sections import ClusterConfig
 from opd.errors import RunError
 from opd.settings import validate
 from opd.stream.heads import head_tensor

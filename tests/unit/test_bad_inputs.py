@@ -30,7 +30,7 @@ from cli import app
 from experts.registry import Registry
 from opd import checkpoints, cluster
 from opd.checkpoints import CheckpointStore
-from opd.config import CheckpointConfig
+from opd.config.sections import CheckpointConfig
 from opd.errors import ModelError, RegistryError, RunDirError, RunError, StorageError
 from opd.files import blake3_file, storing
 from opd.losses.blocks import IDENTITY

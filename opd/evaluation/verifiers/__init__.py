@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from opd.config import VerifierConfig
+from opd.config.verifiers import VerifierConfig
 from opd.evaluation.verifiers.exact import ExactMatch, LastLine
 from opd.evaluation.verifiers.multiple_choice import MultipleChoice
 from opd.evaluation.verifiers.numeric import Numeric

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from experts.sft import IGNORED, Example, imitate
-from opd.config import TrainerConfig
+from opd.config.sections import TrainerConfig
 
 SETTINGS = TrainerConfig(
     steps=4,

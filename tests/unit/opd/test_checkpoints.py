@@ -11,7 +11,7 @@ import pytest
 from blake3 import blake3
 
 from opd.checkpoints import CheckpointStore, choose, supersede, verify
-from opd.config import CheckpointConfig
+from opd.config.sections import CheckpointConfig
 from opd.errors import RunDirError, RunError, StorageError
 from opd.types import SavedCheckpoint, WrittenFile
 

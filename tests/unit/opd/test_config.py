@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from opd.config import PipelineConfig, RegisteredExperts, load_pipeline, rounds_of
+from opd.config import PipelineConfig, load_pipeline, rounds_of
+from opd.config.domains import RegisteredExperts
 from opd.errors import ConfigError
 from opd.settings import MAX_YAML_DEPTH, MAX_YAML_NODES, apply_overrides, load_yaml, parse_yaml, validate
 

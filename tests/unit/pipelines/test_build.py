@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from opd.config import PipelineConfig, TeachersConfig
+from opd.config import PipelineConfig
+from opd.config.teachers import TeachersConfig
 from pipelines.build import POOLS, num_workers
 from teachers.flight.client import FlightPool
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from opd.checkpoints import CheckpointStore, choose
-from opd.config import CheckpointConfig, load_pipeline
+from opd.config import load_pipeline
+from opd.config.sections import CheckpointConfig
 from opd.errors import StorageError
 from opd.files import storing
 from opd.stream.log import ArrowTargetLog

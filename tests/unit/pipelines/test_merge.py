@@ -17,7 +17,8 @@ import pipelines.evaluate
 from experts.adapter import whole_model
 from opd.checkpoints import CheckpointStore
 from opd.cluster import WorkerDied
-from opd.config import CheckpointConfig, PipelineConfig, load_pipeline
+from opd.config import PipelineConfig, load_pipeline
+from opd.config.sections import CheckpointConfig
 from opd.errors import RunDirError, RunError
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import blake3_file

@@ -15,7 +15,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from opd.checkpoints import CheckpointStore
-from opd.config import CheckpointConfig, load_pipeline
+from opd.config import load_pipeline
+from opd.config.sections import CheckpointConfig
 from opd.errors import ConfigError, ModelError, RunDirError, RunError
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import blake3_file

@@ -9,7 +9,8 @@ import pytest
 
 from experts.spec import find_spec, load_spec
 from experts.suites import DOMAINS
-from opd.config import RegisteredExperts, load_pipeline
+from opd.config import load_pipeline
+from opd.config.domains import RegisteredExperts
 from pipelines.catalog import find
 
 MAKEFILE = Path(__file__).parents[3] / "Makefile"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from opd.config import EvaluateConfig
+from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import (
     KEPT_FAILURES,
     KEPT_QUESTIONS,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from opd.config import LMEvalConfig
+from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunError
 from opd.evaluation import harness
 from opd.evaluation.harness import check_tasks, read_results, run_tasks, table_rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opd.config import LoggingConfig
+from opd.config.sections import LoggingConfig
 from opd.errors import ConfigError, RunError
 from opd.sinks import open_sinks, refuse_missing
 from opd.sinks.scalars import scalars

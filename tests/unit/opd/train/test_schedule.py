@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from opd.config import TrainerConfig
+from opd.config.sections import TrainerConfig
 from opd.train.schedule import learning_rate
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opd.config import TeachersConfig
+from opd.config.teachers import TeachersConfig
 from opd.errors import ConfigError
 from teachers.flight.access import Endpoint, endpoint, read_roots, read_token
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from opd.config import VERIFIER_OPTIONS, VerifierName
+from opd.config.verifiers import VERIFIER_OPTIONS, VerifierName
 from opd.evaluation.verifiers import VERIFIERS, build_verifier
 from opd.evaluation.verifiers.exact import ExactMatch, LastLine
 from opd.evaluation.verifiers.multiple_choice import MultipleChoice

@@ -1,0 +1,9 @@
+"""A pipeline file: typed, frozen, read once at the edge, unknown keys refused with the nearest known one.
+
+Needs only pydantic and PyYAML, so `opd --help` and `opd pipelines` never import torch.
+Paths in a pipeline are relative to the directory that `opd` was started in.
+"""
+
+from opd.config.pipeline import PipelineConfig, load_pipeline, overlaps, rounds_of
+
+__all__ = ["PipelineConfig", "load_pipeline", "overlaps", "rounds_of"]

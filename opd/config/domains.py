@@ -1,0 +1,103 @@
+"""Who learns, from whom, and on which prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from opd.config.strict import Name, Strict, text_or_more
+from opd.config.verifiers import VerifierConfig
+
+
+class StudentConfig(Strict):
+    model: Path
+    """Hugging Face directory of the model that learns: config, tokenizer, safetensors."""
+
+
+class ExpertConfig(Strict):
+    model: Path
+    """Hugging Face directory of the expert, or PEFT directory of a LoRA adapter; safetensors only."""
+    base: Path | None = None
+    """Base model of a LoRA adapter, as a Hugging Face directory; default: the directory that the adapter names."""
+    domain: Name
+    """The domain whose responses this expert scores."""
+
+
+class RegisteredExperts(Strict):
+    use: Annotated[
+        Annotated[Literal["all"], Tag("~text")] | Annotated[list[Name], Field(min_length=1), Tag("~more")],
+        Discriminator(text_or_more),
+    ]
+    """Names from the registry (`opd experts list`), or `all`."""
+
+
+def _experts_kind(value: Any) -> str:
+    return (
+        "~registered"
+        if isinstance(value, RegisteredExperts) or (isinstance(value, Mapping) and "use" in value)
+        else "~inline"
+    )
+
+
+ExpertsConfig = Annotated[
+    Annotated[RegisteredExperts, Tag("~registered")]
+    | Annotated[dict[Name, ExpertConfig], Field(min_length=1), Tag("~inline")],
+    Discriminator(_experts_kind),
+]
+
+
+class DomainEvalConfig(Strict):
+    prompts: Path | None = None
+    """JSONL of held-out prompts, same columns as the training prompts; none of them may occur in training prompts."""
+    holdout: float | None = Field(None, gt=0, lt=1)
+    """Instead of `prompts`: share of the domain's own prompts that is held out of training, chosen by each prompt's
+    hash, so that a prompt stays on its side when the file grows or is reordered."""
+    verifier: VerifierConfig = "exact_match"
+    """How an answer is judged: a name, or a mapping with `kind` and options."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DomainEvalConfig:
+        if (self.prompts is None) == (self.holdout is None):
+            found = "neither" if self.prompts is None else "both"
+            raise PydanticCustomError(
+                "eval", "either `prompts` (a file) or `holdout` (a share of the training prompts)", {"found": found}
+            )
+        return self
+
+
+class DomainConfig(Strict):
+    prompts: Path | None = None
+    """JSONL with `prompt` (text or chat messages) and `answer`; default: the file the expert was registered with."""
+    eval: DomainEvalConfig | None = None
+    """How the domain is measured; without it the domain is trained but not scored."""
+    teachers: (
+        Annotated[
+            Annotated[Name, Tag("~text")]
+            | Annotated[
+                dict[Name, Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1), Tag("~more")
+            ],
+            Discriminator(text_or_more),
+        ]
+        | None
+    ) = None
+    """Who scores the domain: an expert's name, or names with weights (normalised to add up to 1); default: the expert
+    whose `domain` it is. One expert may serve several domains."""
+    weight: Annotated[
+        Annotated[Literal["auto"], Tag("~text")] | Annotated[float, Field(gt=0), Tag("~more")],
+        Discriminator(text_or_more),
+    ] = "auto"
+    """Share of each step's samples; `auto` gives every domain the same."""
+    loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """How much a token (or response) of this domain counts in the mean that is optimised."""
+
+    @model_validator(mode="after")
+    def _something_to_hold_out_from(self) -> DomainConfig:
+        if self.eval is not None and self.eval.holdout is not None and self.prompts is None:
+            raise PydanticCustomError(
+                "holdout", "the domain's `prompts`, of which eval.holdout is a share", {"found": "no `prompts`"}
+            )
+        return self

@@ -1,0 +1,194 @@
+"""The whole file: its sections, the rules between them, and its rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
+from opd.config.evaluate import EvaluateConfig
+from opd.config.objectives import PAYLOADS_FOR, ObjectiveConfig, ReverseKLConfig, SampledConfig
+from opd.config.sections import (
+    CheckpointConfig,
+    ClusterConfig,
+    LoggingConfig,
+    RolloutConfig,
+    ScheduleConfig,
+    SyncConfig,
+    TrainerConfig,
+)
+from opd.config.strict import Name, Strict
+from opd.config.teachers import TeachersConfig
+from opd.settings import apply_overrides, found_in, keys_of, load_yaml, validate
+
+
+def _number_or_list(value: Any) -> str:
+    return "~list" if isinstance(value, list) else "~number"
+
+
+class RoundConfig(Strict):
+    """What is other in one round than in the pipeline; what is not said is the pipeline's."""
+
+    seed: int | None = Field(None, ge=0)
+    """Default: the pipeline's in the first round, one more in each further round."""
+    registry: Path | None = None
+    experts: ExpertsConfig | None = None
+    """All experts of the round; they take the place of the pipeline's."""
+    domains: dict[Name, DomainConfig] | None = Field(None, min_length=1)
+    """All domains of the round; they take the place of the pipeline's."""
+    rollout: dict[str, Any] = {}
+    """Keys of the section that are other; in the same way the three below."""
+    teachers: dict[str, Any] = {}
+    objective: dict[str, Any] = {}
+    """With `kind` all that is said of the objective, without it the keys that are other."""
+    trainer: dict[str, Any] = {}
+
+
+class PipelineConfig(Strict):
+    """One merge: who learns, from whom, on which prompts, and how."""
+
+    name: Name
+    """Names the run directory and the report."""
+    seed: int = Field(0, ge=0)
+    """Decides the order of prompts and every sampled token."""
+    student: StudentConfig
+    """Who learns."""
+    registry: Path | None = None
+    """Root of the expert registry for `experts: {use: ...}`; default: OPD_REGISTRY, else ./registry."""
+    experts: ExpertsConfig
+    """Either `{use: [names]}` from the registry or `{name: {model, domain}}` (and `base`, for a LoRA adapter)."""
+    domains: dict[Name, DomainConfig] = Field(..., min_length=1)
+    """On which prompts, scored by which experts."""
+    rollout: RolloutConfig = RolloutConfig()
+    teachers: TeachersConfig = TeachersConfig()
+    objective: ObjectiveConfig = ReverseKLConfig()
+    trainer: TrainerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    logging: LoggingConfig = LoggingConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    rounds: Annotated[
+        Annotated[int, Field(ge=1), Tag("~number")] | Annotated[list[RoundConfig], Field(min_length=2), Tag("~list")],
+        Discriminator(_number_or_list),
+    ] = 1
+    """Merges one after the other, each from the student that the one before left: how many alike, or a list with what is
+    other in each, of which the first is `{}`: the pipeline as it stands."""
+
+    @model_validator(mode="after")
+    def _payload_holds_what_the_objective_needs(self) -> PipelineConfig:
+        wanted = PAYLOADS_FOR[self.objective.kind]
+        if self.teachers.payload not in wanted:
+            raise PydanticCustomError(
+                "payload",
+                "objective.kind {kind} needs teachers.payload {wanted}",
+                {
+                    "kind": self.objective.kind,
+                    "wanted": " or ".join(wanted),
+                    "where": "objective.kind",
+                    "found": f"{self.objective.kind} with teachers.payload {self.teachers.payload}",
+                },
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _baseline_before_the_forward_pass(self) -> PipelineConfig:
+        wants = isinstance(self.objective, SampledConfig) and self.objective.baseline != "none"
+        if wants and self.teachers.payload != "sampled_logprobs":
+            raise PydanticCustomError(
+                "baseline",
+                "teachers.payload sampled_logprobs, from which a response's mean is known before the step",
+                {
+                    "where": "objective.baseline",
+                    "found": f"leave_one_out with teachers.payload {self.teachers.payload}",
+                },
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_expert_has_a_server(self) -> PipelineConfig:
+        named = self.experts.use if isinstance(self.experts, RegisteredExperts) else list(self.experts)
+        if self.teachers.engine != "openai" or named == "all":  # the registry's names are not known here
+            return self
+        served = self.teachers.servers
+        for wrong, found in (
+            ([name for name in named if name not in served], "nothing"),
+            ([name for name in served if name not in named], "a server of no expert"),
+        ):
+            if wrong:
+                raise PydanticCustomError(
+                    "servers",
+                    "base_url and model for each of the experts {experts}, and no others",
+                    {"experts": ", ".join(named), "where": f"teachers.servers.{wrong[0]}", "found": found},
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _every_domain_in_every_step(self) -> PipelineConfig:
+        if self.trainer.samples_per_step < len(self.domains):
+            raise PydanticCustomError(
+                "too_few_samples",
+                "at least one sample for each of the {domains} domains; raise trainer.samples_per_step",
+                {
+                    "domains": len(self.domains),
+                    "found": self.trainer.samples_per_step,
+                    "where": "trainer.samples_per_step",
+                },
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_round_is_a_pipeline(self) -> PipelineConfig:
+        if isinstance(self.rounds, int):
+            return self
+        first = self.rounds[0].model_dump(exclude_defaults=True)
+        if first:
+            raise PydanticCustomError(
+                "rounds",
+                "an empty mapping: the first round is the pipeline as it stands",
+                {"where": "rounds.0", "found": ", ".join(first)},
+            )
+        for index in range(1, len(self.rounds)):
+            try:
+                PipelineConfig.model_validate(_round_data(self, index))
+            except ValidationError as errors:
+                # What is wrong with the whole comes from what the round says: the pipeline alone is right.
+                error = errors.errors()[0]
+                context = error.get("ctx", {})
+                where = ".".join(["rounds", str(index), *keys_of(error)])
+                found = {"wanted": error["msg"], "found": found_in(error), "where": where}
+                raise PydanticCustomError(error["type"], "{wanted}", {**context, **found}) from None
+        return self
+
+
+def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:
+    """A pipeline of one round for each round; all start from the pipeline's student."""
+    num = config.rounds if isinstance(config.rounds, int) else len(config.rounds)
+    return [PipelineConfig.model_validate(_round_data(config, index)) for index in range(num)]
+
+
+def _round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
+    """The pipeline of round `index`, from 0, not validated yet."""
+    data = config.model_dump(exclude={"rounds"}) | {"seed": config.seed + index}
+    if isinstance(config.rounds, list):
+        for key, value in config.rounds[index].model_dump(exclude_defaults=True).items():
+            section = key in ("rollout", "teachers", "objective", "trainer")
+            data[key] = {**data[key], **value} if section and "kind" not in value else value
+    return data
+
+
+def overlaps(config: PipelineConfig) -> bool:
+    """What `schedule.overlap` comes to."""
+    if config.schedule.overlap != "auto":
+        return config.schedule.overlap
+    gpus = config.cluster.trainer_gpus or config.cluster.teacher_gpus
+    return bool(gpus) or config.teachers.engine in ("openai", "flight")
+
+
+def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineConfig:
+    """Read, override and check one pipeline file. Raises: ConfigError."""
+    return validate(PipelineConfig, apply_overrides(load_yaml(path), overrides or []), path)

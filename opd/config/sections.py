@@ -1,0 +1,120 @@
+"""The plain sections: engines, steps, files and machines, without rules between their keys."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ByteSize, Field
+
+from opd.config.strict import DType, Strict
+
+
+class RolloutConfig(Strict):
+    engine: Literal["vllm"] = "vllm"
+    """What writes."""
+    workers: int = Field(1, ge=1)
+    """Rollout engines; prompts are dealt out among them."""
+    dtype: DType = "float32"
+    """Compute type of the engine; bfloat16 is about 1.8 times as fast on a CPU that has it."""
+    max_new_tokens: int = Field(64, ge=1)
+    """Response limit; shortened per prompt, and counted, where the context would overflow."""
+    temperature: float = Field(1.0, gt=0)
+    """1.0 samples from the student itself; anything else is not quite on-policy."""
+    max_model_len: int = Field(512, ge=8)
+    """Context of the rollout engine in tokens; a prompt that leaves no room is quarantined."""
+    max_num_seqs: int = Field(256, ge=1)
+    """Sequences that one engine decodes at a time."""
+    kv_cache_gib: int = Field(1, ge=1)
+    """Key-value cache of a CPU engine, whole GiB."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of a GPU's memory that a GPU engine may take."""
+
+
+class TrainerConfig(Strict):
+    zero_stage: Literal[3] = 3
+    """DeepSpeed ZeRO stage: parameters, gradients and optimiser state are sharded over the ranks."""
+    ranks: int = Field(2, ge=1)
+    """Data-parallel trainer processes."""
+    dtype: DType = "float32"
+    """Compute type; bfloat16 keeps float32 master weights."""
+    steps: int = Field(..., ge=1)
+    """Optimiser steps of the whole merge."""
+    samples_per_step: int = Field(..., ge=1)
+    """Responses in one optimiser step, over all domains."""
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up from 0 to `lr`."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or down to `min_lr_ratio` of `lr` at the last step."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Where linear and cosine decay end, as a share of `lr`."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of AdamW's second moment."""
+    adam_epsilon: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment: gradients below it give small steps."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's, on matrices only."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    micro_batch_tokens: int = Field(4096, ge=16)
+    """Prompt and response tokens that a rank pushes through the model at a time, give or take one response."""
+    head_memory: ByteSize = Field("1GiB", validate_default=True, gt=0)
+    """Teachers' output heads that each rank keeps, least recently used out; those of one micro-batch always stay."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+class ScheduleConfig(Strict):
+    mode: Literal["sync"] = "sync"
+    """`sync`: every sample is trained by the very weights that wrote it."""
+    overlap: bool | Literal["auto"] = "auto"
+    """Train while teachers still score; the result is the same. `auto`: where they do not share cores, that is if either
+    has GPUs or the teachers are served elsewhere. On the same cores both get slower."""
+
+
+class SyncConfig(Strict):
+    kind: Literal["shared_memory"] = "shared_memory"
+    """How new weights reach the rollout engines: safetensors in shared memory on one machine."""
+    tolerance: float = Field(0.02, gt=0)
+    """Largest mean |trainer - engine| log-prob gap over the probe tokens, nats, before the run stops."""
+    probe_tokens: int = Field(64, ge=8)
+    """Fixed tokens that both sides score after every push."""
+
+
+class CheckpointConfig(Strict):
+    every: int = Field(25, ge=1)
+    """Steps between checkpoints; the last step always has one."""
+    keep: int = Field(3, ge=1)
+    """Newest checkpoints that stay on disk."""
+    keep_every: int = Field(0, ge=0)
+    """Checkpoints of steps divisible by this stay for good; 0: none does."""
+
+
+class LoggingConfig(Strict):
+    tensorboard: bool = True
+    """Write TensorBoard event files to `tensorboard/` in the run directory."""
+    wandb: str | None = Field(None, min_length=1)
+    """Weights & Biases project to log to as well; needs the package wandb."""
+    mlflow: str | None = Field(None, min_length=1)
+    """MLflow tracking URI to log to as well, e.g. `sqlite:///mlflow.db`; needs the package mlflow or mlflow-skinny."""
+
+
+class ClusterConfig(Strict):
+    address: str = "local"
+    """`local` starts Ray on this machine; else a Ray cluster's address."""
+    rollout_gpus: float = Field(0, ge=0)
+    """GPUs for each rollout worker."""
+    teacher_gpus: float = Field(0, ge=0)
+    """GPUs for each scoring worker."""
+    trainer_gpus: float = Field(0, ge=0)
+    """GPUs for each trainer rank."""
+    max_restarts: int = Field(3, ge=0)
+    """Times that a merge starts all its workers again, from its last checkpoint, because one died. A rollout or scoring
+    worker is first started again alone, once a step."""
+    start_timeout_s: float = Field(300, gt=0)
+    """Deadline for a worker to be up with its model loaded."""
+    phase_timeout_s: float = Field(3600, gt=0)
+    """Deadline for one phase of a step (rollout, score, train, sync) or one evaluation."""

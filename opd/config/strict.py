@@ -1,0 +1,45 @@
+"""What every config model shares: frozen, unknown keys refused with the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+DType = Literal["float32", "bfloat16"]
+
+
+class Strict(BaseModel):
+    """Base of every config model: frozen, no unknown keys, the string under a field is its documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        # pydantic's own `extra_forbidden` cannot suggest; here the class knows its keys.
+        if isinstance(data, Mapping):
+            known = list(cls.model_fields)
+            for key in data:
+                if key not in known:
+                    near = difflib.get_close_matches(str(key), known, n=1)
+                    raise PydanticCustomError(
+                        "unknown_key",
+                        "{hint}",
+                        {
+                            "key": str(key),
+                            "hint": f"did you mean `{near[0]}`?" if near else "remove the key",
+                            "known": ", ".join(known),
+                        },
+                    )
+        return data
+
+
+def text_or_more(value: Any) -> str:
+    """Which half of a union a value is meant for, so that an error is about that half alone."""
+    return "~text" if isinstance(value, str) else "~more"

@@ -1,0 +1,114 @@
+"""How an answer is judged: a name, or a mapping with `kind` and options."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from opd.config.strict import Strict
+
+
+class ExactMatchConfig(Strict):
+    kind: Literal["exact_match"]
+    """The whole answer, apart from white space around it."""
+
+
+class LastLineConfig(Strict):
+    kind: Literal["last_line"]
+    """The last line that is not empty: for answers that come after some working."""
+
+
+class NumericConfig(Strict):
+    kind: Literal["numeric"]
+    """The last number in the text, compared as a number."""
+    tolerance: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Largest difference that still counts as equal."""
+
+
+class RegexConfig(Strict):
+    kind: Literal["regex"]
+    """What a regular expression finds in the text: its last match."""
+    pattern: str = Field(..., min_length=1)
+    """In Python's syntax; what its first group matched, or without a group the whole match, is the answer."""
+
+    @model_validator(mode="after")
+    def _compiles(self) -> RegexConfig:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise PydanticCustomError(
+                "pattern",
+                "a regular expression in Python's syntax ({why})",
+                {"why": str(error), "found": repr(self.pattern)},
+            ) from None
+        return self
+
+
+class MultipleChoiceConfig(Strict):
+    kind: Literal["multiple_choice"]
+    """The letter that the text settles on: `B`, `(B)`, `B.`, `the answer is B`."""
+    choices: str = Field("ABCD", pattern=r"^[A-Z]{2,26}$")
+    """The letters that there are."""
+
+
+class ReasoningGymConfig(Strict):
+    kind: Literal["reasoning_gym"]
+    """The task family's own scoring function; only its full score counts."""
+
+
+class PythonConfig(Strict):
+    kind: Literal["python"]
+    """A function of yours: `function(text, answer, metadata)` gives a score in 0..1."""
+    function: str = Field(..., pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """`module:function`; the module is looked for where Python finds modules, last in the current directory."""
+
+
+VerifierName = Literal["exact_match", "last_line", "numeric", "multiple_choice", "reasoning_gym"]
+"""Those that work without options."""
+
+VERIFIER_OPTIONS: dict[str, str] = {"regex": "pattern: ...", "python": "function: module:function"}
+"""The others, and what they want."""
+
+
+def _known_verifier(value: Any) -> Any:
+    """Raises for a name that is none, with the nearest that is; everything else is left to the types."""
+    kind = value.get("kind") if isinstance(value, Mapping) else value
+    if isinstance(value, str) and value in VERIFIER_OPTIONS:
+        options = f"{{kind: {value}, {VERIFIER_OPTIONS[value]}}}"
+        raise PydanticCustomError("verifier", "options too: {options}", {"options": options, "found": value})
+    known = [*get_args(VerifierName), *VERIFIER_OPTIONS]
+    if isinstance(value, str | Mapping) and kind not in known:
+        near = difflib.get_close_matches(str(kind), known, n=1)
+        raise PydanticCustomError(
+            "verifier",
+            "{hint}one of: {known}",
+            {
+                "hint": f"did you mean `{near[0]}`? " if near else "",
+                "known": ", ".join(known),
+                "found": "no `kind`" if kind is None else str(kind),
+            },
+        )
+    return value
+
+
+def _verifier_kind(value: Any) -> str:
+    return f"~{value['kind'] if isinstance(value, Mapping) else getattr(value, 'kind', 'name')}"
+
+
+VerifierConfig = Annotated[
+    Annotated[VerifierName, Tag("~name")]
+    | Annotated[ExactMatchConfig, Tag("~exact_match")]
+    | Annotated[LastLineConfig, Tag("~last_line")]
+    | Annotated[NumericConfig, Tag("~numeric")]
+    | Annotated[RegexConfig, Tag("~regex")]
+    | Annotated[MultipleChoiceConfig, Tag("~multiple_choice")]
+    | Annotated[ReasoningGymConfig, Tag("~reasoning_gym")]
+    | Annotated[PythonConfig, Tag("~python")],
+    Discriminator(_verifier_kind),
+    BeforeValidator(_known_verifier),
+]
