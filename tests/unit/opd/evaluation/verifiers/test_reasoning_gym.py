@@ -17,7 +17,9 @@ problem = ReasoningGym().problem
 
 def test_every_task_of_the_suite_is_taken_and_no_task_that_is_runs_anything() -> None:
     gym = pytest.importorskip("reasoning_gym")
-    assert {task for task, _ in DOMAINS.values()} <= TASKS
+    assert {task for task, _ in DOMAINS.values()} | {"calendar_arithmetic"} == TASKS, (
+        "one was read for a suite that asked it"
+    )
     sources = {task: inspect.getsource(gym.get_score_answer_fn(task)) for task in TASKS}
     runs = {task for task, source in sources.items() if re.search(r"eval\(|exec\(|parse_expr|sympify", source)}
     assert runs == {"number_sorting"}
