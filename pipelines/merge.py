@@ -30,6 +30,7 @@ from opd.rounds import whole
 from opd.sinks import open_sinks
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.evaluate import lm_eval_merge
+from pipelines.gpu_memory import refuse_crowded_gpus
 from pipelines.interrupts import Interrupts, interrupts
 from pipelines.manifest import manifest_of, read_manifest, versions, write_inputs
 from pipelines.memory import refuse_too_large
@@ -79,6 +80,7 @@ def start(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
     refuse_existing(root)
     inputs = check(config)
     refuse_too_large(config, inputs)
+    notices = refuse_crowded_gpus(config, inputs)
     temporary = new_directory(root)
     manifest = manifest_of(config, inputs)
     manifest["identity"] = identity(manifest)
@@ -90,7 +92,7 @@ def start(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
     replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
     with locked(root), _says_what_is_intact(RunPaths(root)):
         run = Run(config=config, inputs=inputs, paths=RunPaths(root), identity=manifest["identity"])
-        return _supervise(run, None, [])
+        return _supervise(run, None, notices)
 
 
 def refuse_existing(root: Path) -> None:
@@ -142,11 +144,12 @@ def resume(
     config = config or load_pipeline(paths.pipeline, overrides)
     inputs = check(config)
     refuse_too_large(config, inputs)
+    crowded = refuse_crowded_gpus(config, inputs)
     recorded = read_manifest(paths)
     found = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
-    notices = version_warnings(recorded["versions"], found["versions"]) + changes
+    notices = version_warnings(recorded["versions"], found["versions"]) + changes + crowded
     with locked(root), _says_what_is_intact(paths):
         run = Run(config=config, inputs=inputs, paths=paths, identity=recorded["identity"])
         checkpoint = _go_on_from(run, wanted, notices)

@@ -469,7 +469,7 @@ def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
         def __init__(self, *_: Any) -> None:
             pass
 
-        def meeting_point(self, loopback: bool) -> tuple[str, int]:
+        def meeting_point(self, address: str) -> tuple[str, int]:
             return "127.0.0.1", 1
 
         def start(self, address: str, port: int) -> None:
