@@ -68,12 +68,10 @@ class Phase:
         """The sum in words, GiB; a share of a GPU of unknown size as what it is."""
         words = []
         for what, nbytes, share in self.parts:
-            mine = (
-                [_gib(nbytes + round(share * size))]
-                if size
-                else [_gib(nbytes), *([f"{share:g} of it"] if share else [])]
-            )
-            words.append(f"{' and '.join(mine)} {what}")
+            if size:
+                words.append(f"{_gib(nbytes + round(share * size))} {what}")
+            else:
+                words.append(f"{_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {what}")
         return " + ".join(words)
 
 
@@ -90,7 +88,7 @@ def refuse_crowded_gpus(config: PipelineConfig, inputs: Inputs) -> list[str]:
         where = "this process sees no GPU" if config.cluster.address == LOCAL else "the GPUs are other machines'"
         crowded = max(place(wanted), key=len)
         text = max((phase.shown() for phase in phases(crowded)), key=len)
-        return [f"{where}: whether a GPU has room for what it is given is not checked; on one there will be {text} GiB"]
+        return [f"{where}: whether a GPU has room for what it is given is not checked; on one there will be {text}"]
     placed = place(wanted)
     if len(placed) > len(sizes):
         raise ConfigError.at(

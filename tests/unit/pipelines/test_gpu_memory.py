@@ -143,7 +143,9 @@ def test_without_a_gpu_in_sight_the_sum_is_told_and_nothing_refused(
     monkeypatch.setattr(gpu_memory, "gpu_sizes", list)
     (notice,) = refuse_crowded_gpus(on_one_gpu(inputs[0]), inputs[1])
     assert notice.startswith("this process sees no GPU: whether a GPU has room for what it is given is not checked")
-    assert "0.59 and 0.5 of it rollout engine" in notice and "scoring worker" in notice
+    assert (
+        "0.59 GiB and 0.5 of the GPU for the rollout engine" in notice and "0.59 GiB for the scoring worker" in notice
+    )
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: pytest.fail("they are another machine's"))
     (notice,) = refuse_crowded_gpus(changed(on_one_gpu(inputs[0]), cluster={"address": "10.0.0.1:6379"}), inputs[1])
     assert notice.startswith("the GPUs are other machines'")
