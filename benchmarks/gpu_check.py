@@ -80,16 +80,22 @@ def refuse(device: str) -> str | None:
     return None
 
 
-def run_part(part: Part, args: argparse.Namespace, ends: float) -> None:
+def run_parts(parts: Sequence[Part], args: argparse.Namespace) -> None:
+    """One after the other; those whose modules are missing are left out by name."""
+    ends = time.time() + 60 * args.minutes
+    here = [part for part in parts if not part.missing()]
+    for part in parts:
+        if part not in here:
+            check = Check(part.name, args.device, args.quick, ends, args.output)
+            check.leave_out(part.title, f"not installed: {', '.join(part.missing())}")
+    for index, part in enumerate(here):
+        left_s, weights = max(0.0, ends - time.time()), sum(other.weight for other in here[index:])
+        run_part(part, args, time.time() + left_s * part.weight / weights)
+
+
+def run_part(part: Part, args: argparse.Namespace, part_ends: float) -> None:
     """In a process of its own, killed when its time is over; how it ended is written down."""
-    missing = part.missing()
-    if missing:
-        Check(part.name, args.device, args.quick, ends, args.output).leave_out(
-            part.title, f"not installed: {', '.join(missing)}"
-        )
-        return
     began = time.time()
-    part_ends = began + part.share * (ends - began)
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--part", part.name, "--ends", str(part_ends)]
     command += ["--output", str(args.output), "--device", args.device, *(["--quick"] if args.quick else [])]
     error = None
@@ -101,7 +107,8 @@ def run_part(part: Part, args: argparse.Namespace, ends: float) -> None:
         if done.returncode:
             error = (done.stderr.strip().splitlines() or ["no last words"])[-1]
             print(done.stderr[-3000:], file=sys.stderr)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as late:
+        print((late.stderr or b"").decode(errors="replace")[-3000:], file=sys.stderr)
         error = f"stopped after {time.time() - began:.0f} s, the time it was given"
     finish(args.output, part.name, seconds=time.time() - began, error=error)
 
@@ -123,13 +130,10 @@ def main() -> int:
     if problem:
         print(problem, file=sys.stderr)
         return 2
-    ends = time.time() + 60 * args.minutes
     args.output.mkdir(parents=True, exist_ok=True)
     record = args.output / RECORD
     record.write_text(json.dumps({"environment": environment(args.device), "parts": {}}))
-    for part in PARTS:
-        if part.name in args.parts:
-            run_part(part, args, ends)
+    run_parts([part for part in PARTS if part.name in args.parts], args)
     text = page([json.loads(record.read_text())])
     (args.output / "gpu.md").write_text(text, encoding="utf-8")
     print(text)

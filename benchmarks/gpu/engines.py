@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.check import Check
-from benchmarks.gpu.work import measured
+from benchmarks.gpu.work import measured, used_bytes
 from opd.rollouts.vllm import ENGINE_ENV
 from opd.rollouts.worker import EngineOptions, Request, VLLMWorker
 from tests.conftest import build_model_dir
@@ -19,49 +19,41 @@ PROBE = [tuple(range(5 + i, 26 + i)) for i in range(4)]
 
 
 def measure(check: Check) -> None:
-    """Log-probs of the engine against transformers: at first, after a push, and after a night's sleep."""
+    """Log-probs of the engine against transformers, at first and after each push; on a GPU with nights between them."""
     os.environ.update(ENGINE_ENV, VLLM_CPU_KVCACHE_SPACE="1")
+    sleeps = check.device == "cuda"
+    if not sleeps:
+        check.leave_out("sleep mode, CUDA graphs", "they are a GPU's")
     with tempfile.TemporaryDirectory() as folder:
         first, second = (build_model_dir(Path(folder) / str(seed), seed=seed) for seed in (0, 1))
-        sleeps = check.device == "cuda"
-        if not sleeps:
-            check.leave_out("sleep mode, CUDA graphs", "they are a GPU's")
-        worker = VLLMWorker(
-            EngineOptions(
-                model_dir=first, dtype="float32", max_model_len=64, max_num_seqs=8, gpu_memory_utilization=0.2,
-                sleep=sleeps,
-            ),
-            (2,),
+        options = EngineOptions(
+            model_dir=first, dtype="float32", max_model_len=64, max_num_seqs=8, gpu_memory_utilization=0.2, sleep=sleeps
         )  # fmt: skip
-        requests = [Request(token_ids=ids[:8], max_tokens=16, temperature=1.0, seed=7) for ids in PROBE]
+        worker = VLLMWorker(options, (2,))
+        awake = used_bytes() if sleeps else 0
         for name, model_dir in (("start", first), ("push", second), ("push back", first)):
             with measured(check.device) as span:
                 if name != "start":
                     worker.load(model_dir)
-            sampled = worker.generate(requests)
+            probe_gap = _gap(worker.logprobs(PROBE), _plain(model_dir, PROBE))
             check.add(
                 "weight push",
                 weights=name,
                 seconds=span.seconds,
-                probe_gap=_gap(worker.logprobs(PROBE), _plain(model_dir, PROBE)),
-                sampled_gap=_gap(
-                    [list(s.logprobs) for s in sampled],
-                    [
-                        part[len(r.token_ids) - 1 :]
-                        for r, part in zip(
-                            requests,
-                            _plain(
-                                model_dir,
-                                [(*r.token_ids, *s.token_ids) for r, s in zip(requests, sampled, strict=True)],
-                            ),
-                            strict=True,
-                        )
-                    ],
-                ),
+                probe_gap=probe_gap,
+                sampled_gap=_sampled_gap(worker, model_dir),
             )
-        if sleeps:
-            free, total = torch.cuda.mem_get_info()
-            check.add("sleep mode", held_asleep_bytes=total - free, held_bytes=int(0.2 * total))
+        if sleeps:  # it has just written
+            check.add("sleep mode", awake_bytes=awake, asleep_bytes=used_bytes())
+
+
+def _sampled_gap(worker: VLLMWorker, model_dir: Path) -> float:
+    """Of the tokens that it samples: what it says of them against transformers."""
+    requests = [Request(token_ids=ids[:8], max_tokens=16, temperature=1.0, seed=7) for ids in PROBE]
+    sampled = worker.generate(requests)
+    whole = _plain(model_dir, [(*r.token_ids, *s.token_ids) for r, s in zip(requests, sampled, strict=True)])
+    wanted = [part[len(r.token_ids) - 1 :] for r, part in zip(requests, whole, strict=True)]
+    return _gap([list(s.logprobs) for s in sampled], wanted)
 
 
 def _plain(model_dir: Path, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -38,6 +38,7 @@ def _part(part: Mapping[str, Any]) -> list[str]:
     for name, rows in part["tables"].items():
         if name == "time and memory":
             rows = _beside_each_other(rows)
+            name += ": forward and backward, beyond the inputs, relative error of the hidden states' gradient"
         columns = list(dict.fromkeys(key for row in rows for key in row))
         lines += [f"**{name[0].upper()}{name[1:]}**", ""]
         lines += ["| " + " | ".join(map(_title, columns)) + " |"]
@@ -56,10 +57,13 @@ def _beside_each_other(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         shape = {key: row[key] for key in ("dtype", "V", "D", "T")}
-        figures = row.get("note") or f"{row['ms']:.1f} ms" + (
-            f", {row['extra_bytes'] / GIB:.2f} GiB" if row["extra_bytes"] is not None else ""
+        shapes.setdefault(tuple(shape.values()), shape)[row["variant"]] = row.get("note") or ", ".join(
+            [
+                f"{row['ms']:.1f} ms",
+                *([] if row["extra_bytes"] is None else [f"{row['extra_bytes'] / GIB:.2f} GiB"]),
+                f"{row['gradient_error']:.1e}",
+            ]
         )
-        shapes.setdefault(tuple(shape.values()), shape)[row["variant"]] = figures
     return list(shapes.values())
 
 

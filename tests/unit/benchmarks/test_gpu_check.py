@@ -44,9 +44,9 @@ def test_without_torch_or_a_gpu_it_says_so_and_measures_nothing(
 
 
 def test_a_part_whose_modules_are_missing_is_left_out_by_their_names(tmp_path: Path) -> None:
-    part = Part("loss", "Loss", ("json", "no_such_module", "no.such.module"), 1.0)
+    part = Part("loss", "Loss", ("json", "no_such_module", "no.such.module"), 1)
     args = gpu_check.parse_args(["--device", "cpu", "--quick", "--output", str(tmp_path)])
-    gpu_check.run_part(part, args, time.time() + 60)
+    gpu_check.run_parts([part], args)
     record = json.loads((tmp_path / RECORD).read_text())
     assert record["parts"]["loss"]["left_out"] == [
         {"what": "Loss", "why": "not installed: no_such_module, no.such.module"}
@@ -56,7 +56,7 @@ def test_a_part_whose_modules_are_missing_is_left_out_by_their_names(tmp_path: P
 def test_a_part_that_fails_leaves_its_last_words_and_what_it_had(tmp_path: Path) -> None:
     check(tmp_path).add("times", ms=1.5)
     args = gpu_check.parse_args(["--device", "cpu", "--quick", "--output", str(tmp_path)])
-    gpu_check.run_part(Part("loss", "Loss", (), 1.0), _without_its_module(args), time.time() + 60)
+    gpu_check.run_part(Part("loss", "Loss", (), 1), _without_its_module(args), time.time() + 60)
     part = json.loads((tmp_path / RECORD).read_text())["parts"]["loss"]
     assert part["tables"] == {"times": [{"ms": 1.5}]}
     assert part["error"] and part["seconds"] > 0
@@ -66,6 +66,21 @@ def _without_its_module(args: object) -> object:
     """Arguments that the part's process refuses."""
     args.device = "no such device"  # type: ignore[attr-defined]
     return args
+
+
+def test_parts_that_are_left_out_leave_their_time_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        gpu_check, "run_part", lambda part, args, ends: given.append((part.name, round((ends - time.time()) / 60)))
+    )
+    args = gpu_check.parse_args(["--minutes", "60", "--output", str(tmp_path)])
+    gpu_check.run_parts(
+        [Part("a", "A", (), 1), Part("b", "B", ("no_such_module",), 9), Part("c", "C", (), 3), Part("d", "D", (), 2)],
+        args,
+    )
+    assert given == [("a", 10), ("c", 36), ("d", 60)]
 
 
 def test_what_does_not_fit_into_the_time_is_named(tmp_path: Path) -> None:
@@ -80,14 +95,14 @@ def test_what_does_not_fit_into_the_time_is_named(tmp_path: Path) -> None:
 def test_the_page_shows_every_figure_and_what_is_missing(tmp_path: Path) -> None:
     one = check(tmp_path)
     row = {"V": 8, "D": 4, "T": 2, "dtype": "float32", "chunk": 2, "value": 0.1}
-    one.add("time and memory", variant="ours", ms=1.25, extra_bytes=1 << 30, **row)
+    one.add("time and memory", variant="ours", ms=1.25, extra_bytes=1 << 30, gradient_error=0.0021, **row)
     one.add("time and memory", variant="trl", note="out of memory", **row)
     one.add("resume", bit_equal=True, tokens_per_s=123456.7, peak_bytes=3 << 29, gap=0.000012345)
     one.leave_out("liger", "not installed")
     finish(tmp_path, "trainer", seconds=1.0, error="RuntimeError: broken")
     record = json.loads((tmp_path / RECORD).read_text()) | {"environment": {"device": "a GPU"}}
     text = page([record])
-    assert "| float32 | 8 | 4 | 2 | 1.2 ms, 1.00 GiB | out of memory |" in text
+    assert "| float32 | 8 | 4 | 2 | 1.2 ms, 1.00 GiB, 2.1e-03 | out of memory |" in text
     assert "| bit equal | tokens/s | peak, GiB | gap |" in text and "| yes | 123,457 | 1.50 | 1.23e-05 |" in text
     assert "- liger: not installed" in text and "Ended with: RuntimeError: broken" in text
     assert text.index("## Trainer") < text.index("## Loss"), "in the order of the parts"
