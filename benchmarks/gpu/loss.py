@@ -22,7 +22,7 @@ from opd.losses import build_objective
 from opd.losses.blocks import Block, SampledBlock, TeacherBlock, TopKBlock
 from opd.losses.chunked import chunked_objective
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as where `python benchmarks/loss.py` finds its helper
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where `python benchmarks/loss.py` finds its helper
 
 from loss import VARIANTS, Case, Inputs, Unavailable, grad_error, make_inputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -21,7 +22,7 @@ PASSES = (4096, 16384, 65536)
 
 def measure(check: Check) -> None:
     """What a process takes, equality in float32, then speed in bfloat16."""
-    if check.device == "cuda":
+    if check.device == "cuda" and shutil.which("nvidia-smi"):
         _context(check)
     with tempfile.TemporaryDirectory() as folder:
         for size in ("tiny",) if check.quick else ("tiny", "small"):
