@@ -51,6 +51,8 @@ class RankOptions:
     objective: ObjectiveConfig
     vocab_size: int
     """Ids that the tokenizer knows; rows of a head beyond them are padding."""
+    temperature: float
+    """At which responses are sampled."""
     adam_betas: tuple[float, float]
     adam_epsilon: float
     weight_decay: float
@@ -362,10 +364,9 @@ def _start_engine(options: RankOptions) -> Any:
     )
     if options.gradient_checkpointing:
         lm.gradient_checkpointing_enable()
-    objective = build_objective(options.objective)
-    student = Student(
-        lm, objective, chunk=options.objective.chunk, vocab_size=options.vocab_size, compiled=options.objective.compile
-    ).train()
+    loss = options.objective
+    known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
+    student = Student(lm, build_objective(loss), chunk=loss.chunk, compiled=loss.compile, **known).train()
     optimizer = torch.optim.AdamW(
         _parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas, eps=options.adam_epsilon
     )
