@@ -42,6 +42,8 @@ class Subject:
     exams: Mapping[str, DomainExam]
     tokenizer: Any
     """By which its prompts were encoded."""
+    vocab_size: int
+    """Ids that this tokenizer knows."""
     eos_token_ids: tuple[int, ...]
 
 
@@ -81,8 +83,16 @@ def check_models(
         for warning in room_warnings(exams, config.rollout.max_model_len):
             tell(f"warning: {warning}")
         model = Teacher(name=str(path), model_dir=Path(info.path), adapter_dir=Path(adapter.path) if adapter else None)
-        subjects.append(Subject(model=model, exams=exams, tokenizer=tokenizer, eos_token_ids=info.eos_token_ids))
-    _refuse_other_ends(subjects)
+        subjects.append(
+            Subject(
+                model=model,
+                exams=exams,
+                tokenizer=tokenizer,
+                vocab_size=info.vocab_size,
+                eos_token_ids=info.eos_token_ids,
+            )
+        )
+    _refuse_other_engines(subjects)
     return subjects
 
 
@@ -137,17 +147,21 @@ def _refuse_shorter_context(path: Path, model: ModelInfo, room: int) -> None:
         )
 
 
-def _refuse_other_ends(subjects: Sequence[Subject]) -> None:
-    """One engine stops all of them at the same tokens."""
+def _refuse_other_engines(subjects: Sequence[Subject]) -> None:
+    """One engine keeps all of them to the same token ids and stops them at the same ones."""
     first = subjects[0]
     for other in subjects[1:]:
-        if set(other.eos_token_ids) != set(first.eos_token_ids):
-            raise ModelError.at(
-                other.model.name,
-                found=f"end tokens {sorted(other.eos_token_ids)}",
-                wanted=f"{sorted(first.eos_token_ids)}, those of {first.model.name}",
-                fix="evaluate the two one after the other",
-            )
+        for what, found, wanted in (
+            ("tokens", other.vocab_size, first.vocab_size),
+            ("end tokens", sorted(set(other.eos_token_ids)), sorted(set(first.eos_token_ids))),
+        ):
+            if found != wanted:
+                raise ModelError.at(
+                    other.model.name,
+                    found=f"{what} {found}",
+                    wanted=f"{wanted}, those of {first.model.name}",
+                    fix="evaluate the two one after the other",
+                )
 
 
 # Everyone on every domain
@@ -226,7 +240,10 @@ def _matrix_subjects(
     last = {name: exam for one in rounds for name, exam in one.exams.items()}
     exams = {name: last[name] for name in names}
     ends = inputs.student.eos_token_ids
-    return [Subject(model=m, exams=exams, tokenizer=inputs.tokenizer, eos_token_ids=ends) for m in models]
+    size = inputs.student.vocab_size
+    return [
+        Subject(model=m, exams=exams, tokenizer=inputs.tokenizer, vocab_size=size, eos_token_ids=ends) for m in models
+    ]
 
 
 def _examine(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:
@@ -234,7 +251,7 @@ def _examine(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) ->
     found = {}
     with ray_session(config.cluster, config.rollout.workers), _whole(subjects[0].model) as start:
         first = subjects[0]
-        engine = VLLMRolloutEngine(config, start, first.eos_token_ids, first.tokenizer)
+        engine = VLLMRolloutEngine(config, start, first.vocab_size, first.eos_token_ids, first.tokenizer)
         engine.wait_ready()
         for subject in subjects:
             if subject is not first:

@@ -566,7 +566,7 @@ def engine(b: Bench, **rollout_settings: Any) -> tuple[VLLMRolloutEngine, list[A
 
     b.in_process.replace = Worker
     b.data["rollout"] = {"max_model_len": 16, "max_new_tokens": 6} | rollout_settings
-    return VLLMRolloutEngine(PipelineConfig.model_validate(b.data), b.root / "base", (2,), SimpleNamespace()), asked
+    return VLLMRolloutEngine(PipelineConfig.model_validate(b.data), b.root / "base", 76, (2,), SimpleNamespace()), asked
 
 
 def prompt(i: int, tokens: int) -> Prompt:

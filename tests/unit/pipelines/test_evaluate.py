@@ -251,6 +251,16 @@ def test_other_end_tokens_are_not_compared(world: Any, make_model_dir: Callable[
     refused(opd("up", "other", "--pipeline", "pipeline.yaml", "--compare"), "other\n", "end tokens [1]", "[2]")
 
 
+def test_another_number_of_tokens_is_not_compared(world: Any) -> None:
+    """One engine keeps all models to the same ids; without the student nothing else holds their vocabularies together."""
+    shutil.rmtree(world.root / "base")
+    file = world.root / "rev" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    del tokenizer["model"]["vocab"]["?"]
+    file.write_text(json.dumps(tokenizer))
+    refused(opd("up", "rev", "--pipeline", "pipeline.yaml", "--compare"), "rev\n", "tokens 75", "76, those of up")
+
+
 def test_a_shorter_context_is_refused(world: Any) -> None:
     file = world.root / "up" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 31}))
