@@ -29,6 +29,7 @@ from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Teacher
 from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
 from pipelines.preflight import Inputs, check_rounds, inspect_student, load_tokenizer
+from pipelines.template_date import dated
 
 Tell = Callable[[str], None]
 
@@ -75,6 +76,7 @@ def check_models(
     for path, (info, adapter) in inspected.items():
         _refuse_shorter_context(path, info, config.rollout.max_model_len)
         tokenizer = load_tokenizer(Path(info.path))
+        config = dated(config, tokenizer)
         exams = load_exams(config, tokenizer, names)
         files = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None and c.prompts.is_file()}
         refuse_leaks(exams, load_training(config, files, tokenizer))

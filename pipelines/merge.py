@@ -16,6 +16,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from experts.adapter import whole_model
+from experts.bound_files import TOKENIZER_FILES
 from opd import __version__, checkpoints, loop
 from opd.cluster import WorkerDied, ray_session
 from opd.config import PipelineConfig, load_pipeline, overlaps
@@ -31,20 +32,18 @@ from opd.sinks import open_sinks
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.evaluate import lm_eval_merge
 from pipelines.interrupts import Interrupts, interrupts
-from pipelines.manifest import manifest_of, read_manifest, versions, write_inputs
+from pipelines.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
 from pipelines.memory import refuse_too_large
 from pipelines.preflight import Inputs, check
-from pipelines.resume import accept_changes, identity, refuse_changed_inputs, refuse_foreign, version_warnings
-
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
+from pipelines.resume import (
+    accept_changes,
+    identity,
+    refuse_changed_inputs,
+    refuse_foreign,
+    unrecorded,
+    version_warnings,
 )
+from pipelines.template_date import as_recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,19 +138,20 @@ def resume(
             wanted="a run directory of `opd merge`",
             fix="check the path, or start a new run without --resume",
         )
-    config = config or load_pipeline(paths.pipeline, overrides)
+    recorded = read_manifest(paths)
+    config = as_recorded(config or load_pipeline(paths.pipeline, overrides), recorded["config"], paths.manifest)
     inputs = check(config)
     refuse_too_large(config, inputs)
-    recorded = read_manifest(paths)
     found = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
-    notices = version_warnings(recorded["versions"], found["versions"]) + changes
+    older = unrecorded(recorded)
+    notices = version_warnings(recorded["versions"], found["versions"]) + older + changes
     with locked(root), _says_what_is_intact(paths):
         run = Run(config=config, inputs=inputs, paths=paths, identity=recorded["identity"])
         checkpoint = _go_on_from(run, wanted, notices)
-        if changes:
-            atomic_write_text(paths.manifest, json.dumps(recorded | {"config": found["config"]}, indent=2))
+        if changes or older:
+            atomic_write_text(paths.manifest, json.dumps(renewed(recorded, found), indent=2))
             atomic_write_text(paths.pipeline, yaml.safe_dump(found["config"], sort_keys=False))
         return _supervise(run, checkpoint, notices)
 
@@ -210,6 +210,9 @@ def _session(
     ):
         for notice in (*inputs.warnings, *notices):
             shown.say(f"warning: {notice}")
+        if inputs.template_date:
+            day = inputs.template_date
+            shown.say(f"the chat template writes a date: {day} in every prompt of this run (student.template_date)")
         shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
         parts = build(config, inputs, paths, shown, run.identity, sinks)
         before, expert = _before_and_experts(parts, run, shown)

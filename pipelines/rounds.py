@@ -18,7 +18,6 @@ from typing import Any
 
 from opd import checkpoints
 from opd.config import PipelineConfig, load_pipeline, rounds_of
-from opd.config.domains import StudentConfig
 from opd.config.pipeline import RoundConfig
 from opd.errors import RunDirError
 from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
@@ -33,7 +32,8 @@ from pipelines.interrupts import interrupts
 from pipelines.manifest import manifest_of, resolved, write_inputs
 from pipelines.memory import refuse_too_large
 from pipelines.preflight import Inputs, check, check_rounds
-from pipelines.resume import accept_changes, refuse_changed_inputs
+from pipelines.resume import accept_changes, refuse_changed_inputs, unrecorded
+from pipelines.template_date import as_recorded, on_day
 
 Tell = Callable[[str], None]
 Facts = dict[str, Any]
@@ -50,6 +50,7 @@ def start(config: PipelineConfig, root: Path, tell: Tell) -> dict[str, Any]:
     merge.refuse_existing(root)
     configs = rounds_of(config)
     inputs = _check_all(configs)
+    configs = [on_day(one, inputs[0].template_date) for one in configs]
     plan = [_facts(one, found) for one, found in zip(configs, inputs, strict=True)]
     temporary = merge.new_directory(root)
     _write(RunPaths(temporary), config, inputs[0], plan)
@@ -68,8 +69,10 @@ def resume(
     """Go on in the round that was interrupted, or with the next one. As `pipelines.merge.resume`."""
     if not (root / PLAN).exists():
         return merge.resume(root, config, overrides, wanted)
+    recorded = _read_plan(root)
     config = config or load_pipeline(RunPaths(root).pipeline, overrides)
-    configs, recorded = rounds_of(config), _read_plan(root)
+    config = as_recorded(config, recorded[0]["config"], root / PLAN)
+    configs = rounds_of(config)
     if len(configs) != len(recorded):
         raise RunDirError.at(
             root / PLAN,
@@ -85,7 +88,7 @@ def resume(
         changes = []
         for before, now in zip(recorded[first:], found, strict=True):
             refuse_changed_inputs(before, now, root / PLAN)
-            changes += accept_changes(before["config"], now["config"], root / PLAN)
+            changes += unrecorded(before) + accept_changes(before["config"], now["config"], root / PLAN)
         if changes:
             _write(RunPaths(root), config, inputs[0], [*recorded[:first], *found])
         return _go_on(configs, root, [*recorded[:first], *found], wanted, tell)
@@ -187,7 +190,7 @@ def _go_on(
             config, paths = configs[index], RunPaths(directory(root, index + 1))
             if index:
                 student = RunPaths(directory(root, index)).model
-                config = config.model_copy(update={"student": StudentConfig(model=student)})
+                config = config.model_copy(update={"student": config.student.model_copy(update={"model": student})})
             if paths.root.exists():
                 tell(f"round {index + 1} of {len(configs)}: going on")
                 merge.resume(paths.root, config, None, wanted)

@@ -309,7 +309,7 @@ def _experts(run: RunFiles, report: Mapping[str, Any]) -> list[dict[str, Any]]:
         {
             "name": name,
             "domains": ", ".join(expert["domains"]),
-            "files": {**expert["weights"], **expert.get("adapter", {})},
+            "files": {**expert["weights"], **expert.get("config", {}), **expert.get("adapter", {})},
             **sizes.get("experts", {}).get(name, {}),
         }
         for name, expert in run.manifest["experts"].items()

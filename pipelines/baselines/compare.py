@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -27,6 +28,7 @@ from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.build import RunPaths
 from pipelines.preflight import check
+from pipelines.template_date import on_day
 
 FORMAT = 1
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -98,7 +100,9 @@ def compare(
     Raises: OpdError before any compute, RunError during it; Interrupted after Ctrl-C in a merge.
     """
     refuse_rounds(config)
-    check_methods(config, check(config), methods)  # now, and not after hours of the first merge
+    inputs = check(config)
+    check_methods(config, inputs, methods)  # now, and not after hours of the first merge
+    config = on_day(config, _day(root) or inputs.template_date)
     for seed in seeds:
         _refuse_another_merge(config.model_copy(update={"seed": seed}), root / f"seed-{seed}")
     found = [
@@ -122,6 +126,12 @@ def compare(
     atomic_write_text(root / "comparison.md", markdown(before, expert, rows))
     draw(rows, root / "comparison.svg")
     return rows
+
+
+def _day(root: Path) -> date | None:
+    """The day of the seeds that are there: all of a comparison are asked with one date."""
+    known = [load_pipeline(file).student.template_date for file in sorted(root.glob("seed-*/pipeline.yaml"))]
+    return known[0] if known else None
 
 
 def _one_seed(
