@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from opd import __version__, checkpoints, loop
 from opd.cluster import WorkerDied, ray_session
 from opd.config import PipelineConfig, load_pipeline, overlaps
 from opd.errors import RunDirError, StorageError
-from opd.evaluation.evaluator import MERGED, measure_before, measure_experts
+from opd.evaluation.evaluator import BEFORE, MERGED, measure_before, measure_experts
 from opd.evaluation.scores import Evaluation, combined
 from opd.files import atomic_write_text, replace_dir, storing, sweep
 from opd.metrics import MetricsFile
@@ -34,7 +34,8 @@ from pipelines.evaluate import lm_eval_merge
 from pipelines.interrupts import Interrupts, interrupts
 from pipelines.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
 from pipelines.memory import refuse_too_large
-from pipelines.preflight import Inputs, check
+from pipelines.preflight import Inputs, as_teacher, check
+from pipelines.results import of_merged, take_back, trained
 from pipelines.resume import (
     accept_changes,
     identity,
@@ -202,6 +203,7 @@ def _session(
     done = checkpoint.step if checkpoint else 0
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(done)
+    take_back(paths, done, config.trainer.steps)
     earlier_s = sum(sum(record["phase_s"].values()) for record in metrics.read())
     with (
         display(config.trainer.steps, done) as shown,
@@ -220,7 +222,7 @@ def _session(
             _train(parts, run, checkpoint, shown, signals)
         _export(parts, run)
         parts.engine.load(paths.model)
-        after = parts.evaluator.evaluate(model=MERGED)
+        after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained(paths.metrics))
         parts.reporter.evaluation("after", after)
         report = build_report(
             name=config.name,
@@ -267,24 +269,32 @@ def _train(
 
 
 def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Evaluation, Evaluation]:
-    """The student as it starts and each domain's expert; measured once per run: what lies on disk is taken from there."""
+    """The student as it starts and each domain's expert; measured once per run: what lies on disk is taken from there,
+    if it was measured on these models."""
     inputs, paths = run.inputs, run.paths
+    student = as_teacher(BEFORE, inputs.student, None).digest
 
-    def once(name: str, measure: Callable[[Sequence[str]], Evaluation]) -> Evaluation:
+    def once(name: str, weights: Mapping[str, str], measure: Callable[[Sequence[str]], Evaluation]) -> Evaluation:
         file = paths.evaluation / f"{name}.json"
         known = Evaluation.load(file) if file.exists() else None
-        missing = [d for d in inputs.exams if known is None or d not in known.scores]
+        missing = [d for d in inputs.exams if not (known and known.is_of(d, weights[d]))]
         if known and not missing:
             return known
         found = measure(missing)
+        found = replace(found, weights={domain: weights[domain] for domain in found.scores})
         if known:
             found = combined([known, found], found.model)
         parts.reporter.evaluation(name, found)
         return found
 
-    before = once("before", lambda domains: measure_before(parts.evaluator, domains, shown.say))
+    before = once(
+        "before",
+        dict.fromkeys(inputs.exams, student),
+        lambda domains: replace(measure_before(parts.evaluator, domains, shown.say), step=0, tokens=0),
+    )
     expert = once(
         "expert",
+        {domain: teacher.digest for domain, teacher in inputs.teachers.items()},
         lambda domains: measure_experts(
             parts.engine,
             parts.evaluator,

@@ -156,7 +156,9 @@ def _experts(config: PipelineConfig) -> dict[str, Expert]:
 
 def _inline(name: str, expert: ExpertConfig, known: Hashes) -> Expert:
     info, adapter = inspect_expert(expert.model, expert.base, known)
-    return Expert(teacher=_teacher(name, info, adapter), domain=expert.domain, info=info, adapter=adapter, prompts=None)
+    return Expert(
+        teacher=as_teacher(name, info, adapter), domain=expert.domain, info=info, adapter=adapter, prompts=None
+    )
 
 
 def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
@@ -170,7 +172,7 @@ def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
             fix=f"`opd experts remove {name}` and add it again",
         )
     return Expert(
-        teacher=_teacher(name, manifest.info, manifest.adapter, manifest.probe.probe if manifest.probe else None),
+        teacher=as_teacher(name, manifest.info, manifest.adapter, manifest.probe.probe if manifest.probe else None),
         domain=manifest.domain,
         info=manifest.info,
         adapter=manifest.adapter,
@@ -178,8 +180,8 @@ def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
     )
 
 
-def _teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: Probe | None = None) -> Teacher:
-    """The expert as the pool sees it: equal weights under an equal config are one teacher."""
+def as_teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: Probe | None = None) -> Teacher:
+    """A model as the pool and results know it: equal weights under an equal config have one digest."""
     model_dir = Path(info.path)
     base = model_digest(model_dir, info.weight_files)
     if adapter is None:

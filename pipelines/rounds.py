@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from opd.report import build_report, read_run, write_report
 from opd.rounds import FORMAT, PLAN, directory
 from pipelines import merge
 from pipelines.build import RunPaths
-from pipelines.evaluate import evaluate_models, lm_eval_text, read_lm_eval
+from pipelines.evaluate import evaluate_models, lm_eval_text, lm_eval_weights, read_lm_eval
 from pipelines.interrupts import interrupts
 from pipelines.manifest import manifest_of, resolved, write_inputs
 from pipelines.memory import refuse_too_large
 from pipelines.preflight import Inputs, check, check_rounds
+from pipelines.results import trained
 from pipelines.resume import accept_changes, refuse_changed_inputs, unrecorded
 from pipelines.template_date import as_recorded, on_day
 
@@ -229,10 +231,14 @@ def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, s
     for name, source, model, domains in (("before", "after", BEFORE, exams), ("expert", "expert", EXPERT, experts)):
         found = _only(Evaluation.load(paths.evaluation / f"{source}.json"), model, domains)
         if found.scores:
+            if model == BEFORE:
+                found = replace(found, step=0, tokens=0)  # of the next round
             known[f"{name}.json"] = found.as_text()
     public = read_lm_eval(paths.lm_eval)
     if public:
-        known[paths.lm_eval.name] = lm_eval_text({BEFORE: public[MERGED]})
+        weights = lm_eval_weights(paths.lm_eval)
+        weights = {BEFORE: weights[MERGED]} if MERGED in weights else {}
+        known[paths.lm_eval.name] = lm_eval_text({BEFORE: public[MERGED]}, weights)
     return known
 
 
@@ -251,6 +257,7 @@ def _only(found: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
         model=model,
         scores={domain: score for domain, score in found.scores.items() if domain in domains},
         answers=tuple(answer for answer in found.answers if answer.domain in domains),
+        weights={domain: digest for domain, digest in found.weights.items() if domain in domains},
     )
 
 
@@ -271,7 +278,9 @@ def _finish(configs: Sequence[PipelineConfig], root: Path, plan: Sequence[Facts]
         ("after", after[::-1], configs[::-1], paths.model),
     ):
         if not (paths.evaluation / f"{name}.json").exists():  # else a finished run is resumed
-            _elsewhere(measured, in_rounds, model, tell).save(paths.evaluation / f"{name}.json")
+            found = _elsewhere(measured, in_rounds, model, tell)
+            steps, tokens = _trained(root, len(configs)) if name == "after" else (0, 0)
+            replace(found, step=steps, tokens=tokens).save(paths.evaluation / f"{name}.json")
     run = read_run(root)
     assert run.before and run.expert and run.after, "all three were written above"
     report = build_report(
@@ -285,6 +294,12 @@ def _finish(configs: Sequence[PipelineConfig], root: Path, plan: Sequence[Facts]
     )
     atomic_write_text(paths.report, json.dumps(report, indent=2))
     return write_report(root)
+
+
+def _trained(root: Path, num_rounds: int) -> tuple[int, int]:
+    """Steps and response tokens of all rounds."""
+    each = [trained(RunPaths(directory(root, i + 1)).metrics) for i in range(num_rounds)]
+    return sum(steps for steps, _ in each), sum(tokens for _, tokens in each)
 
 
 def _elsewhere(
