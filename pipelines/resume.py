@@ -102,6 +102,11 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
     return notices
 
 
+def refused_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Keys that differ and decide what is computed, the number of steps among them."""
+    return [key for key in changed_keys(recorded, found) if not _among(key, (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING))]
+
+
 def identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """What the checkpoints of a run belong to, by hashes: the keys that may not change, student and experts.
 

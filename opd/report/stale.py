@@ -53,6 +53,10 @@ def stale_matrix(run: RunFiles) -> str | None:
         return None
     if not merged.weights:
         return "an older release measured it and did not record of which weights"
+    asked = {digest for found in run.matrix.values() for digest in found.weights.values()}
+    taught = {digest for found in (run.before, run.expert) if found for digest in found.weights.values()}
+    if not taught <= asked:
+        return "student or experts were other models than the merge's"
     if run.finished and run.after and _same_model(merged, run.after):
         return None
     if merged.step is None:

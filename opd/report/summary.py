@@ -179,8 +179,9 @@ def _accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict
         return run.baseline.get(name) or {domain: values[name] for domain, values in stored.items()}
 
     before, expert = known("before", run.before), known("expert", run.expert)
-    after = known("after", run.after)
-    if not after and not run.finished:
+    if run.finished:
+        after = known("after", run.after)
+    else:
         after = next((point["accuracy"] for point in reversed(_evaluations(run)) if point["step"]), {})
     return before, expert, {d: value for d, value in after.items() if d in before and d in expert}
 

@@ -15,6 +15,7 @@ from datetime import date
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunDirError
@@ -28,6 +29,7 @@ from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.build import RunPaths
 from pipelines.preflight import check
+from pipelines.results import trained
 from pipelines.template_date import on_day
 
 FORMAT = 1
@@ -84,6 +86,8 @@ class _Seed:
 
     before: Evaluation
     expert: Evaluation
+    merge: dict[str, Any]
+    """Steps, response tokens and weights that everything of this seed stands beside."""
     results: list[BaselineResult]
 
 
@@ -120,6 +124,7 @@ def compare(
         "seeds": list(seeds),
         "before": asdict(before),
         "expert": asdict(expert),
+        "merges": [one.merge for one in found],
         "rows": [asdict(row) for row in rows],
     }
     atomic_write_text(root / "comparison.json", json.dumps(data, indent=1))
@@ -157,8 +162,12 @@ def _one_seed(
         for job in plan(config, root, [method], shares if method in TRAINED_METHODS else None, None)
     ]
     results = compute(jobs, lambda line: tell(f"{root.name}: {line}"))
-    before, expert = (Evaluation.load(paths.evaluation / f"{name}.json") for name in ("before", "expert"))
-    return _Seed(before=before, expert=expert, results=results)
+    before, expert, after = (
+        Evaluation.load(paths.evaluation / f"{name}.json") for name in ("before", "expert", "after")
+    )
+    steps, tokens = trained(paths.metrics)
+    merge = {"seed": config.seed, "steps": steps, "tokens": tokens, "weights": next(iter(after.weights.values()), "")}
+    return _Seed(before=before, expert=expert, merge=merge, results=results)
 
 
 def _refuse_another_merge(config: PipelineConfig, root: Path) -> None:
