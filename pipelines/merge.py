@@ -210,12 +210,7 @@ def _session(
         open_sinks(config.logging, paths.root, done) as sinks,
         ray_session(config.cluster, num_workers(config)),
     ):
-        for notice in (*inputs.warnings, *notices):
-            shown.say(f"warning: {notice}")
-        if inputs.template_date:
-            day = inputs.template_date
-            shown.say(f"the chat template writes a date: {day} in every prompt of this run (student.template_date)")
-        shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
+        _introduce(run, notices, shown)
         parts = build(config, inputs, paths, shown, run.identity, sinks)
         before, expert = _before_and_experts(parts, run, shown)
         with signals.asking(shown.say):
@@ -239,6 +234,17 @@ def _session(
     # Last, when the workers have given their memory back and the report is safe.
     lm_eval_merge(config, paths.model, paths.lm_eval)
     return report
+
+
+def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
+    """What a person should know before the workers start."""
+    for notice in (*run.inputs.warnings, *notices):
+        shown.say(f"warning: {notice}")
+    if run.inputs.template_date:
+        day = run.inputs.template_date
+        shown.say(f"the chat template writes a date: {day} in every prompt of this run (student.template_date)")
+    workers = num_workers(run.config)
+    shown.say(f"{run.config.name}: starting {workers} workers for {len(run.inputs.experts)} experts")
 
 
 def _train(
