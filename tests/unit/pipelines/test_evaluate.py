@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,29 @@ def test_the_matrix_of_a_run(run_dir: Path, engine: Any) -> None:
     }
     (worker,) = engine.workers
     assert worker.loads == ["base", "rev", "up", "model"]
+
+
+def test_the_matrix_says_which_step_of_which_merge_it_is_of(run_dir: Path, engine: Any) -> None:
+    first = data(opd("--matrix", "run", "--json"))["models"]
+    assert len({digest for model in first.values() for digest in model["weights"].values()}) == 3, (
+        "merged is the student's copy"
+    )
+    after = Evaluation.from_json({"format": 1, **first["merged"]})
+    (run_dir / "evaluation").mkdir(exist_ok=True)
+    replace(after, step=2, tokens=80).save(run_dir / "evaluation" / "after.json")
+    merged = data(opd("--matrix", "run", "--json"))["models"]["merged"]
+    assert (merged["step"], merged["tokens"]) == (2, 80)
+    replace(after, step=2, weights={"upper": "of another model"}).save(run_dir / "evaluation" / "after.json")
+    assert data(opd("--matrix", "run", "--json"))["models"]["merged"]["step"] is None
+
+
+def test_a_matrix_with_another_exam_is_no_result_of_the_run(run_dir: Path, engine: Any) -> None:
+    result = opd("--matrix", "run", "--set", "evaluate.samples=2", "--json")
+    assert data(result)["models"]["merged"]["scores"]["upper"]["questions"] == 2
+    assert "evaluation/matrix.json is not written: evaluate.samples differ from the run's" in result.stderr
+    assert not (run_dir / "evaluation" / "matrix.json").exists()
+    assert opd("--matrix", "run", "--set", "cluster.phase_timeout_s=99").exit_code == 0
+    assert (run_dir / "evaluation" / "matrix.json").exists()
 
 
 def test_the_matrix_of_a_run_in_rounds_has_the_experts_and_domains_of_all_of_them(
