@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.checkpoints import CheckpointStore
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, sync_tolerance
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Sink
 from opd.loop import Parts
@@ -50,6 +50,10 @@ class RunPaths:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def layouts(self) -> Path:
+        return self.root / "layouts.json"
 
     @property
     def evaluation(self) -> Path:
@@ -102,13 +106,13 @@ def build(
         prompts=_prompt_source(config, inputs),
         engine=engine,
         teachers=pool,
-        log=ArrowTargetLog(paths.targets, pool, shown.say),
+        log=ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say),
         trainer=trainer,
         sync=SYNCS[config.sync.kind](
             trainer,
             engine,
             probe,
-            tolerance=config.sync.tolerance,
+            tolerance=sync_tolerance(config),
             nbytes=inputs.student.parameters * bytes_per_value,
             tell=shown.say,
         ),
@@ -137,7 +141,12 @@ def _start_workers(
     if elsewhere is not None:
         elsewhere.wait_ready()  # takes no core of ours: a wrong token is told before anything else is started
     engine = VLLMRolloutEngine(
-        config, config.student.model, inputs.student.eos_token_ids, inputs.tokenizer, inputs.untrained
+        config,
+        config.student.model,
+        inputs.student.vocab_size,
+        inputs.student.eos_token_ids,
+        inputs.tokenizer,
+        inputs.untrained,
     )
     if 0 < config.cluster.rollout_gpus < 1:
         engine.wait_ready()  # while vLLM measures its GPU, it takes for its own what others begin to hold there

@@ -121,11 +121,12 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
     if cluster.trainer_gpus:
         heads = heads_bytes(config, inputs) if config.teachers.payload == "hidden_states" else 0
         kept = trainer_state_bytes(config, student) // config.trainer.ranks + heads
+        summed = 4 * student.parameters // config.trainer.ranks  # gradients in float32, as the optimiser takes them
         rank = Role(
             what="trainer rank",
             gpus=cluster.trainer_gpus,
             kept=kept,
-            passing=gathered_bytes(config, student) + micro_batch_bytes(config, student),
+            passing=gathered_bytes(config, student) + max(micro_batch_bytes(config, student), summed),
         )
         found += [rank] * config.trainer.ranks
     return found

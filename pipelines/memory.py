@@ -114,7 +114,7 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
         Need(
             what="trainer: weights, gradients, AdamW",
             nbytes=trainer_state_bytes(config, student) + ranks * gathered_bytes(config, student),
-            knobs="student.model, trainer.ranks",
+            knobs="student.model, trainer.ranks, trainer.grad_accum_dtype",
         ),
         Need(
             what="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
@@ -134,8 +134,13 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 
 def trainer_state_bytes(config: PipelineConfig, student: ModelInfo) -> int:
-    """Of all ranks together: compute copy, float32 master, float32 gradient, both moments."""
-    return student.parameters * (BYTES[config.trainer.dtype] + 4 + 4 + 8)
+    """Of all ranks together: compute copy, float32 master, both moments, gradients as they are summed.
+
+    The float32 copy of these that the optimiser takes is smaller than what the writing of a checkpoint takes, and comes at
+    another time.
+    """
+    trainer = config.trainer
+    return student.parameters * (BYTES[trainer.dtype] + 4 + 8 + BYTES[trainer.grad_accum_dtype])
 
 
 def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:

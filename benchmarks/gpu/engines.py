@@ -27,7 +27,8 @@ def measure(check: Check) -> None:
     with tempfile.TemporaryDirectory() as folder:
         first, second = (build_model_dir(Path(folder) / str(seed), seed=seed) for seed in (0, 1))
         options = EngineOptions(
-            model_dir=first, dtype="float32", max_model_len=64, max_num_seqs=8, gpu_memory_utilization=0.2, sleep=sleeps
+            model_dir=first, dtype="float32", max_model_len=64, max_num_seqs=8, gpu_memory_utilization=0.2, vocab_size=76,
+            sleep=sleeps,
         )  # fmt: skip
         worker = VLLMWorker(options, (2,))
         awake = used_bytes() if sleeps else 0

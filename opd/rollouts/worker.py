@@ -1,6 +1,6 @@
 """One vLLM engine inside one process. Runs in a Ray actor; knows nothing of Ray.
 
-Token ids in, token ids out: the engine has no tokenizer. Two vLLM behaviours are repaired here, both silent otherwise:
+Token ids in, token ids out: the engine has no tokenizer, and is told how many ids there are. Two vLLM behaviours are repaired here, both silent otherwise:
 a reload on the CPU leaves the packed output head of a tied model stale, and the prefix cache outlives the weights. A third,
 that it dies on the CPU when it reads a prompt in parts, is kept from happening.
 """
@@ -25,6 +25,8 @@ class EngineOptions:
     max_model_len: int
     max_num_seqs: int
     gpu_memory_utilization: float
+    vocab_size: int
+    """Ids that the tokenizer knows; a generating engine gives no others, padding rows of the head have no probability."""
     sleep: bool = False
     """Give the GPU's memory back after `generate`; it comes back with the next call."""
 
@@ -46,6 +48,7 @@ class Sampled:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """Of each token in the distribution that it was drawn from, temperature included."""
     truncated: bool
 
 
@@ -64,7 +67,6 @@ class VLLMWorker:
         from vllm import SamplingParams
 
         self._wake()
-
         params = [
             SamplingParams(
                 max_tokens=r.max_tokens,
@@ -83,7 +85,7 @@ class VLLMWorker:
         return [_sampled(output.outputs[0]) for output in outputs]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """[sequence][token - 1] log-prob of every token after the first."""
+        """[sequence][token - 1] log-prob of every token after the first, at temperature 1."""
         from vllm import SamplingParams
 
         self._wake()
@@ -101,6 +103,7 @@ class VLLMWorker:
         shape = model_shape(model_dir)
         if shape == self._shape:
             swap_weights(self._llm, model_dir)
+            cut_vocabulary(self._llm, self._options.vocab_size)
         else:
             self._llm = None  # frees the old engine's memory before the new one takes its own
             self._llm = start_engine(dataclasses.replace(self._options, model_dir=model_dir))
@@ -176,8 +179,37 @@ def repack_output_head(model: Any) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
+def cut_vocabulary(llm: Any, vocab_size: int) -> None:
+    """Take the head's padding rows out of all logits, as vLLM does with those that it adds itself.
+
+    What is sampled and the log-probs of prompts are then over the ids that the tokenizer knows, as trainer and teachers
+    have it. Raises: RunError if the model gives logits of another width all the same.
+    """
+    import torch
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    model, config = engine_model(llm), llm.llm_engine.model_config
+    for module in model.modules():
+        if isinstance(module, LogitsProcessor):
+            module.org_vocab_size = min(module.org_vocab_size, vocab_size)
+    weight = next(model.parameters())
+    hidden_1_D = torch.zeros(1, config.get_hidden_size(), dtype=config.dtype, device=weight.device)
+    with torch.inference_mode():
+        width = model.compute_logits(hidden_1_D).shape[-1]
+    if width != vocab_size:
+        raise RunError(
+            f"{config.model}: vLLM's {type(model).__name__} gives logits for {width} ids, the tokenizer knows {vocab_size}: "
+            "it could sample what is no token, or not sample what is one"
+        )
+
+
 def start_engine(options: EngineOptions, **more: Any) -> Any:
-    """An in-process `vllm.LLM`; `more` goes to it as it is and comes before what is set here."""
+    """An in-process `vllm.LLM`; `more` goes to it as it is and comes before what is set here.
+
+    Of all that could bend the distribution only the temperature is left: top-k, top-p, min-p, penalties, biases, forbidden
+    words and the model directory's generation config are off.
+    Raises: RunError if the engine cannot be kept to the tokenizer's ids.
+    """
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -190,6 +222,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         "gpu_memory_utilization": options.gpu_memory_utilization,
         # A GPU's captured graphs go on with new weights: a reload copies into the tensors that they read.
         "enforce_eager": current_platform.is_cpu(),
+        "logprobs_mode": "processed_logprobs",  # of a sampled token in the distribution it was drawn from; prompts stay raw
         "generation_config": "vllm",  # sampling is decided by the pipeline alone, not by a file in the model directory
         "trust_remote_code": False,
         "disable_log_stats": True,
@@ -200,7 +233,10 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         settings["enable_chunked_prefill"] = False
     if options.sleep:
         settings["enable_sleep_mode"] = True
-    return LLM(**settings | more)
+    llm = LLM(**settings | more)
+    if more.get("runner") != "pooling":  # that one has no head
+        cut_vocabulary(llm, options.vocab_size)
+    return llm
 
 
 def _sampled(output: Any) -> Sampled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -9,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from opd import cluster
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, sync_tolerance
 from opd.config.objectives import SampledConfig
+from opd.layouts import prove_layout
 from opd.stream.targets import TargetStream
 from opd.train.feed import Feed
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import HeadSource, RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import learning_rate
-from opd.train.totals import refuse_impossible_means, row_weights
-from opd.types import DomainStats, PositionStats, Rollout, StepReport, WrittenFile
+from opd.train.totals import refuse_gap, refuse_impossible_means, row_weights
+from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, WrittenFile
 
 
 class DeepSpeedTrainer:
@@ -25,8 +27,8 @@ class DeepSpeedTrainer:
 
     def __init__(self, config: PipelineConfig, vocab_size: int) -> None:
         self._config = config.trainer
-        self._normalize = config.objective.normalize
         self._kind = config.objective.kind
+        self._normalize = "leave_one_out" if self._kind == "sampled" else config.objective.normalize
         self._domain_weights = {name: domain.loss_weight for name, domain in config.domains.items()}
         self._timeout_s = config.cluster.phase_timeout_s
         self._queue_bytes = config.teachers.queue
@@ -44,6 +46,10 @@ class DeepSpeedTrainer:
         ]
         self._starting = self._submit_start(config.cluster.address == cluster.LOCAL, config.cluster.start_timeout_s)
         self._start_timeout_s = config.cluster.start_timeout_s
+        self._tolerance = sync_tolerance(config)
+        self._student = config.student.model
+        self.layout = LayoutProof(layout="packed", tried={})
+        """How rows are laid out; proven in `wait_ready`."""
 
     def _submit_start(self, one_machine: bool, timeout_s: float) -> list[Any]:
         # What a machine calls itself may be an address of its own alone: Debian's hosts file says 127.0.1.1.
@@ -52,8 +58,18 @@ class DeepSpeedTrainer:
         return cluster.submit(self._ranks, "start", [meeting] * len(self._ranks))
 
     def wait_ready(self) -> None:
-        """Block until every rank holds its shard. Raises: RunError past the deadline."""
+        """Block until every rank holds its shard, and find out how rows may be laid out for this student.
+
+        Raises: RunError past the deadline, or if its rows see each other in every layout.
+        """
         cluster.wait(self._ranks, self._starting, "start", timeout_s=self._start_timeout_s)
+        self.layout = prove_layout(self._layout_error, f"student {self._student}")
+        self._call("use_layout", [[self.layout.layout]] * len(self._ranks))
+
+    def _layout_error(self, layout: str) -> float:
+        """The worst of all ranks; NaN if one of them says so."""
+        errors = self._call("layout_error", [[layout]] * len(self._ranks))
+        return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
     def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetStream) -> StepReport:
         """One optimiser step over all rows; skipped, and said so, if no token is trained.
@@ -69,7 +85,8 @@ class DeepSpeedTrainer:
             targets.collect()
             return skipped
         sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
-        plan = plan_micro_batches(sizes, len(self._ranks), self._config.micro_batch_tokens)
+        padded = self.layout.layout == "padded"
+        plan = plan_micro_batches(sizes, len(self._ranks), self._config.micro_batch_tokens, padded=padded)
         self._begin(step, lr, plan, weights, targets)
         feed = Feed(targets, plan, queue_bytes=self._queue_bytes, all_first=self._all_first)
         running: deque[tuple[int, list[Any]]] = deque()
@@ -94,6 +111,7 @@ class DeepSpeedTrainer:
         results = self._call("finish_step", [[share]] * len(self._ranks))
         report = _report(step, lr, results)
         refuse_impossible_means(step, self._kind, report.domains)
+        refuse_gap(step, report.domains, self._tolerance)
         return replace(report, early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
 
     def _begin(
@@ -151,13 +169,14 @@ def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         world_size=trainer.ranks,
         objective=config.objective,
         vocab_size=vocab_size,
+        temperature=config.rollout.temperature,
         adam_betas=(trainer.adam_beta1, trainer.adam_beta2),
         adam_epsilon=trainer.adam_epsilon,
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
+        grad_accum_dtype=trainer.grad_accum_dtype,
         gradient_checkpointing=trainer.gradient_checkpointing,
         head_memory_bytes=trainer.head_memory,
-        seed=config.seed,
         timeout_s=config.cluster.phase_timeout_s,
         lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
     )
@@ -167,7 +186,8 @@ def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], lef
     """How much of the weight of all trained tokens is on those that were scored, 0..1; exactly 1 if nothing is left out."""
     if not left_out:
         return 1.0
-    return sum(weights[r.sample_id] * sum(r.loss_mask) for r in rollouts if r.sample_id not in left_out)
+    each = {r.sample_id: weights[r.sample_id] * sum(r.loss_mask) for r in rollouts}
+    return sum(weight for i, weight in each.items() if i not in left_out) / sum(each.values())
 
 
 def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:

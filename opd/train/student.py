@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opd.layouts import Packed
 from opd.losses.blocks import Block, LogitRule
 from opd.losses.chunked import TokenStats, chunked_objective
 from opd.losses.objective import Objective
 from opd.stream.heads import Head, logit_rule
-from opd.train.batch import MicroBatch, Packed
+from opd.train.batch import MicroBatch
 
 
 class LossHead(nn.Module):
@@ -38,7 +39,8 @@ class LossHead(nn.Module):
         token_N: Tensor,
     ) -> Any:
         if batch is None or weight_N is None:
-            return token_logprobs(hidden_N_D, self.weight, token_N, self._options["rule"])
+            head_v_D = self.weight[: self._options["vocab_size"]]  # padding rows have no probability here either
+            return token_logprobs(hidden_N_D, head_v_D, token_N, self._options["rule"])
         return chunked_objective(
             self._objective, hidden_N_D, self.weight, blocks, weight_N, token_N, batch.behaviour_N, **self._options
         )
@@ -47,10 +49,20 @@ class LossHead(nn.Module):
 class Student(nn.Module):
     """`lm` is a transformers causal LM; only its body is called, its head lives in `loss_head`."""
 
-    def __init__(self, lm: Any, objective: Objective, *, chunk: int, vocab_size: int, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        lm: Any,
+        objective: Objective,
+        *,
+        chunk: int,
+        vocab_size: int,
+        compiled: bool = False,
+        temperature: float = 1.0,
+    ) -> None:
         super().__init__()
         self.lm = lm
         options = {"chunk": chunk, "vocab_size": vocab_size, "rule": logit_rule(lm.config), "compiled": compiled}
+        options["temperature"] = temperature
         self.loss_head = LossHead(lm.get_output_embeddings().weight, objective, options)
 
     def forward(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Tensor, TokenStats]:
@@ -61,9 +73,7 @@ class Student(nn.Module):
 
     def hidden(self, packed: Packed) -> Tensor:
         """[B*T, D] last hidden state after the final norm."""
-        body = self.lm.base_model
-        out = body(input_ids=packed.input_ids_B_T, position_ids=packed.position_ids_B_T, use_cache=False)
-        return out.last_hidden_state.flatten(0, 1)
+        return self.lm.base_model(**packed.inputs()).last_hidden_state.flatten(0, 1)
 
 
 def token_logprobs(hidden_N_D: Tensor, head_V_D: Tensor, token_N: Tensor, rule: LogitRule, chunk: int = 512) -> Tensor:

@@ -13,7 +13,13 @@ from opd.rollouts import worker
 from opd.rollouts.worker import EngineOptions, Request, VLLMWorker
 
 OPTIONS = EngineOptions(
-    model_dir=Path("m"), dtype="float32", max_model_len=64, max_num_seqs=8, gpu_memory_utilization=0.4, sleep=True
+    model_dir=Path("m"),
+    dtype="float32",
+    max_model_len=64,
+    max_num_seqs=8,
+    gpu_memory_utilization=0.4,
+    vocab_size=76,
+    sleep=True,
 )
 
 
@@ -55,6 +61,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setattr(worker, "model_shape", lambda model_dir: {"kind": "one"})
+    monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, vocab_size: None)
     monkeypatch.setattr(worker, "swap_weights", lambda llm, model_dir: llm.said.append("load"))
     return found
 
