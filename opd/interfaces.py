@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from opd.evaluation.scores import Evaluation
 from opd.types import (
     Completion,
+    LayoutProof,
     Prompt,
     PushReport,
     Rollout,
@@ -50,6 +51,9 @@ class RolloutEngine(Protocol):
 
 
 class TeacherPool(Protocol):
+    layouts: dict[str, LayoutProof]
+    """By teacher's name, how its rows share a forward pass; of those that this pool computes itself, once it is ready."""
+
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
         """Have every rollout scored by the teachers of its domain; rows come while they are at it."""
         ...
@@ -82,6 +86,9 @@ class TargetLog(Protocol):
 
 
 class Trainer(Protocol):
+    layout: LayoutProof
+    """How the student's rows share a forward pass, once the trainer is ready."""
+
     def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetStream) -> StepReport:
         """One optimiser step over the rows of all rollouts that are not quarantined; takes every part of `targets`."""
         ...

@@ -7,6 +7,7 @@ Nothing in this file imports torch, so the command line stays light.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,19 @@ class PushReport:
     """Policy version the engines now hold."""
     gap: float
     """Mean |trainer log-prob - engine log-prob| over the probe tokens, nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutProof:
+    """How a model's sequences are laid out for one forward pass, and what was measured when that was decided."""
+
+    layout: str
+    """Key of `opd.layouts.LAYOUTS`."""
+    tried: Mapping[str, float]
+    """Layout -> its error over what rounding explains, of every one that was tried, in order; at most 1 passes, NaN says that
+    the model's states are not finite."""
+
+    @property
+    def proven(self) -> bool:
+        """False where the model's states are not finite."""
+        return self.tried.get(self.layout, 2.0) <= 1

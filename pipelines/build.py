@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.checkpoints import CheckpointStore
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, sync_tolerance
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Sink
 from opd.loop import Parts
@@ -50,6 +50,10 @@ class RunPaths:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def layouts(self) -> Path:
+        return self.root / "layouts.json"
 
     @property
     def evaluation(self) -> Path:
@@ -118,7 +122,7 @@ def build(
             trainer,
             engine,
             probe,
-            tolerance=config.sync.tolerance,
+            tolerance=sync_tolerance(config),
             nbytes=inputs.student.parameters * bytes_per_value,
             tell=shown.say,
         ),

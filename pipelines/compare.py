@@ -18,11 +18,12 @@ from torch import Tensor
 
 from opd.config.objectives import ReverseKLConfig
 from opd.errors import RunError
+from opd.layouts import single
 from opd.losses import build_objective
 from opd.losses.chunked import chunked_objective
 from opd.stream.heads import Head, logit_rule
 from opd.stream.schema import TargetRow
-from opd.train.batch import HiddenRun, MicroBatch, micro_batch
+from opd.train.batch import HiddenRun, micro_batch
 from opd.train.student import Student
 from opd.types import Rollout, Segment, Teacher
 from teachers.probe import check_probe, hidden_logprobs
@@ -68,9 +69,7 @@ class Comparer:
         )
         self._scorer = make_scorer("transformers", self._options)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        lm = AutoModelForCausalLM.from_pretrained(
-            student_dir, dtype=getattr(torch, DTYPE), attn_implementation="sdpa", trust_remote_code=False
-        )
+        lm = AutoModelForCausalLM.from_pretrained(student_dir, dtype=getattr(torch, DTYPE), trust_remote_code=False)
         self._objective = build_objective(OBJECTIVE)
         student = Student(lm, self._objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size)
         self._student = student.to(self._device).eval()
@@ -97,7 +96,7 @@ class Comparer:
             batch = micro_batch([(row,) for row in rows], PAYLOAD, getattr(torch, DTYPE))
             _, stats = chunked_objective(
                 self._objective,
-                self._student_hidden(batch),
+                self._student_hidden(rows),
                 self._head_V_D,
                 [run.block(heads) for run in batch.runs if isinstance(run, HiddenRun)],
                 torch.ones(len(batch.token_N)),
@@ -111,14 +110,14 @@ class Comparer:
         return _mean(kl), _mean(agree)
 
     @torch.no_grad()
-    def _student_hidden(self, batch: MicroBatch) -> Tensor:
-        """[N, D] on the CPU, as the teacher's."""
-        packed = dataclasses.replace(
-            batch.packed,
-            input_ids_B_T=batch.packed.input_ids_B_T.to(self._device),
-            position_ids_B_T=batch.packed.position_ids_B_T.to(self._device),
-        )
-        return self._student.hidden(packed)[batch.predict_N].cpu()
+    def _student_hidden(self, rows: Sequence[TargetRow]) -> Tensor:
+        """[N, D] on the CPU, as the teacher's; each row alone, so that what a scorer's layout does wrong is seen."""
+        parts = []
+        for row in rows:
+            ids = [*row.prompt_ids, *row.response_ids]
+            states_T_D = self._student.hidden(single(ids).to(self._device))
+            parts.append(states_T_D[len(row.prompt_ids) - 1 : len(ids) - 1].cpu())
+        return torch.cat(parts)
 
     def _nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
         """Of prompts and of answers; the first token of a text is read only."""

@@ -31,6 +31,7 @@ from opd.sinks import open_sinks
 from pipelines.build import RunPaths, build, num_workers
 from pipelines.evaluate import lm_eval_merge
 from pipelines.interrupts import Interrupts, interrupts
+from pipelines.layouts import record_layouts
 from pipelines.manifest import manifest_of, read_manifest, versions, write_inputs
 from pipelines.memory import refuse_too_large
 from pipelines.preflight import Inputs, check
@@ -212,6 +213,7 @@ def _session(
             shown.say(f"warning: {notice}")
         shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
         parts = build(config, inputs, paths, shown, run.identity, sinks)
+        record_layouts(parts, paths, shown.say)
         before, expert = _before_and_experts(parts, run, shown)
         with signals.asking(shown.say):
             _train(parts, run, checkpoint, shown, signals)

@@ -14,7 +14,7 @@ from opd.losses.blocks import LogitRule
 from opd.rollouts.vllm import ENGINE_ENV
 from opd.stream.heads import HeadFile
 from opd.stream.targets import Expected, TargetStream
-from opd.types import Rollout, Teacher, WeightedTeacher
+from opd.types import LayoutProof, Rollout, Teacher, WeightedTeacher
 from teachers.scorers import ScorerOptions, Server
 from teachers.weights import base_key, weight_key
 from teachers.worker import Group, TeacherWorker
@@ -48,6 +48,8 @@ class Pool:
         self._head_files: dict[str, HeadFile] = {}
         self._head_owners: dict[str, Teacher] = {}
         """Content hash of an output head -> a teacher that has it."""
+        self.layouts: dict[str, LayoutProof] = {}
+        """By teacher's name, how its rows share a forward pass; proven in `wait_ready`."""
         self._sends_heads = config.teachers.payload == "hidden_states"
 
     def wait_ready(self) -> None:
@@ -60,6 +62,9 @@ class Pool:
             if file is not None:
                 self._head_files[key] = file
             self._head_owners.setdefault(key, teacher)
+            (proof,) = cluster.call([worker], "layout", [[teacher]], timeout_s=self._start_timeout_s)
+            if proof is not None:
+                self.layouts[teacher.name] = proof
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
         """Every rollout scored by the teachers of its domain; the workers begin now. Taking parts raises: RunError if a

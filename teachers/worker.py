@@ -9,7 +9,7 @@ import numpy as np
 from opd.losses.blocks import LogitRule
 from opd.stream.heads import HeadFile, head_array
 from opd.stream.schema import TargetRow, write_parts
-from opd.types import Rollout, Teacher
+from opd.types import LayoutProof, Rollout, Teacher
 from teachers.probe import check_probe
 from teachers.scorers import ScorerOptions, make_scorer
 
@@ -38,6 +38,10 @@ class TeacherWorker:
         described = scorer.head_key(teacher), scorer.head_rule(teacher), scorer.head_file(teacher)
         check_probe(self._scorer, teacher, self._options)
         return described
+
+    def layout(self, teacher: Teacher) -> LayoutProof | None:
+        """As `Scorer.layout`. Raises: RunError if rows of this teacher cannot share a forward pass."""
+        return self._scorer.layout(teacher)
 
     def head(self, teacher: Teacher) -> np.ndarray:
         """[V, D] the head, for the object store."""

@@ -19,6 +19,9 @@ from opd.interfaces import RolloutEngine, Trainer
 from opd.leftovers import SHARED_MEMORY
 from opd.types import Prompt, PushReport
 
+PROBE_SEQUENCES = 4
+"""Sequences that the probe has at least, where there are as many prompts."""
+
 
 class SharedMemorySync:
     """Implements `opd.interfaces.WeightSync`."""
@@ -102,12 +105,19 @@ class SharedMemorySync:
 
 
 def probe_sequences(prompts: Sequence[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:
-    """The first prompts, until they hold `tokens` scored tokens; the first token of a sequence is not scored."""
+    """Beginnings of the first prompts, until they hold `tokens` scored tokens; the first token of a sequence is not scored.
+
+    Always several: one sequence alone cannot show that sequences of a batch see each other.
+    """
+    each = max(2, min(room - 1, tokens // PROBE_SEQUENCES + 1))
     chosen: list[tuple[int, ...]] = []
     for prompt in prompts:
-        if sum(len(ids) - 1 for ids in chosen) >= tokens:
+        if len(chosen) >= PROBE_SEQUENCES and sum(len(ids) - 1 for ids in chosen) >= tokens:
             break
         if len(prompt.token_ids) > 1:
-            chosen.append(prompt.token_ids[: min(room - 1, tokens + 1)])
-    # Prompts of one token have nothing to score; side by side they do.
-    return chosen or [tuple(t for prompt in prompts for t in prompt.token_ids)[: min(room - 1, tokens + 1)]]
+            chosen.append(prompt.token_ids[:each])
+    if not chosen:  # prompts of one token have nothing to score; side by side they do
+        together = tuple(t for prompt in prompts for t in prompt.token_ids) * 2
+        chosen = [together[:each]]
+    # Too few prompts: the same tokens in another order do as well.
+    return chosen if len(chosen) > 1 else [*chosen, chosen[0][::-1]]

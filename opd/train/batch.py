@@ -13,21 +13,10 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
+from opd.layouts import LAYOUTS, Packed, predict_positions
 from opd.losses.blocks import Block, MixtureBlock, SampledBlock, TeacherBlock, TopKBlock
-from opd.packing import pack
 from opd.stream.heads import Head
 from opd.stream.schema import TargetRow
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """Token sequences laid out for one forward pass."""
-
-    input_ids_B_T: Tensor
-    position_ids_B_T: Tensor
-    """Restarts at 0 with each sequence; that is what keeps neighbours apart."""
-    offsets: tuple[int, ...]
-    """Flat index (row * T + column) of each sequence's first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +81,6 @@ class MicroBatch:
     domains: tuple[str, ...]
 
 
-def pack_sequences(sequences: Sequence[Sequence[int]]) -> Packed:
-    """Lay sequences side by side; columns after the last sequence of a row are sequences of their own."""
-    packing = pack([len(s) for s in sequences])
-    ids = torch.zeros(packing.num_rows, packing.width, dtype=torch.long)
-    positions = torch.zeros_like(ids)
-    offsets = [0] * len(sequences)
-    for slot in packing.slots:
-        length = len(sequences[slot.index])
-        ids[slot.row, slot.start : slot.start + length] = torch.tensor(sequences[slot.index])
-        positions[slot.row, slot.start : slot.start + length] = torch.arange(length)
-        offsets[slot.index] = slot.row * packing.width + slot.start
-    return Packed(input_ids_B_T=ids, position_ids_B_T=positions, offsets=tuple(offsets))
-
-
-def predict_positions(packed: Packed, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Flat positions that predict tokens [start, stop) of each sequence: one to the left of each token."""
-    parts = [torch.arange(o + start - 1, o + stop - 1) for o, (start, stop) in zip(packed.offsets, spans, strict=True)]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
-
-
 Scored = tuple[TargetRow, ...]
 """One sample as its teachers scored it: a row for each, in the order of their names."""
 
@@ -155,7 +124,11 @@ def leave_one_out(samples: Mapping[str, Scored]) -> dict[str, float]:
 
 
 def micro_batch(
-    samples: Sequence[Scored], payload: str, dtype: torch.dtype, baselines: Mapping[str, float] | None = None
+    samples: Sequence[Scored],
+    payload: str,
+    dtype: torch.dtype,
+    baselines: Mapping[str, float] | None = None,
+    layout: str = "packed",
 ) -> MicroBatch:
     """Tensors for these samples, which the caller ordered by teacher; `dtype` is that of the stream's hidden states.
 
@@ -163,7 +136,7 @@ def micro_batch(
     """
     rows = [scored[0] for scored in samples]
     sequences = [[*r.prompt_ids, *r.response_ids] for r in rows] or [[0]]
-    packed = pack_sequences(sequences)
+    packed = LAYOUTS[layout](sequences)
     spans = [(len(r.prompt_ids), len(r.prompt_ids) + len(r.response_ids)) for r in rows]
     predict_N = predict_positions(packed, spans) if rows else torch.zeros(0, dtype=torch.long)
     return MicroBatch(

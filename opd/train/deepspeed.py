@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -9,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from opd import cluster
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, sync_tolerance
 from opd.config.objectives import SampledConfig
+from opd.layouts import prove_layout
 from opd.stream.targets import TargetStream
 from opd.train.feed import Feed
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import HeadSource, RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import learning_rate
-from opd.train.totals import refuse_impossible_means, row_weights
-from opd.types import DomainStats, PositionStats, Rollout, StepReport, WrittenFile
+from opd.train.totals import refuse_gap, refuse_impossible_means, row_weights
+from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, WrittenFile
 
 
 class DeepSpeedTrainer:
@@ -45,14 +47,28 @@ class DeepSpeedTrainer:
         loopback = config.cluster.address == cluster.LOCAL
         self._starting = self._submit_start(loopback, config.cluster.start_timeout_s)
         self._start_timeout_s = config.cluster.start_timeout_s
+        self._tolerance = sync_tolerance(config)
+        self._student = config.student.model
+        self.layout = LayoutProof(layout="packed", tried={})
+        """How rows are laid out; proven in `wait_ready`."""
 
     def _submit_start(self, loopback: bool, timeout_s: float) -> list[Any]:
         (meeting,) = cluster.call(self._ranks[:1], "meeting_point", [[loopback]], timeout_s=timeout_s)
         return cluster.submit(self._ranks, "start", [meeting] * len(self._ranks))
 
     def wait_ready(self) -> None:
-        """Block until every rank holds its shard. Raises: RunError past the deadline."""
+        """Block until every rank holds its shard, and find out how rows may be laid out for this student.
+
+        Raises: RunError past the deadline, or if its rows see each other in every layout.
+        """
         cluster.wait(self._ranks, self._starting, "start", timeout_s=self._start_timeout_s)
+        self.layout = prove_layout(self._layout_error, f"student {self._student}")
+        self._call("use_layout", [[self.layout.layout]] * len(self._ranks))
+
+    def _layout_error(self, layout: str) -> float:
+        """The worst of all ranks; NaN if one of them says so."""
+        errors = self._call("layout_error", [[layout]] * len(self._ranks))
+        return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
     def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetStream) -> StepReport:
         """One optimiser step over all rows; skipped, and said so, if no token is trained.
@@ -68,7 +84,8 @@ class DeepSpeedTrainer:
             targets.collect()
             return skipped
         sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
-        plan = plan_micro_batches(sizes, len(self._ranks), self._config.micro_batch_tokens)
+        padded = self.layout.layout == "padded"
+        plan = plan_micro_batches(sizes, len(self._ranks), self._config.micro_batch_tokens, padded=padded)
         self._begin(step, lr, plan, weights, targets)
         feed = Feed(targets, plan, queue_bytes=self._queue_bytes, all_first=self._all_first)
         running: deque[tuple[int, list[Any]]] = deque()
@@ -93,6 +110,7 @@ class DeepSpeedTrainer:
         results = self._call("finish_step", [[share]] * len(self._ranks))
         report = _report(step, lr, results)
         refuse_impossible_means(step, self._kind, report.domains)
+        refuse_gap(step, report.domains, self._tolerance)
         return replace(report, early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
 
     def _begin(
@@ -154,9 +172,9 @@ def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         adam_epsilon=trainer.adam_epsilon,
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
+        grad_accum_dtype=trainer.grad_accum_dtype,
         gradient_checkpointing=trainer.gradient_checkpointing,
         head_memory_bytes=trainer.head_memory,
-        seed=config.seed,
         timeout_s=config.cluster.phase_timeout_s,
     )
 

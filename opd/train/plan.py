@@ -16,12 +16,15 @@ class RowSize:
     """Prompt and response tokens."""
 
 
-def plan_micro_batches(rows: Sequence[RowSize], ranks: int, micro_batch_tokens: int) -> list[list[list[str]]]:
+def plan_micro_batches(
+    rows: Sequence[RowSize], ranks: int, micro_batch_tokens: int, *, padded: bool = False
+) -> list[list[list[str]]]:
     """[rank][micro-batch] -> sample ids. Every rank gets the same number of micro-batches, some perhaps empty.
 
     ZeRO-3 gathers parameters in every forward, so ranks must run in step. Rows are dealt out longest first to the rank
     with the fewest tokens, then put into the order in which teachers score: by domain, the shortest first. So the first
-    micro-batches can be trained while the last teachers score, and each touches few heads.
+    micro-batches can be trained while the last teachers score, and each touches few heads. Where rows are `padded` to the
+    longest of their micro-batch, that padding counts.
     """
     shares: list[list[RowSize]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -29,17 +32,25 @@ def plan_micro_batches(rows: Sequence[RowSize], ranks: int, micro_batch_tokens: 
         rank = loads.index(min(loads))
         shares[rank].append(row)
         loads[rank] += row.length
+    shares = [sorted(share, key=lambda r: (r.domain, r.length, r.sample_id)) for share in shares]
     num = max(1, -(-max(loads) // micro_batch_tokens))
-    return [_split(sorted(share, key=lambda r: (r.domain, r.length, r.sample_id)), num) for share in shares]
+    most = max(micro_batch_tokens, max((row.length for row in rows), default=0))
+    while padded and max(_padded_size(part) for share in shares for part in _split(share, num)) > most:
+        num += max(1, num // 4)
+    return [[[row.sample_id for row in part] for part in _split(share, num)] for share in shares]
 
 
-def _split(rows: Sequence[RowSize], num: int) -> list[list[str]]:
+def _padded_size(part: Sequence[RowSize]) -> int:
+    return len(part) * max((row.length for row in part), default=0)
+
+
+def _split(rows: Sequence[RowSize], num: int) -> list[list[RowSize]]:
     """Cut into `num` consecutive runs of about equal tokens."""
     total = sum(row.length for row in rows)
-    parts: list[list[str]] = [[] for _ in range(num)]
+    parts: list[list[RowSize]] = [[] for _ in range(num)]
     done = 0
     for row in rows:
         # The middle of the row decides, so a long last row does not open a part of its own.
-        parts[min(num - 1, int((done + row.length / 2) * num / total))].append(row.sample_id)
+        parts[min(num - 1, int((done + row.length / 2) * num / total))].append(row)
         done += row.length
     return parts

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from opd import cluster
 from opd.config.objectives import ObjectiveConfig
 from opd.errors import RunError
 from opd.files import storing
+from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.losses import build_objective
 from opd.losses.blocks import LogitRule
 from opd.stream.heads import Head, HeadFile, head_key, head_tensor
@@ -32,8 +32,6 @@ from opd.train.batch import (
     gather_samples,
     leave_one_out,
     micro_batch,
-    pack_sequences,
-    predict_positions,
 )
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
 from opd.train.student import Student
@@ -55,11 +53,11 @@ class RankOptions:
     adam_epsilon: float
     weight_decay: float
     max_grad_norm: float
+    grad_accum_dtype: str
+    """Type in which gradients are summed over micro-batches and ranks."""
     gradient_checkpointing: bool
     head_memory_bytes: int
     """Budget of the teachers' heads that stay on this rank."""
-    seed: int
-    """The run's."""
     timeout_s: float
 
 
@@ -113,6 +111,7 @@ class TrainerRank:
         self._heads: OrderedDict[str, Head] = OrderedDict()
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[tuple[WrittenFile, ...]] | None = None
+        self._layout = "packed"
 
     def meeting_point(self, loopback: bool) -> tuple[str, int]:
         """An address of this machine and a free port; rank 0's is where all ranks meet."""
@@ -133,14 +132,21 @@ class TrainerRank:
         self._engine = _start_engine(self._options)
         self._device = self._engine.device
 
+    def layout_error(self, layout: str) -> float:
+        """How far a layout is from right for this student, see `opd.layouts.layout_error`."""
+        student = self._engine.module
+        return layout_error(
+            lambda packed: student.hidden(_to(packed, self._device)), layout, self._options.vocab_size, self._dtype
+        )
+
+    def use_layout(self, layout: str) -> None:
+        """Lay sequences out like this from now on."""
+        self._layout = layout
+
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
         wants_baseline = getattr(self._options.objective, "baseline", "none") != "none"
         self._step = _Step(work, heads, wants_baseline, self._options.vocab_size)
-        # Dropout, where a student has it, is a function of (seed, step, rank): a resume has no generator to restore.
-        torch.manual_seed(
-            int.from_bytes(blake3(f"{self._options.seed}/{work.step}/{self._rank}".encode()).digest()[:8])
-        )
 
     def accumulate(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
         """Add the gradients of the step's micro-batch `index`; all ranks do at the same time.
@@ -152,7 +158,7 @@ class TrainerRank:
         step = self._step
         step.receive(parts)
         ids = [i for i in step.work.micro_batches[index] if i not in left_out]
-        batch = step.micro_batch(ids, left_out)
+        batch = step.micro_batch(ids, left_out, self._layout)
         # Each once: a head that several runs share would be fetched again where others drove it out.
         needed = dict.fromkeys(key for run in batch.runs if isinstance(run, HiddenRun) for key in run.heads)
         heads = {key: self._head(key, step.heads[key]) for key in needed}
@@ -173,10 +179,11 @@ class TrainerRank:
         del self._step
         for group in self._engine.optimizer.param_groups:
             group["lr"] = work.lr
-        if share != 1 or self._engine.optimizer.custom_loss_scaler:
-            # What DeepSpeed divides gradients by before it clips them; it is 1 without loss scaling.
-            self._engine.optimizer.override_loss_scale(share)
+        optimizer = self._engine.optimizer
+        if share != 1:
+            optimizer.override_loss_scale(share)  # what DeepSpeed divides gradients by before it clips them
         self._engine.step()
+        optimizer.custom_loss_scaler = False  # left on, it would multiply the next step's loss by the share
         grad_norm = float(self._engine.get_global_grad_norm())
         if not math.isfinite(grad_norm):
             raise RunError(
@@ -188,7 +195,7 @@ class TrainerRank:
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, from the current weights."""
-        packed = pack_sequences(sequences)
+        packed = LAYOUTS[self._layout](sequences)
         predict_N = predict_positions(packed, [(1, len(s)) for s in sequences])
         token_N = torch.tensor([t for s in sequences for t in s[1:]])
         with torch.no_grad():
@@ -321,7 +328,7 @@ class _Step:
                 if self._wants_baseline or row.sample_id in self._mine:
                     self._rows[row.sample_id].append(row)
 
-    def micro_batch(self, ids: Sequence[str], left_out: Collection[str]) -> MicroBatch:
+    def micro_batch(self, ids: Sequence[str], left_out: Collection[str], layout: str = "packed") -> MicroBatch:
         """The tensors of these samples, which are forgotten. Raises: RunError if rows of theirs are missing."""
         missing = sorted(set(ids) - set(self._rows))
         if missing:
@@ -331,7 +338,7 @@ class _Step:
             self._baselines = leave_one_out(whole)
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         payload, dtype = self._kind
-        return micro_batch([samples[i] for i in ids], payload, getattr(torch, dtype), self._baselines)
+        return micro_batch([samples[i] for i in ids], payload, getattr(torch, dtype), self._baselines, layout)
 
 
 def _to(batch: Any, device: torch.device) -> Any:
@@ -358,19 +365,33 @@ def _start_engine(options: RankOptions) -> Any:
         verbose=False,
     )
     lm = AutoModelForCausalLM.from_pretrained(
-        options.model_dir, dtype=getattr(torch, options.dtype), attn_implementation="sdpa", trust_remote_code=False
+        options.model_dir, dtype=getattr(torch, options.dtype), trust_remote_code=False
     )
-    if options.gradient_checkpointing:
-        lm.gradient_checkpointing_enable()
     objective = build_objective(options.objective)
     student = Student(
         lm, objective, chunk=options.objective.chunk, vocab_size=options.vocab_size, compiled=options.objective.compile
-    ).train()
+    )
+    _without_chance(student, options.gradient_checkpointing)
     optimizer = torch.optim.AdamW(
         _parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas, eps=options.adam_epsilon
     )
     engine, *_ = deepspeed.initialize(model=student, optimizer=optimizer, config=_deepspeed_config(options))
     return engine
+
+
+def _without_chance(student: Student, gradient_checkpointing: bool) -> None:
+    """No dropout, no router noise: the loss is that of the policy that wrote the tokens, and the engine has neither.
+
+    Layers recompute their activations only in training mode; what they hold stays in evaluation mode.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    student.eval()
+    if gradient_checkpointing:
+        student.lm.gradient_checkpointing_enable()
+        for module in student.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
 
 
 def _parameter_groups(student: Student, weight_decay: float) -> list[dict[str, Any]]:
@@ -383,12 +404,17 @@ def _parameter_groups(student: Student, weight_decay: float) -> list[dict[str, A
     return [g for g in groups if g["params"]]
 
 
+_DEEPSPEED_NAME = {"float32": "fp32", "bfloat16": "bf16"}
+
+
 def _deepspeed_config(options: RankOptions) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": options.max_grad_norm,
         "bf16": {"enabled": options.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
+        "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
         "zero_optimization": {"stage": 3, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opd.layouts import Packed
 from opd.losses.blocks import Block, LogitRule
 from opd.losses.chunked import TokenStats, chunked_objective
 from opd.losses.objective import Objective
 from opd.stream.heads import Head, logit_rule
-from opd.train.batch import MicroBatch, Packed
+from opd.train.batch import MicroBatch
 
 
 class LossHead(nn.Module):
@@ -61,9 +62,7 @@ class Student(nn.Module):
 
     def hidden(self, packed: Packed) -> Tensor:
         """[B*T, D] last hidden state after the final norm."""
-        body = self.lm.base_model
-        out = body(input_ids=packed.input_ids_B_T, position_ids=packed.position_ids_B_T, use_cache=False)
-        return out.last_hidden_state.flatten(0, 1)
+        return self.lm.base_model(**packed.inputs()).last_hidden_state.flatten(0, 1)
 
 
 def token_logprobs(hidden_N_D: Tensor, head_V_D: Tensor, token_N: Tensor, rule: LogitRule, chunk: int = 512) -> Tensor:

@@ -6,6 +6,7 @@ ranks, micro-batches and gradient accumulation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -47,6 +48,20 @@ def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainSt
                 "its teacher's scores or the student's weights are broken; targets/ of the run holds the step's rows, "
                 "the last checkpoint was before it"
             )
+
+
+def refuse_gap(step: int, domains: Mapping[str, DomainStats], tolerance: float) -> None:
+    """Raises: RunError if trainer and engine disagree on the tokens that the engine sampled: what is trained would not be
+    what wrote them."""
+    tokens = sum(stats.tokens for stats in domains.values())
+    gap = sum(stats.gap_sum for stats in domains.values()) / max(1, tokens)
+    if not gap <= tolerance:  # written so that NaN fails too
+        means = {name: stats.gap_sum / max(1, stats.tokens) for name, stats in domains.items()}
+        worst = max(means, key=lambda name: (math.isnan(means[name]), means[name]))
+        raise RunError(
+            f"step {step}: engine and trainer differ by {gap:.4f} nats a sampled token, sync.tolerance is {tolerance:g}, most "
+            f"in domain {worst} ({means[worst]:.4f}): they compute different distributions; the last checkpoint was before it"
+        )
 
 
 def token_weights(batch: MicroBatch, weights: Sequence[float]) -> Tensor:

@@ -20,7 +20,7 @@ from opd.losses.blocks import LogitRule
 from opd.stream.heads import head_key, head_tensor
 from opd.stream.schema import VERSION as STREAM_VERSION
 from opd.stream.targets import TargetStream
-from opd.types import Rollout
+from opd.types import LayoutProof, Rollout
 from teachers.flight.access import read_roots, read_token
 from teachers.flight.protocol import (
     ROLLOUTS,
@@ -63,6 +63,8 @@ class FlightPool:
         )
         self._identity = ""
         self._served: dict[tuple[str, str], ServedTeacher] = {}
+        self.layouts: dict[str, LayoutProof] = {}
+        """Empty: the server proves its own."""
         self._heads: dict[str, Any] = {}
         self._head_rules: dict[str, LogitRule] = {}
 

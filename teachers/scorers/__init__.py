@@ -16,7 +16,7 @@ from torch import Tensor
 from opd.losses.blocks import LogitRule
 from opd.stream.heads import HeadFile
 from opd.stream.schema import TargetRow
-from opd.types import Rollout, Teacher
+from opd.types import LayoutProof, Rollout, Teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,10 @@ class Scorer(Protocol):
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """What the teacher's architecture does to its logits."""
+        ...
+
+    def layout(self, teacher: Teacher) -> LayoutProof | None:
+        """How several rows share a forward pass, proven; None where the engine that scores sees to that."""
         ...
 
 

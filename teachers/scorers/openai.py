@@ -76,6 +76,9 @@ class OpenAIScorer:
         """A server shows none."""
         return None
 
+    def layout(self, teacher: Teacher) -> None:
+        """The engine keeps its sequences apart by itself."""
+
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """Log-probs are ready: nothing is to be done to them."""
         return IDENTITY

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from opd.errors import RunError
+from opd.layouts import LAYOUTS, Packed, layout_error, predict_positions, prove_layout
 from opd.lora import ADAPTER_CONFIG, LoraConfig, Update, updates
 from opd.losses.blocks import LogitRule
 from opd.stream.heads import HeadFile, head_key, logit_rule
 from opd.stream.schema import TargetRow
-from opd.train.batch import pack_sequences, predict_positions
-from opd.types import Rollout, Teacher
+from opd.types import LayoutProof, Rollout, Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.rows import batches, target_row
 from teachers.weights import State, WeightCache, base_key, read_weights, weight_key, weights_nbytes
@@ -44,6 +44,8 @@ class TransformersScorer:
         self._skeletons: dict[str, Any] = {}
         """By the config's JSON."""
         self._skeleton_of: dict[Path, Any] = {}
+        self._proofs: dict[int, LayoutProof] = {}
+        """By the skeleton's id."""
         self._loaded = ""
         self._base = ""
         self._hooks: list[RemovableHandle] = []
@@ -83,6 +85,23 @@ class TransformersScorer:
         self._load(teacher)
         return logit_rule(self._model.config)
 
+    def layout(self, teacher: Teacher) -> LayoutProof:
+        """How rows are laid out for its architecture, proven with the first teacher that has it.
+
+        Raises: RunError if its rows see each other in every layout.
+        """
+        self._load(teacher)
+        proof = self._proofs.get(id(self._model))
+        if proof is None:
+
+            def error(layout: str) -> float:
+                return layout_error(self._states, layout, self._vocab_size, self._dtype)
+
+            proof = prove_layout(error, f"teacher {teacher.name}")
+            if proof.proven:  # a teacher with broken weights says nothing about its architecture
+                self._proofs[id(self._model)] = proof
+        return proof
+
     @torch.no_grad()
     def _check_head(self, teacher: Teacher, head_V_D: Tensor) -> None:
         """Some architectures add a bias to their logits, or scale them in a way of their own; all of this is cheap."""
@@ -111,14 +130,14 @@ class TransformersScorer:
     def _scored(
         self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]
     ) -> Iterator[list[TargetRow]]:
-        key = self.head_key(teacher)
+        key, layout = self.head_key(teacher), self.layout(teacher).layout
         for batch in batches(rollouts, SCORE_TOKENS):
             self._load(teacher)  # another one may have been asked for its head since
             rows = []
-            for rollout, hidden_R_D in zip(batch, self._hidden(batch), strict=True):
+            for rollout, hidden_R_D in zip(batch, self._hidden(batch, layout), strict=True):
                 if not bool(torch.isfinite(hidden_R_D).all()):
                     # Alone: in a packed row a masked neighbour's NaN still comes through, as 0 * NaN.
-                    (hidden_R_D,) = self._hidden([rollout])
+                    (hidden_R_D,) = self._hidden([rollout], layout)
                 if bool(torch.isfinite(hidden_R_D).all()):
                     rows.append(target_row(rollout, teacher, key, self._answer(rollout, hidden_R_D)))
                 else:
@@ -142,17 +161,17 @@ class TransformersScorer:
         return {"hidden_size": 0, "topk_ids": ids, "topk_logprobs": logprobs}
 
     @torch.no_grad()
-    def _hidden(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    def _hidden(self, rollouts: Sequence[Rollout], layout: str) -> list[Tensor]:
         """Per rollout [R, D]: the state at the position before each response token, from which it is predicted."""
-        packed = pack_sequences([[*r.prompt_ids, *r.response_ids] for r in rollouts])
+        packed = LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in rollouts])
         spans = [(len(r.prompt_ids), len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
-        out = self._model.base_model(
-            input_ids=packed.input_ids_B_T.to(self._device),
-            position_ids=packed.position_ids_B_T.to(self._device),
-            use_cache=False,
-        )
-        hidden_N_D = out.last_hidden_state.flatten(0, 1)[predict_positions(packed, spans)].cpu()
+        hidden_N_D = self._states(packed)[predict_positions(packed, spans)].cpu()
         return list(hidden_N_D.split([len(r.response_ids) for r in rollouts]))
+
+    @torch.no_grad()
+    def _states(self, packed: Packed) -> Tensor:
+        """[B*T, D] last hidden states of the teacher in place."""
+        return self._model.base_model(**packed.to(self._device).inputs()).last_hidden_state.flatten(0, 1)
 
     def _load(self, teacher: Teacher) -> None:
         if self._loaded == weight_key(teacher):
@@ -207,9 +226,7 @@ class TransformersScorer:
             key = config.to_json_string(use_diff=False)
             if key not in self._skeletons:
                 with init_empty_weights(include_buffers=False):
-                    model = AutoModelForCausalLM.from_config(
-                        config, dtype=self._dtype, attn_implementation="sdpa", trust_remote_code=False
-                    )
+                    model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, trust_remote_code=False)
                 self._skeletons[key] = model.eval().requires_grad_(False)
             self._skeleton_of[model_dir] = self._skeletons[key]
         return self._skeleton_of[model_dir]

@@ -64,6 +64,9 @@ class VLLMScorer:
         """Where the head lies."""
         return self._known(teacher)[2]
 
+    def layout(self, teacher: Teacher) -> None:
+        """The engine keeps its sequences apart by itself."""
+
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """What the teacher's architecture does to its logits."""
         return self._known(teacher)[1]

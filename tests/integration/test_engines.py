@@ -48,6 +48,7 @@ def config(
             "objective": objective or {},
             "teachers": {"payload": payload},
             "trainer": {"steps": 10, "samples_per_step": 16, "lr": 1e-3, **trainer},
+            "sync": {"tolerance": 20},  # responses are made up: no engine has said how likely they are
         },
         "test",
     )
@@ -445,3 +446,66 @@ def test_a_teacher_with_broken_weights_is_quarantined_up_to_a_budget(tmp_path: P
     with pytest.raises(RunError, match=r"8 of 16 responses could not be scored.*max_quarantined is 0.001"):
         strict.score(rows).collect()
     stop(strict)
+
+
+def test_a_step_after_one_with_a_quarantined_response_is_like_any_other(tmp_path: Path, make_model_dir: Make) -> None:
+    """DeepSpeed keeps a loss scale that was set: the steps after it would be scaled by the share that was scored."""
+    from safetensors.torch import load_file, save_file
+
+    student, good, bad = (make_model_dir(tmp_path / name, seed=i) for i, name in enumerate(("student", "good", "bad")))
+    state = load_file(bad / "model.safetensors")
+    state["model.norm.weight"][:] = float("nan")
+    save_file(state, bad / "model.safetensors", metadata={"format": "pt"})
+    cfg = config(student, lr=0.0, ranks=1)
+    cfg = cfg.model_copy(update={"teachers": cfg.teachers.model_copy(update={"max_quarantined": 0.5})})
+    trainer = start_trainer(cfg)
+    whole, half = (start_pool(cfg, {"left": good, "right": right}) for right in (good, bad))
+    rows = rollouts()
+    pools = [whole, half, whole, half, half, whole]
+    norms = [trainer.train_step(step, rows, pool.score(rows)).grad_norm for step, pool in enumerate(pools, 1)]
+    assert norms[0] > 0.01 and abs(norms[1] - norms[0]) > 0.01 * norms[0], "the rows that are left say something else"
+    # At rate 0 the weights stand still: equal rows give equal gradients, whatever came before.
+    assert norms == pytest.approx([norms[0] if pool is whole else norms[1] for pool in pools], rel=1e-5)
+    stop(trainer, whole, half)
+
+
+def test_gradients_are_summed_in_float32_by_a_bfloat16_trainer(tmp_path: Path, make_model_dir: Make) -> None:
+    """128 equal micro-batches have the gradient of one; summed in bfloat16 even its norm is off by a part in a thousand."""
+    student, expert = make_model_dir(tmp_path / "s", seed=0), make_model_dir(tmp_path / "e", seed=1)
+    (row,) = rollouts(1)
+    many = [dataclasses.replace(row, sample_id=f"{row.sample_id}#{i:03d}") for i in range(128)]
+    off = {}
+    for dtype in ("float32", "bfloat16"):
+        # A micro-batch takes one of the rows.
+        cfg = config(student, lr=0.0, ranks=1, dtype="bfloat16", grad_accum_dtype=dtype, micro_batch_tokens=16)
+        trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": expert, "right": expert})
+        norms = [
+            trainer.train_step(step, rows, pool.score(rows)).grad_norm for step, rows in enumerate(([row], many), 1)
+        ]
+        off[dtype] = abs(norms[1] / norms[0] - 1)
+        stop(trainer, pool)
+    assert off["float32"] < 1e-4 < 1e-3 < off["bfloat16"], off
+
+
+def test_dropout_of_a_student_is_off(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """The engine that writes has none, so a trainer with dropout would train, and probe, another policy."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    student = tmp_path / "gpt2"
+    torch.manual_seed(0)
+    shape = GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.3)
+    GPT2LMHeadModel(shape).save_pretrained(student)
+    tiny_tokenizer.save_pretrained(student)
+    for checkpointing in (False, True):
+        cfg = config(student, lr=0.0, ranks=1, gradient_checkpointing=checkpointing)
+        trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": student, "right": student})
+        assert mean_gap(trainer.logprobs(PROBE), plain_logprobs(student, PROBE)) < 1e-5
+        said = trainer.logprobs([[*r.prompt_ids, *r.response_ids] for r in rollouts()])
+        rows = [
+            dataclasses.replace(r, behaviour_logprobs=tuple(said[i][len(r.prompt_ids) - 1 :]))
+            for i, r in enumerate(rollouts())
+        ]
+        report = trainer.train_step(1, rows, pool.score(rows))
+        assert report.logprob_gap < 1e-5, "the step itself"
+        assert abs(report.loss) < 1e-5, "a student that is its own teacher"
+        stop(trainer, pool)

@@ -83,9 +83,9 @@ def test_the_next_teacher_is_read_while_this_one_scores(groups: list[Group], mon
         events.append(f"ahead {teacher.name}")
         prefetch(teacher)
 
-    def noted_forward(rows: Any) -> Any:
+    def noted_forward(rows: Any, layout: str) -> Any:
         events.append(f"score {rows[0].domain}")
-        return forward(rows)
+        return forward(rows, layout)
 
     monkeypatch.setattr(weights, "get", noted_get)
     monkeypatch.setattr(weights, "prefetch", noted_prefetch)

@@ -149,28 +149,33 @@ def prompts(*lengths: int) -> list[Prompt]:
     return [Prompt(id=f"d/{i}", domain="d", token_ids=tuple(range(n))) for i, n in enumerate(lengths)]
 
 
-def test_the_probe_is_just_long_enough() -> None:
-    chosen = probe_sequences(prompts(5, 5, 5, 5), tokens=8, room=100)
-    assert [len(ids) for ids in chosen] == [5, 5]
-    assert chosen[0] == (0, 1, 2, 3, 4)
+def test_the_probe_is_the_beginnings_of_the_first_prompts() -> None:
+    chosen = probe_sequences(prompts(5, 5, 5, 5, 5), tokens=8, room=100)
+    assert [len(ids) for ids in chosen] == [3, 3, 3, 3]
+    assert chosen[0] == (0, 1, 2)
+    assert [len(ids) for ids in probe_sequences(prompts(3, 3, 3, 3, 3, 3), tokens=12, room=100)] == [3] * 6
+
+
+@pytest.mark.parametrize("lengths", [(500,), (500, 500, 500), (3,), (1, 1), (1, 0, 4, 1)])
+def test_the_probe_holds_several_sequences_whatever_the_prompts(lengths: tuple[int, ...]) -> None:
+    """One alone cannot show that neighbours in a row see each other."""
+    chosen = probe_sequences(prompts(*lengths), tokens=64, room=100)
+    assert len(chosen) > 1
+    assert all(1 < len(ids) <= 64 for ids in chosen)
 
 
 def test_prompts_without_a_scored_token_are_passed_over() -> None:
-    assert [len(ids) for ids in probe_sequences(prompts(1, 0, 4, 1, 4), tokens=6, room=100)] == [4, 4]
+    assert [len(ids) for ids in probe_sequences(prompts(1, 0, 4, 1, 4), tokens=16, room=100)] == [4, 4]
 
 
-@pytest.mark.parametrize("room", [9, 50])
+@pytest.mark.parametrize("room", [9, 15])
 def test_a_probe_sequence_fits_the_engines_context(room: int) -> None:
     (ids, *_) = probe_sequences(prompts(500, 500), tokens=64, room=room)
     assert len(ids) == room - 1  # the engine writes one token after it
 
 
-def test_a_long_prompt_is_cut_to_what_the_probe_needs() -> None:
-    assert [len(ids) for ids in probe_sequences(prompts(500), tokens=64, room=1000)] == [65]
-
-
-def test_few_prompts_make_a_short_probe() -> None:
-    assert [len(ids) for ids in probe_sequences(prompts(3), tokens=64, room=1000)] == [3]
+def test_long_prompts_are_cut_to_what_the_probe_needs() -> None:
+    assert [len(ids) for ids in probe_sequences(prompts(*[500] * 9), tokens=64, room=1000)] == [17] * 4
 
 
 def test_a_worker_that_comes_later_gets_the_same_weights() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
+from opd.layouts import LAYOUTS, predict_positions
 from opd.losses.blocks import IDENTITY, MixtureBlock, SampledBlock, TeacherBlock, TopKBlock
 from opd.losses.chunked import chunked_objective
 from opd.losses.reverse_kl import ReverseKL
@@ -27,8 +28,6 @@ from opd.train.batch import (
     SampledRun,
     gather_samples,
     leave_one_out,
-    pack_sequences,
-    predict_positions,
 )
 from opd.train.batch import micro_batch as tensors
 from opd.train.student import Student, token_logprobs
@@ -73,7 +72,7 @@ def alone(lm: Any, ids: Sequence[int]) -> Tensor:
 
 
 def test_ids_and_positions_lie_where_the_offsets_say() -> None:
-    packed = pack_sequences(MIXED)
+    packed = LAYOUTS["packed"](MIXED)
     assert packed.input_ids_B_T.shape == packed.position_ids_B_T.shape
     for ids, offset in zip(MIXED, packed.offsets, strict=True):
         assert packed.input_ids_B_T.flatten()[offset : offset + len(ids)].tolist() == ids
@@ -82,7 +81,7 @@ def test_ids_and_positions_lie_where_the_offsets_say() -> None:
 
 
 def test_a_packed_forward_equals_separate_ones(lm: Any) -> None:
-    packed = pack_sequences(MIXED)
+    packed = LAYOUTS["packed"](MIXED)
     assert packed.input_ids_B_T.shape[0] < len(MIXED), "nothing is packed, the test shows nothing"
     with torch.no_grad():
         hidden = student(lm).hidden(packed)
@@ -92,10 +91,10 @@ def test_a_packed_forward_equals_separate_ones(lm: Any) -> None:
 
 
 def test_the_log_prob_of_token_t_lives_at_t_minus_1(lm: Any) -> None:
-    packed = pack_sequences(MIXED)
+    packed = LAYOUTS["packed"](MIXED)
     spans = [(len(ids) // 2 + 1, len(ids)) for ids in MIXED if len(ids) > 1]
     chosen = [ids for ids in MIXED if len(ids) > 1]
-    packed = pack_sequences(chosen)
+    packed = LAYOUTS["packed"](chosen)
     tokens = torch.tensor([t for ids, (a, b) in zip(chosen, spans, strict=True) for t in ids[a:b]])
     with torch.no_grad():
         hidden = student(lm).hidden(packed)[predict_positions(packed, spans)]
@@ -107,11 +106,11 @@ def test_the_log_prob_of_token_t_lives_at_t_minus_1(lm: Any) -> None:
 
 
 def test_positions_are_direct_indices() -> None:
-    packed = pack_sequences([[1, 2, 3, 4, 5], [6, 7, 8]])
+    packed = LAYOUTS["packed"]([[1, 2, 3, 4, 5], [6, 7, 8]])
     positions = predict_positions(packed, [(2, 5), (1, 3)])
     assert packed.input_ids_B_T.flatten()[positions].tolist() == [2, 3, 4, 6, 7]
     assert packed.input_ids_B_T.flatten()[positions + 1].tolist() == [3, 4, 5, 7, 8]
-    assert predict_positions(pack_sequences([]), []).tolist() == []
+    assert predict_positions(LAYOUTS["packed"]([]), []).tolist() == []
 
 
 # Micro-batches of scored rows

@@ -58,3 +58,20 @@ def test_more_ranks_than_rows_leave_empty_micro_batches() -> None:
 def test_a_plan_does_not_depend_on_the_order_of_the_rows() -> None:
     given = rows(60)
     assert plan_micro_batches(given, 3, 500) == plan_micro_batches(given[::-1], 3, 500)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_padding_counts_where_rows_are_padded(ranks: int) -> None:
+    given = [*rows(60, longest=20), RowSize("long", "d2", 300)]
+    length = {r.sample_id: r.length for r in given}
+
+    def largest(padded: bool) -> int:
+        plan = plan_micro_batches(given, ranks, 400, padded=padded)
+        assert sorted(i for parts in plan for ids in parts for i in ids) == sorted(length)
+        assert len({len(parts) for parts in plan}) == 1
+        return max(len(ids) * max(length[i] for i in ids) for parts in plan for ids in parts if ids)
+
+    assert largest(padded=False) > 400
+    assert largest(padded=True) <= 400
+    (alone,) = plan_micro_batches([RowSize("one", "d", 900)], 1, 64, padded=True)
+    assert [ids for ids in alone if ids] == [["one"]], "larger than a micro-batch"

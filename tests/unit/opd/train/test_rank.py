@@ -142,13 +142,23 @@ class Owner:
 
 
 class Optimizer(torch.optim.SGD):
-    """With what DeepSpeed's has beside it."""
+    """With what DeepSpeed's has beside it: a scale that was set stays, multiplies losses, and divides gradients."""
 
     custom_loss_scaler = False
+    external_loss_scale: float | None = None
     divisor = 1.0
+    """Of the last step."""
 
     def override_loss_scale(self, value: float) -> None:
-        self.custom_loss_scaler, self.divisor = True, value
+        self.custom_loss_scaler, self.external_loss_scale = True, value
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.external_loss_scale if self.custom_loss_scaler else loss
+
+    def unscale(self) -> None:
+        self.divisor = self.external_loss_scale if self.custom_loss_scaler and self.external_loss_scale else 1.0
+        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            param.grad /= self.divisor
 
 
 def take_step(made: rank.TrainerRank, work: RankWork, rules: Any, handles: Any, *streams: np.ndarray) -> RankResult:
@@ -266,6 +276,12 @@ class FakeRank:
 
     def start(self, address: str, port: int) -> None: ...
 
+    def layout_error(self, layout: str) -> float:
+        return {"packed": 0.5 + 3 * self.index, "packed_indexed": 2.0, "padded": 0.1}[layout]
+
+    def use_layout(self, layout: str) -> None:
+        self.layout = layout
+
     def begin_step(self, work: RankWork, heads: dict[str, HeadSource]) -> None:
         self.works.append((work, heads))
         self.rounds: list[Any] = []
@@ -287,7 +303,7 @@ def domain_stats(tokens: int, kl: float, *, gap: float = 0.0, samples: int = 1) 
     )  # fmt: skip
 
 
-def config(**trainer: Any) -> PipelineConfig:
+def config(tolerance: float = 9.0, **trainer: Any) -> PipelineConfig:
     return PipelineConfig.model_validate(
         {
             "name": "n",
@@ -295,6 +311,7 @@ def config(**trainer: Any) -> PipelineConfig:
             "experts": {"e": {"model": "m", "domain": "d"}},
             "domains": {"d": {}},
             "trainer": {"steps": 4, "samples_per_step": 2, "lr": 1.0, "warmup_steps": 2} | trainer,
+            "sync": {"tolerance": tolerance},
         }
     )
 
@@ -365,6 +382,33 @@ def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
         assert heads == {"h0": HeadSource(RULES["h0"], FILE, "H0"), "h1": HeadSource(RULES["h1"], None, "H1")}
     assert [w.rounds for w in in_process.workers] == [[(0, set(), ("part a", "part b"))]] * 2
     assert [w.share for w in in_process.workers] == [1.0, 1.0]
+
+
+def test_the_layout_is_the_first_that_is_right_on_every_rank(in_process: Any) -> None:
+    chosen = {}
+    in_process.replace = FakeRank
+    for ranks in (1, 2):
+        trainer = deepspeed.DeepSpeedTrainer(config(ranks=ranks), vocab_size=9)
+        trainer.wait_ready()
+        chosen[ranks] = trainer.layout
+        assert {made.layout for made in trainer._ranks} == {trainer.layout.layout}
+    assert (chosen[1].layout, dict(chosen[1].tried)) == ("packed", {"packed": 0.5})
+    assert (chosen[2].layout, dict(chosen[2].tried)) == (
+        "padded",
+        {"packed": 3.5, "packed_indexed": 2.0, "padded": 0.1},
+    )
+
+
+def test_engine_and_trainer_that_differ_on_what_was_sampled_stop_the_run(in_process: Any) -> None:
+    in_process.replace = FakeRank
+    for tolerance, ok in ((1.01, True), (0.99, False)):  # the rank says 3 nats over 3 tokens
+        trainer = deepspeed.DeepSpeedTrainer(config(tolerance=tolerance, ranks=1), vocab_size=9)
+        targets: Any = Targets("a", "b")
+        if ok:
+            assert trainer.train_step(1, [rollout("a"), rollout("b")], targets).logprob_gap == pytest.approx(1)
+        else:
+            with pytest.raises(RunError, match=r"^step 1: engine and trainer differ by 1\.0000 nats a sampled token"):
+                trainer.train_step(1, [rollout("a"), rollout("b")], targets)
 
 
 def test_micro_batches_begin_before_the_last_row_is_scored(in_process: Any) -> None:
@@ -448,19 +492,6 @@ def test_every_tensor_of_a_micro_batch_goes_to_the_device() -> None:
     assert (batch.domains, batch.row_lengths, run.heads) == (("d",), (2,), ("h",))
 
 
-def test_chance_is_a_function_of_seed_step_and_rank(tiny_model_dir: Path) -> None:
-    def drawn(step: int, index: int, seed: int) -> float:
-        made = one_rank(tiny_model_dir, {"kind": "reverse_kl"})
-        made._rank, made._options = index, dataclasses.replace(made._options, seed=seed)
-        torch.manual_seed(step)  # what an earlier step left
-        take_step(made, dataclasses.replace(WORK, step=step, micro_batches=((),)), {}, {}, stream("a", "b", "c"))
-        return float(torch.rand(()))
-
-    numbers = [drawn(*which) for which in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]]
-    assert len(set(numbers)) == 4
-    assert drawn(1, 0, 0) == numbers[0]
-
-
 # Several teachers for a sample
 
 
@@ -505,9 +536,10 @@ class PlainEngine:
     def set_gradient_accumulation_boundary(self, last: bool) -> None: ...
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        self.optimizer.scaled(loss).backward()
 
-    def step(self) -> None: ...
+    def step(self) -> None:
+        self.optimizer.unscale()
 
     def get_global_grad_norm(self) -> float:
         return float(torch.cat([p.grad.flatten() for p in self.module.parameters()]).norm())
@@ -557,15 +589,19 @@ def test_a_share_that_is_left_divides_the_gradient(tiny_model_dir: Path) -> None
     made = one_rank(tiny_model_dir, {"kind": "sampled"}, "sampled_logprobs")
     rows = [dataclasses.replace(row(i), hidden=b"", teacher_logprobs=[-0.5, -1.5]) for i in "ac"]
     part = np.frombuffer(write_stream(rows, "float32", "sampled_logprobs"), dtype=np.uint8)
-    losses = []
-    for share in (1.0, 0.5, 1.0):
+    losses, norms, shares = [], [], (1.0, 0.5, 1.0, 0.5, 0.25, 1.0)
+    for share in shares:
         made.begin_step(WORK, {})
         made.accumulate(0, NONE, part)
         made.accumulate(1, NONE)
-        losses.append(made.finish_step(share).loss)
+        result = made.finish_step(share)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
         assert made._engine.optimizer.divisor == share
         made._engine.module.zero_grad()
-    assert losses == pytest.approx([losses[0], 2 * losses[0], losses[0]])
+    assert losses == pytest.approx([losses[0] / share for share in shares])
+    assert norms[0] > 1e-3
+    assert norms == pytest.approx([norms[0] / share for share in shares]), "a step after such a step is like any other"
 
 
 def test_the_baseline_reaches_the_gradient_only_where_it_is_wanted(tiny_model_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from opd.stream.schema import TargetRow
 from opd.train.batch import micro_batch
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.student import Student
-from opd.train.totals import Totals, refuse_impossible_means, row_weights, token_weights
+from opd.train.totals import Totals, refuse_gap, refuse_impossible_means, row_weights, token_weights
 from opd.types import DomainStats, Rollout, Segment
 
 WIDTH = 64
@@ -216,3 +217,16 @@ def test_a_mean_that_is_no_divergence_stops_the_step(kind: str, mean: float, ok:
 def test_a_domain_without_a_trained_token_has_no_mean() -> None:
     rest = {f.name: 0.0 for f in dataclasses.fields(DomainStats)}
     refuse_impossible_means(7, "reverse_kl", {"math": DomainStats(**rest | {"tokens": 0})})
+
+
+@pytest.mark.parametrize(("gaps", "ok"), [((0.01, 0.03), True), ((0.01, 0.06), False), ((0.0, math.nan), False)])
+def test_a_gap_on_the_sampled_tokens_stops_the_run(gaps: tuple[float, float], ok: bool) -> None:
+    rest = {f.name: 0.0 for f in dataclasses.fields(DomainStats)}
+    fine, odd = (DomainStats(**rest | {"tokens": 4, "gap_sum": 4 * gap}) for gap in gaps)
+    if ok:
+        refuse_gap(7, {"math": fine, "code": odd}, 0.02)
+    else:
+        with pytest.raises(
+            RunError, match=r"^step 7: engine and trainer differ by .* sync.tolerance is 0.02, most in domain code"
+        ):
+            refuse_gap(7, {"math": fine, "code": odd}, 0.02)
