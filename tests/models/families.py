@@ -70,6 +70,8 @@ class Family:
     """Rows of the embedding; 0: as many as the tokenizer has tokens."""
     note: str = ""
     """What the family is there to show."""
+    engine_dtype: str = "float32"
+    """What the rollout engine computes in; some of vLLM's CPU kernels know bfloat16 alone."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -97,8 +99,13 @@ FAMILIES: dict[str, Family] = {
             "shared_expert_intermediate_size": 64,
         },
         note="gated delta net and full attention; 4 experts",
+        engine_dtype="bfloat16",
     ),
-    "Qwen3.5": Family(settings={"model_type": "qwen3_5_text", **_GATED_DELTA}, note="gated delta net, full attention"),
+    "Qwen3.5": Family(
+        settings={"model_type": "qwen3_5_text", **_GATED_DELTA},
+        note="gated delta net and full attention",
+        engine_dtype="bfloat16",
+    ),
     "Gemma 2": Family(
         settings={
             "model_type": "gemma2",
@@ -159,7 +166,8 @@ FAMILIES: dict[str, Family] = {
         note="attention sinks, windows, 4 experts",
     ),
     "Mixtral": Family(
-        settings={"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, note="4 experts, 2 a token"
+        settings={"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+        note="4 experts, 2 a token",
     ),
     "Phi-3/4": Family(
         settings={"model_type": "phi3", "original_max_position_embeddings": 512, "head_dim": None},
