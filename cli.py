@@ -45,6 +45,7 @@ SetOption = Annotated[
 ]
 
 REPORT_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
+BASELINE_COLUMNS = ("method", "share", "response tokens", "seeds", "headroom recovered", "out of date")
 ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what was left")
 
 CHECK_COLUMNS = ("domain", "expert", "student", "expert alone", "same first token", "KL", "NLL / ln V", "verdict")
@@ -182,15 +183,12 @@ def evaluate(
         raise typer.BadParameter("give MODELs, or --matrix alone (with --domains and --set)")
     from pipelines.examine import examine_matrix, examine_models
 
-    def tell(line: str) -> None:
-        typer.echo(line, err=True)
-
     named = domains.split(",") if domains else None
     if matrix:
-        found = examine_matrix(matrix, named, overrides, tell)
+        found = examine_matrix(matrix, named, overrides, _say)
     else:
         tasks = [task for item in lm_eval or () for task in item.split(",")]
-        found = examine_models(models or [], pipeline, named, tasks, overrides, compare, tell)
+        found = examine_models(models or [], pipeline, named, tasks, overrides, compare, _say)
     if output:
         from opd.files import atomic_write_text
 
@@ -252,16 +250,18 @@ def report(
     gate = Gate(min_headroom=min_headroom, max_regression=max_regression)
     found = write_report(run_dir, output, gate)
     if markdown:
-        from opd.report import table_rows
+        from opd.report import baseline_rows, markdown_table, table_rows
 
-        rows = [REPORT_COLUMNS, ("---", *["---:"] * 4), *table_rows(found)]
-        typer.echo("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        _say(markdown_table(REPORT_COLUMNS, table_rows(found)), err=False)
+        if rows := baseline_rows(found):
+            _say("\n" + markdown_table(BASELINE_COLUMNS, rows), err=False)
+        _say_what_is_missing(found)
     else:
         _print_report(found)
-    typer.echo(f"page: {output or run_dir / 'report.html'}", err=True)
+    _say(f"page: {output or run_dir / 'report.html'}")
     if gate.asked:
         for failure in found["gate"]["failures"]:
-            typer.echo(f"gate: {failure}", err=True)
+            _say(f"gate: {failure}")
         if not found["gate"]["passed"]:
             raise typer.Exit(1)
 
@@ -306,9 +306,9 @@ def baseline(
     from pipelines.merge import Interrupted
 
     try:
-        results = compute(jobs, lambda line: typer.echo(line, err=True), keep_models)
+        results = compute(jobs, _say, keep_models)
     except Interrupted as stopped:
-        _end(f"{stopped}, or the same command again", 130)
+        _end(f"{stopped}, or the same command again", 128 + stopped.number)
     rows = [
         (r.label, "-" if r.token_share is None else f"{r.token_share:g}", _count(r.tokens), f"{r.accuracy:.3f}")
         for r in results
@@ -340,9 +340,9 @@ def compare(
     from pipelines.merge import Interrupted
 
     try:
-        rows = comparing.compare(config, root, numbers, methods, shares, lambda line: typer.echo(line, err=True))
-    except Interrupted:
-        _end("stopped, checkpoint written; go on with the same command", 130)
+        rows = comparing.compare(config, root, numbers, methods, shares, _say)
+    except Interrupted as stopped:
+        _end("stopped, checkpoint written; go on with the same command", 128 + stopped.number)
     _print_table(config.name, comparing.COLUMNS, [comparing.cells(row) for row in rows])
     typer.echo(f"table: {root / 'comparison.md'}\npicture: {root / 'comparison.svg'}")
 
@@ -544,11 +544,21 @@ def _registry(root: Path | None) -> Any:
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    from opd.report import round_rows, table_rows
+    from opd.report import baseline_rows, round_rows, table_rows
 
     _print_table(report["name"], REPORT_COLUMNS, table_rows(report))
     if "rounds" in report:
         _print_table("rounds", ROUND_COLUMNS, round_rows(report))
+    if rows := baseline_rows(report):
+        _print_table("beside other ways to merge", BASELINE_COLUMNS, rows)
+    _say_what_is_missing(report)
+
+
+def _say_what_is_missing(report: dict[str, Any]) -> None:
+    if "unfinished" in report:
+        _say(f"not finished: {report['unfinished']}")
+    for line in report.get("stale", ()):
+        _say(f"out of date: {line}")
 
 
 def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

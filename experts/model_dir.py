@@ -72,7 +72,7 @@ class ModelInfo(Strict):
     context: int | None
     """Positions the model was made for."""
     vocab_size: int
-    """Tokens of the tokenizer, added ones included."""
+    """Tokens of the tokenizer, added ones included; their ids are 0 to vocab_size - 1."""
     vocab_hash: str
     """BLAKE3 of the id → token map as canonical JSON; equal hashes mean that ids mean the same."""
     eos_token_ids: tuple[int, ...]
@@ -143,6 +143,7 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
     tokenizer = _read_tokenizer_config(path)
     generation = read_optional(_SpecialIds, path / "generation_config.json")
     tokens = token_map(path)
+    _refuse_holes(path, tokens)
     ids = _special_ids(path, tokenizer, tokens)
     return ModelInfo(
         path=str(path.resolve()),
@@ -379,6 +380,21 @@ def _vocab_rows(path: Path, config: _Config, tensors: Mapping[str, Tensor], toke
             fix="model.resize_token_embeddings(len(tokenizer)) and save again, or use the weights' own tokenizer",
         )
     return rows
+
+
+def _refuse_holes(path: Path, tokens: Mapping[int, str]) -> None:
+    """An id without a token could be sampled and could not be decoded; and the library that reads the file numbers added
+    tokens by how many there are, so that above a hole two tokens would share an id."""
+    missing = sorted(set(range(max(tokens))) - set(tokens))
+    if missing:
+        shown = ", ".join(map(str, missing[:3])) + (" ..." if len(missing) > 3 else "")
+        raise ModelError.at(
+            path / "tokenizer.json",
+            found=f"no token for {len(missing)} ids below {max(tokens)}: {shown}",
+            wanted="a token for every id from 0 to the highest",
+            fix=f"give each of them an unused name in model.vocab, such as <|unused_{missing[0]}|>, in the student's and in "
+            "every expert's tokenizer.json",
+        )
 
 
 def _is_tied(config: _Config, tensors: Mapping[str, Tensor]) -> bool:

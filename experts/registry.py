@@ -27,6 +27,7 @@ from opd.lora import ADAPTER_WEIGHTS
 from opd.prompts import read_prompt_lines
 
 MANIFEST = "manifest.json"
+CONFIG = "config.json"
 Facts = TypeVar("Facts", ModelInfo, AdapterInfo)
 
 
@@ -47,6 +48,8 @@ class Manifest(Strict):
     """Prompts in the file."""
     info: ModelInfo
     """The model, of an adapter its base."""
+    config_hash: str | None = None
+    """BLAKE3 of the model's config.json, of an adapter of its base's; None if an older release registered it."""
     adapter: AdapterInfo | None = None
     """Of a LoRA adapter; None for a full model."""
     probe: ProbeRecord | None = None
@@ -112,6 +115,7 @@ class Registry:
             prompts_hash=None if prompts is None else blake3_file(prompts),
             prompts_count=count,
             info=info,
+            config_hash=blake3_file(Path(info.path) / CONFIG),
             adapter=adapter,
             # The probe runs a model as it lies on disk, which for an adapter would be its base.
             probe=None if adapter else take_probe(info),
@@ -153,6 +157,7 @@ class Registry:
         return (
             _weight_problems(manifest, known)
             + _info_problems(manifest)
+            + _config_problems(manifest)
             + _adapter_problems(manifest)
             + _prompt_problems(manifest)
         )
@@ -239,6 +244,16 @@ def _info_problems(manifest: Manifest) -> list[str]:
     except ModelError as error:
         return [str(error)]
     return _changed_fields(manifest.info, now, but=("path", "weight_files"))
+
+
+def _config_problems(manifest: Manifest) -> list[str]:
+    """Most of what a forward pass depends on, such as the base of the rotary embedding, is no field of `ModelInfo`."""
+    file = Path(manifest.info.path) / CONFIG
+    if manifest.config_hash is None or not file.is_file():
+        return []  # _info_problems says that it is missing
+    actual = blake3_file(file)
+    expected = manifest.config_hash
+    return [] if actual == expected else [f"{file}: changed config, expected {expected}, actual {actual}"]
 
 
 def _adapter_problems(manifest: Manifest) -> list[str]:

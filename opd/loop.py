@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         accuracy: dict[str, float] = {}
         if plan.evaluate_every and step % plan.evaluate_every == 0:
             with clock("evaluate"):
-                found = parts.evaluator.evaluate(model=f"step {step}")
+                found = replace(parts.evaluator.evaluate(model=f"step {step}"), step=step)
             parts.reporter.evaluation(f"step-{step:06d}", found)
             accuracy = found.accuracy
         record = _record(batch, targets, trained, pushed, accuracy, clock.take())

@@ -10,6 +10,7 @@ import codecs
 import json
 import random
 from collections.abc import Mapping, Sequence
+from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +44,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
-    def apply_chat_template(self, conversation: Messages, *, add_generation_prompt: bool, tokenize: bool) -> Any: ...
+    def apply_chat_template(
+        self, conversation: Messages, *, add_generation_prompt: bool, tokenize: bool, **variables: Any
+    ) -> Any: ...
 
 
 def read_prompt_lines(path: Path) -> list[PromptLine]:
@@ -103,31 +106,39 @@ def _parse(path: Path, number: int, line: bytes) -> PromptLine:
     )
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages) -> tuple[int, ...]:
-    """Token ids of a prompt: text as it is, chat messages through the model's own template."""
+def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None) -> tuple[int, ...]:
+    """Token ids of a prompt: text as it is, chat messages through the model's own template.
+
+    `day` is what a template that asks for the date is told; None: today.
+    """
     if isinstance(prompt, str):
         return tuple(tokenizer.encode(prompt, add_special_tokens=False))
-    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    # A variable of a template comes before a function of the same name that transformers gives it.
+    clock = {} if day is None else {"strftime_now": datetime.combine(day, time()).strftime}
+    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **clock)
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _asks(tokenizer: Tokenizer, prompt: str | Messages) -> tuple[int, ...]:
+def _asks(tokenizer: Tokenizer, prompt: str | Messages, day: date | None) -> tuple[int, ...]:
     """As `encode_prompt`, but none where there is nothing to answer: no visible sign, or special tokens only."""
     texts = [prompt] if isinstance(prompt, str) else [message.get("content", "") for message in prompt]
     if not "".join(texts).strip():
         return ()
-    ids = encode_prompt(tokenizer, prompt)
+    ids = encode_prompt(tokenizer, prompt, day)
     return () if set(ids) <= set(tokenizer.all_special_ids) else ids
 
 
-def load_prompts(path: Path, domain: str, tokenizer: Tokenizer) -> list[Prompt]:
-    """All prompts of one domain, tokenised; one that asks nothing has no token ids. Raises: PromptError."""
+def load_prompts(path: Path, domain: str, tokenizer: Tokenizer, day: date | None = None) -> list[Prompt]:
+    """All prompts of one domain, tokenised; one that asks nothing has no token ids. `day` as for `encode_prompt`.
+
+    Raises: PromptError.
+    """
     from jinja2 import TemplateError
 
     prompts = []
     for index, line in enumerate(read_prompt_lines(path)):
         try:
-            token_ids = _asks(tokenizer, line.prompt)
+            token_ids = _asks(tokenizer, line.prompt, day)
         except (TemplateError, ValueError, TypeError) as error:
             # No chat template, roles that the template refuses, or text that is not Unicode.
             raise PromptError.at(

@@ -7,7 +7,7 @@ Nothing in this file imports torch, so the command line stays light.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ class Rollout:
     response_ids: tuple[int, ...]
     """[R] sampled ids, the end token included when the student wrote one."""
     behaviour_logprobs: tuple[float, ...]
-    """[R] natural-log probability of each response token under the sampling engine."""
+    """[R] natural-log probability of each response token in the distribution that the engine sampled from: that of the
+    student at the rollout temperature."""
     segments: tuple[Segment, ...]
     """Who wrote which part of the response; today one trained segment."""
     truncated: bool
@@ -72,6 +73,11 @@ class Rollout:
     def loss_mask(self) -> tuple[bool, ...]:
         """[R] True where the token is trained."""
         return tuple(s.trained for s in self.segments for _ in range(s.length))
+
+
+def unknown_id(token_ids: Sequence[int], vocab_size: int) -> int | None:
+    """The first id that is no token of a vocabulary of that size."""
+    return next((token for token in token_ids if not 0 <= token < vocab_size), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +159,7 @@ class DomainStats:
     kl_sum: float
     """The objective's value, nats: KL(student || teacher) for `reverse_kl`."""
     gap_sum: float
-    """|trainer - engine| log-prob of the sampled token, nats."""
+    """|trainer - engine| log-prob of the sampled token at the temperature that it was sampled at, nats."""
     entropy_sum: float
     """Student's entropy, nats."""
     teacher_entropy_sum: float
@@ -195,7 +201,8 @@ class StepReport:
     """Global gradient norm before clipping."""
     lr: float
     logprob_gap: float
-    """Mean |trainer log-prob - engine log-prob| over the sampled tokens, nats; near 0 in a sync schedule."""
+    """Mean |trainer log-prob - engine log-prob| over the sampled tokens at their temperature, nats; near 0 in a sync
+    schedule."""
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats] = field(default_factory=dict)
     """By bits of the token's place in its response: 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""

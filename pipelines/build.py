@@ -102,7 +102,12 @@ def build(
     if config.teachers.engine == "flight":
         pool.wait_ready()  # takes no core of ours: a wrong token is told before anything else is started
     engine = VLLMRolloutEngine(
-        config, config.student.model, inputs.student.eos_token_ids, inputs.tokenizer, inputs.untrained
+        config,
+        config.student.model,
+        inputs.student.vocab_size,
+        inputs.student.eos_token_ids,
+        inputs.tokenizer,
+        inputs.untrained,
     )
     trainer = DeepSpeedTrainer(config, inputs.student.vocab_size)
     # Started side by side, waited for one after the other.
@@ -116,7 +121,7 @@ def build(
         prompts=_prompt_source(config, inputs),
         engine=engine,
         teachers=pool,
-        log=ArrowTargetLog(paths.targets, pool, shown.say),
+        log=ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say),
         trainer=trainer,
         sync=SYNCS[config.sync.kind](
             trainer,

@@ -116,7 +116,9 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         tell(f"warning: {warning}")
     student = inputs.student
     with cluster.ray_session(config.cluster, config.rollout.workers + 1):
-        engine = VLLMRolloutEngine(config, config.student.model, student.eos_token_ids, inputs.tokenizer)
+        engine = VLLMRolloutEngine(
+            config, config.student.model, student.vocab_size, student.eos_token_ids, inputs.tokenizer
+        )
         gpus = config.cluster.teacher_gpus
         env = cluster.worker_env(1) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
         arguments = (config.student.model.absolute(), student.vocab_size, config.teachers.memory)

@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from experts.adapter import inspect_expert, whole_model
-from experts.model_dir import ModelInfo, token_map
+from experts.bound_files import model_digest
+from experts.model_dir import ModelInfo, token_map, weight_hashes
 from opd.cluster import ray_session
 from opd.config import PipelineConfig, rounds_of
 from opd.config.evaluate import LMEvalConfig
@@ -28,7 +29,8 @@ from opd.files import atomic_write_text
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Teacher
 from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
-from pipelines.preflight import Inputs, check_rounds, inspect_student, load_tokenizer
+from pipelines.preflight import Inputs, as_teacher, check_rounds, inspect_student, load_tokenizer
+from pipelines.template_date import dated
 
 Tell = Callable[[str], None]
 
@@ -42,6 +44,8 @@ class Subject:
     exams: Mapping[str, DomainExam]
     tokenizer: Any
     """By which its prompts were encoded."""
+    vocab_size: int
+    """Ids that this tokenizer knows."""
     eos_token_ids: tuple[int, ...]
 
 
@@ -75,14 +79,23 @@ def check_models(
     for path, (info, adapter) in inspected.items():
         _refuse_shorter_context(path, info, config.rollout.max_model_len)
         tokenizer = load_tokenizer(Path(info.path))
+        config = dated(config, tokenizer)
         exams = load_exams(config, tokenizer, names)
         files = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None and c.prompts.is_file()}
         refuse_leaks(exams, load_training(config, files, tokenizer))
         for warning in room_warnings(exams, config.rollout.max_model_len):
             tell(f"warning: {warning}")
-        model = Teacher(name=str(path), model_dir=Path(info.path), adapter_dir=Path(adapter.path) if adapter else None)
-        subjects.append(Subject(model=model, exams=exams, tokenizer=tokenizer, eos_token_ids=info.eos_token_ids))
-    _refuse_other_ends(subjects)
+        model = as_teacher(str(path), info, adapter)
+        subjects.append(
+            Subject(
+                model=model,
+                exams=exams,
+                tokenizer=tokenizer,
+                vocab_size=info.vocab_size,
+                eos_token_ids=info.eos_token_ids,
+            )
+        )
+    _refuse_other_engines(subjects)
     return subjects
 
 
@@ -137,17 +150,21 @@ def _refuse_shorter_context(path: Path, model: ModelInfo, room: int) -> None:
         )
 
 
-def _refuse_other_ends(subjects: Sequence[Subject]) -> None:
-    """One engine stops all of them at the same tokens."""
+def _refuse_other_engines(subjects: Sequence[Subject]) -> None:
+    """One engine keeps all of them to the same token ids and stops them at the same ones."""
     first = subjects[0]
     for other in subjects[1:]:
-        if set(other.eos_token_ids) != set(first.eos_token_ids):
-            raise ModelError.at(
-                other.model.name,
-                found=f"end tokens {sorted(other.eos_token_ids)}",
-                wanted=f"{sorted(first.eos_token_ids)}, those of {first.model.name}",
-                fix="evaluate the two one after the other",
-            )
+        for what, found, wanted in (
+            ("tokens", other.vocab_size, first.vocab_size),
+            ("end tokens", sorted(set(other.eos_token_ids)), sorted(set(first.eos_token_ids))),
+        ):
+            if found != wanted:
+                raise ModelError.at(
+                    other.model.name,
+                    found=f"{what} {found}",
+                    wanted=f"{wanted}, those of {first.model.name}",
+                    fix="evaluate the two one after the other",
+                )
 
 
 # Everyone on every domain
@@ -208,7 +225,7 @@ def _matrix_subjects(
 ) -> list[Subject]:
     """Raises: OpdError for a merged model that is not there or not the student's kind, or an expert with its name."""
     inputs = rounds[0]
-    models = [Teacher(name=BEFORE, model_dir=config.student.model.absolute()), *experts]
+    models = [as_teacher(BEFORE, inputs.student, None), *experts]
     if merged is not None:
         if not merged.is_dir():
             raise RunDirError.at(
@@ -217,8 +234,9 @@ def _matrix_subjects(
                 wanted="the model of a finished merge",
                 fix=f"finish it with `opd merge --resume {merged.parent}`, or give the pipeline to leave it out",
             )
-        _refuse_other_vocabulary(merged, inspect_expert(merged)[0], inputs.student)
-        models.append(Teacher(name=MERGED, model_dir=merged.absolute()))
+        info, _ = inspect_expert(merged)
+        _refuse_other_vocabulary(merged, info, inputs.student)
+        models.append(as_teacher(MERGED, info, None))
     if len({model.name for model in models}) < len(models):
         raise ConfigError.at(
             "experts", found=f"an expert called `{MERGED}`", wanted="another name", fix="the merged model has this one"
@@ -226,7 +244,10 @@ def _matrix_subjects(
     last = {name: exam for one in rounds for name, exam in one.exams.items()}
     exams = {name: last[name] for name in names}
     ends = inputs.student.eos_token_ids
-    return [Subject(model=m, exams=exams, tokenizer=inputs.tokenizer, eos_token_ids=ends) for m in models]
+    size = inputs.student.vocab_size
+    return [
+        Subject(model=m, exams=exams, tokenizer=inputs.tokenizer, vocab_size=size, eos_token_ids=ends) for m in models
+    ]
 
 
 def _examine(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:
@@ -234,7 +255,7 @@ def _examine(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) ->
     found = {}
     with ray_session(config.cluster, config.rollout.workers), _whole(subjects[0].model) as start:
         first = subjects[0]
-        engine = VLLMRolloutEngine(config, start, first.eos_token_ids, first.tokenizer)
+        engine = VLLMRolloutEngine(config, start, first.vocab_size, first.eos_token_ids, first.tokenizer)
         engine.wait_ready()
         for subject in subjects:
             if subject is not first:
@@ -242,6 +263,7 @@ def _examine(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) ->
                     engine.load(directory)
             evaluator = EngineEvaluator(engine, subject.exams, config.evaluate, subject.tokenizer, tell)
             evaluation = evaluator.evaluate(model=subject.model.name)
+            evaluation = replace(evaluation, weights=dict.fromkeys(evaluation.scores, subject.model.digest))
             found[subject.model.name] = evaluation
             mean = fmean(evaluation.accuracy.values())
             tell(f"{subject.model.name}: mean accuracy {mean:.3f} over {len(evaluation.scores)} domains")
@@ -266,7 +288,7 @@ def lm_eval_models(settings: LMEvalConfig, model_dirs: Sequence[Path], dtype: st
     inspected = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
     found = {}
     for path, (info, adapter) in inspected.items():
-        model = Teacher(name=str(path), model_dir=Path(info.path), adapter_dir=Path(adapter.path) if adapter else None)
+        model = as_teacher(str(path), info, adapter)
         tell(f"{path}: lm-evaluation-harness, {', '.join(settings.tasks)}")
         with _whole(model) as directory:
             found[str(path)] = run_tasks(settings, directory, dtype)
@@ -278,23 +300,34 @@ def lm_eval_merge(config: PipelineConfig, merged: Path, file: Path) -> None:
     `file`."""
     settings = config.evaluate.lm_eval
     if settings.tasks:
-        found = {name: scores for name, scores in read_lm_eval(file).items() if name == BEFORE}
         models = {BEFORE: config.student.model, MERGED: merged}
+        weights = {name: model_digest(path, weight_hashes(path)) for name, path in models.items()}
+        known = read_lm_eval(file) if lm_eval_weights(file).get(BEFORE, weights[BEFORE]) == weights[BEFORE] else {}
+        found = {name: scores for name, scores in known.items() if name == BEFORE}
         found |= {n: run_tasks(settings, path, config.rollout.dtype) for n, path in models.items() if n not in found}
-        atomic_write_text(file, lm_eval_text(found))
+        atomic_write_text(file, lm_eval_text(found, weights))
 
 
-def lm_eval_text(models: Mapping[str, TaskScores]) -> str:
-    """The file of `lm_eval_merge`: scores by model."""
-    return json.dumps({"format": FORMAT, "models": models}, indent=1)
+def lm_eval_text(models: Mapping[str, TaskScores], weights: Mapping[str, str]) -> str:
+    """The file of `lm_eval_merge`: scores by model, and digests of the models."""
+    return json.dumps({"format": FORMAT, "models": models, "weights": weights}, indent=1)
 
 
 def read_lm_eval(file: Path) -> dict[str, TaskScores]:
     """Scores by model; empty without a file."""
-    if not file.exists():
-        return {}
-    models: dict[str, TaskScores] = json.loads(file.read_text(encoding="utf-8"))["models"]
+    models: dict[str, TaskScores] = _lm_eval_file(file).get("models", {})
     return models
+
+
+def lm_eval_weights(file: Path) -> dict[str, str]:
+    """Digests by model; empty without a file, or where an older release wrote it."""
+    weights: dict[str, str] = _lm_eval_file(file).get("weights", {})
+    return weights
+
+
+def _lm_eval_file(file: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return data
 
 
 # Tables

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError
 from opd.evaluation import harness
+from opd.evaluation.evaluator import MERGED
 from opd.evaluation.harness import TaskScores
 from opd.evaluation.scores import FORMAT, Evaluation
 from opd.files import atomic_write_text
+from pipelines.build import RunPaths
 from pipelines.catalog import find
 from pipelines.evaluate import (
+    Matrix,
     Tell,
     compare_rows,
     evaluate_matrix,
@@ -27,6 +30,7 @@ from pipelines.evaluate import (
     score_rows,
     with_all_domains,
 )
+from pipelines.resume import refused_keys
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 """Title, headings, rows."""
@@ -80,14 +84,36 @@ def examine_matrix(where: str, domains: Sequence[str] | None, overrides: list[st
     """
     run_dir = Path(where) if _is_run(Path(where)) else None
     config = load_pipeline(find(where) if run_dir is None else run_dir / "pipeline.yaml", overrides)
+    other = [] if run_dir is None else _other_keys(config, run_dir)
+    if other:
+        tell(f"evaluation/matrix.json is not written: {', '.join(other)} differ from the run's")
     matrix = evaluate_matrix(config, None if run_dir is None else run_dir / "model", domains, tell)
+    if run_dir is not None:
+        matrix = _of_the_run(matrix, RunPaths(run_dir))
     data = matrix.as_json()
-    if run_dir is not None and domains is None:
+    if run_dir is not None and domains is None and not other:
         (run_dir / "evaluation").mkdir(exist_ok=True)
         atomic_write_text(run_dir / "evaluation" / "matrix.json", json.dumps(data, indent=1))
     names = tuple(next(iter(matrix.models.values())).scores)
     columns = ("model (* teaches it)", *names, "own", "others")
     return Examined(data, [(f"{config.name}: accuracy", columns, matrix_rows(matrix))])
+
+
+def _other_keys(config: PipelineConfig, run_dir: Path) -> list[str]:
+    """Those with which this is no exam of the run."""
+    own = load_pipeline(run_dir / "pipeline.yaml")
+    return refused_keys(own.model_dump(mode="json"), config.model_dump(mode="json"))
+
+
+def _of_the_run(matrix: Matrix, paths: RunPaths) -> Matrix:
+    """With the steps and tokens of the merged model, if it is the one that the run's own exam was of."""
+    after, merged = paths.evaluation / "after.json", matrix.models.get(MERGED)
+    if merged is None or not after.exists():
+        return matrix
+    own = Evaluation.load(after)
+    if not set(merged.weights.values()) & set(own.weights.values()):
+        return matrix
+    return replace(matrix, models={**matrix.models, MERGED: replace(merged, step=own.step, tokens=own.tokens)})
 
 
 def _is_run(path: Path) -> bool:

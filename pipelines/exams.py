@@ -27,7 +27,7 @@ def load_training(config: PipelineConfig, files: Mapping[str, Path], tokenizer: 
     """
     training = {}
     for name, file in files.items():
-        prompts = load_prompts(file, name, tokenizer)
+        prompts = load_prompts(file, name, tokenizer, config.student.template_date)
         exam = config.domains[name].eval
         if exam is not None and exam.holdout is not None:
             prompts = _side(file, prompts, exam.holdout, held_out=False)
@@ -46,7 +46,7 @@ def load_exams(config: PipelineConfig, tokenizer: Any, domains: Sequence[str] | 
             continue
         file = domain.eval.prompts or domain.prompts
         assert file is not None, "the config has seen to it"
-        prompts = load_prompts(file, name, tokenizer)
+        prompts = load_prompts(file, name, tokenizer, config.student.template_date)
         if domain.eval.holdout is not None:
             prompts = _side(file, prompts, domain.eval.holdout, held_out=True)
         verifier = build_verifier(domain.eval.verifier)

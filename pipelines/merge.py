@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import yaml
 from filelock import FileLock, Timeout
 
 from experts.adapter import whole_model
+from experts.bound_files import TOKENIZER_FILES
 from opd import __version__, checkpoints, loop
 from opd.cluster import WorkerDied, ray_session
 from opd.config import PipelineConfig, load_pipeline, overlaps
 from opd.errors import RunDirError, StorageError
-from opd.evaluation.evaluator import MERGED, measure_before, measure_experts
+from opd.evaluation.evaluator import BEFORE, MERGED, measure_before, measure_experts
 from opd.evaluation.scores import Evaluation, combined
 from opd.files import atomic_write_text, replace_dir, storing, sweep
 from opd.metrics import MetricsFile
@@ -32,20 +33,19 @@ from pipelines.build import RunPaths, build, num_workers
 from pipelines.evaluate import lm_eval_merge
 from pipelines.interrupts import Interrupts, interrupts
 from pipelines.layouts import record_layouts
-from pipelines.manifest import manifest_of, read_manifest, versions, write_inputs
+from pipelines.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
 from pipelines.memory import refuse_too_large
-from pipelines.preflight import Inputs, check
-from pipelines.resume import accept_changes, identity, refuse_changed_inputs, refuse_foreign, version_warnings
-
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
+from pipelines.preflight import Inputs, as_teacher, check
+from pipelines.results import of_merged, take_back, trained
+from pipelines.resume import (
+    accept_changes,
+    identity,
+    refuse_changed_inputs,
+    refuse_foreign,
+    unrecorded,
+    version_warnings,
 )
+from pipelines.template_date import as_recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,19 +140,20 @@ def resume(
             wanted="a run directory of `opd merge`",
             fix="check the path, or start a new run without --resume",
         )
-    config = config or load_pipeline(paths.pipeline, overrides)
+    recorded = read_manifest(paths)
+    config = as_recorded(config or load_pipeline(paths.pipeline, overrides), recorded["config"], paths.manifest)
     inputs = check(config)
     refuse_too_large(config, inputs)
-    recorded = read_manifest(paths)
     found = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
-    notices = version_warnings(recorded["versions"], found["versions"]) + changes
+    older = unrecorded(recorded)
+    notices = version_warnings(recorded["versions"], found["versions"]) + older + changes
     with locked(root), _says_what_is_intact(paths):
         run = Run(config=config, inputs=inputs, paths=paths, identity=recorded["identity"])
         checkpoint = _go_on_from(run, wanted, notices)
-        if changes:
-            atomic_write_text(paths.manifest, json.dumps(recorded | {"config": found["config"]}, indent=2))
+        if changes or older:
+            atomic_write_text(paths.manifest, json.dumps(renewed(recorded, found), indent=2))
             atomic_write_text(paths.pipeline, yaml.safe_dump(found["config"], sort_keys=False))
         return _supervise(run, checkpoint, notices)
 
@@ -203,15 +204,14 @@ def _session(
     done = checkpoint.step if checkpoint else 0
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(done)
+    take_back(paths, done, config.trainer.steps)
     earlier_s = sum(sum(record["phase_s"].values()) for record in metrics.read())
     with (
         display(config.trainer.steps, done) as shown,
         open_sinks(config.logging, paths.root, done) as sinks,
         ray_session(config.cluster, num_workers(config)),
     ):
-        for notice in (*inputs.warnings, *notices):
-            shown.say(f"warning: {notice}")
-        shown.say(f"{config.name}: starting {num_workers(config)} workers for {len(inputs.experts)} experts")
+        _introduce(run, notices, shown)
         parts = build(config, inputs, paths, shown, run.identity, sinks)
         record_layouts(parts, paths, shown.say)
         before, expert = _before_and_experts(parts, run, shown)
@@ -219,7 +219,7 @@ def _session(
             _train(parts, run, checkpoint, shown, signals)
         _export(parts, run)
         parts.engine.load(paths.model)
-        after = parts.evaluator.evaluate(model=MERGED)
+        after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained(paths.metrics))
         parts.reporter.evaluation("after", after)
         report = build_report(
             name=config.name,
@@ -236,6 +236,17 @@ def _session(
     # Last, when the workers have given their memory back and the report is safe.
     lm_eval_merge(config, paths.model, paths.lm_eval)
     return report
+
+
+def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
+    """What a person should know before the workers start."""
+    for notice in (*run.inputs.warnings, *notices):
+        shown.say(f"warning: {notice}")
+    if run.inputs.template_date:
+        day = run.inputs.template_date
+        shown.say(f"the chat template writes a date: {day} in every prompt of this run (student.template_date)")
+    workers = num_workers(run.config)
+    shown.say(f"{run.config.name}: starting {workers} workers for {len(run.inputs.experts)} experts")
 
 
 def _train(
@@ -266,24 +277,32 @@ def _train(
 
 
 def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Evaluation, Evaluation]:
-    """The student as it starts and each domain's expert; measured once per run: what lies on disk is taken from there."""
+    """The student as it starts and each domain's expert; measured once per run: what lies on disk is taken from there,
+    if it was measured on these models."""
     inputs, paths = run.inputs, run.paths
+    student = as_teacher(BEFORE, inputs.student, None).digest
 
-    def once(name: str, measure: Callable[[Sequence[str]], Evaluation]) -> Evaluation:
+    def once(name: str, weights: Mapping[str, str], measure: Callable[[Sequence[str]], Evaluation]) -> Evaluation:
         file = paths.evaluation / f"{name}.json"
         known = Evaluation.load(file) if file.exists() else None
-        missing = [d for d in inputs.exams if known is None or d not in known.scores]
+        missing = [d for d in inputs.exams if not (known and known.is_of(d, weights[d]))]
         if known and not missing:
             return known
         found = measure(missing)
+        found = replace(found, weights={domain: weights[domain] for domain in found.scores})
         if known:
             found = combined([known, found], found.model)
         parts.reporter.evaluation(name, found)
         return found
 
-    before = once("before", lambda domains: measure_before(parts.evaluator, domains, shown.say))
+    before = once(
+        "before",
+        dict.fromkeys(inputs.exams, student),
+        lambda domains: replace(measure_before(parts.evaluator, domains, shown.say), step=0, tokens=0),
+    )
     expert = once(
         "expert",
+        {domain: teacher.digest for domain, teacher in inputs.teachers.items()},
         lambda domains: measure_experts(
             parts.engine,
             parts.evaluator,

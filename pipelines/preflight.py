@@ -5,15 +5,14 @@ Reads headers, JSON and prompts; never a weight tensor into a model, never a GPU
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from experts.adapter import AdapterInfo, inspect_expert
+from experts.bound_files import model_digest
 from experts.checks import check_fits
 from experts.finite import check_finite
 from experts.model_dir import Hashes, ModelInfo, inspect_model
@@ -28,6 +27,7 @@ from opd.sinks import refuse_missing
 from opd.types import Probe, Prompt, Teacher, WeightedTeacher
 from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
 from pipelines.routes import Expert, route_domains
+from pipelines.template_date import dated
 from teachers.flight.access import read_roots, read_token
 
 
@@ -47,6 +47,8 @@ class Inputs:
     """By domain: token ids that one of its teachers never writes."""
     tokenizer: Any
     warnings: tuple[str, ...]
+    template_date: date | None = None
+    """By which the prompts were rendered; None where the student's chat template does not ask for a date."""
 
     @property
     def teachers(self) -> dict[str, Teacher]:
@@ -87,6 +89,7 @@ def check(config: PipelineConfig) -> Inputs:
     teaching = check_teachers(config)
     by_name, routes = teaching.experts, teaching.routes
     tokenizer = load_tokenizer(config.student.model)
+    config = dated(config, tokenizer)
     files = {d: _prompts_file(d, c, by_name[routes[d][0].teacher.name]) for d, c in config.domains.items()}
     every = load_training(config, files, tokenizer)
     exams = load_exams(config, tokenizer)
@@ -106,6 +109,7 @@ def check(config: PipelineConfig) -> Inputs:
         exams=exams,
         untrained=_untrained(config, teaching.routes, tokenizer),
         tokenizer=tokenizer,
+        template_date=config.student.template_date,
         warnings=(*teaching.warnings, *notices, *room_warnings(exams, config.rollout.max_model_len)),
     )
 
@@ -152,7 +156,9 @@ def _experts(config: PipelineConfig) -> dict[str, Expert]:
 
 def _inline(name: str, expert: ExpertConfig, known: Hashes) -> Expert:
     info, adapter = inspect_expert(expert.model, expert.base, known)
-    return Expert(teacher=_teacher(name, info, adapter), domain=expert.domain, info=info, adapter=adapter, prompts=None)
+    return Expert(
+        teacher=as_teacher(name, info, adapter), domain=expert.domain, info=info, adapter=adapter, prompts=None
+    )
 
 
 def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
@@ -166,7 +172,7 @@ def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
             fix=f"`opd experts remove {name}` and add it again",
         )
     return Expert(
-        teacher=_teacher(name, manifest.info, manifest.adapter, manifest.probe.probe if manifest.probe else None),
+        teacher=as_teacher(name, manifest.info, manifest.adapter, manifest.probe.probe if manifest.probe else None),
         domain=manifest.domain,
         info=manifest.info,
         adapter=manifest.adapter,
@@ -174,18 +180,14 @@ def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
     )
 
 
-def _teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: Probe | None = None) -> Teacher:
-    """The expert as the pool sees it: equal weights under an equal config are one teacher."""
+def as_teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: Probe | None = None) -> Teacher:
+    """A model as the pool and results know it: equal weights under an equal config have one digest."""
     model_dir = Path(info.path)
-    digest = blake3((model_dir / "config.json").read_bytes())
-    digest.update(json.dumps(sorted(info.weight_files.values())).encode())
-    base = digest.hexdigest()
+    base = model_digest(model_dir, info.weight_files)
     if adapter is None:
         return Teacher(name=name, model_dir=model_dir, digest=base, probe=probe)
-    digest.update(json.dumps(sorted(adapter.files.items())).encode())
-    return Teacher(
-        name=name, model_dir=model_dir, adapter_dir=Path(adapter.path), digest=digest.hexdigest(), base_digest=base
-    )
+    digest = model_digest(model_dir, info.weight_files, adapter.files)
+    return Teacher(name=name, model_dir=model_dir, adapter_dir=Path(adapter.path), digest=digest, base_digest=base)
 
 
 def _refuse_twice(names: list[str]) -> None:

@@ -67,6 +67,9 @@ SAME_BUT_FOR_ROUNDING = (
 STEPS = "trainer.steps"
 """May be changed while the learning rate of a step does not depend on it."""
 
+TEMPLATE_DATE = "student.template_date"
+"""May be given to a run that an older release began without one."""
+
 
 def changed_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (recorded, found), for every key that differs between two resolved pipelines."""
@@ -80,6 +83,7 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
     changes = changed_keys(recorded, validate(PipelineConfig, found, manifest).model_dump(mode="json"))
     constant = recorded["trainer"]["lr_scheduler_type"] == "constant"
     free = [key for key in changes if _among(key, SAME_WEIGHTS) or (key == STEPS and constant)]
+    free += [key for key, (before, _) in changes.items() if key == TEMPLATE_DATE and before is None]
     rounding = [key for key in changes if _among(key, SAME_BUT_FOR_ROUNDING)]
     refused = {key: change for key, change in changes.items() if key not in (*free, *rounding)}
     if refused:
@@ -96,6 +100,11 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
     if rounding:
         notices.append(f"not bit for bit from here: {', '.join(rounding)} changed, which changes the order of sums")
     return notices
+
+
+def refused_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Keys that differ and decide what is computed, the number of steps among them."""
+    return [key for key in changed_keys(recorded, found) if not _among(key, (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING))]
 
 
 def identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,18 +139,54 @@ def refuse_foreign(checkpoint: Checkpoint, ours: Mapping[str, Any]) -> None:
 
 def refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any], manifest: Path) -> None:
     """Raises: RunDirError naming student, experts or domains whose files are not what the run began with."""
+    if unrecorded(recorded):
+        found = _weights_only(found)
     for part in ("student", "experts", "prompts"):
         before, now = recorded[part], found[part]
         if part == "prompts":  # by absolute path; files may have moved
             before, now = ({name: list(files.values()) for name, files in side.items()} for side in (before, now))
         if before != now:
-            names = [k for k in {**before, **now} if before.get(k) != now.get(k)]
+            names = [_named(k, before, now) for k in {**before, **now} if before.get(k) != now.get(k)]
             raise RunDirError.at(
                 manifest,
                 found=f"{part} changed since the run began: {', '.join(names)}",
                 wanted="the same files",
                 fix="put them back, or start a new run",
             )
+
+
+def unrecorded(recorded: Mapping[str, Any]) -> list[str]:
+    """A warning about a run that an older release began, with hashes of weights only.
+
+    Such a run goes on: nothing is known to be wrong with it, and refusing it would lose the steps that it has taken. What
+    is found is recorded now, so that it counts from here.
+    """
+    if "config.json" in recorded["student"]:
+        return []
+    return [
+        "this run was begun by a release that recorded hashes of weights only: whether config.json, tokenizer, chat template "
+        "or generation_config.json of the student, or an expert's config.json, were edited since is not known; they are "
+        "recorded now, and may not change from here"
+    ]
+
+
+def _weights_only(found: Mapping[str, Any]) -> dict[str, Any]:
+    """As an older release would have recorded it."""
+    student = {name: digest for name, digest in found["student"].items() if name.endswith(".safetensors")}
+    experts = {
+        name: {key: value for key, value in facts.items() if key != "config"}
+        for name, facts in found["experts"].items()
+    }
+    return {**found, "student": student, "experts": experts}
+
+
+def _named(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What changed: a file of the student, a domain, or an expert with those of its files that differ."""
+    sides = [_flat(side[name]) for side in (before, now) if isinstance(side.get(name), Mapping)]
+    if len(sides) < 2:
+        return name
+    files = [key.partition(".")[2] for key in {**sides[0], **sides[1]} if sides[0].get(key) != sides[1].get(key)]
+    return f"{name} ({', '.join(dict.fromkeys(file or 'domains' for file in files))})"
 
 
 def version_warnings(recorded: Mapping[str, str], found: Mapping[str, str]) -> list[str]:

@@ -13,12 +13,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opd import checkpoints
 from opd.config import PipelineConfig, load_pipeline, rounds_of
-from opd.config.domains import StudentConfig
 from opd.config.pipeline import RoundConfig
 from opd.errors import RunDirError
 from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
@@ -28,12 +28,14 @@ from opd.report import build_report, read_run, write_report
 from opd.rounds import FORMAT, PLAN, directory
 from pipelines import merge
 from pipelines.build import RunPaths
-from pipelines.evaluate import evaluate_models, lm_eval_text, read_lm_eval
+from pipelines.evaluate import evaluate_models, lm_eval_text, lm_eval_weights, read_lm_eval
 from pipelines.interrupts import interrupts
 from pipelines.manifest import manifest_of, resolved, write_inputs
 from pipelines.memory import refuse_too_large
 from pipelines.preflight import Inputs, check, check_rounds
-from pipelines.resume import accept_changes, refuse_changed_inputs
+from pipelines.results import trained
+from pipelines.resume import accept_changes, refuse_changed_inputs, unrecorded
+from pipelines.template_date import as_recorded, on_day
 
 Tell = Callable[[str], None]
 Facts = dict[str, Any]
@@ -50,6 +52,7 @@ def start(config: PipelineConfig, root: Path, tell: Tell) -> dict[str, Any]:
     merge.refuse_existing(root)
     configs = rounds_of(config)
     inputs = _check_all(configs)
+    configs = [on_day(one, inputs[0].template_date) for one in configs]
     plan = [_facts(one, found) for one, found in zip(configs, inputs, strict=True)]
     temporary = merge.new_directory(root)
     _write(RunPaths(temporary), config, inputs[0], plan)
@@ -68,8 +71,10 @@ def resume(
     """Go on in the round that was interrupted, or with the next one. As `pipelines.merge.resume`."""
     if not (root / PLAN).exists():
         return merge.resume(root, config, overrides, wanted)
+    recorded = _read_plan(root)
     config = config or load_pipeline(RunPaths(root).pipeline, overrides)
-    configs, recorded = rounds_of(config), _read_plan(root)
+    config = as_recorded(config, recorded[0]["config"], root / PLAN)
+    configs = rounds_of(config)
     if len(configs) != len(recorded):
         raise RunDirError.at(
             root / PLAN,
@@ -85,7 +90,7 @@ def resume(
         changes = []
         for before, now in zip(recorded[first:], found, strict=True):
             refuse_changed_inputs(before, now, root / PLAN)
-            changes += accept_changes(before["config"], now["config"], root / PLAN)
+            changes += unrecorded(before) + accept_changes(before["config"], now["config"], root / PLAN)
         if changes:
             _write(RunPaths(root), config, inputs[0], [*recorded[:first], *found])
         return _go_on(configs, root, [*recorded[:first], *found], wanted, tell)
@@ -187,7 +192,7 @@ def _go_on(
             config, paths = configs[index], RunPaths(directory(root, index + 1))
             if index:
                 student = RunPaths(directory(root, index)).model
-                config = config.model_copy(update={"student": StudentConfig(model=student)})
+                config = config.model_copy(update={"student": config.student.model_copy(update={"model": student})})
             if paths.root.exists():
                 tell(f"round {index + 1} of {len(configs)}: going on")
                 merge.resume(paths.root, config, None, wanted)
@@ -226,10 +231,14 @@ def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, s
     for name, source, model, domains in (("before", "after", BEFORE, exams), ("expert", "expert", EXPERT, experts)):
         found = _only(Evaluation.load(paths.evaluation / f"{source}.json"), model, domains)
         if found.scores:
+            if model == BEFORE:
+                found = replace(found, step=0, tokens=0)  # of the next round
             known[f"{name}.json"] = found.as_text()
     public = read_lm_eval(paths.lm_eval)
     if public:
-        known[paths.lm_eval.name] = lm_eval_text({BEFORE: public[MERGED]})
+        weights = lm_eval_weights(paths.lm_eval)
+        weights = {BEFORE: weights[MERGED]} if MERGED in weights else {}
+        known[paths.lm_eval.name] = lm_eval_text({BEFORE: public[MERGED]}, weights)
     return known
 
 
@@ -248,6 +257,7 @@ def _only(found: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
         model=model,
         scores={domain: score for domain, score in found.scores.items() if domain in domains},
         answers=tuple(answer for answer in found.answers if answer.domain in domains),
+        weights={domain: digest for domain, digest in found.weights.items() if domain in domains},
     )
 
 
@@ -268,7 +278,9 @@ def _finish(configs: Sequence[PipelineConfig], root: Path, plan: Sequence[Facts]
         ("after", after[::-1], configs[::-1], paths.model),
     ):
         if not (paths.evaluation / f"{name}.json").exists():  # else a finished run is resumed
-            _elsewhere(measured, in_rounds, model, tell).save(paths.evaluation / f"{name}.json")
+            found = _elsewhere(measured, in_rounds, model, tell)
+            steps, tokens = _trained(root, len(configs)) if name == "after" else (0, 0)
+            replace(found, step=steps, tokens=tokens).save(paths.evaluation / f"{name}.json")
     run = read_run(root)
     assert run.before and run.expert and run.after, "all three were written above"
     report = build_report(
@@ -282,6 +294,12 @@ def _finish(configs: Sequence[PipelineConfig], root: Path, plan: Sequence[Facts]
     )
     atomic_write_text(paths.report, json.dumps(report, indent=2))
     return write_report(root)
+
+
+def _trained(root: Path, num_rounds: int) -> tuple[int, int]:
+    """Steps and response tokens of all rounds."""
+    each = [trained(RunPaths(directory(root, i + 1)).metrics) for i in range(num_rounds)]
+    return sum(steps for steps, _ in each), sum(tokens for _, tokens in each)
 
 
 def _elsewhere(

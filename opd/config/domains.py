@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,9 @@ from opd.config.verifiers import VerifierConfig
 class StudentConfig(Strict):
     model: Path
     """Hugging Face directory of the model that learns: config, tokenizer, safetensors."""
+    template_date: date | None = None
+    """The day, as 2026-11-20, that a chat template which asks for today's date is given in every prompt of training and
+    exams; default: the day on which the run begins, which is recorded here. Other templates leave it unused."""
 
 
 class ExpertConfig(Strict):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Strict
 
@@ -46,6 +47,9 @@ class SkewConfig(_Objective):
 class SampledConfig(_Objective):
     kind: Literal["sampled"]
     """Policy gradient from the log-prob of the sampled token alone (k1)."""
+    normalize: Literal["token_mean"] = "token_mean"
+    """Mean over the trained tokens of the whole step, each response's own length replaced by that of the step's others of
+    its domain, for it depends on the tokens that were sampled."""
     ratio_clip: float | None = Field(None, gt=0)
     """Upper bound of the importance weight p / mu; default: none."""
     advantage_clip: float | None = Field(None, gt=0)
@@ -53,6 +57,17 @@ class SampledConfig(_Objective):
     baseline: Literal["none", "leave_one_out"] = "none"
     """Subtracted from the advantage to lower its variance: nothing, or the mean over the step's other responses of the
     same domain (needs teachers.payload sampled_logprobs)."""
+
+    @field_validator("normalize", mode="before")
+    @classmethod
+    def _no_weight_that_depends_on_the_sample(cls, value: Any) -> Any:
+        if value == "sequence_mean":
+            raise PydanticCustomError(
+                "biased_weight",
+                "token_mean: 1 / length depends on the very tokens whose gradient it weighs, so the estimate would be "
+                "biased; an exact kind such as reverse_kl may have sequence_mean",
+            )
+        return value
 
 
 class TopKConfig(_Objective):

@@ -18,8 +18,8 @@ class RolloutConfig(Strict):
     """Compute type of the engine; bfloat16 is about 1.8 times as fast on a CPU that has it."""
     max_new_tokens: int = Field(64, ge=1)
     """Response limit; shortened per prompt, and counted, where the context would overflow."""
-    temperature: float = Field(1.0, gt=0)
-    """1.0 samples from the student itself; anything else is not quite on-policy."""
+    temperature: float = Field(1.0, ge=0.01)
+    """1.0 samples from the student itself; anything else is not quite on-policy. vLLM takes 0.01 for anything below."""
     max_model_len: int = Field(512, ge=8)
     """Context of the rollout engine in tokens; a prompt that leaves no room is quarantined."""
     max_num_seqs: int = Field(256, ge=1)

@@ -34,6 +34,14 @@ class BaselineResult:
     """Strength (as text, JSON's keys are text) -> mean accuracy over the domains' validation prompts."""
     wall_s: float
     """All that it took, models and evaluation."""
+    weights: str = ""
+    """Digest of the model that was measured (its config.json and weight files); empty if an older release wrote it."""
+    inputs: str = ""
+    """Digest of what it was made from: student, experts, prompts and the keys of the pipeline that decide; empty as above."""
+    merge_steps: int | None = None
+    """Steps that the run directory's merge had taken; None without one, and as above."""
+    merge_tokens: int | None = None
+    """Response tokens of those steps."""
 
     @property
     def accuracy(self) -> float:

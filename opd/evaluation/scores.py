@@ -66,11 +66,21 @@ class Evaluation:
     """By domain."""
     answers: tuple[Answer, ...] = ()
     """The first few of each domain, and of the others the first few whose verifier raised."""
+    step: int | None = None
+    """Steps of the merge that the model had taken; None for a model of no merge, or where an older release wrote it."""
+    tokens: int | None = None
+    """Response tokens that it had been trained on in them; None as above, and on the way, where metrics.jsonl has them."""
+    weights: dict[str, str] = field(default_factory=dict)
+    """By domain: digest of the model that answered (its config.json and weight files), where it lies on disk."""
 
     @property
     def accuracy(self) -> dict[str, float]:
         """0..1 by domain."""
         return {domain: score.accuracy for domain, score in self.scores.items()}
+
+    def is_of(self, domain: str, digest: str) -> bool:
+        """Whether it has this model on this domain; what an older release wrote without saying whom is taken for it."""
+        return domain in self.scores and self.weights.get(domain, digest) == digest
 
     def as_text(self) -> str:
         """What its file holds."""
@@ -93,14 +103,22 @@ class Evaluation:
             model=data["model"],
             scores={domain: DomainScore(**score) for domain, score in data["scores"].items()},
             answers=tuple(Answer(**answer) for answer in data["answers"]),
+            step=data.get("step"),
+            tokens=data.get("tokens"),
+            weights=data.get("weights", {}),
         )
 
 
 def combined(evaluations: Sequence[Evaluation], model: str) -> Evaluation:
     """One evaluation of at least one: of each domain what the last that has it found."""
     last = {domain: found for found in evaluations for domain in found.scores}
+    training = {(found.step, found.tokens) for found in evaluations}
+    step, tokens = training.pop() if len(training) == 1 else (None, None)
     return Evaluation(
         model=model,
         scores={domain: found.scores[domain] for domain, found in last.items()},
         answers=tuple(a for domain, found in last.items() for a in found.answers if a.domain == domain),
+        step=step,
+        tokens=tokens,
+        weights={domain: found.weights[domain] for domain, found in last.items() if domain in found.weights},
     )

@@ -50,7 +50,7 @@ class TokenStats:
     kl_N: Tensor
     """The objective's value, nats; KL(student || teacher) for `reverse_kl`."""
     logprob_N: Tensor
-    """Student's log-prob of the sampled token."""
+    """Student's log-prob of the sampled token at the temperature that it was sampled at."""
     entropy_N: Tensor
     """Student's entropy, nats."""
     teacher_entropy_N: Tensor
@@ -80,6 +80,7 @@ def chunked_objective(
     vocab_size: int,
     rule: LogitRule = IDENTITY,
     compiled: bool = False,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, TokenStats]:
     """sum_n weight_n f(p_n) as a scalar with gradients for `hidden_N_D` and `head_V_D`, and per-token numbers.
 
@@ -88,6 +89,8 @@ def chunked_objective(
     Both vocabularies are cut to the first `vocab_size` rows: rows beyond the tokenizer are padding and have no
     probability. Computes in float32, in float64 if the student's hidden states are float64.
     `compiled` fuses the elementwise part with torch.compile; it needs a C++ compiler when it first runs.
+    `temperature` is the one that the tokens were sampled at. It matters to `TokenStats.logprob_N` alone, which is to be
+    held against `behaviour_N`: objectives are about the student itself.
 
     Raises: ValueError if hidden states and head differ in width.
     """
@@ -97,7 +100,7 @@ def chunked_objective(
     _check_widths(hidden_N_D, head_V_D, teachers)
     if behaviour_N is None:
         behaviour_N = torch.zeros_like(weight_N)
-    options = _Options(objective, chunk, vocab_size, rule, compiled)
+    options = _Options(objective, chunk, vocab_size, rule, compiled, temperature)
     loss, *stats = _Chunked.apply(hidden_N_D, head_V_D, tuple(teachers), weight_N, token_N, behaviour_N, options)
     return loss, TokenStats(*stats)
 
@@ -109,6 +112,7 @@ class _Options:
     vocab_size: int
     rule: LogitRule
     compiled: bool
+    temperature: float
 
 
 def _check_widths(hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block]) -> None:
@@ -269,15 +273,13 @@ def _slice(
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Elementwise part of some rows, compiled if that is wanted and possible."""
     if not (options.compiled and teacher.logits_C_V is not None and _can_compile()):
-        return _elementwise(options.objective, options.rule, raw_C_V, teacher, columns)
+        return _elementwise(options, raw_C_V, teacher, columns)
     # One shape per (chunk, V, dtype): what is left over is padded, so that it does not compile again.
     num = len(raw_C_V)
     pad = _slice_rows(raw_C_V, options.chunk) - num
     padded = _TeacherInputs(logits_C_V=_pad(teacher.logits_C_V, pad))
     token_C, behaviour_C, weight_C = (_pad(column, pad) for column in columns)
-    values, grad_C_V = _compiled_elementwise()(
-        options.objective, options.rule, _pad(raw_C_V, pad), padded, (token_C, behaviour_C, weight_C)
-    )
+    values, grad_C_V = _compiled_elementwise()(options, _pad(raw_C_V, pad), padded, (token_C, behaviour_C, weight_C))
     return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
 
 
@@ -299,25 +301,33 @@ def _compiled_elementwise() -> Any:
 
 
 def _elementwise(
-    objective: Objective, rule: LogitRule, raw_C_V: Tensor, given: _TeacherInputs, columns: Columns
+    options: _Options, raw_C_V: Tensor, given: _TeacherInputs, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Per-token numbers, and the gradient by the student's raw products in their own type."""
     token_C, behaviour_C, weight_C = columns
+    rule = options.rule
     logits_C_V = upcast(rule.apply(raw_C_V))
     logp_C_V = logits_C_V.log_softmax(-1)
     if rule.softcap is None:
         logits_C_V = raw_C_V  # only a cap's derivative looks at the logits again
     logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
+    sampling_C = _at_temperature(logp_C_V, logp_C, options.temperature)
     student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, behaviour_C, weight_C)
     teacher = _teacher_chunk(given, token_C, logp_C_V.dtype)
-    slope = objective(student, teacher)
-    stats = _token_stats(student, teacher, slope, given.measure_C_V is not None)
+    slope = options.objective(student, teacher)
+    stats = _token_stats(student, sampling_C, teacher, slope, given.measure_C_V is not None)
     # In place from here on: [chunk, V] temporaries are what the loss costs in memory.
     grad_C_V = slope.p_slope_C_V
     grad_C_V.addcmul_(student.p_C_V, grad_C_V.sum(-1, keepdim=True), value=-1.0).mul_(weight_C[:, None])
     # filled, not multiplied: 0 * NaN is NaN, and what a teacher says on an untrained token must not matter
     grad_C_V.masked_fill_((weight_C == 0)[:, None], 0.0)
     return stats, rule.pull_back(grad_C_V, logits_C_V).to(raw_C_V.dtype)
+
+
+def _at_temperature(logp_C_V: Tensor, logp_C: Tensor, temperature: float) -> Tensor:
+    """The sampled tokens' log-probs under logits / temperature, of log-probs instead of logits: they differ by what a
+    softmax does not see."""
+    return logp_C if temperature == 1 else logp_C / temperature - (logp_C_V / temperature).logsumexp(-1)
 
 
 def _teacher_chunk(given: _TeacherInputs, token_C: Tensor, acc: torch.dtype) -> TeacherChunk:
@@ -335,7 +345,7 @@ def _teacher_chunk(given: _TeacherInputs, token_C: Tensor, acc: torch.dtype) -> 
 
 
 def _token_stats(
-    student: StudentChunk, teacher: TeacherChunk, slope: Slope, mixture: bool
+    student: StudentChunk, sampling_C: Tensor, teacher: TeacherChunk, slope: Slope, mixture: bool
 ) -> tuple[Tensor | None, ...]:
     """In the order of `TokenStats`."""
     entropy_C = torch.special.entr(student.p_C_V).sum(-1)
@@ -349,7 +359,7 @@ def _token_stats(
         first_C = teacher.topk.ids_N_K.gather(1, teacher.topk.logprob_N_K.argmax(-1, keepdim=True))[:, 0]
     return (
         slope.value_C,
-        student.logp_C,
+        sampling_C,
         entropy_C,
         teacher_entropy_C,
         None if first_C is None else first_C == student.logp_C_V.argmax(-1),

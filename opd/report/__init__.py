@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from opd.report.gate import Gate
 from opd.report.run import RunFiles, read_run
-from opd.report.summary import build_report, full_report, headroom, round_rows, table_rows
+from opd.report.summary import build_report, full_report, headroom
+from opd.report.tables import baseline_rows, markdown_table, round_rows, table_rows
 from opd.report.write import write_report
 
 __all__ = [
     "Gate",
     "RunFiles",
+    "baseline_rows",
     "build_report",
     "full_report",
     "headroom",
+    "markdown_table",
     "read_run",
     "round_rows",
     "table_rows",

@@ -12,16 +12,28 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from opd.evaluation.scores import Answer
+from opd.evaluation.evaluator import MERGED
+from opd.evaluation.scores import Answer, Evaluation
 from opd.report import figures
 from opd.report.figures import DASHES, SERIES, Plot
 from opd.report.run import RunFiles
+from opd.report.stale import stale_matrix
 
 SAMPLES_PER_DOMAIN = 4
 MOST_SAMPLES = 200
 LONGEST_TEXT = 1500
 """Characters of a prompt or an answer; with the two limits above the page stays well below 5 MB."""
-OPTIONAL = ("gate", "answers", "baselines", "mean_headroom_interval", "command", "curves", "rounds")
+OPTIONAL = (
+    "gate",
+    "answers",
+    "baselines",
+    "mean_headroom_interval",
+    "command",
+    "curves",
+    "rounds",
+    "stale",
+    "unfinished",
+)
 INTERVALS = tuple(f"{key}_interval" for key in ("before", "after", "expert", "headroom", "regression"))
 
 INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -250,7 +262,8 @@ def _time_plots(report: Mapping[str, Any]) -> list[Plot]:
 
 def _matrix_plot(run: RunFiles) -> Plot:
     domains = list(dict.fromkeys(d for e in run.matrix.values() for d in e.scores))
-    return figures.matrix({visible(name): e.accuracy for name, e in run.matrix.items()}, domains)
+    out_of_date = {MERGED: f"{MERGED} (out of date)"} if stale_matrix(run) else {}
+    return figures.matrix({visible(out_of_date.get(name, name)): e.accuracy for name, e in run.matrix.items()}, domains)
 
 
 def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
@@ -262,7 +275,9 @@ def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
         "mean_headroom": report["mean_headroom"],
         "interval": report.get("mean_headroom_interval"),
     }
-    known = [b for b in report["baselines"] if b["mean_headroom"] is not None]
+    known = [b for b in report["baselines"] if b["mean_headroom"] is not None and not b["stale"]]
+    if not known:
+        return []
     most = {b["label"]: max(c["tokens"] or 0 for c in known if c["label"] == b["label"]) for b in known}
     rows = [{**b, "name": visible(baseline_name(b))} for b in known if (b["tokens"] or 0) == most[b["label"]]]
     found = [figures.methods(sorted([merge, *rows], key=lambda row: -row["mean_headroom"]))]
@@ -287,7 +302,7 @@ def _samples(run: RunFiles) -> list[dict[str, Any]]:
     """The same prompts answered by student, merged model and expert: the first few of each domain."""
     models = [
         {answer.prompt_id: answer for answer in evaluation.answers} if evaluation else {}
-        for evaluation in (run.before, run.after, run.expert)
+        for evaluation in (run.before, run.after or _latest(run), run.expert)
     ]
     ids: dict[str, list[Answer]] = {}
     for answer in models[1].values():
@@ -297,6 +312,10 @@ def _samples(run: RunFiles) -> list[dict[str, Any]]:
         {"domain": a.domain, "prompt": a.prompt, "answer": a.answer, "cells": [m.get(a.prompt_id) for m in models]}
         for a in chosen
     ]
+
+
+def _latest(run: RunFiles) -> Evaluation | None:
+    return run.during[max(run.during)] if run.during else None
 
 
 def _experts(run: RunFiles, report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -309,7 +328,7 @@ def _experts(run: RunFiles, report: Mapping[str, Any]) -> list[dict[str, Any]]:
         {
             "name": name,
             "domains": ", ".join(expert["domains"]),
-            "files": {**expert["weights"], **expert.get("adapter", {})},
+            "files": {**expert["weights"], **expert.get("config", {}), **expert.get("adapter", {})},
             **sizes.get("experts", {}).get(name, {}),
         }
         for name, expert in run.manifest["experts"].items()

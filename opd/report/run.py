@@ -34,6 +34,10 @@ class BaselineRun:
     seed: int
     scores: dict[str, DomainScore]
     """By domain."""
+    merge_steps: int | None
+    """Steps that the merge had taken when this was measured beside it; None: an older release measured it."""
+    merge_tokens: int | None
+    """Response tokens of those steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,7 @@ class RunFiles:
 
     root: Path
     stored: dict[str, Any] | None
-    """report.json; None while the merge is not finished."""
+    """report.json; None while the merge has never been finished."""
     pipeline_text: str
     pipeline: dict[str, Any]
     """Empty where there is no pipeline.yaml."""
@@ -54,6 +58,7 @@ class RunFiles:
     before: Evaluation | None
     expert: Evaluation | None
     after: Evaluation | None
+    """Of the end; None while the merge goes on."""
     during: dict[int, Evaluation]
     """Step -> evaluation during the merge, in order."""
     matrix: dict[str, Evaluation]
@@ -67,7 +72,11 @@ class RunFiles:
 
     @property
     def finished(self) -> bool:
-        return self.stored is not None
+        """Whether the report is of all the steps there are to be: after a resume with more of them it is not."""
+        if self.stored is None:
+            return False
+        done = {self.stored["steps"], *([len(self.records)] if self.records else ())}
+        return self.planned_steps is None or done == {self.planned_steps}
 
 
 def read_run(root: Path) -> RunFiles:
@@ -100,7 +109,17 @@ def read_run(root: Path) -> RunFiles:
         rounds=[read_run(path) for path in begun],
         planned_steps=sum(plan) if plan else pipeline.get("trainer", {}).get("steps"),
     )
-    return chained(found) if found.rounds else found
+    return _of_its_steps(chained(found) if found.rounds else found)
+
+
+def _of_its_steps(run: RunFiles) -> RunFiles:
+    """The exam of an earlier end is one on the way, if the merge goes on from there; none at all if it went back."""
+    if run.after is None or run.finished:
+        return run
+    done = len(run.records)
+    step = run.after.step or (run.stored["steps"] if run.stored else done)
+    during = {**run.during, **({step: run.after} if 0 < step <= done else {})}
+    return replace(run, after=None, during=dict(sorted(during.items())))
 
 
 def chained(run: RunFiles) -> RunFiles:
@@ -206,6 +225,8 @@ def _baseline(path: Path) -> BaselineRun:
             tokens=data["tokens"],
             seed=data["seed"],
             scores={domain: DomainScore(**score) for domain, score in data["scores"].items()},
+            merge_steps=data.get("merge_steps"),
+            merge_tokens=data.get("merge_tokens"),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None

@@ -9,6 +9,7 @@ from typing import Any
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
 from opd.report.run import STORED, BaselineRun, RunFiles
+from opd.report.stale import notices, stale_baseline, unfinished
 
 POINTS = 60
 """Points of a curve: neighbouring steps are averaged, because single steps of one domain are noisy."""
@@ -75,7 +76,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """Everything that the files of a run directory tell; of a merge that still goes on, as far as it has come.
 
     Beside the keys of `build_report`: those of `_with_intervals` where the evaluations' files lie there, `curves` where
-    there are records, `evaluations`, `models`, `baselines` and `command` where the files have them.
+    there are records, `evaluations`, `models`, `baselines` and `command` where the files have them; `stale` with what is
+    out of date, and `unfinished` of a merge that goes on.
     """
     before, expert, after = _accuracies(run)
     report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
@@ -99,6 +101,10 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["baselines"] = sorted(rows, key=lambda row: -(row["mean_headroom"] or 0.0))
     if run.rounds:
         report["rounds"] = [_round(run, index) for index in range(len(run.rounds))]
+    if outdated := notices(run):
+        report["stale"] = outdated
+    if going_on := unfinished(run):
+        report["unfinished"] = going_on
     report |= {key: run.manifest[key] for key in ("command", "models") if key in run.manifest}
     return report
 
@@ -173,8 +179,9 @@ def _accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict
         return run.baseline.get(name) or {domain: values[name] for domain, values in stored.items()}
 
     before, expert = known("before", run.before), known("expert", run.expert)
-    after = known("after", run.after)
-    if not after and not run.finished:
+    if run.finished:
+        after = known("after", run.after)
+    else:
         after = next((point["accuracy"] for point in reversed(_evaluations(run)) if point["step"]), {})
     return before, expert, {d: value for d, value in after.items() if d in before and d in expert}
 
@@ -373,36 +380,5 @@ def _baseline_row(group: Sequence[BaselineRun], run: RunFiles) -> dict[str, Any]
         "worst_headroom": fmean(worst) if worst else None,
         "interval": interval,
         "accuracy": {d: fmean(g["domains"][d]["after"] for g in gains if d in g["domains"]) for d in domains},
+        "stale": next((why for one in group if (why := stale_baseline(one, run))), None),
     }
-
-
-def table_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """Domain, student before, expert, merged, headroom recovered: one row a domain and a last one with the means."""
-    domains = report["domains"]
-    rows = [
-        (n, f"{d['before']:.2f}", f"{d['expert']:.2f}", f"{d['after']:.2f}", share_text(d["headroom"]))
-        for n, d in domains.items()
-    ]
-    if domains:
-        means = [f"{fmean(d[key] for d in domains.values()):.2f}" for key in ("before", "expert", "after")]
-        rows.append(("mean", *means, share_text(report["mean_headroom"])))  # type: ignore[arg-type]
-    return rows
-
-
-def round_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Round, steps, mean gain, mean headroom since the very first student, and since the round began."""
-    return [
-        (
-            str(r["round"]),
-            str(r["steps"]),
-            "-" if r["mean_gain"] is None else f"{r['mean_gain']:+.2f}",
-            share_text(r["mean_headroom"]),
-            share_text(r["mean_headroom_in_round"]),
-        )
-        for r in report.get("rounds", ())
-    ]
-
-
-def share_text(value: float | None) -> str:
-    """0.95 -> `95 %`; a dash for nothing."""
-    return "-" if value is None else f"{100 * value:.0f} %"

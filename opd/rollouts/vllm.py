@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from opd import cluster
 from opd.config import PipelineConfig
+from opd.errors import RunError
 from opd.rollouts.worker import EngineOptions, Request, Sampled, VLLMWorker
-from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch, Segment
+from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch, Segment, unknown_id
 
 ENGINE_ENV = {
     # In-process: faster on a small machine, and no engine process that outlives its owner.
@@ -41,11 +42,14 @@ class VLLMRolloutEngine:
         self,
         config: PipelineConfig,
         model_dir: Path,
+        vocab_size: int,
         stop_token_ids: Sequence[int],
         tokenizer: Decoder,
         untrained: Mapping[str, frozenset[int]] = MappingProxyType({}),
     ) -> None:
-        """`untrained`: by domain, token ids that carry no loss where the student writes them."""
+        """`vocab_size` is the tokenizer's; `untrained`: by domain, token ids that carry no loss where the student writes
+        them."""
+        self._vocab_size = vocab_size
         self._untrained = untrained
         self._config = config
         self._tokenizer = tokenizer
@@ -58,6 +62,7 @@ class VLLMRolloutEngine:
             max_model_len=rollout.max_model_len,
             max_num_seqs=rollout.max_num_seqs,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
+            vocab_size=vocab_size,
         )
         env = cluster.worker_env(rollout.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(rollout.kv_cache_gib)}
         if not gpus:
@@ -91,6 +96,8 @@ class VLLMRolloutEngine:
             for p, sample_id in fitting
         ]
         sampled = self._generate(requests)
+        for sample_id, out in zip((s for _, s in fitting), sampled, strict=True):
+            _refuse_unknown(sample_id, out.token_ids, self._vocab_size)
         rollouts = [
             _rollout(p, s, step, policy_version, out, self._untrained.get(p.domain, frozenset()))
             for (p, s), out in zip(fitting, sampled, strict=True)
@@ -190,6 +197,15 @@ def _sample_ids(prompts: Sequence[Prompt], step: int) -> list[str]:
 
 def _seed(seed: int, sample_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{sample_id}".encode()).digest()[:4], "big")
+
+
+def _refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises: RunError for an id that no token has, before it gets into the target log."""
+    wrong = unknown_id(token_ids, vocab_size)
+    if wrong is not None:
+        raise RunError(
+            f"sample {sample_id}: the rollout engine wrote token id {wrong}, the tokenizer knows 0 to {vocab_size - 1}"
+        )
 
 
 def _rollout(

@@ -1,6 +1,6 @@
 """One vLLM engine inside one process. Runs in a Ray actor; knows nothing of Ray.
 
-Token ids in, token ids out: the engine has no tokenizer. Two vLLM behaviours are repaired here, both silent otherwise:
+Token ids in, token ids out: the engine has no tokenizer, and is told how many ids there are. Two vLLM behaviours are repaired here, both silent otherwise:
 a reload on the CPU leaves the packed output head of a tied model stale, and the prefix cache outlives the weights. A third,
 that it dies on the CPU when it reads a prompt in parts, is kept from happening.
 """
@@ -25,6 +25,8 @@ class EngineOptions:
     max_model_len: int
     max_num_seqs: int
     gpu_memory_utilization: float
+    vocab_size: int
+    """Ids that the tokenizer knows; a generating engine gives no others, padding rows of the head have no probability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class Sampled:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """Of each token in the distribution that it was drawn from, temperature included."""
     truncated: bool
 
 
@@ -77,7 +80,7 @@ class VLLMWorker:
         return [_sampled(output.outputs[0]) for output in outputs]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """[sequence][token - 1] log-prob of every token after the first."""
+        """[sequence][token - 1] log-prob of every token after the first, at temperature 1."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -93,6 +96,7 @@ class VLLMWorker:
         shape = model_shape(model_dir)
         if shape == self._shape:
             swap_weights(self._llm, model_dir)
+            cut_vocabulary(self._llm, self._options.vocab_size)
         else:
             self._llm = None  # frees the old engine's memory before the new one takes its own
             self._llm = start_engine(dataclasses.replace(self._options, model_dir=model_dir))
@@ -157,8 +161,37 @@ def repack_output_head(model: Any) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
+def cut_vocabulary(llm: Any, vocab_size: int) -> None:
+    """Take the head's padding rows out of all logits, as vLLM does with those that it adds itself.
+
+    What is sampled and the log-probs of prompts are then over the ids that the tokenizer knows, as trainer and teachers
+    have it. Raises: RunError if the model gives logits of another width all the same.
+    """
+    import torch
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    model, config = engine_model(llm), llm.llm_engine.model_config
+    for module in model.modules():
+        if isinstance(module, LogitsProcessor):
+            module.org_vocab_size = min(module.org_vocab_size, vocab_size)
+    weight = next(model.parameters())
+    hidden_1_D = torch.zeros(1, config.get_hidden_size(), dtype=config.dtype, device=weight.device)
+    with torch.inference_mode():
+        width = model.compute_logits(hidden_1_D).shape[-1]
+    if width != vocab_size:
+        raise RunError(
+            f"{config.model}: vLLM's {type(model).__name__} gives logits for {width} ids, the tokenizer knows {vocab_size}: "
+            "it could sample what is no token, or not sample what is one"
+        )
+
+
 def start_engine(options: EngineOptions, **more: Any) -> Any:
-    """An in-process `vllm.LLM`; `more` goes to it as it is and comes before what is set here."""
+    """An in-process `vllm.LLM`; `more` goes to it as it is and comes before what is set here.
+
+    Of all that could bend the distribution only the temperature is left: top-k, top-p, min-p, penalties, biases, forbidden
+    words and the model directory's generation config are off.
+    Raises: RunError if the engine cannot be kept to the tokenizer's ids.
+    """
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -170,6 +203,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         "max_num_seqs": options.max_num_seqs,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "enforce_eager": True,
+        "logprobs_mode": "processed_logprobs",  # of a sampled token in the distribution it was drawn from; prompts stay raw
         "generation_config": "vllm",  # sampling is decided by the pipeline alone, not by a file in the model directory
         "trust_remote_code": False,
         "disable_log_stats": True,
@@ -178,7 +212,10 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     if current_platform.is_cpu():
         # After a part of a prompt vLLM winds the request's own random stream back, which a CPU's generator cannot do.
         settings["enable_chunked_prefill"] = False
-    return LLM(**settings | more)
+    llm = LLM(**settings | more)
+    if more.get("runner") != "pooling":  # that one has no head
+        cut_vocabulary(llm, options.vocab_size)
+    return llm
 
 
 def _sampled(output: Any) -> Sampled:

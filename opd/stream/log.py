@@ -27,7 +27,7 @@ from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
 from opd.stream.schema import PartRecord, StreamError, TargetRow, read_stream
 from opd.stream.targets import Expected, TargetStream
-from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment
+from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment, unknown_id
 
 MANIFEST = "step.json"
 FORMAT = 1
@@ -36,9 +36,11 @@ FORMAT = 1
 class ArrowTargetLog:
     """Implements `opd.interfaces.TargetLog`."""
 
-    def __init__(self, root: Path, teachers: TeacherPool, say: Callable[[str], None]) -> None:
-        """`teachers` have the output heads that logged rows name; `say` is told of a step that cannot be replayed."""
+    def __init__(self, root: Path, teachers: TeacherPool, vocab_size: int, say: Callable[[str], None]) -> None:
+        """`teachers` have the output heads that logged rows name; `vocab_size` is the tokenizer's; `say` is told of a step
+        that cannot be replayed."""
         self._root = root
+        self._vocab_size = vocab_size
         self._teachers = teachers
         self._say = say
 
@@ -101,6 +103,12 @@ class ArrowTargetLog:
                 raise ValueError(f"{MANIFEST}: {key} is {manifest[key]}, wanted {wanted}")
         raw = [self._stream(step, name, facts) for name, facts in manifest["files"].items()]
         batch = _batch(manifest, [row for part in raw for row in read_stream(pa.py_buffer(part)).rows])
+        for rollout in batch.rollouts:
+            wrong = unknown_id(rollout.response_ids, self._vocab_size)
+            if wrong is not None:
+                raise ValueError(
+                    f"sample {rollout.sample_id} has token id {wrong}, the tokenizer knows 0 to {self._vocab_size - 1}"
+                )
         teachers = {
             domain: {name: Expected(**expected) for name, expected in part.items()}
             for domain, part in manifest["teachers"].items()

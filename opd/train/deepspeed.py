@@ -27,8 +27,8 @@ class DeepSpeedTrainer:
 
     def __init__(self, config: PipelineConfig, vocab_size: int) -> None:
         self._config = config.trainer
-        self._normalize = config.objective.normalize
         self._kind = config.objective.kind
+        self._normalize = "leave_one_out" if self._kind == "sampled" else config.objective.normalize
         self._domain_weights = {name: domain.loss_weight for name, domain in config.domains.items()}
         self._timeout_s = config.cluster.phase_timeout_s
         self._queue_bytes = config.teachers.queue
@@ -168,6 +168,7 @@ def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         world_size=trainer.ranks,
         objective=config.objective,
         vocab_size=vocab_size,
+        temperature=config.rollout.temperature,
         adam_betas=(trainer.adam_beta1, trainer.adam_beta2),
         adam_epsilon=trainer.adam_epsilon,
         weight_decay=trainer.weight_decay,
@@ -183,7 +184,8 @@ def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], lef
     """How much of the weight of all trained tokens is on those that were scored, 0..1; exactly 1 if nothing is left out."""
     if not left_out:
         return 1.0
-    return sum(weights[r.sample_id] * sum(r.loss_mask) for r in rollouts if r.sample_id not in left_out)
+    each = {r.sample_id: weights[r.sample_id] * sum(r.loss_mask) for r in rollouts}
+    return sum(weight for i, weight in each.items() if i not in left_out) / sum(each.values())
 
 
 def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:

@@ -49,6 +49,8 @@ class RankOptions:
     objective: ObjectiveConfig
     vocab_size: int
     """Ids that the tokenizer knows; rows of a head beyond them are padding."""
+    temperature: float
+    """At which responses are sampled."""
     adam_betas: tuple[float, float]
     adam_epsilon: float
     weight_decay: float
@@ -367,10 +369,9 @@ def _start_engine(options: RankOptions) -> Any:
     lm = AutoModelForCausalLM.from_pretrained(
         options.model_dir, dtype=getattr(torch, options.dtype), trust_remote_code=False
     )
-    objective = build_objective(options.objective)
-    student = Student(
-        lm, objective, chunk=options.objective.chunk, vocab_size=options.vocab_size, compiled=options.objective.compile
-    )
+    loss = options.objective
+    known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
+    student = Student(lm, build_objective(loss), chunk=loss.chunk, compiled=loss.compile, **known)
     _without_chance(student, options.gradient_checkpointing)
     optimizer = torch.optim.AdamW(
         _parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas, eps=options.adam_epsilon

@@ -39,7 +39,8 @@ class LossHead(nn.Module):
         token_N: Tensor,
     ) -> Any:
         if batch is None or weight_N is None:
-            return token_logprobs(hidden_N_D, self.weight, token_N, self._options["rule"])
+            head_v_D = self.weight[: self._options["vocab_size"]]  # padding rows have no probability here either
+            return token_logprobs(hidden_N_D, head_v_D, token_N, self._options["rule"])
         return chunked_objective(
             self._objective, hidden_N_D, self.weight, blocks, weight_N, token_N, batch.behaviour_N, **self._options
         )
@@ -48,10 +49,20 @@ class LossHead(nn.Module):
 class Student(nn.Module):
     """`lm` is a transformers causal LM; only its body is called, its head lives in `loss_head`."""
 
-    def __init__(self, lm: Any, objective: Objective, *, chunk: int, vocab_size: int, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        lm: Any,
+        objective: Objective,
+        *,
+        chunk: int,
+        vocab_size: int,
+        compiled: bool = False,
+        temperature: float = 1.0,
+    ) -> None:
         super().__init__()
         self.lm = lm
         options = {"chunk": chunk, "vocab_size": vocab_size, "rule": logit_rule(lm.config), "compiled": compiled}
+        options["temperature"] = temperature
         self.loss_head = LossHead(lm.get_output_embeddings().weight, objective, options)
 
     def forward(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Tensor, TokenStats]:

@@ -7,6 +7,7 @@ ranks, micro-batches and gradient accumulation.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,17 +26,39 @@ token of the student's impossible is not one to learn from."""
 def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]) -> dict[str, float]:
     """Sample id -> weight of each of its trained tokens; 0 for a response without one. Empty if nothing is trained.
 
-    token_mean:    d_i / sum_j d_j T_j          over T_j trained tokens of response j
-    sequence_mean: d_i / (T_i sum_j d_j)        over responses with a trained token
-    with d the loss weight of the response's domain.
+    token_mean:    d_i / sum_j d_j T_j               over T_j trained tokens of response j
+    leave_one_out: d_i / (d_i U_i + sum_j!=i d_j T_j)    the same, with U_i the mean T of the step's other responses of
+                                                         the domain in place of T_i (T_i itself if there is none)
+    sequence_mean: d_i / (T_i sum_j d_j)             over responses with a trained token
+    with d the loss weight of the response's domain. An estimate from sampled tokens needs `leave_one_out`: how long a
+    response becomes depends on the tokens that its weight multiplies.
     """
     tokens = {r.sample_id: sum(r.loss_mask) for r in rollouts}
     share = {r.sample_id: domain_weights.get(r.domain, 1.0) for r in rollouts if tokens[r.sample_id]}
     if normalize == "token_mean":
         total = sum(d * tokens[i] for i, d in share.items())
         return {i: share[i] / total if i in share else 0.0 for i in tokens} if share else {}
+    if normalize == "leave_one_out":
+        total = sum(d * tokens[i] for i, d in share.items())
+        others = _lengths_of_others(rollouts, tokens)
+        weights = {i: d / (total + d * (others[i] - tokens[i])) for i, d in share.items()}
+        return {i: weights.get(i, 0.0) for i in tokens} if share else {}
     total = sum(share.values())
     return {i: share[i] / (tokens[i] * total) if i in share else 0.0 for i in tokens} if share else {}
+
+
+def _lengths_of_others(rollouts: Sequence[Rollout], tokens: Mapping[str, int]) -> dict[str, float]:
+    """Sample id -> mean trained tokens of the step's other responses of its domain; its own where they have none."""
+    members: dict[str, list[str]] = defaultdict(list)
+    for rollout in rollouts:
+        members[rollout.domain].append(rollout.sample_id)
+    found = {}
+    for ids in members.values():
+        total = sum(tokens[i] for i in ids)
+        for i in ids:
+            rest = total - tokens[i]
+            found[i] = rest / (len(ids) - 1) if rest else float(tokens[i])
+    return found
 
 
 def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainStats]) -> None:

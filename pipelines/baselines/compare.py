@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunDirError
@@ -27,6 +29,8 @@ from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.build import RunPaths
 from pipelines.preflight import check
+from pipelines.results import trained
+from pipelines.template_date import on_day
 
 FORMAT = 1
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -82,6 +86,8 @@ class _Seed:
 
     before: Evaluation
     expert: Evaluation
+    merge: dict[str, Any]
+    """Steps, response tokens and weights that everything of this seed stands beside."""
     results: list[BaselineResult]
 
 
@@ -98,7 +104,9 @@ def compare(
     Raises: OpdError before any compute, RunError during it; Interrupted after Ctrl-C in a merge.
     """
     refuse_rounds(config)
-    check_methods(config, check(config), methods)  # now, and not after hours of the first merge
+    inputs = check(config)
+    check_methods(config, inputs, methods)  # now, and not after hours of the first merge
+    config = on_day(config, _day(root) or inputs.template_date)
     for seed in seeds:
         _refuse_another_merge(config.model_copy(update={"seed": seed}), root / f"seed-{seed}")
     found = [
@@ -116,12 +124,19 @@ def compare(
         "seeds": list(seeds),
         "before": asdict(before),
         "expert": asdict(expert),
+        "merges": [one.merge for one in found],
         "rows": [asdict(row) for row in rows],
     }
     atomic_write_text(root / "comparison.json", json.dumps(data, indent=1))
     atomic_write_text(root / "comparison.md", markdown(before, expert, rows))
     draw(rows, root / "comparison.svg")
     return rows
+
+
+def _day(root: Path) -> date | None:
+    """The day of the seeds that are there: all of a comparison are asked with one date."""
+    known = [load_pipeline(file).student.template_date for file in sorted(root.glob("seed-*/pipeline.yaml"))]
+    return known[0] if known else None
 
 
 def _one_seed(
@@ -147,8 +162,12 @@ def _one_seed(
         for job in plan(config, root, [method], shares if method in TRAINED_METHODS else None, None)
     ]
     results = compute(jobs, lambda line: tell(f"{root.name}: {line}"))
-    before, expert = (Evaluation.load(paths.evaluation / f"{name}.json") for name in ("before", "expert"))
-    return _Seed(before=before, expert=expert, results=results)
+    before, expert, after = (
+        Evaluation.load(paths.evaluation / f"{name}.json") for name in ("before", "expert", "after")
+    )
+    steps, tokens = trained(paths.metrics)
+    merge = {"seed": config.seed, "steps": steps, "tokens": tokens, "weights": next(iter(after.weights.values()), "")}
+    return _Seed(before=before, expert=expert, merge=merge, results=results)
 
 
 def _refuse_another_merge(config: PipelineConfig, root: Path) -> None:

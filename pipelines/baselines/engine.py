@@ -15,6 +15,9 @@ from pipelines.preflight import Inputs
 def rollout_engine(config: PipelineConfig, inputs: Inputs) -> Iterator[VLLMRolloutEngine]:
     """An engine that holds the student; stopped on exit. Raises: RunError if it does not come up."""
     with ray_session(config.cluster, config.rollout.workers):
-        engine = VLLMRolloutEngine(config, config.student.model, inputs.student.eos_token_ids, inputs.tokenizer)
+        student = inputs.student
+        engine = VLLMRolloutEngine(
+            config, config.student.model, student.vocab_size, student.eos_token_ids, inputs.tokenizer
+        )
         engine.wait_ready()
         yield engine

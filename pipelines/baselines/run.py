@@ -19,15 +19,16 @@ from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.evaluator import DomainExam, EngineEvaluator
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import replace_dir
-from opd.metrics import MetricsFile
 from opd.rollouts.vllm import VLLMRolloutEngine
 from pipelines import merge as merging
+from pipelines.baselines.bound import bound, drop_other_merge, outdated, refuse_other_inputs
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
 from pipelines.baselines.jobs import TRAINED_METHODS, Job
 from pipelines.baselines.mergekit import environment, merge_weights
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
 from pipelines.preflight import Inputs, check
+from pipelines.results import trained
 
 AFTER = "after.json"
 """Evaluation of a merge's result."""
@@ -36,26 +37,35 @@ MERGED_BYTES = 2 << 30
 
 
 def compute(jobs: Sequence[Job], tell: Callable[[str], None], keep_models: bool = False) -> list[BaselineResult]:
-    """Every job's result: read where it exists, else computed. The jobs are of one run directory and one seed.
+    """Every job's result: read where there is one of these inputs and this merge, else computed. The jobs are of one run
+    directory and one seed.
 
     Raises: OpdError before any compute; RunError if one fails (those before it are on disk); Interrupted after Ctrl-C in
     a merge.
     """
-    todo = [job for job in jobs if not job.result.exists()]
-    for job in (job for job in jobs if job not in todo):
-        tell(f"{job.name}: found {job.result}, not computed again")
+    inputs = check(jobs[0].config)  # shares have no part in what is checked
+    refuse_other_inputs(jobs[0].root, jobs[0], inputs)
+    todo = [job for job in jobs if not _found(job, inputs, tell)]
     if todo:
-        inputs = check(todo[0].config)  # shares have no part in what is checked
         completions = check_methods(todo[0].config, inputs, [job.method for job in todo])
         _refuse_unfinished(todo)
         with _locked(todo[0].root / "baselines"):
             for job, result in _compute(todo, inputs, completions, tell):
-                result.save(job.result)
+                bound(job, result, inputs).save(job.result)
                 tell(f"{job.name}: mean accuracy {result.accuracy:.3f} after {result.wall_s:.0f} s")
                 if not keep_models:
                     for path in (job.model, job.shorter_run):
                         shutil.rmtree(path, ignore_errors=True)
     return [BaselineResult.load(job.result) for job in jobs]
+
+
+def _found(job: Job, inputs: Inputs, tell: Callable[[str], None]) -> bool:
+    """Whether there is a result that counts."""
+    if not job.result.exists():
+        return False
+    why = outdated(job, BaselineResult.load(job.result), inputs)
+    tell(f"{job.name}: found {job.result}, " + (f"{why}: computed again" if why else "not computed again"))
+    return why is None
 
 
 def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]) -> Completions:
@@ -114,6 +124,7 @@ def _result(job: Job, found: _Found, wall_s: float) -> BaselineResult:
         seed=job.config.seed,
         scores=found.scores,
         validation=found.validation,
+        weights=found.weights,
         wall_s=round(wall_s, 1),
     )
 
@@ -126,6 +137,7 @@ class _Found:
     strength: float | None = None
     validation: dict[str, float] = field(default_factory=dict)
     tokens: int | None = None
+    weights: str = ""
 
 
 def _merge_weights(
@@ -217,13 +229,15 @@ def _imitate(job: Job, inputs: Inputs, completions: Completions, tell: Callable[
 def _merge_on_policy(job: Job) -> _Found:
     """The run directory's own merge, or another one with fewer steps; one that was interrupted goes on."""
     paths = job.merge
+    drop_other_merge(job)
     if not paths.report.exists():
         if paths.root.exists():
             merging.resume(paths.root)
         else:
             merging.start(job.config, paths.root)
-    tokens = sum(record["response_tokens"] for record in MetricsFile(paths.metrics).read())
-    return _Found(scores=Evaluation.load(paths.evaluation / AFTER).scores, tokens=tokens)
+    after = Evaluation.load(paths.evaluation / AFTER)
+    _, tokens = trained(paths.metrics)
+    return _Found(scores=after.scores, tokens=tokens, weights=next(iter(after.weights.values()), ""))
 
 
 def _examine(

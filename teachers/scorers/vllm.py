@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.losses.blocks import LogitRule
-from opd.rollouts.worker import EngineOptions, engine_model, model_shape, start_engine, swap_weights, wipe_cache
+from opd.rollouts.worker import EngineOptions, model_shape, start_engine, swap_weights, wipe_cache
 from opd.stream.heads import HeadFile
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher
@@ -166,6 +166,7 @@ class VLLMScorer:
             max_model_len=length,
             max_num_seqs=MAX_NUM_SEQS,
             gpu_memory_utilization=self._options.gpu_memory_utilization,
+            vocab_size=self._options.vocab_size,
         )
         if self._pooling:
             from vllm.config import PoolerConfig
@@ -175,17 +176,7 @@ class VLLMScorer:
             self._llm = start_engine(options, runner="pooling", pooler_config=pooler, skip_tokenizer_init=False)
         else:
             self._llm = start_engine(options, max_logprobs=max(1, self._top_k))
-            self._cut_vocabulary()
         self._shape = shape
-
-    def _cut_vocabulary(self) -> None:
-        """Take the head's padding rows out of the softmax, as vLLM does with those that it adds itself."""
-        from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-        processors = [m for m in engine_model(self._llm).modules() if isinstance(m, LogitsProcessor)]
-        assert processors, "vLLM's model has no logits processor"
-        for processor in processors:
-            processor.org_vocab_size = min(processor.org_vocab_size, self._options.vocab_size)
 
     def _reference(self) -> TransformersScorer:
         """Made anew each time: it is asked once per teacher, and must not keep a second one in memory."""

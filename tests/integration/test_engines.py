@@ -108,7 +108,7 @@ def start_trainer(cfg: PipelineConfig, vocab_size: int = VOCABULARY) -> DeepSpee
 
 
 def start_engine(cfg: PipelineConfig, model_dir: Path, tokenizer: Any) -> VLLMRolloutEngine:
-    engine = VLLMRolloutEngine(cfg, model_dir, (EOS,), tokenizer)
+    engine = VLLMRolloutEngine(cfg, model_dir, VOCABULARY, (EOS,), tokenizer)
     engine.wait_ready()
     return engine
 
@@ -162,7 +162,12 @@ def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_mode
 
     old, new = make_model_dir(tmp_path / "old", seed=0), make_model_dir(tmp_path / "new", seed=1)
     options = EngineOptions(
-        model_dir=old, dtype="float32", max_model_len=64, max_num_seqs=8, gpu_memory_utilization=0.8
+        model_dir=old,
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.8,
+        vocab_size=VOCABULARY,
     )
     env = cluster.worker_env(2) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
     truth = plain_logprobs(new, PROBE)

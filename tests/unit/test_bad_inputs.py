@@ -566,7 +566,7 @@ def engine(b: Bench, **rollout_settings: Any) -> tuple[VLLMRolloutEngine, list[A
 
     b.in_process.replace = Worker
     b.data["rollout"] = {"max_model_len": 16, "max_new_tokens": 6} | rollout_settings
-    return VLLMRolloutEngine(PipelineConfig.model_validate(b.data), b.root / "base", (2,), SimpleNamespace()), asked
+    return VLLMRolloutEngine(PipelineConfig.model_validate(b.data), b.root / "base", 76, (2,), SimpleNamespace()), asked
 
 
 def prompt(i: int, tokens: int) -> Prompt:
@@ -1020,7 +1020,7 @@ CASES = (
     Case(39, "Not enough memory", "Refused before anything starts, with the sum by parts and the keys to lower; `opd check` prints the sum. A worker that the system ends all the same is case 42.", too_little_memory),
     Case(40, "`/dev/shm` too small", "New weights go through the temporary directory instead, with a notice.", small_shared_memory),
     Case(41, "No C++ compiler", "`objective.compile` runs eagerly, with one warning.", no_compiler),
-    Case(42, "Worker dead or hung", "A teacher worker is started again once a step. Any other dead one, or a missed deadline, stops the run with the worker's name and what it was asked.", dead_and_hung_workers),
+    Case(42, "Worker dead or hung", "A teacher worker that died or fell silent is started again once a step, other workers as docs/resume.md says. A missed deadline stops the run with the worker's name and what it was asked.", dead_and_hung_workers),
     Case(43, "Clock set back or forth", "No effect: durations and deadlines are monotonic.", clock_jump),
     Case(44, "Weight push that did not arrive, stale cache", "The probe sees it; the push is made once more; then the run stops before a checkpoint. A prefix cache that is not reset stops it too. The engine is not restarted in place: the resume starts a new one.", push_that_did_not_arrive),
     Case(45, "No terminal; paths with spaces and letters beyond ASCII; escape sequences in names", "No colours, bars or control characters in piped output; such paths work; escapes are spelt out.", plain_output_and_odd_paths),

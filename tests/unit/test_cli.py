@@ -295,7 +295,11 @@ def test_a_resume_of_no_run_is_refused(world: Any) -> None:
 
 @pytest.mark.parametrize(
     ("what", "word", "name"),
-    [("upper.jsonl", "prompts", "upper\n"), ("up", "experts", "up\n"), ("base", "student", "model.safetensors\n")],
+    [
+        ("upper.jsonl", "prompts", "upper\n"),
+        ("up", "experts", "up (model.safetensors)\n"),
+        ("base", "student", "model.safetensors\n"),
+    ],
 )
 def test_a_resume_with_other_inputs_is_refused(
     what: str, word: str, name: str, started: Path, world: Any, make_model_dir: Any
@@ -359,8 +363,8 @@ def test_a_resume_names_other_versions(started: Path, monkeypatch: pytest.Monkey
     [
         (None, ["FileNotFoundError", "the manifest of a run"]),
         ("[]", ["the manifest of a run"]),
-        ('{"format": 1}', ["run format 1", "format 2"]),
-        ('{"format": 3}', ["run format 3", "the release of opd-merge that began the run"]),
+        ('{"format": 1}', ["run format 1", "format 3"]),
+        ('{"format": 4}', ["run format 4", "the release of opd-merge that began the run"]),
     ],
 )
 def test_a_run_of_another_format_is_refused(manifest: str | None, words: list[str], started: Path) -> None:

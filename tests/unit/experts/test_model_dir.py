@@ -412,3 +412,15 @@ assert not {{"torch", "transformers", "numpy"}} & set(sys.modules)
 """
     root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
+
+
+def test_a_vocabulary_with_holes_is_refused(model: Path) -> None:
+    """An id without a token can be sampled; tokenizers itself gives an added token the id of another one there."""
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    del tokenizer["model"]["vocab"]["a"]
+    del tokenizer["model"]["vocab"]["c"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match="no token for 2 ids below 75: 4, 6") as error:
+        inspect_model(model)
+    assert "tokenizer.json" in str(error.value) and "<|unused_4|>" in str(error.value)

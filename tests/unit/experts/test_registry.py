@@ -223,6 +223,25 @@ def test_a_missing_and_an_extra_weight_file_are_found(registry: Registry, regist
     assert any("weights.safetensors: extra weight file" in p for p in problems)
 
 
+def test_an_edit_of_the_config_that_is_no_field_of_ours_is_found(
+    registry: Registry, registered: Manifest, model: Path
+) -> None:
+    edit(model / "config.json", rms_norm_eps=0.5)
+    (problem,) = registry.verify("math")
+    assert problem.startswith(f"{model / 'config.json'}: changed config, expected {registered.config_hash}, actual ")
+
+
+def test_an_expert_that_an_older_release_registered_is_judged_by_what_it_recorded(
+    registry: Registry, registered: Manifest, model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "registry" / "math" / "manifest.json"
+    data = json.loads(file.read_text())
+    del data["config_hash"]
+    file.write_text(json.dumps(data))
+    edit(model / "config.json", rms_norm_eps=0.5)
+    assert registry.verify("math") == []
+
+
 @pytest.mark.parametrize(
     ("file", "changes", "field"),
     [

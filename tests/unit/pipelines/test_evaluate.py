@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,29 @@ def test_the_matrix_of_a_run(run_dir: Path, engine: Any) -> None:
     assert worker.loads == ["base", "rev", "up", "model"]
 
 
+def test_the_matrix_says_which_step_of_which_merge_it_is_of(run_dir: Path, engine: Any) -> None:
+    first = data(opd("--matrix", "run", "--json"))["models"]
+    assert len({digest for model in first.values() for digest in model["weights"].values()}) == 3, (
+        "merged is the student's copy"
+    )
+    after = Evaluation.from_json({"format": 1, **first["merged"]})
+    (run_dir / "evaluation").mkdir(exist_ok=True)
+    replace(after, step=2, tokens=80).save(run_dir / "evaluation" / "after.json")
+    merged = data(opd("--matrix", "run", "--json"))["models"]["merged"]
+    assert (merged["step"], merged["tokens"]) == (2, 80)
+    replace(after, step=2, weights={"upper": "of another model"}).save(run_dir / "evaluation" / "after.json")
+    assert data(opd("--matrix", "run", "--json"))["models"]["merged"]["step"] is None
+
+
+def test_a_matrix_with_another_exam_is_no_result_of_the_run(run_dir: Path, engine: Any) -> None:
+    result = opd("--matrix", "run", "--set", "evaluate.samples=2", "--json")
+    assert data(result)["models"]["merged"]["scores"]["upper"]["questions"] == 2
+    assert "evaluation/matrix.json is not written: evaluate.samples differ from the run's" in result.stderr
+    assert not (run_dir / "evaluation" / "matrix.json").exists()
+    assert opd("--matrix", "run", "--set", "cluster.phase_timeout_s=99").exit_code == 0
+    assert (run_dir / "evaluation" / "matrix.json").exists()
+
+
 def test_the_matrix_of_a_run_in_rounds_has_the_experts_and_domains_of_all_of_them(
     world: Any, run_dir: Path, engine: Any
 ) -> None:
@@ -249,6 +273,16 @@ def test_another_vocabulary_is_refused(world: Any, make_model_dir: Callable[...,
 def test_other_end_tokens_are_not_compared(world: Any, make_model_dir: Callable[..., Path]) -> None:
     make_model_dir(world.root / "other", eos="<bos>")
     refused(opd("up", "other", "--pipeline", "pipeline.yaml", "--compare"), "other\n", "end tokens [1]", "[2]")
+
+
+def test_another_number_of_tokens_is_not_compared(world: Any) -> None:
+    """One engine keeps all models to the same ids; without the student nothing else holds their vocabularies together."""
+    shutil.rmtree(world.root / "base")
+    file = world.root / "rev" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    del tokenizer["model"]["vocab"]["?"]
+    file.write_text(json.dumps(tokenizer))
+    refused(opd("up", "rev", "--pipeline", "pipeline.yaml", "--compare"), "rev\n", "tokens 75", "76, those of up")
 
 
 def test_a_shorter_context_is_refused(world: Any) -> None:

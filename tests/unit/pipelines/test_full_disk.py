@@ -85,7 +85,7 @@ def test_a_checkpoint_leaves_the_one_before(run: RunPaths) -> None:
 
 def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) -> None:
     prompts = [Prompt(id="a/0", domain="a", token_ids=(1,))]
-    log = ArrowTargetLog(run.targets, SimpleNamespace(heads=lambda: ({"h": 0}, {"h": 0})), print)  # type: ignore[arg-type]
+    log = ArrowTargetLog(run.targets, SimpleNamespace(heads=lambda: ({"h": 0}, {"h": 0})), 76, print)  # type: ignore[arg-type]
 
     def write(step: int, width: int) -> None:
         rollout = Rollout(

@@ -41,6 +41,8 @@ def test_the_trainers_state_is_20_bytes_a_parameter_and_a_gathered_copy_on_each_
     assert lines(given, trainer={"ranks": 1})[what] == (20 + 4) * PARAMETERS
     assert lines(given, trainer={"ranks": 3})[what] == (20 + 3 * 4) * PARAMETERS
     assert lines(given, trainer={"ranks": 3, "dtype": "bfloat16"})[what] == (18 + 3 * 2) * PARAMETERS
+    narrow = {"ranks": 1, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16"}
+    assert lines(given, trainer=narrow)[what] == (16 + 2) * PARAMETERS
 
 
 def test_activations_are_the_ends_of_every_linear_layer(given: Any) -> None:

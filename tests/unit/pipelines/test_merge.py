@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -251,6 +252,7 @@ def test_public_tasks_are_run_for_the_student_before_and_the_merged_model(
         lambda settings, path, dtype: ran.append((str(path), dtype)) or {"gsm8k": {"acc,none": 0.5}},
     )
     file = world.root / "lm-eval.json"
+    shutil.copytree(world.root / "rev", world.root / "run" / "model")
     lm_eval_merge(load_pipeline(world.write()), Path("run/model"), file)
     assert ran == [] and not file.exists()
     world.data["evaluate"] = {"lm_eval": ["gsm8k"]}
@@ -258,7 +260,13 @@ def test_public_tasks_are_run_for_the_student_before_and_the_merged_model(
     lm_eval_merge(load_pipeline(world.write()), Path("run/model"), file)
     assert ran == [("base", "bfloat16"), ("run/model", "bfloat16")]
     scores = {"gsm8k": {"acc,none": 0.5}}
-    assert json.loads(file.read_text()) == {"format": 1, "models": {"student before": scores, "merged": scores}}
+    found = json.loads(file.read_text())
+    weights = found.pop("weights")
+    assert found == {"format": 1, "models": {"student before": scores, "merged": scores}}
+    assert set(weights) == {"student before", "merged"} and weights["merged"] != weights["student before"]
+    file.write_text(json.dumps(found | {"weights": weights | {"student before": "of another model"}}))
+    lm_eval_merge(load_pipeline(world.write()), Path("run/model"), file)
+    assert len(ran) == 4, "both again"
 
 
 # Workers that die

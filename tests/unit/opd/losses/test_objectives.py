@@ -791,6 +791,26 @@ def test_per_token_numbers_are_torchs(rules: Any, chunk: int) -> None:
     assert not any(getattr(stats, name).requires_grad for name in stats.__slots__)
 
 
+@pytest.mark.parametrize("rules", RULES, ids=RULE_NAMES)
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_the_sampled_tokens_log_prob_is_that_of_the_distribution_it_was_drawn_from(
+    rules: tuple[LogitRule, LogitRule], temperature: float
+) -> None:
+    """The temperature changes it and nothing else: neither the loss nor its gradient nor another number."""
+    c = case(rules=rules)
+    loss, stats = chunked_objective(
+        ReverseKL(), c.hidden, c.head, c.teachers, c.weight, c.token, chunk=7, vocab_size=V, rule=c.rule,
+        temperature=temperature,
+    )  # fmt: skip
+    logits = apply(c.rule, c.hidden @ c.head.T)
+    same(stats.logprob_N, (logits / temperature).log_softmax(-1).detach()[range(N), c.token])
+    want, plain = run(c, ReverseKL(), c.teachers)
+    assert_is(c, loss, want, 1e-15)
+    for name in stats.__slots__:
+        if name != "logprob_N":
+            torch.testing.assert_close(getattr(stats, name), getattr(plain, name), rtol=0, atol=0, equal_nan=True)
+
+
 def test_per_token_numbers_that_top_k_knows() -> None:
     c = case()
     logp, logq = c.logp().detach(), c.logq()
@@ -888,7 +908,7 @@ def test_slices_and_tiles_change_no_gradient_and_no_number(
     elementwise = chunked._elementwise
 
     def counted(*args: Any) -> Any:
-        seen.append(len(args[2]))
+        seen.append(len(args[1]))
         return elementwise(*args)
 
     monkeypatch.setattr(chunked, "_elementwise", counted)
@@ -1030,7 +1050,7 @@ def test_the_padding_for_the_compiled_loss_changes_nothing(
     shapes = set()
 
     def elementwise(*args: Any) -> Any:
-        shapes.add(args[2].shape)
+        shapes.add(args[1].shape)
         return chunked._elementwise(*args)
 
     monkeypatch.setattr(chunked, "_can_compile", lambda: True)

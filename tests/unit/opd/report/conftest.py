@@ -128,7 +128,9 @@ def as_json(found: Evaluation) -> dict[str, Any]:
 def baseline(root: Path, method: str, label: str, accuracy: Mapping[str, float], **more: Any) -> None:
     scores = {d: asdict(score(a)) for d, a in accuracy.items()}
     name = f"{method}-{more['token_share']}-{more['seed']}.json"
-    data = {"format": 1, "method": method, "strength": None, "label": label, "scores": scores, "wall_s": 1.0, **more}
+    beside = {"merge_steps": 4, "merge_tokens": 96}
+    data = {"format": 1, "method": method, "strength": None, "label": label, "scores": scores, "wall_s": 1.0}
+    data |= beside | more
     put(root / "baselines" / name, data)
 
 

@@ -17,6 +17,7 @@ from opd.rollouts.worker import Request, Sampled, _sampled
 from opd.types import Prompt
 
 ROOM, LIMIT = 16, 6
+VOCABULARY = 100
 
 
 class FakeWorker:
@@ -61,7 +62,7 @@ def engine(
             "rollout": {"workers": workers, "max_model_len": ROOM, "max_new_tokens": LIMIT} | rollout,
         }
     )
-    return VLLMRolloutEngine(config, Path("base"), (2,), Letters(), untrained or {})
+    return VLLMRolloutEngine(config, Path("base"), VOCABULARY, (2,), Letters(), untrained or {})
 
 
 def prompt(i: int, length: int = 3) -> Prompt:
@@ -326,3 +327,15 @@ def test_the_death_of_another_kind_of_worker_is_passed_on(mortal: Any) -> None:
     with pytest.raises(cluster.WorkerDied, match="trainer rank 0"):
         made.generate(PROMPTS, step=1, policy_version=0)
     assert len(workers) == 2
+
+
+def test_an_id_that_is_no_token_is_refused_before_it_becomes_a_rollout(in_process: Any) -> None:
+    made = engine(in_process)
+    assert made.generate([prompt(VOCABULARY - 1)], step=3, policy_version=2).rollouts[0].response_ids[0] == 99
+    with pytest.raises(RunError, match=r"sample 000003/d/100: .* wrote token id 100, the tokenizer knows 0 to 99"):
+        made.generate([prompt(1), prompt(VOCABULARY)], step=3, policy_version=2)
+
+
+def test_engines_are_told_how_many_ids_there_are(in_process: Any) -> None:
+    engine(in_process, 2)
+    assert [w.options.vocab_size for w in in_process.workers] == [VOCABULARY] * 2

@@ -21,6 +21,7 @@ from opd.stream.targets import Expected, TargetStream
 from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment
 
 PROMPTS = [Prompt(id=f"{d}/{i}", domain=d, token_ids=(1, 2 + i)) for d in "ab" for i in range(2)]
+VOCABULARY = 76
 RULES = {"h": LogitRule(scale=2.0), "other": LogitRule(scale=3.0)}
 
 
@@ -98,7 +99,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def log(tmp_path: Path, said: list[str], in_process: Any) -> ArrowTargetLog:
-    return ArrowTargetLog(tmp_path / "targets", Teachers(), said.append)  # type: ignore[arg-type]
+    return ArrowTargetLog(tmp_path / "targets", Teachers(), VOCABULARY, said.append)  # type: ignore[arg-type]
 
 
 def names(root: Path) -> list[str]:
@@ -282,3 +283,25 @@ def test_a_head_travels_bit_by_bit(dtype: torch.dtype) -> None:
     back = head_tensor(head_array(head))
     assert back.dtype == dtype
     assert torch.equal(back, head)
+
+
+@pytest.mark.parametrize("unscored", [False, True])
+def test_a_logged_id_that_is_no_token_is_rolled_out_again(
+    unscored: bool, log: ArrowTargetLog, said: list[str], tmp_path: Path
+) -> None:
+    """What a padding row of the student's head once wrote would crash the trainer at every resume."""
+    batch, parts = a_step()
+    one, lost, two, three = batch.rollouts
+    if unscored:
+        lost = dataclasses.replace(lost, response_ids=(VOCABULARY, *lost.response_ids[1:]))
+    else:
+        two = dataclasses.replace(two, response_ids=(3, VOCABULARY, 5))
+        parts[0] = part(scored(two), broken={lost.sample_id: "teacher t: not finite"})
+    record(log, 12, 11, PROMPTS, dataclasses.replace(batch, rollouts=(one, lost, two, three)), parts)
+    assert log.replay(12, 11, PROMPTS) is None
+    assert names(tmp_path / "targets") == []
+    wrong = lost if unscored else two
+    assert said == [
+        "warning: step 12 is rolled out again, the target log cannot be used: "
+        f"sample {wrong.sample_id} has token id 76, the tokenizer knows 0 to 75"
+    ]

@@ -105,6 +105,18 @@ def test_the_log_prob_of_token_t_lives_at_t_minus_1(lm: Any) -> None:
     torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
 
 
+def test_padding_rows_of_the_head_have_no_probability_in_the_probe_either(lm: Any) -> None:
+    """The engine that the probe is held against cannot give them any."""
+    from opd.train.student import LossHead
+
+    gen = torch.Generator().manual_seed(0)
+    hidden, tokens = torch.randn(9, 8, generator=gen), torch.randint(0, 5, (9,), generator=gen)
+    weight = torch.nn.Parameter(torch.randn(13, 8, generator=gen))
+    head = LossHead(weight, ReverseKL(), {"vocab_size": 5, "rule": IDENTITY})
+    want = (hidden @ weight[:5].T).log_softmax(-1)[range(9), tokens]
+    torch.testing.assert_close(head(hidden, None, (), None, tokens), want)
+
+
 def test_positions_are_direct_indices() -> None:
     packed = LAYOUTS["packed"]([[1, 2, 3, 4, 5], [6, 7, 8]])
     positions = predict_positions(packed, [(2, 5), (1, 3)])

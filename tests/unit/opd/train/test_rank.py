@@ -463,6 +463,21 @@ def test_the_weights_follow_the_objective_and_the_domains(in_process: Any) -> No
     assert weights == pytest.approx({"a": 1 / 4 / 2, "b": 3 / 4 / 2})
 
 
+def test_a_sampled_tokens_weight_does_not_hold_its_own_responses_length(in_process: Any) -> None:
+    in_process.replace = FakeRank
+    data = config().model_dump(mode="json") | {"objective": {"kind": "sampled"}}
+    trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
+    short, long = rollout("a"), rollout("b")
+    num = len(short.response_ids)
+    long = dataclasses.replace(
+        long, response_ids=(1,) * 5 * num, behaviour_logprobs=(-1.0,) * 5 * num,
+        segments=(Segment(length=5 * num, trained=True),),
+    )  # fmt: skip
+    trainer.train_step(1, [short, long], Targets("a", "b"))  # type: ignore[arg-type]
+    weights = {i: w for fake in in_process.workers for work, _ in fake.works for i, w in work.weights.items()}
+    assert weights == pytest.approx({"a": 1 / (10 * num), "b": 1 / (2 * num)})
+
+
 @pytest.mark.parametrize("rollouts", [[], [rollout("a", trained=False)]])
 def test_a_step_without_trained_tokens_is_skipped_and_says_so(rollouts: list[Rollout], in_process: Any) -> None:
     in_process.replace = FakeRank

@@ -230,3 +230,23 @@ def test_a_gap_on_the_sampled_tokens_stops_the_run(gaps: tuple[float, float], ok
             RunError, match=r"^step 7: engine and trainer differ by .* sync.tolerance is 0.02, most in domain code"
         ):
             refuse_gap(7, {"math": fine, "code": odd}, 0.02)
+
+
+def test_without_its_own_length_a_response_weighs_by_that_of_the_others() -> None:
+    """d / (sum of the others' d T + d U), U the mean T of the domain's others; the own T where there is no other."""
+    weights = row_weights(STEP, "leave_one_out", DOMAIN_WEIGHTS)
+    assert weights == pytest.approx(
+        {
+            "a": 2 / (2 * 5 + 0.5 * 31 + 7 + 2 * 5),
+            "b": 2 / (2 * 10 + 0.5 * 31 + 7 + 2 * 10),
+            "c": 0.5 / (2 * 15 + 0.5 * 30 + 7 + 0.5 * 30 / 2),
+            "d": 0,
+            "e": 0.5 / (2 * 15 + 0.5 * 1 + 7 + 0.5 * 1 / 2),
+            "f": 1 / (2 * 15 + 0.5 * 31 + 7),
+        }
+    )
+    longer = [rollout("a", "math", [(99, True)]), *STEP[1:]]
+    assert row_weights(longer, "leave_one_out", DOMAIN_WEIGHTS)["a"] == weights["a"]
+    assert row_weights(STEP[3:4], "leave_one_out", {}) == {}
+    ended = [rollout("x", "math", [(4, True)]), rollout("y", "math", [(0, True)])]
+    assert row_weights(ended, "leave_one_out", {}) == {"x": 1 / 4, "y": 0}

@@ -67,6 +67,10 @@ class FakeRuns:
         (root / "metrics.jsonl").write_text('{"step": 1, "response_tokens": 100}\n')
         Evaluation(model="before", scores=scores(reverse=0.1, upper=0.5)).save(root / "evaluation" / "before.json")
         Evaluation(model="expert", scores=scores(reverse=0.9, upper=0.5)).save(root / "evaluation" / "expert.json")
+        after = Evaluation(
+            model="merged", scores=scores(reverse=0.8, upper=0.5), weights={"reverse": f"of {root.name}"}
+        )
+        after.save(root / "evaluation" / "after.json")
         (root / "report.json").write_text("{}")
 
     def resume(self, root: Path) -> None:
@@ -142,6 +146,9 @@ def test_the_files(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     data = json.loads((root / "comparison.json").read_text())
     assert (data["format"], data["seeds"], data["before"]["mean"]) == (1, [0, 1], pytest.approx(0.3))
     assert len(data["rows"]) == 8
+    assert data["merges"] == [
+        {"seed": seed, "steps": 1, "tokens": 100, "weights": f"of seed-{seed}"} for seed in (0, 1)
+    ]
     table = (root / "comparison.md").read_text().splitlines()
     assert table[0].startswith("| method | share |")
     assert [len(line.split("|")) for line in table[:10]] == [8] * 10

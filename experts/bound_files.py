@@ -1,0 +1,48 @@
+"""Files of a model directory that decide, beside the weights, which tokens a model reads and what it computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from blake3 import blake3
+
+from opd.files import blake3_file
+
+CONFIG_FILES = ("config.json",)
+"""What a forward pass depends on."""
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+"""What text becomes as tokens, and which tokens end a response. A merged model has its student's."""
+
+STUDENT_FILES = (*CONFIG_FILES, *TOKENIZER_FILES)
+"""All that counts of a student. Of an expert only `CONFIG_FILES` do: it scores, and answers its exam, with the student's
+tokenizer, template and end tokens, and its own vocabulary and end tokens are compared with the student's at every start.
+"""
+
+
+def file_hashes(path: Path, patterns: Sequence[str]) -> dict[str, str]:
+    """Name -> BLAKE3 of the directory's files that match. Raises: OSError."""
+    files = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+    return {file.name: blake3_file(file) for file in sorted(files)}
+
+
+def model_digest(path: Path, weight_files: Mapping[str, str], adapter_files: Mapping[str, str] | None = None) -> str:
+    """By which a model is known: its config.json, the hashes of its weight files, and of an adapter's files.
+
+    Raises: OSError.
+    """
+    digest = blake3((path / "config.json").read_bytes())
+    digest.update(json.dumps(sorted(weight_files.values())).encode())
+    if adapter_files is not None:
+        digest.update(json.dumps(sorted(adapter_files.items())).encode())
+    return digest.hexdigest()

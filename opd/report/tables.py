@@ -1,0 +1,64 @@
+"""The report as rows of text, for terminals and Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+
+def table_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    """Domain, student before, expert, merged, headroom recovered: one row a domain and a last one with the means."""
+    domains = report["domains"]
+    rows = [
+        (n, f"{d['before']:.2f}", f"{d['expert']:.2f}", f"{d['after']:.2f}", share_text(d["headroom"]))
+        for n, d in domains.items()
+    ]
+    if domains:
+        means = [f"{fmean(d[key] for d in domains.values()):.2f}" for key in ("before", "expert", "after")]
+        rows.append(("mean", *means, share_text(report["mean_headroom"])))  # type: ignore[arg-type]
+    return rows
+
+
+def round_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Round, steps, mean gain, mean headroom since the very first student, and since the round began."""
+    return [
+        (
+            str(r["round"]),
+            str(r["steps"]),
+            "-" if r["mean_gain"] is None else f"{r['mean_gain']:+.2f}",
+            share_text(r["mean_headroom"]),
+            share_text(r["mean_headroom_in_round"]),
+        )
+        for r in report.get("rounds", ())
+    ]
+
+
+def baseline_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Method, share of the merge's training, response tokens, seeds, mean headroom, and whether it is out of date; this
+    merge first, if there is anything beside it."""
+    rows = report.get("baselines", ())
+    merge = ("this merge", "1", f"{report['response_tokens']:,}", "1", share_text(report["mean_headroom"]), "")
+    return [merge, *map(_baseline_row, rows)] if rows else []
+
+
+def _baseline_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        row["label"],
+        "-" if row["token_share"] is None else f"{row['token_share']:g}",
+        "-" if row["tokens"] is None else f"{row['tokens']:,}",
+        str(row["seeds"]),
+        share_text(row["mean_headroom"]),
+        "stale" if row["stale"] else "",
+    )
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column is text, the others are numbers."""
+    lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def share_text(value: float | None) -> str:
+    """0.95 -> `95 %`; a dash for nothing."""
+    return "-" if value is None else f"{100 * value:.0f} %"

@@ -1,0 +1,77 @@
+"""Binds what was measured to what it was measured on, and takes back what a merge that goes on has left behind.
+
+A result says which steps, response tokens and weights it is of. Nothing measured on another model can then stand in a table
+as if it were of this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from experts.bound_files import model_digest
+from experts.model_dir import weight_hashes
+from opd.evaluation.evaluator import MERGED
+from opd.evaluation.scores import Evaluation
+from opd.files import atomic_write_text
+from opd.metrics import MetricsFile
+from opd.report import write_report
+from opd.report.run import STEP_FILE
+from pipelines.build import RunPaths
+from pipelines.evaluate import lm_eval_text, lm_eval_weights, read_lm_eval
+
+T = TypeVar("T")
+
+
+def trained(metrics: Path) -> tuple[int, int]:
+    """Steps that a merge has taken, and response tokens that it was trained on in them."""
+    records = MetricsFile(metrics).read()
+    return len(records), sum(record["response_tokens"] for record in records)
+
+
+def of_merged(found: Evaluation, model: Path, steps: int, tokens: int) -> Evaluation:
+    """The exam of a merged model, with what it is of. Reads the model's weights once for their hash."""
+    digest = model_digest(model, weight_hashes(model))
+    return replace(found, step=steps, tokens=tokens, weights=dict.fromkeys(found.scores, digest))
+
+
+def take_back(paths: RunPaths, done: int, steps: int) -> None:
+    """Before a merge goes on from step `done` to `steps`: what was measured on the model that it ended with is of its past.
+
+    The last exam becomes one on the way, if the run still stands on that step; the page says that the merge goes on. The
+    model of the earlier end stays until there is another.
+    """
+    for file in paths.evaluation.glob("step-*.json"):
+        named = STEP_FILE.fullmatch(file.name)
+        if named and int(named[1]) > done:
+            file.unlink()
+    if done >= steps:
+        return
+    after = paths.evaluation / "after.json"
+    if after.exists():
+        found = Evaluation.load(after)
+        step = found.step or _stored_steps(paths.report)
+        if step is not None and step <= done:
+            replace(found, step=step).save(paths.evaluation / f"step-{step:06d}.json")
+        after.unlink()
+    public, weights = read_lm_eval(paths.lm_eval), lm_eval_weights(paths.lm_eval)
+    if MERGED in public:
+        atomic_write_text(paths.lm_eval, lm_eval_text(_but_merged(public), _but_merged(weights)))
+    if paths.report.exists():
+        paths.report.unlink()
+        write_report(paths.root)
+
+
+def _but_merged(by_model: Mapping[str, T]) -> dict[str, T]:
+    return {name: value for name, value in by_model.items() if name != MERGED}
+
+
+def _stored_steps(report: Path) -> int | None:
+    """Of a run whose evaluations do not say it, since an older release wrote them."""
+    if not report.exists():
+        return None
+    steps: int | None = json.loads(report.read_text(encoding="utf-8")).get("steps")
+    return steps

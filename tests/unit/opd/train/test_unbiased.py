@@ -1,0 +1,172 @@
+"""Which settings of `sampled` are unbiased, by exact enumeration in float64: no sampling error can hide or make a bias.
+
+A student over three tokens (a, b, end) writes at most two or three of them; its logits are a table, one row for each
+prefix. Every possible step of a few responses is weighed by its probability. Unbiased means: the estimate's expectation
+is that of exact reverse KL's gradient with the same weights, at every entry of the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opd.losses.blocks import SampledBlock, TeacherBlock
+from opd.losses.chunked import chunked_objective
+from opd.losses.reverse_kl import ReverseKL
+from opd.losses.sampled import Sampled
+from opd.stream.schema import TargetRow
+from opd.train.batch import leave_one_out
+from opd.train.totals import row_weights
+from opd.types import Rollout, Segment
+
+END, V = 2, 3
+Text = tuple[int, ...]
+
+
+def texts(limit: int) -> list[Text]:
+    """Every response: up to its end token, or `limit` tokens without one."""
+    open_ended = [t for n in range(limit) for t in itertools.product((0, 1), repeat=n)]
+    return [(*t, END) for t in open_ended] + list(itertools.product((0, 1), repeat=limit))
+
+
+@dataclass(frozen=True)
+class World:
+    """One student and one teacher for each prompt, as tables of logits by prefix."""
+
+    student: Tensor
+    """[prompts, prefixes, V]"""
+    teacher: Tensor
+    prefixes: dict[Text, int]
+
+    def states(self, text: Text) -> list[int]:
+        return [self.prefixes[text[:t]] for t in range(len(text))]
+
+
+def world(prompts: int, limit: int) -> World:
+    prefixes = [t for n in range(limit) for t in itertools.product((0, 1), repeat=n)]
+    gen = torch.Generator().manual_seed(0)
+    tables = torch.randn(2, prompts, len(prefixes), V, generator=gen, dtype=torch.float64)
+    return World(1.5 * tables[0], 1.5 * tables[1], {p: i for i, p in enumerate(prefixes)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    domains: tuple[str, ...] = ("d", "d")
+    """Of each response of a step; each has a prompt of its own."""
+    limit: int = 3
+    temperature: float = 1.0
+    normalize: str = "leave_one_out"
+    baseline: bool = False
+    raw: bool = False
+    """Behaviour log-probs without the temperature, as vLLM's default reports them."""
+    clips: tuple[float | None, float | None] = (None, None)
+    loss_weights: tuple[tuple[str, float], ...] = ()
+
+
+def rollout(sample_id: str, domain: str, text: Text, behaviour: Sequence[float]) -> Rollout:
+    return Rollout(
+        sample_id=sample_id, step=1, domain=domain, policy_version=0, prompt_ids=(0,), response_ids=text,
+        behaviour_logprobs=tuple(behaviour), segments=(Segment(length=len(text), trained=True),), truncated=False,
+    )  # fmt: skip
+
+
+def target(r: Rollout, logq: Sequence[float]) -> TargetRow:
+    return TargetRow(
+        sample_id=r.sample_id, step=1, domain=r.domain, teacher="t", policy_version=0, prompt_ids=r.prompt_ids,
+        response_ids=r.response_ids, loss_mask=r.loss_mask, behaviour_logprobs=r.behaviour_logprobs,
+        teacher_logprobs=logq,
+    )  # fmt: skip
+
+
+def expectations(s: Setting) -> tuple[Tensor, Tensor]:
+    """Of the estimate's gradient and of the exact one, over every step that can be sampled."""
+    w = world(len(s.domains), s.limit)
+    drawn = (w.student / s.temperature).log_softmax(-1)
+    said, logq = (w.student.log_softmax(-1) if s.raw else drawn), w.teacher.log_softmax(-1)
+    columns: dict[str, list[Any]] = {name: [] for name in ("place", "token", "mu", "q", "baseline", "weight")}
+    for step in itertools.product(texts(s.limit), repeat=len(s.domains)):
+        places = [[(i, state) for state in w.states(text)] for i, text in enumerate(step)]
+        each = [
+            [
+                [float(table[i, state, y]) for (i, state), y in zip(part, text, strict=True)]
+                for table in (drawn, said, logq)
+            ]
+            for part, text in zip(places, step, strict=True)
+        ]
+        chance = torch.tensor([x for logp, _, _ in each for x in logp], dtype=torch.float64).sum().exp()
+        rollouts = [rollout(str(i), s.domains[i], text, each[i][1]) for i, text in enumerate(step)]
+        rows = {r.sample_id: (target(r, each[i][2]),) for i, r in enumerate(rollouts)}
+        weights, means = row_weights(rollouts, s.normalize, dict(s.loss_weights)), leave_one_out(rows)
+        for i, text in enumerate(step):
+            columns["place"] += places[i]
+            columns["token"] += text
+            columns["mu"] += each[i][1]
+            columns["q"] += each[i][2]
+            columns["baseline"] += [means[str(i)]] * len(text)
+            columns["weight"] += [float(chance) * weights[str(i)]] * len(text)
+    return gradients(w, s, columns)
+
+
+def gradients(w: World, s: Setting, columns: dict[str, list[Any]]) -> tuple[Tensor, Tensor]:
+    """All steps in one sum: the loss is linear in its weights, which hold the probabilities."""
+    place = torch.tensor(columns["place"]).T
+    mu, q, baseline, weight = (torch.tensor(columns[k], dtype=torch.float64) for k in ("mu", "q", "baseline", "weight"))
+    token, eye = torch.tensor(columns["token"]), torch.eye(V, dtype=torch.float64)
+    found = []
+    for objective, block in (
+        (Sampled(*s.clips), SampledBlock(q, baseline if s.baseline else None)),
+        (ReverseKL(), TeacherBlock(w.teacher[place[0], place[1]], eye)),
+    ):
+        table = w.student.clone().requires_grad_()
+        hidden = table[place[0], place[1]]
+        loss, _ = chunked_objective(objective, hidden, eye, [block], weight, token, mu, chunk=4096, vocab_size=V)
+        found.append(torch.autograd.grad(loss, table)[0])
+    return found[0], found[1]
+
+
+def bias(s: Setting) -> float:
+    """Relative to the exact gradient."""
+    estimate, exact = expectations(s)
+    return float((estimate - exact).norm() / exact.norm())
+
+
+FOUR = Setting(domains=("d", "d", "e", "e"), limit=2, loss_weights=(("e", 3.0),))
+
+
+@pytest.mark.parametrize("baseline", [False, True], ids=["no baseline", "leave one out"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+@pytest.mark.parametrize(
+    "setting", [Setting(), Setting(domains=("d",) * 3, limit=2), FOUR], ids=["two", "three", "four"]
+)
+def test_the_estimate_is_unbiased_at_every_temperature(setting: Setting, temperature: float, baseline: bool) -> None:
+    assert bias(replace(setting, temperature=temperature, baseline=baseline)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("setting", "least"),
+    [
+        (Setting(normalize="sequence_mean"), 0.1),
+        (Setting(normalize="token_mean"), 0.05),
+        (Setting(domains=("d", "e")), 0.05),
+        (Setting(temperature=0.7, raw=True), 0.1),
+        (Setting(temperature=1.5, raw=True), 0.1),
+        (Setting(temperature=0.7, clips=(1.2, None)), 0.02),
+        (Setting(clips=(None, 0.5)), 0.1),
+    ],
+    ids=["sequence mean", "own length", "alone in its domain", "raw, 0.7", "raw, 1.5", "ratio clip", "advantage clip"],
+)
+def test_what_biases_the_estimate(setting: Setting, least: float) -> None:
+    """Why `sampled` has no sequence mean and no length of its own, and asks vLLM for processed log-probs."""
+    found = bias(setting)
+    assert found > least, found
+
+
+def test_the_bias_of_the_own_length_falls_with_the_number_of_responses() -> None:
+    biases = [bias(Setting(domains=("d",) * n, limit=2, normalize="token_mean")) for n in (1, 2, 4)]
+    assert biases[0] > 1.5 * biases[1] > 2 * biases[2]
