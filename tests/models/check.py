@@ -127,7 +127,7 @@ def engine_logprobs(root: Path, given: list[list[int]], dtype: str, vocab_size: 
         max_model_len=64,
         max_num_seqs=16,
         gpu_memory_utilization=0.5,
-        **({"vocab_size": vocab_size} if "vocab_size" in EngineOptions.__dataclass_fields__ else {}),
+        vocab_size=vocab_size,
     )
     return [torch.tensor(part) for part in VLLMWorker(options, []).logprobs(given)]
 

@@ -33,16 +33,18 @@ _GATED_DELTA = {
     "layer_types": _LINEAR_AND_FULL,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 _LATENT_ATTENTION = {
     "num_key_value_heads": 2,
     "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
     "first_k_dense_replace": 1,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -58,6 +60,17 @@ _MAMBA = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 16,
 }
+_LFM2_OF_THE_HUB = {
+    "conv_dim": 64,
+    "conv_dim_out": 64,
+    "conv_bias": False,
+    "block_dim": 64,
+    "block_ff_dim": 128,
+    "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 32,
+    "block_ffn_dim_multiplier": 1.0,
+}
+"""Keys that vLLM reads and that the models on the hub have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +155,9 @@ FAMILIES: dict[str, Family] = {
         settings={
             "model_type": "glm_moe_dsa",
             **_LATENT_ATTENTION,
-            "head_dim": 32,
+            "head_dim": 64,
             "index_topk": 8,
-            "index_head_dim": 32,
+            "index_head_dim": 64,
             "index_n_heads": 2,
             "indexer_types": ["full", "shared"],
         },
@@ -209,7 +222,9 @@ FAMILIES: dict[str, Family] = {
             "model_type": "lfm2",
             "head_dim": None,
             "layer_types": ["conv", "full_attention"],
+            "conv_L_cache": 3,
             "block_auto_adjust_ff_dim": False,
+            **_LFM2_OF_THE_HUB,
         },
         note="short convolutions and attention",
     ),
