@@ -594,7 +594,7 @@ def response_beyond_context(b: Bench) -> None:
 
 def sampling_values(b: Bench) -> None:
     for key, value in (
-        ("max_new_tokens", 0), ("temperature", -1), ("temperature", 0), ("temperature", float("inf")),
+        ("max_new_tokens", 0), ("temperature", -1), ("temperature", 0), ("temperature", 0.005), ("temperature", float("inf")),
         ("temperature", float("nan")), ("max_model_len", 0),
     ):  # fmt: skip
         b.data["rollout"] = {"max_model_len": 32, key: value}
@@ -1005,7 +1005,7 @@ CASES = (
     Case(24, "Empty prompt, white space, special tokens only", "Left out, counted and named in a warning. A file of nothing else is refused.", prompts_that_ask_nothing),
     Case(25, "Prompt as long as the context", "Quarantined by id before it reaches the engine; the others go on, nothing is cut. A domain of nothing else is refused.", prompt_beyond_context),
     Case(26, "Prompt and response together exceed the context", "The response's limit is shortened for that prompt; if it is reached, the response is counted as `truncated`.", response_beyond_context),
-    Case(27, "`max_new_tokens` 0, temperature 0 or below, infinite or NaN numbers", "Refused with the key. Temperature 0 too: greedy responses are not samples of the student.", sampling_values),
+    Case(27, "`max_new_tokens` 0, temperature below 0.01, infinite or NaN numbers", "Refused with the key. Temperature 0 too: greedy responses are not samples of the student; vLLM would raise others below 0.01.", sampling_values),
     Case(28, "`top_p` or `top_k` in sampling", "Refused as unknown keys: there are none, since responses have to be the student's own distribution.", filtered_sampling),
     Case(29, "Response that ends at once; step without a trained token", "The end token is trained. A step without any token is skipped, and its record says so.", nothing_to_train),
     Case(30, "Nearly all responses end at their limit", "Warning above 90 % of a domain's responses, once a domain; every step's record counts them by domain.", nearly_all_cut),
