@@ -113,8 +113,7 @@ class Registry:
             prompts_count=count,
             info=info,
             adapter=adapter,
-            # The probe runs a model as it lies on disk, which for an adapter would be its base.
-            probe=None if adapter else take_probe(info),
+            probe=take_probe(info, adapter),
             registered_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self._write(manifest)

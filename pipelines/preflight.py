@@ -184,7 +184,12 @@ def _teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: Pro
         return Teacher(name=name, model_dir=model_dir, digest=base, probe=probe)
     digest.update(json.dumps(sorted(adapter.files.items())).encode())
     return Teacher(
-        name=name, model_dir=model_dir, adapter_dir=Path(adapter.path), digest=digest.hexdigest(), base_digest=base
+        name=name,
+        model_dir=model_dir,
+        adapter_dir=Path(adapter.path),
+        digest=digest.hexdigest(),
+        base_digest=base,
+        probe=probe,
     )
 
 
