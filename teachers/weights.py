@@ -132,13 +132,18 @@ def _parts(teacher: Teacher) -> dict[str, Path]:
     return parts | ({f"{weight_key(teacher)}:adapter": teacher.adapter_dir} if teacher.adapter_dir else {})
 
 
-def read_weights(directory: Path, dtype: torch.dtype) -> State:
-    """All tensors of a directory's safetensors, memory-mapped where they already have `dtype`."""
+def read_tensors(directory: Path) -> State:
+    """All tensors of a directory's safetensors, memory-mapped."""
     state: State = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            state.update({name: file.get_tensor(name).to(dtype) for name in file.keys()})  # noqa: SIM118 - not a dict
+            state.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
     return state
+
+
+def read_weights(directory: Path, dtype: torch.dtype) -> State:
+    """All tensors of a directory's safetensors, memory-mapped where they already have `dtype`."""
+    return {name: tensor.to(dtype) for name, tensor in read_tensors(directory).items()}
 
 
 def weights_nbytes(directory: Path, dtype: torch.dtype) -> int:

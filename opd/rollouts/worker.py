@@ -2,7 +2,7 @@
 
 Token ids in, token ids out: the engine has no tokenizer, and is told how many ids there are. Two vLLM behaviours are repaired here, both silent otherwise:
 a reload on the CPU leaves the packed output head of a tied model stale, and the prefix cache outlives the weights. A third,
-that it dies on the CPU when it reads a prompt in parts, is kept from happening.
+that it dies on the CPU when it reads a prompt in parts, is kept from happening. `repairs` has those of single families.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import RunError
+from opd.rollouts.repairs import drop_expert_kernels, is_recurrent, rotate_every_head
+
+RESTARTED = {"gpt_oss"}
+"""Families whose experts vLLM's reload does not reach, because they bypass what it watches: a push starts a new engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,7 @@ class Sampled:
 
 
 class VLLMWorker:
-    """Owns one `vllm.LLM`; `load` swaps its weights in place, or restarts it for another architecture."""
+    """Owns one `vllm.LLM`; `load` swaps its weights in place, or restarts it where that cannot be done."""
 
     def __init__(self, options: EngineOptions, stop_token_ids: Sequence[int]) -> None:
         self._options = options
@@ -101,7 +105,7 @@ class VLLMWorker:
         """Hold this directory's weights. Raises: RunError if the caches could not be reset."""
         self._wake()
         shape = model_shape(model_dir)
-        if shape == self._shape:
+        if shape == self._shape and shape["model_type"] not in RESTARTED:
             swap_weights(self._llm, model_dir)
             cut_vocabulary(self._llm, self._options.vocab_size)
         else:
@@ -134,6 +138,7 @@ def swap_weights(llm: Any, model_dir: Path) -> None:
 
     Raises: RunError if the prefix cache, which holds what the old weights computed, could not be reset.
     """
+    drop_expert_kernels(engine_model(llm))
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})
     repack_output_head(engine_model(llm))
     _reset_prefix_cache(llm)
@@ -231,9 +236,13 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     if current_platform.is_cpu():
         # After a part of a prompt vLLM winds the request's own random stream back, which a CPU's generator cannot do.
         settings["enable_chunked_prefill"] = False
+        if is_recurrent(options.model_dir):
+            settings["enable_prefix_caching"] = False  # vLLM cuts recurrent states at cached blocks by prompts in parts
     if options.sleep:
         settings["enable_sleep_mode"] = True
     llm = LLM(**settings | more)
+    if current_platform.is_cpu():
+        rotate_every_head(engine_model(llm))
     if more.get("runner") != "pooling":  # that one has no head
         cut_vocabulary(llm, options.vocab_size)
     return llm

@@ -24,6 +24,7 @@ from opd.files import storing
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.losses import build_objective
 from opd.losses.blocks import LogitRule
+from opd.model_weights import attention, persistent_buffers, to_files
 from opd.stream.heads import Head, HeadFile, head_key, head_tensor
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import (
@@ -213,14 +214,15 @@ class TrainerRank:
         """Gather the weights, one parameter at a time, and let rank 0 write config and safetensors into `path`."""
         from huggingface_hub import save_torch_state_dict
 
-        state = {}
+        lm, state = self._engine.module.lm, {}
         for name, weight in self._gathered():
             if self._rank == 0:
                 state[name] = weight
         if self._rank == 0:
+            state |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(lm)}
             with storing(path):
-                save_torch_state_dict(state, path, max_shard_size="5GB")
-                self._engine.module.lm.config.save_pretrained(path)
+                save_torch_state_dict(to_files(lm, state), path, max_shard_size="5GB")
+                lm.config.save_pretrained(path)
 
     def begin_save(self, path: Path) -> None:
         """Copy this rank's float32 weights and Adam moments; a thread writes them into `path` while the run goes on."""
@@ -362,15 +364,16 @@ def _to(batch: Any, device: torch.device) -> Any:
 
 def _start_engine(options: RankOptions) -> Any:
     import deepspeed
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     deepspeed.init_distributed(
         dist_backend="nccl" if torch.cuda.is_available() else "gloo",
         timeout=timedelta(seconds=options.timeout_s),
         verbose=False,
     )
+    kind = attention(AutoConfig.from_pretrained(options.model_dir, trust_remote_code=False))
     lm = AutoModelForCausalLM.from_pretrained(
-        options.model_dir, dtype=getattr(torch, options.dtype), trust_remote_code=False
+        options.model_dir, dtype=getattr(torch, options.dtype), attn_implementation=kind, trust_remote_code=False
     )
     loss = options.objective
     known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}

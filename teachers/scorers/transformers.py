@@ -19,12 +19,13 @@ from opd.errors import RunError
 from opd.layouts import LAYOUTS, Packed, layout_error, predict_positions, prove_layout
 from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
 from opd.losses.blocks import LogitRule
+from opd.model_weights import Layout, attention, to_meta
 from opd.stream.heads import HeadFile, head_key, logit_rule
 from opd.stream.schema import TargetRow
 from opd.types import LayoutProof, Rollout, Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.rows import batches, target_row
-from teachers.weights import State, WeightCache, base_key, read_weights, weight_key, weights_nbytes
+from teachers.weights import State, WeightCache, base_key, read_tensors, weight_key, weights_nbytes
 
 SCORE_TOKENS = 4096
 """Tokens of one forward pass; more does not get faster on a CPU."""
@@ -39,13 +40,16 @@ class TransformersScorer:
         self._payload = options.payload
         self._top_k = options.top_k
         self._vocab_size = options.vocab_size
-        self._weights = WeightCache(self._dtype, options.memory_bytes, read_weights, weights_nbytes)
+        self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, weights_nbytes)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._skeletons: dict[str, Any] = {}
         """By the config's JSON."""
         self._skeleton_of: dict[Path, Any] = {}
         self._proofs: dict[int, LayoutProof] = {}
         """By the skeleton's id."""
+        self._layouts: dict[str, Layout] = {}
+        """By the config's JSON."""
+        self._layout_of: dict[Path, Layout] = {}
         self._loaded = ""
         self._base = ""
         self._hooks: list[RemovableHandle] = []
@@ -54,6 +58,7 @@ class TransformersScorer:
 
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to map and read the teacher's weights."""
+        self._layout(teacher.model_dir)  # the thread that reads cannot make it
         self._weights.prefetch(teacher)
 
     def head(self, teacher: Teacher) -> Tensor:
@@ -75,10 +80,8 @@ class TransformersScorer:
 
     def head_file(self, teacher: Teacher) -> HeadFile:
         """Where the head lies; an adapter leaves its base's as it is."""
-        self._load(teacher)
-        weight = self._model.get_output_embeddings().weight
-        names = [name for name, param in self._model.named_parameters(remove_duplicate=False) if param is weight]
-        return HeadFile(teacher.model_dir.absolute(), tuple(names), str(self._dtype).removeprefix("torch."))
+        names = self._layout(teacher.model_dir).head_names(read_tensors(teacher.model_dir))
+        return HeadFile(teacher.model_dir.absolute(), names, str(self._dtype).removeprefix("torch."))
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """What the teacher's architecture does to its logits."""
@@ -182,8 +185,12 @@ class TransformersScorer:
         if self._base != base_key(teacher):
             self._base = ""
             if self._model is not None:
-                _let_go(self._model)
-        base, *adapters = self._weights.get(teacher)
+                to_meta(self._model)  # its teacher would stay in memory beyond the budget while the next one is read
+        self._layout(teacher.model_dir)
+        try:
+            base, *adapters = self._weights.get(teacher)
+        except RunError as error:
+            raise RunError(f"teacher {teacher.name}: {error}") from None
         if not self._base:
             self._assign(teacher, base)
         for adapter in adapters:
@@ -194,8 +201,7 @@ class TransformersScorer:
         self._model = self._skeleton(teacher.model_dir)
         missing, unexpected = self._model.load_state_dict(state, strict=False, assign=True)
         self._model.tie_weights()
-        tied = set(self._model._tied_weights_keys or ()) if self._model.config.tie_word_embeddings else set()
-        if set(missing) - tied or unexpected:
+        if set(missing) - set(self._model.all_tied_weights_keys) or unexpected:
             raise RunError(
                 f"teacher {teacher.name}: weights do not fit its config: missing {missing[:3]}, unexpected {unexpected[:3]}"
             )
@@ -215,22 +221,44 @@ class TransformersScorer:
             )
         self._hooks = attach(self._model, changes)
 
+    def _read(self, directory: Path, dtype: torch.dtype) -> State:
+        """Tensors of a model by its modules' names, of an adapter as its file has them."""
+        tensors, layout = read_tensors(directory), self._layout_of.get(directory)
+        if layout is None or layout.is_plain(tensors):
+            return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        state, problem = layout.from_files(tensors)
+        if problem:
+            raise RunError(f"weights do not fit its config: {problem}")
+        return state
+
+    def _layout(self, model_dir: Path) -> Layout:
+        if model_dir not in self._layout_of:
+            config, key = _read_config(model_dir)
+            if key not in self._layouts:
+                self._layouts[key] = Layout(config, self._dtype)
+            self._layout_of[model_dir] = self._layouts[key]
+        return self._layout_of[model_dir]
+
     def _skeleton(self, model_dir: Path) -> Any:
         from accelerate import init_empty_weights
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         if model_dir not in self._skeleton_of:
-            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-            config.name_or_path, config.transformers_version = "", None  # where it is from changes nothing
-            key = config.to_json_string(use_diff=False)
+            config, key = _read_config(model_dir)
             if key not in self._skeletons:
                 with init_empty_weights(include_buffers=False):
-                    model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, trust_remote_code=False)
+                    model = AutoModelForCausalLM.from_config(
+                        config, dtype=self._dtype, attn_implementation=attention(config), trust_remote_code=False
+                    )
                 self._skeletons[key] = model.eval().requires_grad_(False)
             self._skeleton_of[model_dir] = self._skeletons[key]
         return self._skeleton_of[model_dir]
 
 
-def _let_go(model: Any) -> None:
-    """Leave no weight in a skeleton: its teacher would stay in memory beyond the budget while the next one is read."""
-    model.load_state_dict({name: value.to("meta") for name, value in model.state_dict().items()}, assign=True)
+def _read_config(model_dir: Path) -> tuple[Any, str]:
+    """A model's config, and what it says as one text: equal for all models of one architecture."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    config.name_or_path, config.transformers_version = "", None  # where it is from changes nothing
+    return config, config.to_json_string(use_diff=False)

@@ -1,0 +1,156 @@
+"""A model's tensors under two sets of names: those of its files, and those of its modules.
+
+transformers builds some architectures otherwise than their files lay them out: it fuses the experts of a mixture into one
+tensor, splits or renames. Its own machinery does the work here, in both directions.
+
+    files ──→ Layout.from_files ──→ modules ──→ to_files ──→ files
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+
+
+def attention(config: Any) -> str:
+    """The fastest attention that an architecture has in transformers without more packages; never what its files ask for."""
+    from transformers import AutoModelForCausalLM
+
+    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return "sdpa" if known is None or known._supports_sdpa else "eager"
+
+
+class Layout:
+    """An architecture without its numbers: which of a file's tensors make which of a module's.
+
+    Made in the main thread, because transformers changes torch's default type meanwhile; any thread may use it.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        """`config` is transformers' own. Raises: ValueError if it has no causal language model of that kind."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention(config), trust_remote_code=False
+            )
+        self._dtype = dtype
+        self._names = set(self._model.state_dict())
+        self._plan = self._model._get_dtype_plan(dtype)
+        self._turn = Lock()
+
+    @property
+    def model(self) -> Any:
+        """A causal language model of transformers on the meta device."""
+        return self._model
+
+    def is_plain(self, names: Collection[str]) -> bool:
+        """Whether files with tensors of these names hold just what the modules take."""
+        return self._names.issuperset(names) and not self._plan
+
+    def from_files(self, tensors: Mapping[str, Tensor]) -> tuple[State, str]:
+        """The tensors by the modules' names, and what does not fit (empty if all does).
+
+        What no conversion touches stays mapped where its type is right; the rest is copied. A tied weight may be missing.
+        """
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
+        with self._turn, _quietly():
+            try:
+                found, _ = convert_and_load_state_dict_in_model(
+                    self._model, dict(tensors), self._load_config(tensors), disk_offload_index=None
+                )
+                absent = found.missing_keys | {name for name, *_ in found.mismatched_keys}
+                state = {n: t.detach() for n, t in self._model.state_dict().items() if n not in absent}
+                return state, self._problem(found)
+            finally:
+                to_meta(self._model)
+
+    def head_names(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Of a file's names those that hold the output head as it is; first the embedding that it is tied to."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        weight = self._model.get_output_embeddings().weight
+        heads = {name for name, param in self._model.named_parameters(remove_duplicate=False) if param is weight}
+        tied = {source for target, source in self._model.all_tied_weights_keys.items() if target in heads}
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        with self._turn:
+            known = self._model.state_dict()
+        made = {n: rename_source_key(n, renamings, converters, self._model.base_model_prefix, known) for n in names}
+        whole = {n: {n, target} for n, (target, pattern) in made.items() if pattern is None}
+        return tuple(n for wanted in (tied, heads - tied) for n, both in whole.items() if both & wanted)
+
+    def _load_config(self, tensors: Mapping[str, Tensor]) -> Any:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        only_shapes = any(tensor.is_meta for tensor in tensors.values())
+        return LoadStateDictConfig(
+            device_map={"": "meta" if only_shapes else "cpu"},
+            dtype=self._dtype,
+            dtype_plan=self._plan,
+            weight_mapping=get_model_conversion_mapping(self._model),
+        )
+
+    def _problem(self, found: Any) -> str:
+        """What transformers would only warn of: it leaves such weights at random."""
+        self._model._adjust_missing_and_unexpected_keys(found)
+        missing = sorted(found.missing_keys - set(self._model.all_tied_weights_keys))
+        parts = {
+            "missing": missing,
+            "unexpected": sorted(found.unexpected_keys),
+            "of another shape": sorted(name for name, *_ in found.mismatched_keys),
+            "not convertible": sorted(found.conversion_errors),
+        }
+        return ", ".join(f"{what} {names[:3]}" for what, names in parts.items() if names)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """No progress bar of transformers meanwhile."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def to_meta(model: nn.Module) -> None:
+    """Leave no number in a model but those of its buffers that no file holds."""
+    model.load_state_dict({name: value.to("meta") for name, value in model.state_dict().items()}, assign=True)
+
+
+def to_files(model: Any, state: Mapping[str, Tensor]) -> State:
+    """A model's tensors under the names, and in the shapes, that its files have.
+
+    Each owns its bytes: safetensors writes no tensor that is a part of another one.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    files: State = revert_weight_conversion(model, dict(state))
+    for name, tensor in files.items():  # one after the other: a fused tensor goes when its last part has been copied
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
+            files[name] = tensor.clone(memory_format=torch.contiguous_format)
+    return files
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a model's files hold besides parameters, such as the bias of a router. Training does not change it."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,0 +1,146 @@
+"""What the installed vLLM serves, read in its source without importing it: that would take seconds and a process of its own.
+
+The rest was found by trying tiny models of each family; vLLM itself says so late, in a worker.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+REGISTRY = "model_executor/models/registry.py"
+CPU_ATTENTION = "v1/attention/backends/cpu_attn.py"
+CPU_LATENT_ATTENTION = "v1/attention/backends/mla/cpu_mla.py"
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "longcat_flash", "minicpm3")
+"""Families whose attention keeps one vector for all heads, of `kv_lora_rank` + `qk_rope_head_dim` numbers."""
+SPARSE = ("glm_moe_dsa", "deepseek_v32")
+GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+WITH_IMAGES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+"""Families whose code in vLLM imports torchvision, for text too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why vLLM cannot serve a model."""
+
+    where: str
+    """Key of config.json, or of the pipeline."""
+    found: str
+    wanted: str
+    fix: str
+
+
+def refusal(config: Any, architecture: str, dtype: str, cpu: bool) -> Refusal | None:
+    """The first thing that would stop an engine, None if nothing is known. `config` is transformers' own."""
+    text = config.get_text_config(decoder=True)
+    checks: list[Callable[[], Refusal | None]] = [lambda: _unknown(architecture), lambda: _without_torchvision(text)]
+    if cpu:
+        checks += [lambda: _sparse(text), lambda: _gated_delta(text, dtype), lambda: _head_size(text)]
+    return next((found for check in checks if (found := check()) is not None), None)
+
+
+def _unknown(architecture: str) -> Refusal | None:
+    known = _architectures()
+    if not known or architecture in known or _falls_back(architecture):
+        return None
+    return Refusal(
+        "architectures",
+        found=f"{architecture}, which the installed vLLM does not serve",
+        wanted="an architecture of vLLM's registry, or of transformers with attention that vLLM can replace",
+        fix="take another model, or a version of vLLM that knows this one",
+    )
+
+
+def _falls_back(architecture: str) -> bool:
+    """Whether vLLM would run transformers' own modules with its attention in them; it cannot for recurrent layers."""
+    import transformers
+
+    known = getattr(transformers, architecture, None)
+    recurrent = known is not None and getattr(known, "_is_stateful", False)
+    return known is not None and not recurrent and bool(known.is_backend_compatible())
+
+
+def _without_torchvision(text: Any) -> Refusal | None:
+    if text.model_type not in WITH_IMAGES or importlib.util.find_spec("torchvision") is not None:
+        return None
+    return Refusal(
+        "model_type",
+        found=f"{text.model_type}, whose code in vLLM imports torchvision, which is not installed",
+        wanted="torchvision of the same build as torch",
+        fix="install it; beside a CPU build of torch the one for CUDA breaks every transformers model",
+    )
+
+
+def _sparse(text: Any) -> Refusal | None:
+    if text.model_type not in SPARSE:
+        return None
+    return Refusal(
+        "model_type",
+        found=f"{text.model_type}: vLLM's CPU build has no sparse attention",
+        wanted="an architecture with attention to all tokens or to a window",
+        fix="run the rollouts on a GPU: set cluster.rollout_gpus",
+    )
+
+
+def _gated_delta(text: Any, dtype: str) -> Refusal | None:
+    if text.model_type not in GATED_DELTA or dtype == "bfloat16":
+        return None
+    return Refusal(
+        "rollout.dtype",
+        found=f"{dtype} for {text.model_type}: vLLM's CPU build runs its linear attention in bfloat16 only",
+        wanted="bfloat16",
+        fix="set rollout.dtype to bfloat16",
+    )
+
+
+def _head_size(text: Any) -> Refusal | None:
+    latent = text.model_type in LATENT
+    sizes = _supported_sizes(CPU_LATENT_ATTENTION if latent else CPU_ATTENTION)
+    if latent:
+        key, size = "kv_lora_rank + qk_rope_head_dim", text.kv_lora_rank + text.qk_rope_head_dim
+    else:
+        heads = getattr(text, "num_attention_heads", None) or 0
+        key, size = "head_dim", getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    if not sizes or not size or size in sizes:
+        return None
+    return Refusal(
+        key,
+        found=f"attention heads of {size}",
+        wanted=f"one of {', '.join(map(str, sizes))}, the sizes that vLLM's CPU build has",
+        fix="run the rollouts on a GPU (cluster.rollout_gpus), or take a model with such heads",
+    )
+
+
+@cache
+def _architectures() -> frozenset[str]:
+    """All keys of the registry's tables of models that write text."""
+    tables = {"_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS"}
+    found: set[str] = set()
+    for node in ast.walk(_source(REGISTRY)):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
+            continue
+        if any(isinstance(target, ast.Name) and target.id in tables for target in node.targets):
+            found |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+    return frozenset(found)
+
+
+@cache
+def _supported_sizes(file: str) -> tuple[int, ...]:
+    for node in ast.walk(_source(file)):
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
+            answers = [part.value for part in node.body if isinstance(part, ast.Return) and part.value is not None]
+            return tuple(ast.literal_eval(answers[0]))
+    return ()
+
+
+def _source(file: str) -> ast.Module:
+    """Of the installed vLLM; empty where there is none, or where that version keeps it elsewhere."""
+    spec = importlib.util.find_spec("vllm")
+    places = [Path(place) / file for place in (spec.submodule_search_locations or ()) if spec] if spec else []
+    text = next((place.read_text(encoding="utf-8") for place in places if place.is_file()), "")
+    return ast.parse(text)
