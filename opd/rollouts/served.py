@@ -125,7 +125,7 @@ def _architectures() -> frozenset[str]:
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
             continue
         if any(isinstance(target, ast.Name) and target.id in tables for target in node.targets):
-            found |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+            found |= {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
     return frozenset(found)
 
 
