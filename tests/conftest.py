@@ -128,12 +128,37 @@ MIXTURES: dict[str, dict[str, object]] = {
         "head_dim": 32,
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 64},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "conv_L_cache": 3,
+        "conv_dim": 64,
+        "conv_dim_out": 64,
+        "conv_bias": False,
+        "block_dim": 64,
+        "block_ff_dim": 64,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 32,
+        "position_embedding_type": "rope",
+    },
 }
-"""What makes a family a mixture, at the smallest sizes that vLLM's CPU build runs."""
+"""What makes a family a mixture or a hybrid, at small sizes that vLLM's CPU build runs."""
 
 
 def build_mixture_dir(path: Path, family: str, *, seed: int = 0, **sizes: object) -> Path:
-    """Save a float32 mixture of four experts with random weights of `seed`, wide ones, and its tokenizer; returns `path`.
+    """Save a float32 mixture or hybrid with random weights of `seed`, wide ones, and its tokenizer; returns `path`.
 
     The router's bias, where a family has one, is random too: it decides which experts a token goes to.
     """

@@ -95,7 +95,7 @@ class VLLMWorker:
     def load(self, model_dir: Path) -> None:
         """Hold this directory's weights. Raises: RunError if the caches could not be reset."""
         shape = model_shape(model_dir)
-        if shape == self._shape and shape["model_type"] not in RESTARTED:
+        if can_swap(self._shape, shape):
             swap_weights(self._llm, model_dir)
         else:
             self._llm = None  # frees the old engine's memory before the new one takes its own
@@ -109,6 +109,11 @@ def model_shape(model_dir: Path) -> dict[str, Any]:
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
     return {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype", "use_cache")}
+
+
+def can_swap(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether an engine of one shape takes the weights of another in place."""
+    return old == new and new["model_type"] not in RESTARTED
 
 
 def swap_weights(llm: Any, model_dir: Path) -> None:

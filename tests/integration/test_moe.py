@@ -1,4 +1,4 @@
-"""Mixtures of experts through the real engines: taught, trained, pushed, exported, resumed."""
+"""Mixtures of experts and hybrids through the real engines: taught, trained, pushed, exported, resumed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from opd import cluster
 from opd.sync.shared_memory import SharedMemorySync
 from opd.train.deepspeed import DeepSpeedTrainer
+from opd.types import Prompt
 from tests.integration.test_engines import (
     PROBE,
     config,
@@ -108,6 +109,24 @@ def test_a_mixtures_push_reaches_the_engine(
     start = load_file(student / "model.safetensors")
     assert all(torch.equal(exported[name], start[name]) for name in biases), "as it was loaded"
     stop(engine, trainer, pool)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "granitemoehybrid"])
+def test_an_engine_runs_a_hybrid(
+    ray: None, tmp_path: Path, make_mixture_dir: Make, tiny_tokenizer: Any, family: str
+) -> None:
+    """Both did not start, LFM2 would have been wrong by up to 0.8 nats; alone and together they are what they should be."""
+    first, second = (make_mixture_dir(tmp_path / str(seed), family, seed=seed) for seed in (0, 1))
+    engine = start_engine(config(first), first, tiny_tokenizer)
+    prompts = [Prompt(id=f"left/{i}", domain="left", token_ids=tuple(range(5 + i, 11 + 3 * i))) for i in range(6)]
+    for model_dir in (first, second, first):
+        engine.load(model_dir)
+        assert mean_gap(engine.logprobs(PROBE)[0], plain_logprobs(model_dir, PROBE)) < 1e-5
+        written = engine.generate(prompts, step=1, policy_version=0).rollouts
+        whole = plain_logprobs(model_dir, [(*r.prompt_ids, *r.response_ids) for r in written])
+        for rollout, logprobs in zip(written, whole, strict=True):
+            assert rollout.behaviour_logprobs == pytest.approx(logprobs[len(rollout.prompt_ids) - 1 :], abs=1e-4)
+    stop(engine)
 
 
 @pytest.mark.slow
