@@ -1,8 +1,8 @@
 """Whether every model of a merge is one that its roles can run, found before any worker starts.
 
-    student                          trained by transformers, rolled out by vLLM
-    experts, engine `transformers`   scored by transformers; measured in the rollout engine if their domain has an exam
-    experts, engine `vllm`           scored and measured by vLLM
+    the student                          trained by transformers, rolled out by vLLM
+    experts                              scored by transformers or vLLM, as `teachers.engine` says
+    the leading expert of each exam      measured in the rollout engine
 
 Reads headers: which of a file's tensors make which of a module's is tried out on shapes.
 """
@@ -16,44 +16,40 @@ from typing import Any
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo, weight_tensors
 from opd.config import PipelineConfig
-from opd.errors import ConfigError, ModelError
+from opd.errors import ModelError
 from opd.rollouts.served import refusal
 from pipelines.routes import Expert
 
-LOCAL = ("transformers", "vllm")
-"""Engines that score on our own machines."""
+
+def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
+    """Raises: ModelError if transformers cannot hold the student or vLLM not serve it."""
+    _layout(Path(student.path), student)
+    _check_engine(student, config.rollout.dtype, not config.cluster.rollout_gpus)
 
 
-def refuse_unservable(config: PipelineConfig, student: ModelInfo, experts: Mapping[str, Expert]) -> None:
-    """Raises: ModelError, ConfigError for the first model that one of its roles cannot run."""
-    cpu = not config.cluster.rollout_gpus
-    seen: dict[tuple[str, ...], Any] = {}
-    _check_modules(Path(student.path), student, seen)
-    _check_engine(Path(student.path), student, config.rollout.dtype, cpu)
-    engine = config.teachers.engine
+def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, Expert]) -> None:
+    """Raises: ModelError for the first expert that the engine which scores here cannot run."""
+    layouts: dict[tuple[str, ...], Any] = {}  # equal experts, and adapters of one base, are looked at once
     for name, expert in experts.items():
-        if engine not in LOCAL:
-            continue
-        path = Path(expert.info.path)
-        if engine == "vllm":
-            _check_engine(path, expert.info, config.teachers.dtype, not config.cluster.teacher_gpus)
-            continue
-        layout = _check_modules(path, expert.info, seen)
-        if expert.adapter is not None:
-            _check_adapter(name, expert.adapter, layout)
-        if config.domains[expert.domain].eval is not None if expert.domain in config.domains else False:
-            _check_engine(path, expert.info, config.rollout.dtype, cpu)
+        if config.teachers.engine == "vllm":
+            _check_engine(expert.info, config.teachers.dtype, not config.cluster.teacher_gpus)
+        elif config.teachers.engine == "transformers":
+            key = (expert.info.path, *sorted(expert.info.weight_files.values()))
+            if key not in layouts:
+                layouts[key] = _layout(Path(expert.info.path), expert.info)
+            if expert.adapter is not None:
+                _check_adapter(name, expert.adapter, layouts[key])
 
 
-def _check_modules(path: Path, info: ModelInfo, seen: dict[tuple[str, ...], Any]) -> Any:
-    """The model's layout in transformers, whose modules its files fill. Raises: ModelError."""
-    key = (info.architecture, (path / "config.json").read_text(encoding="utf-8"), *sorted(info.weight_files.values()))
-    if key not in seen:
-        seen[key] = _layout(path, info)
-    return seen[key]
+def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, Expert]) -> None:
+    """`leading`: by domain, the expert that its exam is also put to. Raises: ModelError."""
+    for domain, expert in leading.items():
+        if config.domains[domain].eval is not None:
+            _check_engine(expert.info, config.rollout.dtype, not config.cluster.rollout_gpus)
 
 
 def _layout(path: Path, info: ModelInfo) -> Any:
+    """The model's layout in transformers, whose modules its files fill. Raises: ModelError."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -107,17 +103,16 @@ def _check_adapter(name: str, adapter: AdapterInfo, layout: Any) -> None:
                 f"expert `{name}`: {Path(adapter.path) / ADAPTER_WEIGHTS}",
                 found=f"an adapter of {part[0]}, which is no linear module of {type(layout.model).__name__} in transformers",
                 wanted="adapters of linear modules; transformers keeps the experts of a mixture in one tensor",
-                fix="merge the adapter into a full model, or set teachers.engine to vllm",
+                fix="merge it into a full model where it was trained, or train one of the attention alone",
             )
 
 
-def _check_engine(path: Path, info: ModelInfo, dtype: str, cpu: bool) -> None:
-    """Raises: ModelError, ConfigError if a vLLM engine cannot serve the model."""
+def _check_engine(info: ModelInfo, dtype: str, cpu: bool) -> None:
+    """Raises: ModelError if a vLLM engine cannot serve the model."""
     from transformers import AutoConfig
 
-    found = refusal(AutoConfig.from_pretrained(path, trust_remote_code=False), info.architecture, dtype, cpu)
-    if found is None:
-        return
-    if found.where.startswith("rollout."):
-        raise ConfigError.at(found.where, found=found.found, wanted=found.wanted, fix=found.fix)
-    raise ModelError.at(f"{path / 'config.json'}: {found.where}", found=found.found, wanted=found.wanted, fix=found.fix)
+    config = AutoConfig.from_pretrained(info.path, trust_remote_code=False)
+    found = refusal(config, info.architecture, dtype, cpu)
+    if found is not None:
+        file = Path(info.path) / "config.json"
+        raise ModelError.at(f"{file}: {found.where}", found=found.found, wanted=found.wanted, fix=found.fix)

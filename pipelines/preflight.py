@@ -25,6 +25,7 @@ from opd.evaluation.harness import check_tasks
 from opd.lora import ADAPTER_WEIGHTS
 from opd.sinks import refuse_missing
 from opd.types import Probe, Prompt, Teacher, WeightedTeacher
+from pipelines.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
 from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
 from pipelines.routes import Expert, route_domains
 from pipelines.template_date import dated
@@ -77,6 +78,7 @@ def check_teachers(config: PipelineConfig) -> Teaching:
     for name, expert in by_name.items():
         warnings += check_fits(student, expert.info, name)
     routes, notices = route_domains(config, by_name)
+    refuse_unscorable(config, {a.teacher.name: by_name[a.teacher.name] for part in routes.values() for a in part})
     return Teaching(student=student, experts=by_name, routes=routes, warnings=(*warnings, *notices))
 
 
@@ -88,6 +90,8 @@ def check(config: PipelineConfig) -> Inputs:
         read_roots(config.teachers)
     teaching = check_teachers(config)
     by_name, routes = teaching.experts, teaching.routes
+    refuse_untrainable(config, teaching.student)
+    refuse_unmeasurable(config, {domain: by_name[part[0].teacher.name] for domain, part in routes.items()})
     tokenizer = load_tokenizer(config.student.model)
     config = dated(config, tokenizer)
     files = {d: _prompts_file(d, c, by_name[routes[d][0].teacher.name]) for d, c in config.domains.items()}

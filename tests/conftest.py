@@ -101,6 +101,87 @@ def build_model_dir(
     return path
 
 
+MIXTURES: dict[str, dict[str, object]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "head_dim": 32,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 64},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "conv_L_cache": 3,
+        "conv_dim": 64,
+        "conv_dim_out": 64,
+        "conv_bias": False,
+        "block_dim": 64,
+        "block_ff_dim": 64,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 32,
+        "position_embedding_type": "rope",
+    },
+}
+"""What makes a family a mixture or a hybrid, at small sizes that vLLM's CPU build runs."""
+
+
+def build_mixture_dir(path: Path, family: str, *, seed: int = 0, **sizes: object) -> Path:
+    """Save a float32 mixture or hybrid with random weights of `seed`, wide ones, and its tokenizer; returns `path`.
+
+    The router's bias, where a family has one, is random too: it decides which experts a token goes to.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    tokenizer = build_tokenizer()
+    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": len(tokenizer)}
+    config = AutoConfig.for_model(family, **shape | MIXTURES[family] | sizes, initializer_range=0.1, **ids)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        attention = "eager" if family == "gpt_oss" else "sdpa"
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        for buffer in (b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")):
+            buffer.copy_(0.2 * torch.randn_like(buffer))
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
 def build_certificate(root: Path) -> tuple[Path, Path]:
     """A certificate for this machine that signs itself, valid for an hour, and its key."""
     from cryptography import x509
@@ -167,6 +248,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def make_model_dir() -> Callable[..., Path]:
     """`build_model_dir`: make_model_dir(path, *, seed, tie, hidden, heads, layers, permute_vocab, eos)."""
     return build_model_dir
+
+
+@pytest.fixture(scope="session")
+def make_mixture_dir() -> Callable[..., Path]:
+    """`build_mixture_dir`: make_mixture_dir(path, family, *, seed, **sizes)."""
+    return build_mixture_dir
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ class Refusal:
     """Why vLLM cannot serve a model."""
 
     where: str
-    """Key of config.json, or of the pipeline."""
+    """Keys of config.json."""
     found: str
     wanted: str
     fix: str
@@ -91,10 +91,10 @@ def _gated_delta(text: Any, dtype: str) -> Refusal | None:
     if text.model_type not in GATED_DELTA or dtype == "bfloat16":
         return None
     return Refusal(
-        "rollout.dtype",
-        found=f"{dtype} for {text.model_type}: vLLM's CPU build runs its linear attention in bfloat16 only",
-        wanted="bfloat16",
-        fix="set rollout.dtype to bfloat16",
+        "model_type",
+        found=f"{text.model_type}, to be served in {dtype}",
+        wanted="bfloat16: vLLM's CPU build has no other linear attention for it",
+        fix="set rollout.dtype (of teachers in vLLM: teachers.dtype) to bfloat16",
     )
 
 

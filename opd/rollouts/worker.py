@@ -105,7 +105,7 @@ class VLLMWorker:
         """Hold this directory's weights. Raises: RunError if the caches could not be reset."""
         self._wake()
         shape = model_shape(model_dir)
-        if shape == self._shape and shape["model_type"] not in RESTARTED:
+        if can_swap(self._shape, shape):
             swap_weights(self._llm, model_dir)
             cut_vocabulary(self._llm, self._options.vocab_size)
         else:
@@ -131,6 +131,11 @@ def model_shape(model_dir: Path) -> dict[str, Any]:
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
     return {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype", "use_cache")}
+
+
+def can_swap(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether an engine of one shape takes the weights of another in place."""
+    return old == new and new["model_type"] not in RESTARTED
 
 
 def swap_weights(llm: Any, model_dir: Path) -> None:

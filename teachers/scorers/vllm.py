@@ -20,7 +20,14 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.losses.blocks import LogitRule
-from opd.rollouts.worker import EngineOptions, model_shape, start_engine, swap_weights, wipe_cache
+from opd.rollouts.worker import (
+    EngineOptions,
+    can_swap,
+    model_shape,
+    start_engine,
+    swap_weights,
+    wipe_cache,
+)
 from opd.stream.heads import HeadFile
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher
@@ -144,7 +151,7 @@ class VLLMScorer:
             raise RunError(f"teacher {teacher.name}: teachers.engine vllm does not load adapters; transformers does")
         self._loaded = ""  # half-loaded weights must not pass for a teacher if loading fails
         shape = model_shape(teacher.model_dir)
-        if self._llm is not None and shape == self._shape:
+        if self._llm is not None and can_swap(self._shape, shape):
             swap_weights(self._llm, teacher.model_dir.absolute())
         else:
             self._start(teacher, shape)

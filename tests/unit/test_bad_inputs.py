@@ -925,6 +925,7 @@ def push_that_did_not_arrive(b: Bench) -> None:
             )
         ),
     )
+    b.patch.setattr("opd.rollouts.worker.drop_expert_kernels", lambda _: None)
     b.patch.setattr("opd.rollouts.worker.repack_output_head", lambda _: None)
     with pytest.raises(RunError, match="refused to reset its prefix cache"):
         swap_weights(stale, b.root)

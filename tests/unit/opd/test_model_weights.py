@@ -1,0 +1,114 @@
+"""Files to modules as `from_pretrained` does it, and back to the same files, with what is no parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from opd.model_weights import Layout, attention, persistent_buffers, to_files
+
+FAMILIES = ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
+IDS = torch.arange(4, 40)[None]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model_dir(request: pytest.FixtureRequest, make_mixture_dir: Callable[..., Path], tmp_path_factory: Any) -> Path:
+    return make_mixture_dir(tmp_path_factory.mktemp("mixtures") / request.param, request.param)
+
+
+def plain(model_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
+    config = AutoConfig.from_pretrained(model_dir)
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=attention(config))
+
+
+def layout(model_dir: Path, dtype: torch.dtype = torch.float32) -> Layout:
+    return Layout(AutoConfig.from_pretrained(model_dir), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_files_become_what_from_pretrained_makes_of_them(model_dir: Path, dtype: torch.dtype) -> None:
+    wanted = plain(model_dir, dtype).state_dict()
+    made = layout(model_dir, dtype)
+    for _ in range(2):  # nothing of one model stays for the next
+        state, problem = made.from_files(load_file(model_dir / "model.safetensors"))
+        assert problem == ""
+        assert set(state) == set(wanted)
+        for name, tensor in wanted.items():
+            assert state[name].dtype == tensor.dtype, name
+            assert torch.equal(state[name], tensor), name
+    assert all(tensor.is_meta for tensor in made.model.state_dict().values())
+
+
+def test_the_router_bias_stays_float32_in_a_bfloat16_model(make_mixture_dir: Any, tmp_path: Path) -> None:
+    model_dir = make_mixture_dir(tmp_path / "m", "deepseek_v3")
+    files = load_file(model_dir / "model.safetensors")
+    state, _ = layout(model_dir, torch.bfloat16).from_files(files)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert state[name].dtype == torch.float32
+    assert torch.equal(state[name], files[name])
+
+
+def test_what_does_not_fit_is_named(model_dir: Path) -> None:
+    made, files = layout(model_dir), load_file(model_dir / "model.safetensors")
+    norm = files.pop("model.norm.weight")
+    assert made.from_files(files)[1] == "missing ['model.norm.weight']"
+    assert made.from_files(files | {"model.norm.weight": norm[:3]})[1].endswith(
+        "of another shape ['model.norm.weight']"
+    )
+    both = made.from_files(files | {"model.norm.weight": norm, "model.other.weight": norm})
+    assert both[1] == "unexpected ['model.other.weight']"
+    shapes = {name: tensor.to("meta") for name, tensor in files.items()}
+    assert made.from_files(shapes)[1] == "missing ['model.norm.weight']"
+
+
+def test_a_lost_router_bias_is_no_small_matter(make_mixture_dir: Any, tmp_path: Path) -> None:
+    model_dir = make_mixture_dir(tmp_path / "m", "glm4_moe")
+    files = load_file(model_dir / "model.safetensors")
+    del files["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert layout(model_dir).from_files(files)[1] == "missing ['model.layers.1.mlp.gate.e_score_correction_bias']"
+
+
+def test_an_export_has_the_hubs_names_and_gives_the_same_logits(model_dir: Path, tmp_path: Path) -> None:
+    """Parameters alone would leave the router's bias at zero: logits off by up to 0.9 here."""
+    model = plain(model_dir).eval()
+    with torch.no_grad():
+        for param in model.parameters():  # as training would
+            param += 0.01 * torch.randn_like(param)
+    state = {name: param.detach() for name, param in model.named_parameters()} | dict(persistent_buffers(model))
+    out = tmp_path / "out"
+    out.mkdir()
+    save_torch_state_dict(to_files(model, state), out)
+    model.config.save_pretrained(out)
+    names = {name: tensor.shape for name, tensor in load_file(model_dir / "model.safetensors").items()}
+    assert {name: tensor.shape for name, tensor in load_file(out / "model.safetensors").items()} == names
+    with torch.no_grad():
+        assert torch.equal(plain(out).eval()(IDS).logits, model(IDS).logits)
+
+
+def test_exported_tensors_own_their_bytes(model_dir: Path) -> None:
+    model = plain(model_dir)
+    files = to_files(model, {name: param.detach() for name, param in model.named_parameters()})
+    assert all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in files.values())
+
+
+def test_the_head_is_found_under_its_name_in_the_files(model_dir: Path, tiny_model_dir: Path) -> None:
+    for directory, name in ((model_dir, "lm_head.weight"), (tiny_model_dir, "model.embed_tokens.weight")):
+        files = load_file(directory / "model.safetensors")
+        assert layout(directory).head_names(files) == (name,)
+    renamed = {
+        f"base.{name}" if name == "lm_head.weight" else name for name in load_file(model_dir / "model.safetensors")
+    }
+    assert layout(model_dir).head_names(renamed) == ()
+
+
+def test_a_dense_model_needs_no_conversion(tiny_model_dir: Path, model_dir: Path) -> None:
+    dense = load_file(tiny_model_dir / "model.safetensors")
+    assert layout(tiny_model_dir).is_plain(dense)
+    assert layout(model_dir).is_plain(load_file(model_dir / "model.safetensors")) == (model_dir.name == "gpt_oss")
