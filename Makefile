@@ -5,7 +5,7 @@ OPD := $(BIN)/opd
 # CPU torch for machines whose package index has only the CUDA build: make TORCH_INDEX=URL
 TORCH_INDEX ?=
 
-.PHONY: setup demo compare smollm2 test lint audit check clean
+.PHONY: setup demo compare smollm2 gpu-check test lint audit check clean
 
 setup: .venv/.ready
 
@@ -41,6 +41,10 @@ smollm2: setup
 	test -e runs/smollm2/report.json || $(OPD) merge --resume runs/smollm2
 	test -e runs/smollm2/evaluation/matrix.json || $(OPD) evaluate --matrix runs/smollm2
 	$(OPD) baseline runs/smollm2 --method linear,task_arithmetic,ties,dare_ties,slerp,off_policy,mixed_sft
+
+# With the interpreter and the packages that are there: no set-up, which is the CPU's.
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check --output gpu-check
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests/unit

@@ -19,6 +19,7 @@ import typer
 
 from opd import __version__
 from opd.errors import OpdError, RunError, StorageError
+from opd.signals import patient
 from opd.text import printable
 
 app = typer.Typer(
@@ -61,7 +62,8 @@ def fails_clearly(command: Callable[P, R]) -> Callable[P, R]:
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return command(*args, **kwargs)
+            with patient():
+                return command(*args, **kwargs)
         except OpdError as error:
             _end(f"error: {error}", 2)
         except StorageError as error:

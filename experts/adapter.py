@@ -36,10 +36,11 @@ from opd.files import blake3_file
 from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, split_name, updates
 from opd.types import Teacher
 
-_MERGE = (
+MERGE_FIRST = (
     "merge it with PEFT and give the result as a full model: "
     "AutoPeftModelForCausalLM.from_pretrained(dir).merge_and_unload().save_pretrained(out)"
 )
+"""The way out for an adapter that is no plain LoRA."""
 _READ = {"peft_type", "base_model_name_or_path", "bias", "init_lora_weights", *LoraConfig.model_fields}
 _WITHOUT_EFFECT = {
     *("auto_mapping", "inference_mode", "peft_version", "revision", "runtime_config", "task_type"),
@@ -182,7 +183,7 @@ def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _unsupported(where: str, found: str, wanted: str) -> ModelError:
-    return ModelError.at(where, found=found[:80], wanted=wanted, fix=_MERGE)
+    return ModelError.at(where, found=found[:80], wanted=wanted, fix=MERGE_FIRST)
 
 
 def _weight_file(path: Path) -> Path:

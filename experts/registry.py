@@ -117,8 +117,7 @@ class Registry:
             info=info,
             config_hash=blake3_file(Path(info.path) / CONFIG),
             adapter=adapter,
-            # The probe runs a model as it lies on disk, which for an adapter would be its base.
-            probe=None if adapter else take_probe(info),
+            probe=take_probe(info, adapter),
             registered_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self._write(manifest)

@@ -155,6 +155,13 @@ class _Beating:
         threading.Thread(target=_beat, args=(key,), daemon=True, name="pulse").start()
         super().__init__(*args)
 
+    def node_address(self) -> str:
+        """Of the machine it runs on, as the cluster's other machines reach it."""
+        import ray
+
+        address: str = ray.util.get_node_ip_address()
+        return address
+
 
 def _beat(key: bytes) -> None:
     import ray
@@ -253,6 +260,12 @@ def call(actors: Sequence[Any], method: str, argument_lists: Sequence[Sequence[A
     Raises: the worker's own OpdError or RunError; RunError naming the worker if it died or missed the deadline.
     """
     return wait(actors, submit(actors, method, argument_lists), method, timeout_s=timeout_s)
+
+
+def node_address(actor: Any, *, timeout_s: float) -> str:
+    """Where a worker's machine is reached from the cluster's other machines. Raises: as `call`."""
+    (address,) = call([actor], "node_address", [[]], timeout_s=timeout_s)
+    return str(address)
 
 
 def submit(actors: Sequence[Any], method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:

@@ -2,21 +2,22 @@
 
     y = W x + scaling * B (A x)      scaling = alpha / rank, or alpha / √rank (rsLoRA)
 
-Files are written by PEFT; this is their meaning, shared by what checks, merges and scores adapters.
+Files are written by PEFT; this is their meaning, shared by what checks, merges, probes and scores adapters.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -76,6 +77,33 @@ def updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str, Upda
         module: Update(a_K_I=parts[module, "A"], b_O_K=parts[module, "B"], scaling=config.scaling(module))
         for module in modules
     }
+
+
+def not_linear(model: nn.Module, changes: Mapping[str, Update]) -> list[str]:
+    """Modules that the adapter changes and that are no `nn.Linear` of the model: nothing can be added to them."""
+    from torch import nn
+
+    modules = dict(model.named_modules())
+    return [name for name in changes if not isinstance(modules.get(name), nn.Linear)]
+
+
+def attach(model: nn.Module, changes: Mapping[str, Update]) -> list[RemovableHandle]:
+    """Let the model compute with the adapter until the handles are removed; its weights stay as they are.
+
+    All modules that change are linear (`not_linear`), and the updates have the model's type and device.
+    """
+    return [model.get_submodule(name).register_forward_hook(_adding(update)) for name, update in changes.items()]
+
+
+def _adding(update: Update) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    """A forward hook: W x becomes W x + scaling * B (A x)."""
+    from torch import add
+    from torch.nn.functional import linear
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return add(output, linear(linear(args[0], update.a_K_I), update.b_O_K), alpha=update.scaling)
+
+    return hook
 
 
 def _by_pattern(patterns: Mapping[str, T] | None, module: str, default: T) -> T:

@@ -20,6 +20,9 @@ from opd.errors import PromptError
 from opd.types import Prompt
 
 Messages = list[dict[str, str]]
+"""Each with `role` and `content`."""
+ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+"""Whose messages a chat template may leave out on purpose."""
 MAX_LINE_BYTES = 8 << 20
 """A longer line is no prompt but a file of another kind; the longest contexts of today are a few MB of text."""
 
@@ -88,7 +91,11 @@ def _parse(path: Path, number: int, line: bytes) -> PromptLine:
         found, fix = f"a line of {len(line):,} bytes", "is it JSONL, one object a line? Split or delete this line"
     else:
         try:
-            return PromptLine.model_validate(json.loads(line.decode("utf-8")))
+            data = json.loads(line.decode("utf-8"))
+            problem = _shape_problem(data)
+            if problem is None:
+                return PromptLine.model_validate(data)
+            found, fix = problem
         except UnicodeDecodeError as error:
             found, fix = f"byte {error.start + 1} is not UTF-8: {error.reason}", "convert the file to UTF-8"
         except json.JSONDecodeError as error:
@@ -101,9 +108,53 @@ def _parse(path: Path, number: int, line: bytes) -> PromptLine:
     raise PromptError.at(
         f"{path}:{number}",
         found=found,
-        wanted=f"one JSON object with `prompt` (text or messages), at most {MAX_LINE_BYTES >> 20} MiB",
+        wanted='one JSON object with `prompt`, text or messages like {"role": "user", "content": "2+2="}, '
+        f"at most {MAX_LINE_BYTES >> 20} MiB",
         fix=fix,
     )
+
+
+def _shape_problem(data: Any) -> tuple[str, str] | None:
+    """What was found and the way out, of a line whose columns or messages have other names than ours."""
+    if not isinstance(data, dict):
+        return None
+    if "prompt" not in data:
+        return (
+            f"no column `prompt`{', but ' + _names(data) if data else ''}",
+            "call what asks `prompt`; of a conversation, the turns before the answer are the `prompt`, the answer is the "
+            "`completion`",
+        )
+    for column in ("prompt", "completion"):
+        messages = data.get(column)
+        for number, message in enumerate(messages if isinstance(messages, list) else (), start=1):
+            found = _message_problem(message)
+            if found:
+                theirs = isinstance(message, dict) and message.keys() >= {"from", "value"}
+                fix = FROM_SHAREGPT if theirs else "give every message a `role` and a `content`, both text"
+                return f"column `{column}`, message {number}: {found}", fix
+    return None
+
+
+FROM_SHAREGPT = (
+    """python3 -c 'import json, sys; who = {"human": "user", "gpt": "assistant"}; new = lambda ms: [{"role": """
+    """who.get(m["from"], m["from"]), "content": m["value"]} for m in ms]; [print(json.dumps({**(d := json.loads(l)), """
+    """**{c: new(d[c]) for c in ("prompt", "completion") if c in d}})) for l in sys.stdin]' < OLD.jsonl > NEW.jsonl"""
+)
+"""Makes `role` and `content` of `from` and `value`."""
+
+
+def _message_problem(message: Any) -> str:
+    """What is wrong with one message; nothing if it has a role and a text."""
+    if not isinstance(message, dict):
+        return f"{message!r:.60}"
+    if not message.keys() >= {"role", "content"}:
+        return f"the keys {_names(message)}" if message else "no keys"
+    odd = next((key for key, value in message.items() if not isinstance(value, str)), "")
+    return f"`{odd}` is no text: {message[odd]!r:.60}" if odd else "" if message["role"] else "an empty `role`"
+
+
+def _names(data: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{key:.40}`" for key in list(data)[:8])
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None) -> tuple[int, ...]:
@@ -111,19 +162,31 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None
 
     `day` is what a template that asks for the date is told; None: today.
     """
-    if isinstance(prompt, str):
-        return tuple(tokenizer.encode(prompt, add_special_tokens=False))
-    # A variable of a template comes before a function of the same name that transformers gives it.
-    clock = {} if day is None else {"strftime_now": datetime.combine(day, time()).strftime}
-    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **clock)
+    text = prompt if isinstance(prompt, str) else _rendered(tokenizer, prompt, day)
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
+def _rendered(tokenizer: Tokenizer, messages: Messages, day: date | None) -> str:
+    # A variable of a template comes before a function of the same name that transformers gives it.
+    clock = {} if day is None else {"strftime_now": datetime.combine(day, time()).strftime}
+    text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **clock)
+    return text
+
+
 def _asks(tokenizer: Tokenizer, prompt: str | Messages, day: date | None) -> tuple[int, ...]:
-    """As `encode_prompt`, but none where there is nothing to answer: no visible sign, or special tokens only."""
-    texts = [prompt] if isinstance(prompt, str) else [message.get("content", "") for message in prompt]
+    """As `encode_prompt`, but none where there is nothing to answer: no visible sign, or special tokens only.
+
+    Raises: ValueError if the template leaves the question out: then all prompts would be one.
+    """
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     if not "".join(texts).strip():
         return ()
+    if not isinstance(prompt, str):
+        text = _rendered(tokenizer, prompt, day)
+        lost = [message["role"] for message in prompt if message["content"].strip() not in text]
+        if len(lost) == len(prompt) or not set(lost) <= ROLES:
+            odd = next((role for role in lost if role not in ROLES), lost[0])
+            raise ValueError(f"a chat template that leaves out what has the role {odd!r}; most know user and assistant")
     ids = encode_prompt(tokenizer, prompt, day)
     return () if set(ids) <= set(tokenizer.all_special_ids) else ids
 

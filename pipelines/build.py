@@ -98,22 +98,7 @@ def build(
 
     Raises: RunError if a worker does not come up.
     """
-    pool = POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
-    if config.teachers.engine == "flight":
-        pool.wait_ready()  # takes no core of ours: a wrong token is told before anything else is started
-    engine = VLLMRolloutEngine(
-        config,
-        config.student.model,
-        inputs.student.vocab_size,
-        inputs.student.eos_token_ids,
-        inputs.tokenizer,
-        inputs.untrained,
-    )
-    trainer = DeepSpeedTrainer(config, inputs.student.vocab_size)
-    # Started side by side, waited for one after the other.
-    engine.wait_ready()
-    trainer.wait_ready()
-    pool.wait_ready()
+    engine, trainer, pool = _start_workers(config, inputs)
     every_prompt = [p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts]
     probe = probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len)
     bytes_per_value = {"float32": 4, "bfloat16": 2}[config.trainer.dtype]
@@ -142,6 +127,35 @@ def build(
         ),
         reporter=RunReporter(MetricsFile(paths.metrics), paths.evaluation, shown, sinks),
     )
+
+
+def _start_workers(
+    config: PipelineConfig, inputs: Inputs
+) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, Pool | FlightPool]:
+    """Side by side, waited for one after the other, but for what has to come first. Raises: RunError."""
+
+    def start_pool() -> Pool | FlightPool:
+        return POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
+
+    elsewhere = start_pool() if config.teachers.engine == "flight" else None
+    if elsewhere is not None:
+        elsewhere.wait_ready()  # takes no core of ours: a wrong token is told before anything else is started
+    engine = VLLMRolloutEngine(
+        config,
+        config.student.model,
+        inputs.student.vocab_size,
+        inputs.student.eos_token_ids,
+        inputs.tokenizer,
+        inputs.untrained,
+    )
+    if 0 < config.cluster.rollout_gpus < 1:
+        engine.wait_ready()  # while vLLM measures its GPU, it takes for its own what others begin to hold there
+    pool = elsewhere or start_pool()
+    trainer = DeepSpeedTrainer(config, inputs.student.vocab_size)
+    engine.wait_ready()
+    trainer.wait_ready()
+    pool.wait_ready()
+    return engine, trainer, pool
 
 
 def _prompt_source(config: PipelineConfig, inputs: Inputs) -> MixedPrompts:

@@ -25,6 +25,7 @@ from opd.interfaces import Evaluator, RolloutEngine
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, Rollout, Segment, Teacher
 from pipelines.compare import Comparer, Comparison
+from pipelines.gpu_memory import refuse_crowded_gpus
 from pipelines.memory import Need, estimate, fix, machine_bytes
 from pipelines.memory import problem as problem_of_memory
 from pipelines.preflight import Inputs, check, load_tokenizer
@@ -112,7 +113,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     short = EvaluateConfig(samples=samples, max_new_tokens=config.evaluate.max_new_tokens)  # one greedy answer each
     config = config.model_copy(update={"evaluate": short})
     inputs = check(config)
-    for warning in inputs.warnings:
+    for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")
     student = inputs.student
     with cluster.ray_session(config.cluster, config.rollout.workers + 1):

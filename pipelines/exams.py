@@ -68,12 +68,14 @@ def is_held_out(prompt: str | Messages, share: float) -> bool:
 def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, Sequence[Prompt]]) -> None:
     """No question may be trained on, in its own domain or another's; prompts are the same if their token ids are.
 
+    Those that ask nothing are left out: they are alike, and something else is wrong with them.
     Raises: PromptError with the counts of every pair of domains that share prompts.
     """
     where: dict[tuple[int, ...], dict[str, str]] = {}
     for domain, prompts in training.items():
         for prompt in prompts:
-            where.setdefault(prompt.token_ids, {}).setdefault(domain, prompt.id)
+            if prompt.token_ids:
+                where.setdefault(prompt.token_ids, {}).setdefault(domain, prompt.id)
     shared: dict[tuple[str, str], list[str]] = {}
     for domain, exam in exams.items():
         for prompt in exam.prompts:
@@ -95,14 +97,19 @@ def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, Sequenc
 
 
 def room_warnings(exams: Mapping[str, DomainExam], room: int) -> list[str]:
-    """One sentence for each domain with questions that leave no room for an answer in `room` tokens."""
-    too_long = {d: sum(len(p.token_ids) >= room for p in exam.prompts) for d, exam in exams.items()}
-    return [
-        f"{num} of the {len(exams[domain].prompts)} questions of {domain} leave no room for an answer in "
-        f"rollout.max_model_len = {room}; they count as wrong"
-        for domain, num in too_long.items()
-        if num
-    ]
+    """One sentence for each domain with questions that have no text, or leave no room for an answer in `room` tokens."""
+    said = []
+    for domain, exam in exams.items():
+        lengths = [len(p.token_ids) for p in exam.prompts]
+        blank, too_long = sum(n == 0 for n in lengths), sum(n >= room for n in lengths)
+        which = f"of the {len(lengths)} questions of {domain}"
+        if blank:
+            said.append(f"{blank} {which} have no text; they count as wrong")
+        if too_long:
+            said.append(
+                f"{too_long} {which} leave no room for an answer in rollout.max_model_len = {room}; they count as wrong"
+            )
+    return said
 
 
 def _side(file: Path, prompts: Sequence[Prompt], share: float, *, held_out: bool) -> list[Prompt]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from types import FrameType
 
-from opd import leftovers
+from opd.signals import end_at_once, postponed
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -44,15 +43,16 @@ class Interrupts:
         finally:
             self._ask = None
 
-    def on_signal(self, number: int, frame: object = None) -> None:
+    def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """The handler."""
+        asks = self._ask if not self.number and not self._ending else None
+        if postponed(number, frame, raises=not asks and not self._ending):
+            return
         if self._ending:
-            _end_at_once(number)
-        first, self.number = not self.number, self.number or number
-        if first and self._ask is not None:
-            self._ask(
-                f"{NAMES[signal.Signals(number)]}: finishing this step, then a checkpoint; once more ends at once"
-            )
+            end_at_once(number)
+        self.number = self.number or number
+        if asks:
+            asks(f"{NAMES[signal.Signals(number)]}: finishing this step, then a checkpoint; once more ends at once")
             return
         self._ending = True
         raise Stopped(number)
@@ -78,9 +78,3 @@ def interrupts() -> Iterator[Interrupts]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _end_at_once(number: int) -> NoReturn:
-    """While the run is already ending, and that takes somebody too long."""
-    leftovers.end_own()
-    os._exit(128 + number)

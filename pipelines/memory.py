@@ -6,7 +6,8 @@
     what travels      new weights in shared memory, a step's streams in the object store
     processes         libraries and code, Ray, the driver with its prompts
 
-An upper estimate: phases take turns, so not all of it is in use at one time. What a role keeps on a GPU is not counted.
+An upper estimate: phases take turns, so not all of it is in use at one time. What a role keeps on a GPU is not counted here
+but in `pipelines/gpu_memory.py`.
 P stands for a model's parameters, T for tokens of a pass, V for ids, D for the hidden width.
 """
 
@@ -106,41 +107,65 @@ def table_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
 
 
 def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    student, trainer = inputs.student, config.trainer
-    width, ranks, size = BYTES[trainer.dtype], trainer.ranks, inputs.student.parameters
-    # Compute copy, float32 master, both moments, gradients as they are summed. The float32 copy of these that the optimiser
-    # takes is smaller than what the writing of a checkpoint takes, and comes at another time.
-    state = size * (width + 4 + 8 + BYTES[trainer.grad_accum_dtype])
-    gathered = ranks * min(size, GATHERED_AT_ONCE) * width
+    student, ranks = inputs.student, config.trainer.ranks
     # Rank 0 holds the whole state while it writes a checkpoint; gradients and activations are let go before.
-    checkpoint = 12 * size
-    tokens = trainer.micro_batch_tokens + config.rollout.max_model_len
-    activations = tokens * _activation_width(student, checkpointing=trainer.gradient_checkpointing) * width
-    head = student.vocab_size * student.hidden_size
-    loss = LOGIT_COPIES * config.objective.chunk * student.vocab_size + 4 * head + gathered // ranks
-    step = ranks * (activations + loss)
+    checkpoint = 12 * student.parameters
     needs = [
         Need(
             what="trainer: weights, gradients, AdamW",
-            nbytes=state + gathered,
+            nbytes=trainer_state_bytes(config, student) + ranks * gathered_bytes(config, student),
             knobs="student.model, trainer.ranks, trainer.grad_accum_dtype",
         ),
         Need(
             what="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
-            nbytes=max(step, checkpoint),
+            nbytes=max(ranks * micro_batch_bytes(config, student), checkpoint),
             knobs="trainer.micro_batch_tokens, objective.chunk, trainer.gradient_checkpointing, trainer.ranks",
         ),
     ]
     if config.teachers.payload == "hidden_states":
-        heads = {_head_bytes(config, expert.info): None for expert in inputs.experts.values()}
-        every = sum(_head_bytes(config, expert.info) for expert in inputs.experts.values())
-        kept = max(max(heads, default=0), min(every, int(trainer.head_memory)))
         needs.append(
             Need(
-                what="trainer: teachers' output heads", nbytes=ranks * kept, knobs="trainer.head_memory, trainer.ranks"
+                what="trainer: teachers' output heads",
+                nbytes=ranks * heads_bytes(config, inputs),
+                knobs="trainer.head_memory, trainer.ranks",
             )
         )
     return needs
+
+
+def trainer_state_bytes(config: PipelineConfig, student: ModelInfo) -> int:
+    """Of all ranks together: compute copy, float32 master, both moments, gradients as they are summed.
+
+    The float32 copy of these that the optimiser takes is smaller than what the writing of a checkpoint takes, and comes at
+    another time.
+    """
+    trainer = config.trainer
+    return student.parameters * (BYTES[trainer.dtype] + 4 + 8 + BYTES[trainer.grad_accum_dtype])
+
+
+def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
+    """Weights that one rank has gathered from the others at a time."""
+    return min(student.parameters, GATHERED_AT_ONCE) * BYTES[config.trainer.dtype]
+
+
+def micro_batch_bytes(config: PipelineConfig, student: ModelInfo) -> int:
+    """What one rank adds while it works on a micro-batch: activations, logits, the head's gradient."""
+    trainer, width = config.trainer, BYTES[config.trainer.dtype]
+    tokens = trainer.micro_batch_tokens + config.rollout.max_model_len
+    activations = tokens * _activation_width(student, checkpointing=trainer.gradient_checkpointing) * width
+    head = student.vocab_size * student.hidden_size
+    return (
+        activations
+        + LOGIT_COPIES * config.objective.chunk * student.vocab_size
+        + 4 * head
+        + gathered_bytes(config, student)
+    )
+
+
+def heads_bytes(config: PipelineConfig, inputs: Inputs) -> int:
+    """Teachers' output heads that one rank keeps."""
+    sizes = [_head_bytes(config, expert.info) for expert in inputs.experts.values()]
+    return max(max(sizes, default=0), min(sum(sizes), int(config.trainer.head_memory)))
 
 
 def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
@@ -173,12 +198,10 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.experts.values()}
     adapters = sum(expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter) * width
     sizes = [info.parameters * width for info in models.values()]
-    largest = max(models.values(), key=lambda info: info.parameters)
+    _, activations = scoring_bytes(config, inputs)
     weights = max(max(sizes), min(sum(sizes) + adapters, int(teachers.memory)))
     if teachers.engine == "vllm":
         weights = 2 * max(sizes) + (teachers.kv_cache_gib << 30)
-    tokens = min(SCORED_AT_ONCE, config.trainer.samples_per_step * config.rollout.max_model_len)
-    activations = tokens * _widest(largest) * 6 * width
     return [
         Need(
             what="teachers: weights",
@@ -192,6 +215,15 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
             knobs="teachers.dtype, teachers.workers",
         ),
     ]
+
+
+def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
+    """(weights of the largest teacher, activations of one pass) of one scoring worker."""
+    width = BYTES[config.teachers.dtype]
+    largest = max((expert.info for expert in inputs.experts.values()), key=lambda info: info.parameters)
+    adapter = max((expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter), default=0)
+    tokens = min(SCORED_AT_ONCE, config.trainer.samples_per_step * config.rollout.max_model_len)
+    return (largest.parameters + adapter) * width, tokens * _widest(largest) * 6 * width
 
 
 def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from experts.adapter import whole_model
 from experts.bound_files import TOKENIZER_FILES
-from opd import __version__, checkpoints, loop
+from opd import checkpoints, loop
 from opd.cluster import WorkerDied, ray_session
 from opd.config import PipelineConfig, load_pipeline, overlaps
 from opd.errors import RunDirError, StorageError
@@ -30,7 +30,9 @@ from opd.report import build_report, write_report
 from opd.rounds import whole
 from opd.sinks import open_sinks
 from pipelines.build import RunPaths, build, num_workers
+from pipelines.card import model_card
 from pipelines.evaluate import lm_eval_merge
+from pipelines.gpu_memory import refuse_crowded_gpus
 from pipelines.interrupts import Interrupts, interrupts
 from pipelines.layouts import record_layouts
 from pipelines.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
@@ -80,6 +82,7 @@ def start(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
     refuse_existing(root)
     inputs = check(config)
     refuse_too_large(config, inputs)
+    notices = refuse_crowded_gpus(config, inputs)
     temporary = new_directory(root)
     manifest = manifest_of(config, inputs)
     manifest["identity"] = identity(manifest)
@@ -91,7 +94,7 @@ def start(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
     replace_dir(temporary, root)  # a run directory can be resumed from the moment it exists
     with locked(root), _says_what_is_intact(RunPaths(root)):
         run = Run(config=config, inputs=inputs, paths=RunPaths(root), identity=manifest["identity"])
-        return _supervise(run, None, [])
+        return _supervise(run, None, notices)
 
 
 def refuse_existing(root: Path) -> None:
@@ -144,11 +147,12 @@ def resume(
     config = as_recorded(config or load_pipeline(paths.pipeline, overrides), recorded["config"], paths.manifest)
     inputs = check(config)
     refuse_too_large(config, inputs)
+    crowded = refuse_crowded_gpus(config, inputs)
     found = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
     older = unrecorded(recorded)
-    notices = version_warnings(recorded["versions"], found["versions"]) + older + changes
+    notices = version_warnings(recorded["versions"], found["versions"]) + older + changes + crowded
     with locked(root), _says_what_is_intact(paths):
         run = Run(config=config, inputs=inputs, paths=paths, identity=recorded["identity"])
         checkpoint = _go_on_from(run, wanted, notices)
@@ -328,35 +332,10 @@ def _export(parts: loop.Parts, run: Run) -> None:
             for pattern in TOKENIZER_FILES:
                 for file in run.config.student.model.glob(pattern):
                     shutil.copy(file, temporary / file.name)
-            (temporary / "README.md").write_text(_model_card(run.config, run.inputs), encoding="utf-8")
+            (temporary / "README.md").write_text(model_card(run.config, run.inputs), encoding="utf-8")
             replace_dir(temporary, paths.model)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
-
-
-def _model_card(config: PipelineConfig, inputs: Inputs) -> str:
-    header = yaml.safe_dump(
-        {"library_name": "transformers", "tags": ["on-policy-distillation", "merge"]}, sort_keys=False
-    )
-    lines = [
-        f"---\n{header}---",
-        f"# {config.name}",
-        f"Merged from {len(inputs.experts)} experts by on-policy distillation with opd-merge {__version__}: the student wrote,",
-        f"the experts of each prompt's domain scored every token, and the student was trained on `{config.objective.kind}`.",
-        "",
-        f"- Student: `{config.student.model.name}` ({inputs.student.architecture}, {inputs.student.parameters:,} parameters)",
-        f"- Steps: {config.trainer.steps} of {config.trainer.samples_per_step} responses, lr {config.trainer.lr:g}, seed {config.seed}",
-        "",
-        "| Domain | Expert | Weights (BLAKE3) |",
-        "|---|---|---|",
-    ]
-    for domain, assigned in inputs.routes.items():
-        for part in assigned:
-            name = part.teacher.name
-            hashes = ", ".join(h[:16] for h in inputs.experts[name].info.weight_files.values())
-            share = "" if part.weight == 1 else f" ({part.weight:.3g})"
-            lines.append(f"| {domain} | {name}{share} | `{hashes}` |")
-    return "\n".join(lines) + "\n"
 
 
 def _refuse_fewer_steps(config: PipelineConfig, done: int) -> None:

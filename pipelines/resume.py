@@ -29,6 +29,7 @@ SAME_WEIGHTS = (
     "teachers.queue",
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
+    "rollout.sleep",
     "teachers.memory",
     "teachers.kv_cache_gib",
     "teachers.gpu_memory_utilization",

@@ -29,6 +29,7 @@ from opd.rounds import FORMAT, PLAN, directory
 from pipelines import merge
 from pipelines.build import RunPaths
 from pipelines.evaluate import evaluate_models, lm_eval_text, lm_eval_weights, read_lm_eval
+from pipelines.gpu_memory import refuse_crowded_gpus
 from pipelines.interrupts import interrupts
 from pipelines.manifest import manifest_of, resolved, write_inputs
 from pipelines.memory import refuse_too_large
@@ -101,6 +102,7 @@ def _check_all(configs: Sequence[PipelineConfig]) -> list[Inputs]:
     inputs = check_rounds(configs)
     for config, its in zip(configs, inputs, strict=True):
         refuse_too_large(config, its)
+        refuse_crowded_gpus(config, its)
     return inputs
 
 

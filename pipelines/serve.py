@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from opd.cluster import ray_session
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
+from opd.signals import interrupt
 from pipelines.preflight import check_teachers
 from teachers.flight.access import Endpoint
 from teachers.flight.server import PoolServer, make_hello
@@ -73,7 +74,7 @@ def _refuse_taken(door: Endpoint) -> None:
 @contextmanager
 def _stoppable() -> Iterator[None]:
     """SIGTERM does what Ctrl-C does. Inside Ray's session: Ray takes the signal for itself when it starts."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in STOPPING}
+    before = {number: signal.signal(number, interrupt) for number in STOPPING}
     try:
         yield
     finally:

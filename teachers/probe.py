@@ -37,8 +37,12 @@ def check_probe(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> Non
     if not gap <= tolerance:  # NaN is not
         raise RunError(
             f"teacher {teacher.name}: log-probs differ by {gap:.3f} nats on average from those of its registration, "
-            f"at most {tolerance} wanted: garbled or swapped weights under {teacher.model_dir}"
+            f"at most {tolerance} wanted: garbled or swapped weights under {_places(teacher)}"
         )
+
+
+def _places(teacher: Teacher) -> str:
+    return f"{teacher.model_dir}" + (f" or {teacher.adapter_dir}" if teacher.adapter_dir else "")
 
 
 def _rollout(probe: Probe) -> Rollout:

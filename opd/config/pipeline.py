@@ -142,6 +142,28 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _every_rank_has_a_gpu_of_its_own(self) -> PipelineConfig:
+        gpus, ranks = self.cluster.trainer_gpus, self.trainer.ranks
+        if ranks > 1 and gpus % 1:
+            raise PydanticCustomError(
+                "shared_by_ranks",
+                "a whole number: NCCL refuses two ranks on one GPU; set trainer.ranks to 1 to share a GPU with other "
+                "roles, or cluster.trainer_gpus to 1",
+                {"where": "cluster.trainer_gpus", "found": f"{gpus:g} with trainer.ranks {ranks}"},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_engines_on_gpus_sleep(self) -> PipelineConfig:
+        if self.rollout.sleep and not self.cluster.rollout_gpus:
+            raise PydanticCustomError(
+                "sleep",
+                "false: a CPU engine cannot give its memory back; set cluster.rollout_gpus if the engines have GPUs",
+                {"where": "rollout.sleep", "found": "true with cluster.rollout_gpus 0"},
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_round_is_a_pipeline(self) -> PipelineConfig:
         if isinstance(self.rounds, int):
             return self

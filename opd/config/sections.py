@@ -27,14 +27,16 @@ class RolloutConfig(Strict):
     kv_cache_gib: int = Field(1, ge=1)
     """Key-value cache of a CPU engine, whole GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """Share of a GPU's memory that a GPU engine may take."""
+    """Share of a GPU's memory that a GPU engine may take; where roles share a GPU, what they need beside it must fit too."""
+    sleep: bool = False
+    """Give the engine's GPU memory back while teachers score and the trainer trains. For engines on a GPU that they share."""
 
 
 class TrainerConfig(Strict):
     zero_stage: Literal[3] = 3
     """DeepSpeed ZeRO stage: parameters, gradients and optimiser state are sharded over the ranks."""
     ranks: int = Field(2, ge=1)
-    """Data-parallel trainer processes."""
+    """Data-parallel trainer processes. On GPUs each needs one of its own: on a shared GPU set 1."""
     dtype: DType = "float32"
     """Compute type; bfloat16 keeps float32 master weights."""
     steps: int = Field(..., ge=1)

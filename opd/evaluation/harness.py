@@ -131,8 +131,6 @@ def _settings(config: LMEvalConfig, model_dir: Path, dtype: str, results: Path) 
         "batch_size": BATCH_SIZE[config.model],
         "output_path": str(results),
     }
-    if config.model == "vllm":
-        settings["model_args"] |= {"enforce_eager": True}
     return settings | ({} if config.limit is None else {"limit": config.limit})
 
 

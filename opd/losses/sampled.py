@@ -4,7 +4,8 @@
     gradient = -w_n A_n d log p(y_n),            A, b and w without gradient
 
 Its expectation over y ~ mu is the gradient of exact reverse KL at the same state, whatever policy mu sampled
-(Thinking Machines, "On-Policy Distillation", 2025); differentiating k1 itself would not do: the teacher would drop out.
+(Thinking Machines, "On-Policy Distillation", 2025); differentiating k1 itself would not do: the teacher would drop out. It holds as long as
+neither the token's weight in the loss nor b depends on the response (see `opd.train.totals.row_weights`).
 The baseline b only lowers the variance (see `opd.train.batch.leave_one_out`). Clips: `ratio_clip` on w (stale samples),
 `advantage_clip` on the log-ratio (Kimi K3, arXiv 2607.24653); each makes the estimate biased where it is active, which
 is why its rate is reported.

@@ -63,6 +63,7 @@ class VLLMRolloutEngine:
             max_num_seqs=rollout.max_num_seqs,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             vocab_size=vocab_size,
+            sleep=rollout.sleep,
         )
         env = cluster.worker_env(rollout.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(rollout.kv_cache_gib)}
         if not gpus:

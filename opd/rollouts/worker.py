@@ -27,6 +27,8 @@ class EngineOptions:
     gpu_memory_utilization: float
     vocab_size: int
     """Ids that the tokenizer knows; a generating engine gives no others, padding rows of the head have no probability."""
+    sleep: bool = False
+    """Give the GPU's memory back after `generate`; it comes back with the next call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +60,13 @@ class VLLMWorker:
         self._stop = list(stop_token_ids)
         self._llm = start_engine(options)
         self._shape = model_shape(options.model_dir)
+        self._asleep = False
 
     def generate(self, requests: Sequence[Request]) -> list[Sampled]:
         """Sample (or, at temperature 0, decode greedily) every request. Raises: RunError on NaN log-probs."""
         from vllm import SamplingParams
 
+        self._wake()
         params = [
             SamplingParams(
                 max_tokens=r.max_tokens,
@@ -77,12 +81,14 @@ class VLLMWorker:
         ]
         prompts: Any = [{"prompt_token_ids": list(r.token_ids)} for r in requests]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        self._sleep()
         return [_sampled(output.outputs[0]) for output in outputs]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, at temperature 1."""
         from vllm import SamplingParams
 
+        self._wake()
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompts: Any = [{"prompt_token_ids": list(ids)} for ids in sequences]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
@@ -93,6 +99,7 @@ class VLLMWorker:
 
     def load(self, model_dir: Path) -> None:
         """Hold this directory's weights. Raises: RunError if the caches could not be reset."""
+        self._wake()
         shape = model_shape(model_dir)
         if shape == self._shape:
             swap_weights(self._llm, model_dir)
@@ -101,6 +108,17 @@ class VLLMWorker:
             self._llm = None  # frees the old engine's memory before the new one takes its own
             self._llm = start_engine(dataclasses.replace(self._options, model_dir=model_dir))
             self._shape = shape
+
+    def _sleep(self) -> None:
+        """Level 1: weights wait in the machine's memory, since after an evaluation no new ones come."""
+        if self._options.sleep:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
 
 
 def model_shape(model_dir: Path) -> dict[str, Any]:
@@ -202,7 +220,8 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "gpu_memory_utilization": options.gpu_memory_utilization,
-        "enforce_eager": True,
+        # A GPU's captured graphs go on with new weights: a reload copies into the tensors that they read.
+        "enforce_eager": current_platform.is_cpu(),
         "logprobs_mode": "processed_logprobs",  # of a sampled token in the distribution it was drawn from; prompts stay raw
         "generation_config": "vllm",  # sampling is decided by the pipeline alone, not by a file in the model directory
         "trust_remote_code": False,
@@ -212,6 +231,8 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     if current_platform.is_cpu():
         # After a part of a prompt vLLM winds the request's own random stream back, which a CPU's generator cannot do.
         settings["enable_chunked_prefill"] = False
+    if options.sleep:
+        settings["enable_sleep_mode"] = True
     llm = LLM(**settings | more)
     if more.get("runner") != "pooling":  # that one has no head
         cut_vocabulary(llm, options.vocab_size)

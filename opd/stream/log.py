@@ -30,7 +30,8 @@ from opd.stream.targets import Expected, TargetStream
 from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment, unknown_id
 
 MANIFEST = "step.json"
-FORMAT = 1
+FORMAT = 2
+"""1 had log-probs before the temperature, and could hold ids of padding rows."""
 
 
 class ArrowTargetLog:

@@ -44,16 +44,17 @@ class DeepSpeedTrainer:
             )
             for rank in range(config.trainer.ranks)
         ]
-        loopback = config.cluster.address == cluster.LOCAL
-        self._starting = self._submit_start(loopback, config.cluster.start_timeout_s)
+        self._starting = self._submit_start(config.cluster.address == cluster.LOCAL, config.cluster.start_timeout_s)
         self._start_timeout_s = config.cluster.start_timeout_s
         self._tolerance = sync_tolerance(config)
         self._student = config.student.model
         self.layout = LayoutProof(layout="packed", tried={})
         """How rows are laid out; proven in `wait_ready`."""
 
-    def _submit_start(self, loopback: bool, timeout_s: float) -> list[Any]:
-        (meeting,) = cluster.call(self._ranks[:1], "meeting_point", [[loopback]], timeout_s=timeout_s)
+    def _submit_start(self, one_machine: bool, timeout_s: float) -> list[Any]:
+        # What a machine calls itself may be an address of its own alone: Debian's hosts file says 127.0.1.1.
+        address = "127.0.0.1" if one_machine else cluster.node_address(self._ranks[0], timeout_s=timeout_s)
+        (meeting,) = cluster.call(self._ranks[:1], "meeting_point", [[address]], timeout_s=timeout_s)
         return cluster.submit(self._ranks, "start", [meeting] * len(self._ranks))
 
     def wait_ready(self) -> None:
@@ -177,6 +178,7 @@ def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         gradient_checkpointing=trainer.gradient_checkpointing,
         head_memory_bytes=trainer.head_memory,
         timeout_s=config.cluster.phase_timeout_s,
+        lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
     )
 
 

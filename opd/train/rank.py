@@ -61,6 +61,8 @@ class RankOptions:
     head_memory_bytes: int
     """Budget of the teachers' heads that stay on this rank."""
     timeout_s: float
+    lends_memory: bool = False
+    """Give what torch keeps of a GPU's memory back after each step: an engine on that GPU wakes up next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +117,8 @@ class TrainerRank:
         self._saving: Future[tuple[WrittenFile, ...]] | None = None
         self._layout = "packed"
 
-    def meeting_point(self, loopback: bool) -> tuple[str, int]:
-        """An address of this machine and a free port; rank 0's is where all ranks meet."""
-        address = "127.0.0.1" if loopback else socket.gethostbyname(socket.gethostname())
+    def meeting_point(self, address: str) -> tuple[str, int]:
+        """`address`, which is this machine's, and a port that is free there; rank 0's is where all ranks meet."""
         with socket.socket() as probe:
             probe.bind((address, 0))
             return address, int(probe.getsockname()[1])
@@ -187,6 +188,8 @@ class TrainerRank:
         self._engine.step()
         optimizer.custom_loss_scaler = False  # left on, it would multiply the next step's loss by the share
         grad_norm = float(self._engine.get_global_grad_norm())
+        if self._options.lends_memory:
+            torch.cuda.empty_cache()
         if not math.isfinite(grad_norm):
             raise RunError(
                 f"step {work.step}: gradient norm {grad_norm}: the student's weights or the learning rate broke"

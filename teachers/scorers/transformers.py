@@ -7,17 +7,17 @@ linear modules that the adapter touches; a swap between two adapters of one base
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from opd.errors import RunError
 from opd.layouts import LAYOUTS, Packed, layout_error, predict_positions, prove_layout
-from opd.lora import ADAPTER_CONFIG, LoraConfig, Update, updates
+from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
 from opd.losses.blocks import LogitRule
 from opd.stream.heads import HeadFile, head_key, logit_rule
 from opd.stream.schema import TargetRow
@@ -206,15 +206,14 @@ class TransformersScorer:
         """Let the adapter's modules add what it says. Raises: RunError for a module that is not linear."""
         assert teacher.adapter_dir is not None
         config = LoraConfig.model_validate_json((teacher.adapter_dir / ADAPTER_CONFIG).read_bytes())
-        modules = dict(self._model.named_modules())
-        on_device = {name: tensor.to(self._device) for name, tensor in state.items()}
-        for name, update in updates(config, on_device).items():
-            if not isinstance(modules.get(name), nn.Linear):
-                raise RunError(
-                    f"teacher {teacher.name}: its adapter changes {name}, which is no linear module of "
-                    f"{type(self._model).__name__} in transformers; merge it into a full model"
-                )
-            self._hooks.append(modules[name].register_forward_hook(_adding(update)))
+        changes = updates(config, {name: tensor.to(self._device) for name, tensor in state.items()})
+        odd = not_linear(self._model, changes)
+        if odd:
+            raise RunError(
+                f"teacher {teacher.name}: its adapter changes {odd[0]}, which is no linear module of "
+                f"{type(self._model).__name__} in transformers; merge it into a full model"
+            )
+        self._hooks = attach(self._model, changes)
 
     def _skeleton(self, model_dir: Path) -> Any:
         from accelerate import init_empty_weights
@@ -230,16 +229,6 @@ class TransformersScorer:
                 self._skeletons[key] = model.eval().requires_grad_(False)
             self._skeleton_of[model_dir] = self._skeletons[key]
         return self._skeleton_of[model_dir]
-
-
-def _adding(update: Update) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    """A forward hook: W x becomes W x + scaling * B (A x)."""
-
-    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        added = nn.functional.linear(nn.functional.linear(args[0], update.a_K_I), update.b_O_K)
-        return torch.add(output, added, alpha=update.scaling)
-
-    return hook
 
 
 def _let_go(model: Any) -> None:

@@ -132,6 +132,12 @@ def test_nothing_of_ours_listens_beyond_this_machine() -> None:
     assert {name: str(at) for name, at in addresses.items() if not at.is_loopback} == {}
 
 
+def test_a_worker_says_where_the_cluster_reaches_its_machine() -> None:
+    owner = start_owner()
+    assert cluster.node_address(owner, timeout_s=30) == "127.0.0.1", "not the address of this machine's own name"
+    cluster.kill([owner])
+
+
 def test_every_process_carries_the_mark_of_its_driver() -> None:
     """Also under the titles that Ray's agents and workers give themselves."""
     owner = start_owner()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -31,6 +29,7 @@ from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers.openai import OpenAIScorer
 from tests.conftest import read_rows
+from tests.servers import serving
 
 Make = Callable[..., Path]
 VOCABULARY = 76
@@ -263,18 +262,13 @@ def served(tmp_path_factory: pytest.TempPathFactory, make_model_dir: Make) -> It
         *("--model", str(model), "--served-model-name", "expert", "--dtype", "float32", "--max-model-len", "64"),
         *("--enforce-eager", "--max-logprobs", str(TOP_K), "--generation-config", "vllm"),
     ]
-    with (root / "log").open("w") as log:
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-    try:
+    with serving(command, env, root / "log") as server:
         deadline = time.monotonic() + 240
         while not _healthy(port):
             assert server.poll() is None, (root / "log").read_text()[-3000:]
             assert time.monotonic() < deadline, (root / "log").read_text()[-3000:]
             time.sleep(0.5)
         yield model, f"http://127.0.0.1:{port}/v1"
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)  # its engine is a process of its own, which would outlive it
-        server.wait(timeout=60)
 
 
 def _healthy(port: int) -> bool:

@@ -469,7 +469,7 @@ def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
         def __init__(self, *_: Any) -> None:
             pass
 
-        def meeting_point(self, loopback: bool) -> tuple[str, int]:
+        def meeting_point(self, address: str) -> tuple[str, int]:
             return "127.0.0.1", 1
 
         def start(self, address: str, port: int) -> None:
@@ -594,7 +594,7 @@ def response_beyond_context(b: Bench) -> None:
 
 def sampling_values(b: Bench) -> None:
     for key, value in (
-        ("max_new_tokens", 0), ("temperature", -1), ("temperature", 0), ("temperature", float("inf")),
+        ("max_new_tokens", 0), ("temperature", -1), ("temperature", 0), ("temperature", 0.005), ("temperature", float("inf")),
         ("temperature", float("nan")), ("max_model_len", 0),
     ):  # fmt: skip
         b.data["rollout"] = {"max_model_len": 32, key: value}
@@ -647,14 +647,15 @@ def unreadable_text(b: Bench) -> None:
 
 
 def wrong_columns(b: Bench) -> None:
-    for bad, word in (
-        ('{"question": "a"}', "column `prompt`: Field required"),
-        ('{"prompt": 3}', "column `prompt"),
-        ('{"prompt": "a",}', "property name"),
-        ('["a"]', "column `line`"),
+    for bad, word, fix in (
+        ('{"question": "a"}', "no column `prompt`, but `question`", "call what asks `prompt`"),
+        ('{"prompt": [{"from": "human", "value": "a"}]}', "message 1: the keys `from`, `value`", "NEW.jsonl"),
+        ('{"prompt": 3}', "column `prompt", "correct or delete this line"),
+        ('{"prompt": "a",}', "property name", "correct or delete this line"),
+        ('["a"]', "column `line`", "correct or delete this line"),
     ):
         b.prompts({"prompt": "a"}, "", bad)
-        b.refused("upper.jsonl:3\n", word, "correct or delete this line")
+        b.refused("upper.jsonl:3\n", word, fix)
     text = b'\xef\xbb\xbf{"prompt": "a="}\r\n\r\n{"prompt": "b="}\r\n'
     (b.root / "upper.jsonl").write_bytes(text)
     assert len(b.starts().prompts["upper"]) == 2
@@ -1005,12 +1006,12 @@ CASES = (
     Case(24, "Empty prompt, white space, special tokens only", "Left out, counted and named in a warning. A file of nothing else is refused.", prompts_that_ask_nothing),
     Case(25, "Prompt as long as the context", "Quarantined by id before it reaches the engine; the others go on, nothing is cut. A domain of nothing else is refused.", prompt_beyond_context),
     Case(26, "Prompt and response together exceed the context", "The response's limit is shortened for that prompt; if it is reached, the response is counted as `truncated`.", response_beyond_context),
-    Case(27, "`max_new_tokens` 0, temperature 0 or below, infinite or NaN numbers", "Refused with the key. Temperature 0 too: greedy responses are not samples of the student.", sampling_values),
+    Case(27, "`max_new_tokens` 0, temperature below 0.01, infinite or NaN numbers", "Refused with the key. Temperature 0 too: greedy responses are not samples of the student; vLLM would raise others below 0.01.", sampling_values),
     Case(28, "`top_p` or `top_k` in sampling", "Refused as unknown keys: there are none, since responses have to be the student's own distribution.", filtered_sampling),
     Case(29, "Response that ends at once; step without a trained token", "The end token is trained. A step without any token is skipped, and its record says so.", nothing_to_train),
     Case(30, "Nearly all responses end at their limit", "Warning above 90 % of a domain's responses, once a domain; every step's record counts them by domain.", nearly_all_cut),
     Case(31, "Invalid UTF-8, surrogates, NUL, a line of 10 MB in a prompts file", "Refused with file and line (a surrogate: with the prompt's id). Deep nesting is bounded too.", unreadable_text),
-    Case(32, "JSONL with wrong or missing columns, trailing comma; byte-order mark, CRLF", "Refused with file, line and column. Byte-order mark, CRLF and blank lines are accepted.", wrong_columns),
+    Case(32, "JSONL with wrong or missing columns, messages with `from` and `value`, trailing comma; byte-order mark, CRLF", "Refused with file, line and the columns or keys that were found, when an expert is added as when a merge starts; for `from` and `value` with a command that converts them. Byte-order mark, CRLF and blank lines are accepted.", wrong_columns),
     Case(33, "Unknown or repeated key, wrong type in a pipeline; YAML made to explode", "Refused with the key, and the nearest known one. Size, depth and what aliases expand to are bounded; only plain YAML types are made.", pipeline_mistakes),
     Case(34, "Run directory that exists or cannot be made", "Refused; nothing is overwritten. Missing parents are created.", unfit_run_directory),
     Case(35, "Resume with another pipeline", "Refused: a run keeps its own `pipeline.yaml`.", resume_with_another_pipeline),

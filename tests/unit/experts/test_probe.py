@@ -8,11 +8,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from experts import finite
 from experts.model_dir import inspect_model
@@ -20,6 +22,7 @@ from experts.probe import probe_ids, take_probe
 from experts.registry import Registry
 from opd.errors import ModelError
 from opd.types import Probe
+from tests.conftest import build_tokenizer
 
 
 @pytest.fixture
@@ -170,3 +173,58 @@ def test_other_weights_have_another_probe(
     ]
     ours, theirs = (p.logprobs for p in probes if p)
     assert np.mean(np.abs(np.subtract(ours, theirs))) > 0.5
+
+
+# Adapters: base and adapter together
+
+
+@pytest.mark.parametrize("options", [{}, {"targets": ["q_proj", "v_proj", "up_proj"], "rank": 2}])
+def test_an_adapters_probe_is_that_of_base_and_adapter(
+    options: dict[str, Any],
+    registry: Registry,
+    model: Path,
+    make_adapter: Callable[..., Path],
+    merged_plainly: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    adapter = make_adapter(tmp_path / "adapter", model, **options)
+    registry.add("math", adapter, domain="d")
+    record = registry.get("math").probe
+    assert record is not None, "an adapter has a probe too"
+    assert record.logprobs == pytest.approx(
+        plain_logprobs(merged_plainly(model, adapter, tmp_path / "m"), 76), abs=6e-4
+    )
+    assert np.mean(np.abs(np.subtract(record.logprobs, plain_logprobs(model, 76)))) > 0.1, "and not of the base alone"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "m", "model", "registry"], "nothing merged on disk"
+
+
+def test_an_adapter_on_a_bfloat16_base_computes_in_bfloat16(
+    registry: Registry, model: Path, make_adapter: Callable[..., Path], merged_plainly: Any, tmp_path: Path
+) -> None:
+    adapter = make_adapter(tmp_path / "adapter", model)
+    spoil(model, "model.norm.weight", 1.0, torch.bfloat16)
+    record = registry.add("math", adapter, domain="d").probe
+    assert record is not None and record.dtype == "bfloat16"
+    whole = merged_plainly(model, adapter, tmp_path / "whole")
+    assert np.mean(np.abs(np.subtract(record.logprobs, plain_logprobs(whole, 76)))) < 0.1
+
+
+def test_an_adapter_that_overflows_is_refused_by_its_own_name(
+    registry: Registry, model: Path, make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    adapter = make_adapter(tmp_path / "adapter", model, lora_alpha=3e38)
+    with pytest.raises(ModelError, match=r"/adapter\n  found:  log-probs that are not finite"):
+        registry.add("math", adapter, domain="d")
+    assert not (tmp_path / "registry").exists()
+
+
+def test_an_adapter_that_no_scorer_could_use_is_refused(
+    registry: Registry, make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = tmp_path / "gpt2"  # its projections are no linear modules
+    config = GPT2Config(vocab_size=76, n_positions=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(base)
+    build_tokenizer().save_pretrained(base)
+    adapter = make_adapter(tmp_path / "adapter", base, targets=["c_attn"])
+    with pytest.raises(ModelError, match=r"module `transformer\.h\.0\.attn\.c_attn`\n  found:  .* GPT2LMHeadModel"):
+        registry.add("math", adapter, domain="d")

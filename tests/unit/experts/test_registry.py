@@ -128,7 +128,10 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
 # Prompts
 
 
-@pytest.mark.parametrize("text", [None, '{"prompt": "1+1="}\n{"prompt": \n'])
+SHAREGPT = '{"prompt": "1+1="}\n{"prompt": [{"from": "human", "value": "1+2?"}], "answer": "3"}\n'
+
+
+@pytest.mark.parametrize("text", [None, '{"prompt": "1+1="}\n{"prompt": \n', SHAREGPT])
 def test_bad_prompts_are_refused_and_nothing_is_written(
     text: str | None, registry: Registry, model: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,17 @@ def refusal(path: Path) -> str:
         ('{"prompt": null}', "column `prompt"),
         ('{"prompt": "a", "answer": 4}', "column `answer`"),
         ('{"prompt": "a", "metadata": []}', "column `metadata`"),
-        ('{"prompt": [{"role": 1}]}', "column `prompt"),
+        ('{"prompt": [{"role": 1}]}', "column `prompt`, message 1: the keys `role`"),
+        ('{"conversations": [], "id": 3}', "no column `prompt`, but `conversations`, `id`"),
+        ('{"prompt": [{"from": "human", "value": "a"}]}', "column `prompt`, message 1: the keys `from`, `value`"),
+        ('{"prompt": [{"role": "user", "content": "a"}, {"role": "user"}]}', "message 2: the keys `role`"),
+        ('{"prompt": [{"role": "user", "content": null}]}', "message 1: `content` is no text: None"),
+        ('{"prompt": [{"role": "user", "content": [{"text": "a"}]}]}', "message 1: `content` is no text"),
+        ('{"prompt": [{"role": "", "content": "a"}]}', "message 1: an empty `role`"),
+        ('{"prompt": [{}]}', "message 1: no keys"),
+        ('{"prompt": ["a"]}', "message 1: 'a'"),
+        ('{"prompt": "a", "completion": [{"from": "gpt", "value": "b"}]}', "column `completion`, message 1: the keys"),
+        ("{}", "no column `prompt`"),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_number(line: str, word: str, tmp_path: Path) -> None:
@@ -135,6 +146,42 @@ def test_a_prompt_that_asks_nothing_has_no_tokens(prompt: Any, asks: bool, tiny_
     first, second = load_prompts(path, "d", tiny_tokenizer)
     assert first.token_ids
     assert (second.id, bool(second.token_ids)) == ("d/1", asks)
+
+
+# Messages of another kind
+
+
+def test_sharegpt_messages_are_refused_with_a_command_that_converts_them(tmp_path: Path) -> None:
+    turns = [("system", "short"), ("human", "7+5?"), ("gpt", "12"), ("human", "é?")]
+    row = {
+        "prompt": [{"from": who, "value": text} for who, text in turns],
+        "completion": [{"from": "gpt", "value": "b"}],
+    }
+    path = write(tmp_path, (json.dumps(row | {"answer": "b"}) + "\n") * 2)
+    command = refusal(path).partition("fix:    ")[2].replace("OLD", str(path.with_suffix(""))).replace("NEW", "new")
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, timeout=60)
+    first, second = read_prompt_lines(tmp_path / "new.jsonl")
+    roles = ["system", "user", "assistant", "user"]
+    assert first.prompt == [{"role": r, "content": t} for r, (_, t) in zip(roles, turns, strict=True)]
+    assert (first.completion, first.answer, second) == ([{"role": "assistant", "content": "b"}], "b", first)
+
+
+@pytest.mark.parametrize(
+    ("roles", "refused"),
+    [(["human"], "human"), (["system"], "system"), (["human", "user"], "human"), (["tool", "user"], "")],
+)
+def test_a_role_whose_messages_the_template_leaves_out_is_named(
+    roles: list[str], refused: str, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}:"
+    messages = [{"role": role, "content": f" ask {role}"} for role in roles]
+    path = write(tmp_path, json.dumps({"prompt": messages}))
+    if refused:
+        with pytest.raises(PromptError, match=f"leaves out what has the role '{refused}'"):
+            load_prompts(path, "d", tokenizer)
+    else:
+        assert load_prompts(path, "d", tokenizer)[0].token_ids
 
 
 # Shares of a step

@@ -62,6 +62,23 @@ def test_only_the_questions_that_are_asked_matter(world: Any) -> None:
     assert len(check(load_pipeline(world.write())).exams["upper"].prompts) == 5
 
 
+def test_messages_without_a_role_are_refused_as_such_and_not_as_a_leak(world: Any) -> None:
+    for name in ("upper.jsonl", "upper-eval.jsonl"):
+        (world.root / name).write_text("")
+        add(world.root / name, [{"from": "human", "value": f"upp {name}"}])
+    message = refusal(world)
+    assert "upper.jsonl:1\n  found:  column `prompt`, message 1: the keys `from`, `value`" in message
+
+
+def test_prompts_without_text_are_no_leak(world: Any) -> None:
+    for name in ("upper.jsonl", "upper-eval.jsonl"):
+        add(world.root / name, " ")
+    assert check(load_pipeline(world.write())).warnings == (
+        "upper.jsonl: 1 of 7 prompts have no text and are left out: upper/6",
+        "1 of the 7 questions of upper have no text; they count as wrong",
+    )
+
+
 def test_questions_without_room_for_an_answer_are_told(world: Any) -> None:
     add(world.root / "upper-eval.jsonl", "a" * 31, "a" * 32, "a" * 99)
     assert check(load_pipeline(world.write())).warnings == (

@@ -97,6 +97,15 @@ def test_registered_experts_carry_their_probe(world: Any) -> None:
         assert record is not None and teacher.probe == record.probe
 
 
+def test_a_registered_adapter_carries_its_probe(world: Any, make_adapter: Callable[..., Path]) -> None:
+    adapter = make_adapter(world.root / "adapter", world.root / "base")
+    record = Registry(world.root / "registry").add("rev", adapter, "reverse", world.root / "reverse.jsonl").probe
+    Registry(world.root / "registry").add("up", world.root / "up", "upper", world.root / "upper.jsonl")
+    world.data["experts"] = {"use": "all"}
+    teacher = check(config(world)).teachers["reverse"]
+    assert record is not None and teacher.probe == record.probe and teacher.adapter_dir == adapter
+
+
 def test_prompts_default_to_those_the_expert_was_registered_with(world: Any) -> None:
     register(world)
     for domain in world.data["domains"].values():

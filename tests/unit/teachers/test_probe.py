@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from experts.adapter import inspect_expert
 from experts.model_dir import inspect_model
 from experts.probe import take_probe
 from opd.errors import RunError
@@ -115,3 +117,46 @@ def test_a_top_k_payload_counts_only_what_its_bounds_exclude(teacher: Teacher) -
                 worker("top_k").describe(other)
         else:
             worker("top_k").describe(other)
+
+
+# Adapters
+
+
+@pytest.fixture
+def lora(tiny_model_dir: Path, make_adapter: Callable[..., Path], tmp_path: Path) -> Teacher:
+    """An adapter with the probe of its registration."""
+    adapter = make_adapter(tmp_path / "adapter", tiny_model_dir)
+    record = take_probe(*inspect_expert(adapter))
+    assert record is not None
+    return Teacher(name="lora", model_dir=tiny_model_dir, adapter_dir=adapter, probe=record.probe)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_the_registered_adapter_is_known_again(payload: str, dtype: str, lora: Teacher) -> None:
+    worker(payload, dtype).describe(lora)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_another_base_or_adapter_in_its_place_stops_the_run(
+    payload: str,
+    lora: Teacher,
+    tiny_model_dir: Path,
+    expert_dirs: dict[str, Path],
+    make_adapter: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    scoring = worker(payload, top_k=60)  # eight tell too little of so small a difference
+    other = make_adapter(tmp_path / "other", tiny_model_dir, seed=7)
+    scaled = make_adapter(tmp_path / "scaled", tiny_model_dir, lora_alpha=-8)
+    for swap in (
+        {"model_dir": expert_dirs["up"]},
+        {"adapter_dir": other},
+        {"adapter_dir": scaled},
+        {"adapter_dir": None},
+    ):
+        with pytest.raises(RunError, match=r"teacher lora: log-probs differ by \d+\.\d+ nats .*garbled or swapped"):
+            scoring.describe(dataclasses.replace(lora, **swap))
+    with pytest.raises(RunError, match=f"under {tiny_model_dir} or {other}$"):
+        scoring.describe(dataclasses.replace(lora, adapter_dir=other))
+    scoring.describe(lora)

@@ -166,7 +166,7 @@ def flip(data: bytes) -> bytes:
         ("step.json", None, "step.json"),
         ("step.json", lambda data: data[:-5], "cannot be used"),
         ("step.json", lambda _: b"[]", "cannot be used"),
-        ("step.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), "format is 2, wanted 1"),
+        ("step.json", lambda data: data.replace(b'"format": 2', b'"format": 1'), "format is 1, wanted 2"),
         ("step.json", lambda data: data.replace(b'"weight": 1.0', b'"weight": 0.5'), "another weight or head"),
         ("step.json", lambda data: data.replace(b'"t": {', b'"s": {'), "not asked for"),
         ("step.json", lambda data: data.replace(b"000012/b/1", b"000012/b/2"), "000012/b/2"),

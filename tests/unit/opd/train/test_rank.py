@@ -271,7 +271,7 @@ class FakeRank:
     def __init__(self, options: Any, index: int) -> None:
         self.options, self.index, self.works = options, index, []
 
-    def meeting_point(self, loopback: bool) -> tuple[str, int]:
+    def meeting_point(self, address: str) -> tuple[str, int]:
         return ("127.0.0.1", 1)
 
     def start(self, address: str, port: int) -> None: ...
@@ -487,6 +487,46 @@ def test_a_step_without_trained_tokens_is_skipped_and_says_so(rollouts: list[Rol
     assert targets.arrived, "the log wants them all the same"
     assert report.step == 3
     assert all(not w.works for w in in_process.workers)
+
+
+@pytest.mark.parametrize(
+    ("address", "met_at"), [("local", "127.0.0.1"), ("10.0.0.1:6379", "10.0.0.7")], ids=["one machine", "a cluster"]
+)
+def test_ranks_meet_where_the_cluster_reaches_rank_0(
+    in_process: Any, monkeypatch: pytest.MonkeyPatch, address: str, met_at: str
+) -> None:
+    """Not where the machine's own name leads, which Debian resolves to 127.0.1.1: a port that is free there is no use."""
+    started: list[str] = []
+
+    class Rank(FakeRank):
+        def meeting_point(self, address: str) -> tuple[str, int]:
+            return rank.TrainerRank.meeting_point(self, address)  # type: ignore[arg-type]
+
+        def node_address(self) -> str:
+            return "10.0.0.7"
+
+        def start(self, address: str, port: int) -> None:
+            started.append(address)
+
+    class Socket:
+        def __enter__(self) -> Socket:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def bind(self, address: tuple[str, int]) -> None:
+            assert address == (met_at, 0)
+
+        def getsockname(self) -> tuple[str, int]:
+            return met_at, 4711
+
+    monkeypatch.setattr(rank.socket, "socket", Socket)
+    in_process.replace = Rank
+    two = config(ranks=2)
+    deepspeed.DeepSpeedTrainer(
+        two.model_copy(update={"cluster": two.cluster.model_copy(update={"address": address})}), vocab_size=9
+    )
+    assert started == [met_at, met_at]
 
 
 def test_numbers_come_back_from_the_device() -> None:

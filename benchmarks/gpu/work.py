@@ -1,0 +1,121 @@
+"""Random models and rows for the GPU check, and what a device says of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opd.types import Rollout, Segment
+
+MODELS: dict[str, dict[str, int]] = {
+    "tiny": {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 1},
+    "small": {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6,
+              "num_attention_heads": 12, "num_key_value_heads": 4},
+    "medium": {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12,
+               "num_attention_heads": 32, "num_key_value_heads": 8},
+}  # fmt: skip
+"""Random Llamas with a tied head: 0.1, 62 and 854 million parameters."""
+
+
+def build_model(path: Path, size: str, *, dtype: torch.dtype, seed: int, device: str) -> Path:
+    """A directory with a random Llama of `MODELS`, its weights drawn on `device`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**MODELS[size], max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.05)
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = LlamaForCausalLM(config).to(dtype)
+    model.save_pretrained(path)
+    return path
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the responses of one step."""
+
+    rows: int
+    prompt: int
+    response: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * (self.prompt + self.response)
+
+
+def make_rollouts(shape: Shape, vocab_size: int, *, seed: int = 0) -> list[Rollout]:
+    """Responses of random ids, some shorter than others: who wrote them does not matter here."""
+    gen = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(shape.rows):
+        length = shape.response - i % max(1, shape.response // 8)
+        prompt, response = (
+            tuple(torch.randint(0, vocab_size, (n,), generator=gen).tolist()) for n in (shape.prompt, length)
+        )
+        made.append(
+            Rollout(
+                sample_id=f"000001/d/{i}", step=1, domain="d", policy_version=0, prompt_ids=prompt,
+                response_ids=response, behaviour_logprobs=(-1.0,) * length,
+                segments=(Segment(length=length, trained=True),), truncated=False,
+            )
+        )  # fmt: skip
+    return made
+
+
+def num_tokens(rollouts: Sequence[Rollout]) -> int:
+    """Prompt and response tokens together."""
+    return sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
+
+
+@dataclass
+class Span:
+    """How long something took, and the most memory that it had beyond what was there before."""
+
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+    """On the GPU, all that torch held; None on a CPU."""
+    extra_bytes: int | None = None
+
+
+@contextmanager
+def measured(device: str) -> Iterator[Span]:
+    """Times what is inside: by events on a GPU, by the clock on a CPU."""
+    span = Span()
+    if device != "cuda":
+        began = time.perf_counter()
+        yield span
+        span.seconds = time.perf_counter() - began
+        return
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    first.record()
+    yield span
+    last.record()
+    torch.cuda.synchronize()
+    span.seconds = first.elapsed_time(last) / 1000
+    span.peak_bytes = torch.cuda.max_memory_allocated()
+    span.extra_bytes = span.peak_bytes - before
+
+
+def used_bytes() -> int:
+    """In use on the first GPU by all processes, as the driver's tool says."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) << 20
+
+
+def scorer_options(dtype: str, vocab_size: int) -> Any:
+    """A scorer that sends hidden states and keeps what it has read."""
+    from teachers.scorers import ScorerOptions
+
+    return ScorerOptions(
+        dtype=dtype, payload="hidden_states", top_k=0, vocab_size=vocab_size, memory_bytes=64 << 30, max_model_len=4096
+    )

@@ -1,0 +1,34 @@
+"""The GPU check, tried out on the CPU: every part that needs no GPU runs, and the figures that must be right are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_part_runs_on_tiny_sizes(tmp_path: Path) -> None:
+    parts = ("trainer", "scorer", "engines")
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--output", str(tmp_path), "--device", "cpu", "--quick"]
+    done = subprocess.run(
+        [*command, "--minutes", "5", "--parts", *parts],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    assert {name: part["error"] for name, part in record["parts"].items()} == dict.fromkeys(parts), done.stderr
+    tables = {name: part["tables"] for name, part in record["parts"].items()}
+    steps = tables["trainer"]["tiny, float32, against plain torch in float64 on the CPU"]
+    assert len(steps) == 5 and max(step["loss_difference"] for step in steps) < 1e-5
+    assert max(step["grad_norm_difference"] for step in steps) < 1e-5
+    assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
+    assert all(row["bit_equal"] for row in tables["trainer"]["resume"])
+    assert all(row["last_loss"] < row["first_loss"] for row in tables["trainer"]["speed, bfloat16"])
+    assert all(row["logprob_difference"] <= 1e-4 for row in tables["scorer"]["float32 against the CPU"])
+    assert all(row["probe_gap"] < 1e-4 and row["sampled_gap"] < 1e-4 for row in tables["engines"]["weight push"])
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| device | CPU, not a GPU |" in page and "they are a GPU's" in page

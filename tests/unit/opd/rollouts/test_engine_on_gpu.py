@@ -1,0 +1,102 @@
+"""What an engine on a GPU is told that one on a CPU is not: CUDA graphs, and to sleep while others compute."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opd.rollouts import worker
+from opd.rollouts.worker import EngineOptions, Request, VLLMWorker
+
+OPTIONS = EngineOptions(
+    model_dir=Path("m"),
+    dtype="float32",
+    max_model_len=64,
+    max_num_seqs=8,
+    gpu_memory_utilization=0.4,
+    vocab_size=76,
+    sleep=True,
+)
+
+
+class Engine:
+    """Stands for `vllm.LLM`: notes what it is asked in which order, and answers nothing while it sleeps."""
+
+    said: list[str]
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.said = []
+        self.asleep = False
+
+    def sleep(self, level: int) -> None:
+        assert not self.asleep
+        self.asleep = True
+        self.said.append(f"sleep {level}")
+
+    def wake_up(self) -> None:
+        assert self.asleep
+        self.asleep = False
+        self.said.append("wake")
+
+    def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        assert not self.asleep
+        self.said.append("score" if not isinstance(params, list) else "write")
+        text = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0)}], finish_reason="stop")
+        scored = [None, {2: SimpleNamespace(logprob=-2.0)}]
+        return [SimpleNamespace(outputs=[text], prompt_logprobs=scored) for _ in prompts]
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """vLLM's, a GPU until a test says otherwise; vLLM itself is not imported."""
+    found = SimpleNamespace(cpu=False)
+    fake, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    fake.LLM, fake.SamplingParams = Engine, SimpleNamespace  # type: ignore[attr-defined]
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: found.cpu)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(worker, "model_shape", lambda model_dir: {"kind": "one"})
+    monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, vocab_size: None)
+    monkeypatch.setattr(worker, "swap_weights", lambda llm, model_dir: llm.said.append("load"))
+    return found
+
+
+@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "gpu"])
+def test_graphs_are_captured_on_a_gpu_alone(platform: SimpleNamespace, cpu: bool) -> None:
+    platform.cpu = cpu
+    assert worker.start_engine(OPTIONS).settings["enforce_eager"] is cpu
+
+
+def test_only_an_engine_that_will_sleep_is_told_so(platform: SimpleNamespace) -> None:
+    import dataclasses
+
+    assert worker.start_engine(OPTIONS).settings["enable_sleep_mode"] is True
+    awake = worker.start_engine(dataclasses.replace(OPTIONS, sleep=False))
+    assert "enable_sleep_mode" not in awake.settings
+
+
+def test_an_engine_sleeps_from_the_last_token_it_wrote_to_the_next_push(platform: SimpleNamespace) -> None:
+    """One night a step: what a step asks comes as push, probe, rollouts."""
+    one = VLLMWorker(OPTIONS, (2,))
+    request = Request(token_ids=(1,), max_tokens=4, temperature=1.0, seed=0)
+    for _ in range(2):
+        one.load(Path("new"))
+        assert one.logprobs([(1, 2)]) == [[-2.0]]
+        assert [s.token_ids for s in one.generate([request])] == [(5,)]
+    one.generate([request])  # an evaluation comes without a push before it
+    step = ["load", "score", "write", "sleep 1"]
+    assert one._llm.said == [*step, "wake", *step, "wake", "write", "sleep 1"]
+
+
+def test_an_engine_with_a_gpu_of_its_own_never_sleeps(platform: SimpleNamespace) -> None:
+    import dataclasses
+
+    one = VLLMWorker(dataclasses.replace(OPTIONS, sleep=False), (2,))
+    one.generate([Request(token_ids=(1,), max_tokens=4, temperature=1.0, seed=0)])
+    one.load(Path("new"))
+    assert one._llm.said == ["write", "load"]

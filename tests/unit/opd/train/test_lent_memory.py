@@ -1,0 +1,47 @@
+"""A rank that shares its GPU with an engine that sleeps hands back what torch keeps, after every step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from opd.config import PipelineConfig
+from opd.train import deepspeed, rank
+from opd.train.rank import RankWork
+from opd.train.totals import Totals
+
+
+def options(*, sleep: bool, trainer_gpus: float, rollout_gpus: float = 0.4) -> rank.RankOptions:
+    data: dict[str, Any] = {
+        "name": "n",
+        "student": {"model": "base"},
+        "experts": {"e": {"model": "m", "domain": "d"}},
+        "domains": {"d": {}},
+        "rollout": {"sleep": sleep},
+        "trainer": {"steps": 4, "samples_per_step": 2, "ranks": 1},
+        "cluster": {"rollout_gpus": rollout_gpus, "trainer_gpus": trainer_gpus},
+    }
+    return deepspeed._rank_options(PipelineConfig.model_validate(data), vocab_size=76)
+
+
+def test_it_is_asked_of_ranks_on_gpus_beside_engines_that_sleep() -> None:
+    assert options(sleep=True, trainer_gpus=0.4).lends_memory
+    assert not options(sleep=False, trainer_gpus=0.4).lends_memory
+    assert not options(sleep=True, trainer_gpus=0).lends_memory, "the trainer is on the CPU"
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_after_a_step(sleep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    one = rank.TrainerRank(options(sleep=sleep, trainer_gpus=0.4), 0)
+    one._engine = MagicMock()
+    one._engine.get_global_grad_norm.return_value = 1.0
+    work = RankWork(step=1, lr=0.1, micro_batches=((),), weights={})
+    one._step = SimpleNamespace(work=work, totals=Totals())  # type: ignore[assignment]
+    one.finish_step(1.0)
+    assert len(emptied) == sleep
