@@ -30,6 +30,7 @@ WORKERS = ("ray::", "raylet", "gcs_server")
 EXPORT_NATS = 1e-5
 """Between trainer and exported model in plain transformers, float32."""
 SCORER_NATS = 1e-4
+"""Between scorer and plain transformers, float32."""
 PACKING = 1e-5
 """Together against alone, relative, float32."""
 ENGINE_NATS = {"float32": 2e-3, "bfloat16": 0.5}
