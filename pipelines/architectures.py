@@ -51,16 +51,22 @@ def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, Expert]) -
 def _layout(path: Path, info: ModelInfo) -> Any:
     """The model's layout in transformers, whose modules its files fill. Raises: ModelError."""
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from opd.model_weights import Layout
 
     file = path / "config.json"
+    known = None
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    except StrictDataclassError as error:
+        raise ModelError.at(
+            file, found=str(error), wanted=f"what transformers takes for {info.model_type}", fix="correct the key"
+        ) from None
     except ValueError:  # what transformers raises for a model type that it does not know
-        known = None
+        pass
     if known is None:
         raise ModelError.at(
             f"{file}: model_type",

@@ -71,3 +71,24 @@ def test_mixtures_stay_within_the_budget(make_mixture_dir: Callable[..., Path], 
     assert scoring._weights.loads == 3
     scoring.head(teachers[1])
     assert scoring._weights.loads == 3, "the one before is still there"
+
+
+def test_an_adapter_of_a_mixtures_attention_scores_as_the_merged_model(
+    make_mixture_dir: Callable[..., Path],
+    make_adapter: Callable[..., Path],
+    merged_plainly: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    base = make_mixture_dir(tmp_path / "base", "glm4_moe")
+    adapter = make_adapter(tmp_path / "adapter", base, targets=("q_proj", "o_proj"))
+    merged = merged_plainly(base, adapter, tmp_path / "merged")
+    scoring, answers = scorer(), {}
+    for teacher in (
+        Teacher(name="adapter", model_dir=base, adapter_dir=adapter, digest="a", base_digest="b"),
+        Teacher(name="base", model_dir=base, digest="b"),
+        Teacher(name="merged", model_dir=merged),
+    ):
+        ((row,),) = scoring.score(teacher, [rollout(1)], {})
+        answers[teacher.name] = row.teacher_logprobs
+    assert answers["adapter"] == pytest.approx(answers["merged"], abs=1e-5)
+    assert answers["adapter"] != pytest.approx(answers["base"], abs=0.1)
