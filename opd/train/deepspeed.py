@@ -16,9 +16,10 @@ from opd.layouts import prove_layout
 from opd.stream.targets import TargetStream
 from opd.train.feed import Feed
 from opd.train.plan import RowSize, plan_micro_batches
-from opd.train.rank import HeadSource, RankOptions, RankResult, RankWork, TrainerRank
+from opd.train.rank import HeadSource, RankResult, RankWork, TrainerRank
 from opd.train.schedule import learning_rate
 from opd.train.totals import refuse_gap, refuse_impossible_means, row_weights
+from opd.train.zero import RankOptions
 from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, WrittenFile
 
 

@@ -9,7 +9,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ import torch
 from torch import Tensor
 
 from opd import cluster
-from opd.config.objectives import ObjectiveConfig
 from opd.errors import RunError
 from opd.files import storing
 from opd.layouts import LAYOUTS, layout_error, predict_positions
-from opd.losses import build_objective
 from opd.losses.blocks import LogitRule
-from opd.model_weights import attention, persistent_buffers, to_files
+from opd.model_weights import persistent_buffers, to_files
 from opd.stream.heads import Head, HeadFile, head_key, head_tensor
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import (
@@ -35,35 +32,9 @@ from opd.train.batch import (
     micro_batch,
 )
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
-from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
+from opd.train.zero import RankOptions, start_engine
 from opd.types import DomainStats, PositionStats, WrittenFile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions:
-    """What a rank is started with; plain values, so they cross process boundaries."""
-
-    model_dir: Path
-    dtype: str
-    world_size: int
-    objective: ObjectiveConfig
-    vocab_size: int
-    """Ids that the tokenizer knows; rows of a head beyond them are padding."""
-    temperature: float
-    """At which responses are sampled."""
-    adam_betas: tuple[float, float]
-    adam_epsilon: float
-    weight_decay: float
-    max_grad_norm: float
-    grad_accum_dtype: str
-    """Type in which gradients are summed over micro-batches and ranks."""
-    gradient_checkpointing: bool
-    head_memory_bytes: int
-    """Budget of the teachers' heads that stay on this rank."""
-    timeout_s: float
-    lends_memory: bool = False
-    """Give what torch keeps of a GPU's memory back after each step: an engine on that GPU wakes up next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +104,7 @@ class TrainerRank:
             MASTER_ADDR=address,
             MASTER_PORT=str(port),
         )
-        self._engine = _start_engine(self._options)
+        self._engine = start_engine(self._options)
         self._device = self._engine.device
 
     def layout_error(self, layout: str) -> float:
@@ -360,69 +331,3 @@ def _to(batch: Any, device: torch.device) -> Any:
         moved = {f.name: _to(getattr(batch, f.name), device) for f in dataclasses.fields(batch)}
         return dataclasses.replace(batch, **moved)  # type: ignore[type-var]
     return batch
-
-
-def _start_engine(options: RankOptions) -> Any:
-    import deepspeed
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    deepspeed.init_distributed(
-        dist_backend="nccl" if torch.cuda.is_available() else "gloo",
-        timeout=timedelta(seconds=options.timeout_s),
-        verbose=False,
-    )
-    kind = attention(AutoConfig.from_pretrained(options.model_dir, trust_remote_code=False))
-    lm = AutoModelForCausalLM.from_pretrained(
-        options.model_dir, dtype=getattr(torch, options.dtype), attn_implementation=kind, trust_remote_code=False
-    )
-    loss = options.objective
-    known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
-    student = Student(lm, build_objective(loss), chunk=loss.chunk, compiled=loss.compile, **known)
-    _without_chance(student, options.gradient_checkpointing)
-    optimizer = torch.optim.AdamW(
-        _parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas, eps=options.adam_epsilon
-    )
-    engine, *_ = deepspeed.initialize(model=student, optimizer=optimizer, config=_deepspeed_config(options))
-    return engine
-
-
-def _without_chance(student: Student, gradient_checkpointing: bool) -> None:
-    """No dropout, no router noise: the loss is that of the policy that wrote the tokens, and the engine has neither.
-
-    Layers recompute their activations only in training mode; what they hold stays in evaluation mode.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    student.eval()
-    if gradient_checkpointing:
-        student.lm.gradient_checkpointing_enable()
-        for module in student.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True
-
-
-def _parameter_groups(student: Student, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay on matrices only, as usual: not on norms and biases."""
-    params = list(student.parameters())
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [g for g in groups if g["params"]]
-
-
-_DEEPSPEED_NAME = {"float32": "fp32", "bfloat16": "bf16"}
-
-
-def _deepspeed_config(options: RankOptions) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": options.max_grad_norm,
-        "bf16": {"enabled": options.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
-        "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
-        "zero_optimization": {"stage": 3, "overlap_comm": False},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    }

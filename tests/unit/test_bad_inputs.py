@@ -861,6 +861,9 @@ def dead_or_hung_worker(b: Bench) -> None:
         def describe(self, teacher: Any) -> Any:
             return "head", IDENTITY, None
 
+        def layout(self, teacher: Any) -> None:
+            return None
+
         def begin(self, *_: Any) -> None:
             pass
 
@@ -985,7 +988,7 @@ CASES = (
     Case(2, "Same vocabulary size, permuted ids", "Refused, with the first id that differs.", permuted_ids),
     Case(3, "Output heads padded to other sizes", "Allowed, without a warning: rows beyond the tokenizer's ids are cut off before the softmax, so the scores are those of the unpadded model. An `openai` server cannot cut and is refused.", padded_head),
     Case(4, "Student's vocabulary is shorter than the teacher's", "Refused; the missing tokens are listed.", short_student),
-    Case(5, "End, padding or begin token differs", "Another end token is refused with both ids. Padding and begin tokens may differ: nothing is padded and nothing is put in front; the end token is only ever what the student sampled.", other_special_tokens),
+    Case(5, "End, padding or begin token differs", "Another end token is refused with both ids. Padding and begin tokens may differ: what is padded is masked, and nothing is put in front; the end token is only ever what the student sampled.", other_special_tokens),
     Case(6, "Student without a chat template", "Refused if a prompt is chat messages, with that prompt's id; text needs no template.", no_chat_template),
     Case(7, "Teacher was trained with another chat template", "Warning; `opd check` shows the difference. The ids that the student wrote are scored in any case.", other_chat_template),
     Case(8, "Expert named twice; two names for the same weights", "A name that comes twice is refused, in a pipeline and in the registry. Equal weights are a warning in both.", same_name_or_weights),

@@ -60,7 +60,10 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     platforms.current_platform = SimpleNamespace(is_cpu=lambda: found.cpu)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-    monkeypatch.setattr(worker, "model_shape", lambda model_dir: {"kind": "one"})
+    monkeypatch.setattr(worker, "model_shape", lambda model_dir: {"model_type": "llama"})
+    monkeypatch.setattr(worker, "is_recurrent", lambda model_dir: False)
+    monkeypatch.setattr(worker, "engine_model", lambda llm: llm)
+    monkeypatch.setattr(worker, "rotate_every_head", lambda model: None)
     monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, vocab_size: None)
     monkeypatch.setattr(worker, "swap_weights", lambda llm, model_dir: llm.said.append("load"))
     return found

@@ -20,7 +20,7 @@ from opd.losses.reverse_kl import ReverseKL
 from opd.stream.heads import HeadFile, head_key
 from opd.stream.schema import TargetRow, write_stream
 from opd.stream.targets import Part
-from opd.train import deepspeed, rank
+from opd.train import deepspeed, rank, zero
 from opd.train.batch import micro_batch
 from opd.train.rank import HeadSource, RankResult, RankWork
 from opd.train.totals import Totals
@@ -111,7 +111,7 @@ def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
 
 def test_weight_decay_is_for_matrices_alone() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    groups = rank._parameter_groups(model, 0.1)  # type: ignore[arg-type]
+    groups = zero.parameter_groups(model, 0.1)  # type: ignore[arg-type]
     assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in groups] == [(0.1, [2]), (0.0, [1, 1, 1])]
 
 
@@ -122,7 +122,7 @@ def test_a_head_shared_by_body_and_loss_is_trained_once(tiny_model_dir: Path) ->
 
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     student = Student(lm, ReverseKL(), chunk=16, vocab_size=76)
-    params = [p for g in rank._parameter_groups(student, 0.0) for p in g["params"]]
+    params = [p for g in zero.parameter_groups(student, 0.0) for p in g["params"]]
     assert len(params) == len({id(p) for p in params}) == len(list(lm.parameters()))
     assert student.loss_head.weight is lm.get_input_embeddings().weight
 

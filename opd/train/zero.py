@@ -1,0 +1,107 @@
+"""The DeepSpeed engine of one rank: ZeRO-3 around the student."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opd.config.objectives import ObjectiveConfig
+from opd.losses import build_objective
+from opd.model_weights import attention
+from opd.train.student import Student
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """What a rank is started with; plain values, so they cross process boundaries."""
+
+    model_dir: Path
+    dtype: str
+    world_size: int
+    objective: ObjectiveConfig
+    vocab_size: int
+    """Ids that the tokenizer knows; rows of a head beyond them are padding."""
+    temperature: float
+    """At which responses are sampled."""
+    adam_betas: tuple[float, float]
+    adam_epsilon: float
+    weight_decay: float
+    max_grad_norm: float
+    grad_accum_dtype: str
+    """Type in which gradients are summed over micro-batches and ranks."""
+    gradient_checkpointing: bool
+    head_memory_bytes: int
+    """Budget of the teachers' heads that stay on this rank."""
+    timeout_s: float
+    lends_memory: bool = False
+    """Give what torch keeps of a GPU's memory back after each step: an engine on that GPU wakes up next."""
+
+
+def start_engine(options: RankOptions) -> Any:
+    import deepspeed
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    deepspeed.init_distributed(
+        dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+        timeout=timedelta(seconds=options.timeout_s),
+        verbose=False,
+    )
+    kind = attention(AutoConfig.from_pretrained(options.model_dir, trust_remote_code=False))
+    lm = AutoModelForCausalLM.from_pretrained(
+        options.model_dir, dtype=getattr(torch, options.dtype), attn_implementation=kind, trust_remote_code=False
+    )
+    loss = options.objective
+    known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
+    student = Student(lm, build_objective(loss), chunk=loss.chunk, compiled=loss.compile, **known)
+    _without_chance(student, options.gradient_checkpointing)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas, eps=options.adam_epsilon
+    )
+    engine, *_ = deepspeed.initialize(model=student, optimizer=optimizer, config=_deepspeed_config(options))
+    return engine
+
+
+def _without_chance(student: Student, gradient_checkpointing: bool) -> None:
+    """No dropout, no router noise: the loss is that of the policy that wrote the tokens, and the engine has neither.
+
+    Layers recompute their activations only in training mode; what they hold stays in evaluation mode.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    student.eval()
+    if gradient_checkpointing:
+        student.lm.gradient_checkpointing_enable()
+        for module in student.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
+
+
+def parameter_groups(student: Student, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay on matrices only, as usual: not on norms and biases."""
+    params = list(student.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [g for g in groups if g["params"]]
+
+
+_DEEPSPEED_NAME = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def _deepspeed_config(options: RankOptions) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": options.max_grad_norm,
+        "bf16": {"enabled": options.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
+        "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
+        "zero_optimization": {"stage": 3, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
