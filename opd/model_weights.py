@@ -20,9 +20,14 @@ State = dict[str, Tensor]
 
 
 def attention(config: Any) -> str:
-    """The fastest attention that an architecture has in transformers without more packages; never what its files ask for."""
+    """The fastest attention that an architecture has in transformers without more packages; never what its files ask for.
+
+    Gemma 2 bounds attention scores, which torch's kernel cannot; transformers then leaves the bound out in silence.
+    """
     from transformers import AutoModelForCausalLM
 
+    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        return "eager"
     known = AutoModelForCausalLM._model_mapping.get(type(config), None)
     return "sdpa" if known is None or known._supports_sdpa else "eager"
 

@@ -12,6 +12,7 @@ import torch
 from opd.config.objectives import ObjectiveConfig
 from opd.losses import build_objective
 from opd.model_weights import attention
+from opd.train.builds import clear_dead_locks
 from opd.train.student import Student
 
 
@@ -45,6 +46,7 @@ def start_engine(options: RankOptions) -> Any:
     import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    clear_dead_locks()
     deepspeed.init_distributed(
         dist_backend="nccl" if torch.cuda.is_available() else "gloo",
         timeout=timedelta(seconds=options.timeout_s),
