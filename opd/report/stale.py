@@ -70,13 +70,16 @@ def _same_model(one: Evaluation, other: Evaluation) -> bool:
     return all(one.weights[domain] == other.weights[domain] for domain in common)
 
 
+def _command(one: BaselineRun, run: RunFiles) -> str:
+    share = "" if one.token_share in (None, 1.0) else f" --share {one.token_share:g}"
+    seed = "" if one.seed == run.pipeline.get("seed", 0) else f" --seed {one.seed}"
+    return f"opd baseline {run.root} --method {one.method}{share}{seed}"
+
+
 def notices(run: RunFiles) -> list[str]:
     """A sentence for each result that is out of date, with the command that measures it again."""
-    found = {(one.label, one.method): why for one in run.baselines if (why := stale_baseline(one, run))}
-    lines = [
-        f"{label}: {why}; `opd baseline {run.root} --method {method}` measures it again"
-        for (label, method), why in found.items()
-    ]
+    found = {_command(one, run): (one.label, why) for one in run.baselines if (why := stale_baseline(one, run))}
+    lines = [f"{label}: {why}; `{command}` measures it again" for command, (label, why) in found.items()]
     if why := stale_matrix(run):
         lines.append(f"evaluation/matrix.json: {why}; `opd evaluate --matrix {run.root}` measures it again")
     return lines

@@ -66,9 +66,10 @@ def test_after_more_steps_what_was_measured_before_is_out_of_date(run_dir: Path)
         "off_policy": "measured beside 4 steps and 96 tokens of the merge, which has 8 and 192 now",
         "ties": None,  # no part in the merge's steps
     }
-    (first, second) = report["stale"]
+    (first, other_seed, second) = report["stale"]
+    assert "--share 0.3 --seed 1` measures it again" in other_seed
     assert first.startswith("off-policy: measured beside 4 steps")
-    assert f"`opd baseline {run_dir} --method off_policy` measures it again" in first
+    assert f"`opd baseline {run_dir} --method off_policy --share 0.3` measures it again" in first
     assert second.startswith("evaluation/matrix.json: “merged” was measured at step 4 of 8; `opd evaluate --matrix")
     rows = {row[0]: row for row in baseline_rows(report)}
     assert (rows["off-policy"][-1], rows["TIES 0.5"][-1], rows["this merge"][-1]) == ("stale", "", "")
