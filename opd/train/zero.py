@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from opd.config.objectives import ObjectiveConfig
 from opd.losses import build_objective
@@ -44,6 +45,7 @@ class RankOptions:
 
 def start_engine(options: RankOptions) -> Any:
     import deepspeed
+    from deepspeed.utils import set_z3_leaf_modules
     from transformers import AutoConfig, AutoModelForCausalLM
 
     clear_dead_locks()
@@ -63,8 +65,26 @@ def start_engine(options: RankOptions) -> Any:
     optimizer = torch.optim.AdamW(
         parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas, eps=options.adam_epsilon
     )
+    together = gathered_together(lm)
+    if together:
+        set_z3_leaf_modules(lm, together)
     engine, *_ = deepspeed.initialize(model=student, optimizer=optimizer, config=_deepspeed_config(options))
     return engine
+
+
+def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:
+    """Classes of modules whose parts have to be whole in the forward of the module itself.
+
+    Under ZeRO-3 a weight is whole only while its owner runs. Mamba, gated delta and LFM2 layers read the weight of their
+    short convolution without running it, and a list of experts runs those alone that a rank's tokens are routed to, while
+    all ranks have to gather the same weights in the same order.
+    """
+
+    def reads_or_skips(child: nn.Module, name: str) -> bool:
+        return isinstance(child, nn.Conv1d) or (name == "experts" and isinstance(child, nn.ModuleList))
+
+    found = {type(m): None for m in lm.modules() if any(reads_or_skips(c, name) for name, c in m.named_children())}
+    return list(found)
 
 
 def _without_chance(student: Student, gradient_checkpointing: bool) -> None:
