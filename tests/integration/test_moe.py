@@ -86,7 +86,7 @@ def test_a_mixture_learns_from_mixtures(ray: None, tmp_path: Path, make_mixture_
     stop(trainer, pool)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "glm4_moe"])
 def test_a_mixtures_push_reaches_the_engine(
     ray: None, tmp_path: Path, make_mixture_dir: Make, tiny_tokenizer: Any, family: str
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_mixtures_push_reaches_the_engine(
     stop(engine, trainer, pool)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "granitemoehybrid"])
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("granitemoehybrid", marks=pytest.mark.slow)])
 def test_an_engine_runs_a_hybrid(
     ray: None, tmp_path: Path, make_mixture_dir: Make, tiny_tokenizer: Any, family: str
 ) -> None:
