@@ -76,12 +76,15 @@ def _load(path: Path, dtype: DType) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from opd.model_weights import attention_of
+
     logging.disable_progress_bar()
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=getattr(torch, dtype),
             use_safetensors=True,
+            attn_implementation=attention_of(path),
             trust_remote_code=False,
             output_loading_info=True,
         )

@@ -161,11 +161,15 @@ def _make_expert(spec: ExpertsSpec, job: Job, base: Path, progress: Progress) ->
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+    from opd.model_weights import attention_of
+
     assert job.train is not None
     set_seed(spec.seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
     saved_dtype = getattr(torch, inspect_model(base, hash_weights=False).dtype)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, use_safetensors=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, use_safetensors=True, attn_implementation=attention_of(base)
+    )
     if spec.method == "lora":
         model = _fit_adapter(spec, model, tokenizer, job, progress)
     else:

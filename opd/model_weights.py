@@ -3,13 +3,14 @@
 transformers builds some architectures otherwise than their files lay them out: it fuses the experts of a mixture into one
 tensor, splits or renames. Its own machinery does the work here, in both directions.
 
-    files ──→ Layout.from_files ──→ modules ──→ to_files ──→ files
+    files ──→ Naming.from_files ──→ modules ──→ to_files ──→ files
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -32,7 +33,14 @@ def attention(config: Any) -> str:
     return "sdpa" if known is None or known._supports_sdpa else "eager"
 
 
-class Layout:
+def attention_of(model_dir: Path) -> str:
+    """`attention` of a model directory; no code from it is run."""
+    from transformers import AutoConfig
+
+    return attention(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
+
+
+class Naming:
     """An architecture without its numbers: which of a file's tensors make which of a module's.
 
     Made in the main thread, because transformers changes torch's default type meanwhile; any thread may use it.

@@ -23,22 +23,22 @@ from pipelines.routes import Expert
 
 def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
     """Raises: ModelError if transformers cannot hold the student or vLLM not serve it."""
-    _layout(Path(student.path), student)
+    _naming(Path(student.path), student)
     _check_engine(student, config.rollout.dtype, not config.cluster.rollout_gpus)
 
 
 def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, Expert]) -> None:
     """Raises: ModelError for the first expert that the engine which scores here cannot run."""
-    layouts: dict[tuple[str, ...], Any] = {}  # equal experts, and adapters of one base, are looked at once
+    namings: dict[tuple[str, ...], Any] = {}  # equal experts, and adapters of one base, are looked at once
     for name, expert in experts.items():
         if config.teachers.engine == "vllm":
             _check_engine(expert.info, config.teachers.dtype, not config.cluster.teacher_gpus)
         elif config.teachers.engine == "transformers":
             key = (expert.info.path, *sorted(expert.info.weight_files.values()))
-            if key not in layouts:
-                layouts[key] = _layout(Path(expert.info.path), expert.info)
+            if key not in namings:
+                namings[key] = _naming(Path(expert.info.path), expert.info)
             if expert.adapter is not None:
-                _check_adapter(name, expert.adapter, layouts[key])
+                _check_adapter(name, expert.adapter, namings[key])
 
 
 def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, Expert]) -> None:
@@ -48,13 +48,13 @@ def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, Expert]) -
             _check_engine(expert.info, config.rollout.dtype, not config.cluster.rollout_gpus)
 
 
-def _layout(path: Path, info: ModelInfo) -> Any:
-    """The model's layout in transformers, whose modules its files fill. Raises: ModelError."""
+def _naming(path: Path, info: ModelInfo) -> Any:
+    """The model's naming in transformers, whose modules its files fill. Raises: ModelError."""
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from opd.model_weights import Layout
+    from opd.model_weights import Naming
 
     file = path / "config.json"
     known = None
@@ -81,9 +81,9 @@ def _layout(path: Path, info: ModelInfo) -> Any:
             wanted=f"a causal language model, for {info.model_type} {known.__name__}",
             fix="AutoModelForCausalLM.from_pretrained(dir).save_pretrained(out) writes the part that writes text",
         )
-    layout = Layout(config, torch.float32)
+    naming = Naming(config, torch.float32)
     shapes = {n: torch.empty(t.shape, dtype=torch.float32, device="meta") for n, t in weight_tensors(path).items()}
-    _, problem = layout.from_files(shapes)
+    _, problem = naming.from_files(shapes)
     if problem:
         raise ModelError.at(
             path,
@@ -91,23 +91,23 @@ def _layout(path: Path, info: ModelInfo) -> Any:
             wanted=f"what {known.__name__} of transformers has, no more and no less",
             fix="copy the directory again, or save the model again with save_pretrained",
         )
-    return layout
+    return naming
 
 
-def _check_adapter(name: str, adapter: AdapterInfo, layout: Any) -> None:
+def _check_adapter(name: str, adapter: AdapterInfo, naming: Any) -> None:
     """Raises: ModelError for an adapter of a module that is not linear, such as an expert of a mixture."""
     from torch import nn
 
     from experts.safetensors_header import read_header
     from opd.lora import ADAPTER_WEIGHTS, split_name
 
-    modules = dict(layout.model.named_modules())
+    modules = dict(naming.model.named_modules())
     for tensor in read_header(Path(adapter.path) / ADAPTER_WEIGHTS):
         part = split_name(tensor)
         if part is not None and not isinstance(modules.get(part[0]), nn.Linear):
             raise ModelError.at(
                 f"expert `{name}`: {Path(adapter.path) / ADAPTER_WEIGHTS}",
-                found=f"an adapter of {part[0]}, which is no linear module of {type(layout.model).__name__} in transformers",
+                found=f"an adapter of {part[0]}, which is no linear module of {type(naming.model).__name__} in transformers",
                 wanted="adapters of linear modules; transformers keeps the experts of a mixture in one tensor",
                 fix="merge it into a full model where it was trained, or train one of the attention alone",
             )

@@ -21,6 +21,7 @@ from opd.errors import RunError
 from opd.layouts import single
 from opd.losses import build_objective
 from opd.losses.chunked import chunked_objective
+from opd.model_weights import attention_of
 from opd.stream.heads import Head, logit_rule
 from opd.stream.schema import TargetRow
 from opd.train.batch import HiddenRun, micro_batch
@@ -69,7 +70,12 @@ class Comparer:
         )
         self._scorer = make_scorer("transformers", self._options)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        lm = AutoModelForCausalLM.from_pretrained(student_dir, dtype=getattr(torch, DTYPE), trust_remote_code=False)
+        lm = AutoModelForCausalLM.from_pretrained(
+            student_dir,
+            dtype=getattr(torch, DTYPE),
+            attn_implementation=attention_of(student_dir),
+            trust_remote_code=False,
+        )
         self._objective = build_objective(OBJECTIVE)
         student = Student(lm, self._objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size)
         self._student = student.to(self._device).eval()

@@ -12,7 +12,7 @@ from torch import nn
 
 from opd.config.objectives import ObjectiveConfig
 from opd.losses import build_objective
-from opd.model_weights import attention
+from opd.model_weights import attention_of
 from opd.train.builds import clear_dead_locks
 from opd.train.student import Student
 
@@ -46,7 +46,7 @@ class RankOptions:
 def start_engine(options: RankOptions) -> Any:
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     clear_dead_locks()
     deepspeed.init_distributed(
@@ -54,9 +54,11 @@ def start_engine(options: RankOptions) -> Any:
         timeout=timedelta(seconds=options.timeout_s),
         verbose=False,
     )
-    kind = attention(AutoConfig.from_pretrained(options.model_dir, trust_remote_code=False))
     lm = AutoModelForCausalLM.from_pretrained(
-        options.model_dir, dtype=getattr(torch, options.dtype), attn_implementation=kind, trust_remote_code=False
+        options.model_dir,
+        dtype=getattr(torch, options.dtype),
+        attn_implementation=attention_of(options.model_dir),
+        trust_remote_code=False,
     )
     loss = options.objective
     known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}

@@ -184,20 +184,22 @@ def _fit(
 ) -> None:
     """Write the trained student to `out`, whole or not at all, in the type that a merge exports."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+    from transformers import AutoModelForCausalLM, set_seed
     from transformers.utils import logging
 
     from experts.sft import IGNORED, Example, imitate
-    from opd.model_weights import attention
+    from opd.model_weights import attention_of
 
     logging.disable_progress_bar()
     staging = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     set_seed(config.seed)
-    kind = attention(AutoConfig.from_pretrained(config.student.model, trust_remote_code=False))
     model = AutoModelForCausalLM.from_pretrained(
-        config.student.model, dtype=torch.float32, attn_implementation=kind, trust_remote_code=False
+        config.student.model,
+        dtype=torch.float32,
+        attn_implementation=attention_of(config.student.model),
+        trust_remote_code=False,
     )
     examples = [
         Example(input_ids=[*p.token_ids, *r], labels=[IGNORED] * len(p.token_ids) + list(r))

@@ -19,7 +19,7 @@ from opd.errors import RunError
 from opd.layouts import LAYOUTS, Packed, layout_error, predict_positions, prove_layout
 from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
 from opd.losses.blocks import LogitRule
-from opd.model_weights import Layout, attention, to_meta
+from opd.model_weights import Naming, attention, to_meta
 from opd.stream.heads import HeadFile, head_key, logit_rule
 from opd.stream.schema import TargetRow
 from opd.types import LayoutProof, Rollout, Teacher
@@ -47,9 +47,9 @@ class TransformersScorer:
         self._skeleton_of: dict[Path, Any] = {}
         self._proofs: dict[int, LayoutProof] = {}
         """By the skeleton's id."""
-        self._layouts: dict[str, Layout] = {}
+        self._namings: dict[str, Naming] = {}
         """By the config's JSON."""
-        self._layout_of: dict[Path, Layout] = {}
+        self._naming_of: dict[Path, Naming] = {}
         self._loaded = ""
         self._base = ""
         self._hooks: list[RemovableHandle] = []
@@ -58,7 +58,7 @@ class TransformersScorer:
 
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to map and read the teacher's weights."""
-        self._layout(teacher.model_dir)  # the thread that reads cannot make it
+        self._naming(teacher.model_dir)  # the thread that reads cannot make it
         self._weights.prefetch(teacher)
 
     def head(self, teacher: Teacher) -> Tensor:
@@ -80,7 +80,7 @@ class TransformersScorer:
 
     def head_file(self, teacher: Teacher) -> HeadFile:
         """Where the head lies; an adapter leaves its base's as it is."""
-        names = self._layout(teacher.model_dir).head_names(read_tensors(teacher.model_dir))
+        names = self._naming(teacher.model_dir).head_names(read_tensors(teacher.model_dir))
         return HeadFile(teacher.model_dir.absolute(), names, str(self._dtype).removeprefix("torch."))
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
@@ -186,7 +186,7 @@ class TransformersScorer:
             self._base = ""
             if self._model is not None:
                 to_meta(self._model)  # its teacher would stay in memory beyond the budget while the next one is read
-        self._layout(teacher.model_dir)
+        self._naming(teacher.model_dir)
         try:
             base, *adapters = self._weights.get(teacher)
         except RunError as error:
@@ -223,21 +223,21 @@ class TransformersScorer:
 
     def _read(self, directory: Path, dtype: torch.dtype) -> State:
         """Tensors of a model by its modules' names, of an adapter as its file has them."""
-        tensors, layout = read_tensors(directory), self._layout_of.get(directory)
-        if layout is None or layout.is_plain(tensors):
+        tensors, naming = read_tensors(directory), self._naming_of.get(directory)
+        if naming is None or naming.is_plain(tensors):
             return {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        state, problem = layout.from_files(tensors)
+        state, problem = naming.from_files(tensors)
         if problem:
             raise RunError(f"weights do not fit its config: {problem}")
         return state
 
-    def _layout(self, model_dir: Path) -> Layout:
-        if model_dir not in self._layout_of:
+    def _naming(self, model_dir: Path) -> Naming:
+        if model_dir not in self._naming_of:
             config, key = _read_config(model_dir)
-            if key not in self._layouts:
-                self._layouts[key] = Layout(config, self._dtype)
-            self._layout_of[model_dir] = self._layouts[key]
-        return self._layout_of[model_dir]
+            if key not in self._namings:
+                self._namings[key] = Naming(config, self._dtype)
+            self._naming_of[model_dir] = self._namings[key]
+        return self._naming_of[model_dir]
 
     def _skeleton(self, model_dir: Path) -> Any:
         from accelerate import init_empty_weights

@@ -12,7 +12,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opd.model_weights import Layout, attention, persistent_buffers, to_files
+from opd.model_weights import Naming, attention, persistent_buffers, to_files
 
 FAMILIES = ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
 IDS = torch.arange(4, 40)[None]
@@ -28,14 +28,14 @@ def plain(model_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=attention(config))
 
 
-def layout(model_dir: Path, dtype: torch.dtype = torch.float32) -> Layout:
-    return Layout(AutoConfig.from_pretrained(model_dir), dtype)
+def naming(model_dir: Path, dtype: torch.dtype = torch.float32) -> Naming:
+    return Naming(AutoConfig.from_pretrained(model_dir), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_files_become_what_from_pretrained_makes_of_them(model_dir: Path, dtype: torch.dtype) -> None:
     wanted = plain(model_dir, dtype).state_dict()
-    made = layout(model_dir, dtype)
+    made = naming(model_dir, dtype)
     for _ in range(2):  # nothing of one model stays for the next
         state, problem = made.from_files(load_file(model_dir / "model.safetensors"))
         assert problem == ""
@@ -49,14 +49,14 @@ def test_files_become_what_from_pretrained_makes_of_them(model_dir: Path, dtype:
 def test_the_router_bias_stays_float32_in_a_bfloat16_model(make_mixture_dir: Any, tmp_path: Path) -> None:
     model_dir = make_mixture_dir(tmp_path / "m", "deepseek_v3")
     files = load_file(model_dir / "model.safetensors")
-    state, _ = layout(model_dir, torch.bfloat16).from_files(files)
+    state, _ = naming(model_dir, torch.bfloat16).from_files(files)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert state[name].dtype == torch.float32
     assert torch.equal(state[name], files[name])
 
 
 def test_what_does_not_fit_is_named(model_dir: Path) -> None:
-    made, files = layout(model_dir), load_file(model_dir / "model.safetensors")
+    made, files = naming(model_dir), load_file(model_dir / "model.safetensors")
     norm = files.pop("model.norm.weight")
     assert made.from_files(files)[1] == "missing ['model.norm.weight']"
     assert made.from_files(files | {"model.norm.weight": norm[:3]})[1].endswith(
@@ -72,7 +72,7 @@ def test_a_lost_router_bias_is_no_small_matter(make_mixture_dir: Any, tmp_path: 
     model_dir = make_mixture_dir(tmp_path / "m", "glm4_moe")
     files = load_file(model_dir / "model.safetensors")
     del files["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert layout(model_dir).from_files(files)[1] == "missing ['model.layers.1.mlp.gate.e_score_correction_bias']"
+    assert naming(model_dir).from_files(files)[1] == "missing ['model.layers.1.mlp.gate.e_score_correction_bias']"
 
 
 def test_an_export_has_the_hubs_names_and_gives_the_same_logits(model_dir: Path, tmp_path: Path) -> None:
@@ -101,14 +101,14 @@ def test_exported_tensors_own_their_bytes(model_dir: Path) -> None:
 def test_the_head_is_found_under_its_name_in_the_files(model_dir: Path, tiny_model_dir: Path) -> None:
     for directory, name in ((model_dir, "lm_head.weight"), (tiny_model_dir, "model.embed_tokens.weight")):
         files = load_file(directory / "model.safetensors")
-        assert layout(directory).head_names(files) == (name,)
+        assert naming(directory).head_names(files) == (name,)
     renamed = {
         f"base.{name}" if name == "lm_head.weight" else name for name in load_file(model_dir / "model.safetensors")
     }
-    assert layout(model_dir).head_names(renamed) == ()
+    assert naming(model_dir).head_names(renamed) == ()
 
 
 def test_a_dense_model_needs_no_conversion(tiny_model_dir: Path, model_dir: Path) -> None:
     dense = load_file(tiny_model_dir / "model.safetensors")
-    assert layout(tiny_model_dir).is_plain(dense)
-    assert layout(model_dir).is_plain(load_file(model_dir / "model.safetensors")) == (model_dir.name == "gpt_oss")
+    assert naming(tiny_model_dir).is_plain(dense)
+    assert naming(model_dir).is_plain(load_file(model_dir / "model.safetensors")) == (model_dir.name == "gpt_oss")
