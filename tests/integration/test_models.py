@@ -9,8 +9,9 @@ import pytest
 from tests.models.families import FAMILIES
 from tests.models.row import make_row
 
-SHORT = ("GLM-4", "LFM2", "DeepSeek-V3")
-"""Padding rows, a state that must not pass from one sequence to the next, and experts with a router's bias in a buffer."""
+SHORT = ("LFM2", "DeepSeek-V3")
+"""A state that must not pass from one sequence to the next, and experts with a router's bias in a buffer. Padding rows are in
+`test_padded.py`."""
 
 
 @pytest.mark.parametrize("name", SHORT)
