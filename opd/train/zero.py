@@ -75,18 +75,21 @@ def start_engine(options: RankOptions) -> Any:
 
 
 def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:
-    """Classes of modules whose parts have to be whole in the forward of the module itself.
+    """Classes of layers of which all weights have to be whole while any part of them runs.
 
-    Under ZeRO-3 a weight is whole only while its owner runs. Mamba, gated delta and LFM2 layers read the weight of their
+    Under ZeRO-3 a weight is whole only while its owner runs. Mamba, gated delta and LFM2 mixers read the weight of their
     short convolution without running it, and a list of experts runs those alone that a rank's tokens are routed to, while
-    all ranks have to gather the same weights in the same order.
+    all ranks have to gather the same weights in the same order. The whole decoder layer then, not the mixer: DeepSpeed lets
+    go of weights when the gradient of a module's input is there, and a mixer still needs some.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
-    def reads_or_skips(child: nn.Module, name: str) -> bool:
-        return isinstance(child, nn.Conv1d) or (name == "experts" and isinstance(child, nn.ModuleList))
+    def odd(module: nn.Module) -> bool:
+        children = module.named_children()
+        return any(isinstance(c, nn.Conv1d) or (n == "experts" and isinstance(c, nn.ModuleList)) for n, c in children)
 
-    found = {type(m): None for m in lm.modules() if any(reads_or_skips(c, name) for name, c in m.named_children())}
-    return list(found)
+    layers = [m for m in lm.modules() if isinstance(m, GradientCheckpointingLayer)]
+    return list({type(layer): None for layer in layers if any(odd(module) for module in layer.modules())})
 
 
 def _without_chance(student: Student, gradient_checkpointing: bool) -> None:

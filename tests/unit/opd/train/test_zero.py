@@ -19,15 +19,15 @@ SHAPE = {
     ("family", "more", "wanted"),
     [
         ("llama", {}, []),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, ["Lfm2ShortConv"]),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, ["Lfm2DecoderLayer"]),
         (
             "bamba",
             {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_expand": 2},
-            ["BambaMixer"],
+            ["BambaDecoderLayer"],
         ),
     ],
 )
-def test_a_layer_that_reads_its_convolutions_weight_is_gathered_as_one(
+def test_a_layer_whose_mixer_reads_its_convolutions_weight_is_gathered_as_one(
     family: str, more: dict[str, Any], wanted: list[str]
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -36,10 +36,17 @@ def test_a_layer_that_reads_its_convolutions_weight_is_gathered_as_one(
     assert [found.__name__ for found in gathered_together(model)] == wanted
 
 
-def test_a_list_of_experts_is_gathered_as_one() -> None:
+def test_a_layer_with_a_list_of_experts_is_gathered_as_one() -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     class Mixture(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
 
-    assert gathered_together(nn.Sequential(Mixture(), nn.Linear(4, 4), Mixture())) == [Mixture]
+    class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mixture()
+
+    assert gathered_together(nn.Sequential(Layer(), nn.Linear(4, 4), Layer())) == [Layer]
