@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 from torch import nn
 
 from opd.config.objectives import ObjectiveConfig
@@ -49,6 +50,8 @@ def start_engine(options: RankOptions) -> Any:
     from transformers import AutoModelForCausalLM
 
     clear_dead_locks()
+    if not torch.cuda.is_available():
+        _same_sums_every_time()
     deepspeed.init_distributed(
         dist_backend="nccl" if torch.cuda.is_available() else "gloo",
         timeout=timedelta(seconds=options.timeout_s),
@@ -72,6 +75,13 @@ def start_engine(options: RankOptions) -> Any:
         set_z3_leaf_modules(lm, together)
     engine, *_ = deepspeed.initialize(model=student, optimizer=optimizer, config=_deepspeed_config(options))
     return engine
+
+
+def _same_sums_every_time() -> None:
+    """torch's CPU threads add the gradients of an index in the order in which they come; gpt-oss's experts are such sums, so
+    a resume would not be bit for bit. For models without them this changes no bit."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # that would cost time, and nobody reads it
 
 
 def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:
