@@ -81,7 +81,7 @@ def _same_sums_every_time() -> None:
     """torch's CPU threads add the gradients of an index in the order in which they come; gpt-oss's experts are such sums, so
     a resume would not be bit for bit. For models without them this changes no bit."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # that would cost time, and nobody reads it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would cost time
 
 
 def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:
