@@ -263,7 +263,9 @@ def _examine(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) ->
                     engine.load(directory)
             evaluator = EngineEvaluator(engine, subject.exams, config.evaluate, subject.tokenizer, tell)
             evaluation = evaluator.evaluate(model=subject.model.name)
-            evaluation = replace(evaluation, weights=dict.fromkeys(evaluation.scores, subject.model.digest))
+            untrained: dict[str, Any] = {"step": 0, "tokens": 0} if subject.model.name == BEFORE else {}
+            digests = dict.fromkeys(evaluation.scores, subject.model.digest)
+            evaluation = replace(evaluation, weights=digests, **untrained)
             found[subject.model.name] = evaluation
             mean = fmean(evaluation.accuracy.values())
             tell(f"{subject.model.name}: mean accuracy {mean:.3f} over {len(evaluation.scores)} domains")
