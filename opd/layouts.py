@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -54,11 +54,6 @@ class Packed:
     """Where each sequence of the one row begins, and its end: int32, one more than there are sequences."""
     longest: int = 0
     """Tokens of the longest sequence."""
-
-    def to(self, device: torch.device) -> Packed:
-        """The same on a device."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
     def inputs(self) -> dict[str, Any]:
         """What a transformers body is called with."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opd.config.objectives import ReverseKLConfig
+from opd.devices import to_device
 from opd.errors import RunError
 from opd.layouts import single
 from opd.losses import build_objective
@@ -121,7 +122,7 @@ class Comparer:
         parts = []
         for row in rows:
             ids = [*row.prompt_ids, *row.response_ids]
-            states_T_D = self._student.hidden(single(ids).to(self._device))
+            states_T_D = self._student.hidden(to_device(single(ids), self._device))
             parts.append(states_T_D[len(row.prompt_ids) - 1 : len(ids) - 1].cpu())
         return torch.cat(parts)
 

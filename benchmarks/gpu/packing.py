@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.check import Check, is_here
+from opd.devices import to_device
 from opd.layouts import ALONE, LAYOUTS, NEIGHBOUR, Packed, layout_differences
 from tests.models.families import FAMILIES, Family, build_config
 
@@ -57,7 +58,7 @@ def _layouts(family: Family, dtype: torch.dtype, kernel: str, device: str) -> di
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel).to(device).eval()
 
     def body(laid_out: Packed) -> Tensor:
-        return model.base_model(**laid_out.to(device).inputs()).last_hidden_state.flatten(0, 1)
+        return model.base_model(**to_device(laid_out, device).inputs()).last_hidden_state.flatten(0, 1)
 
     found: dict[str, Any] = {}
     for layout in LAYOUTS:

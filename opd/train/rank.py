@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opd import cluster
+from opd.devices import to_device
 from opd.errors import RunError
 from opd.files import storing
 from opd.layouts import LAYOUTS, layout_error, predict_positions
@@ -111,7 +112,10 @@ class TrainerRank:
         """How far a layout is from right for this student, see `opd.layouts.layout_error`."""
         student = self._engine.module
         return layout_error(
-            lambda packed: student.hidden(_to(packed, self._device)), layout, self._options.vocab_size, self._dtype
+            lambda packed: student.hidden(to_device(packed, self._device)),
+            layout,
+            self._options.vocab_size,
+            self._dtype,
         )
 
     def use_layout(self, layout: str) -> None:
@@ -141,9 +145,9 @@ class TrainerRank:
         weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
         self._engine.set_gradient_accumulation_boundary(index == len(step.work.micro_batches) - 1)
         scaled_N = (weight_N * self._options.world_size).to(self._device)
-        loss, stats = self._engine(_to(batch, self._device), heads, scaled_N)
+        loss, stats = self._engine(to_device(batch, self._device), heads, scaled_N)
         self._engine.backward(loss)
-        step.totals.add(batch, weight_N, _to(stats, torch.device("cpu")))
+        step.totals.add(batch, weight_N, to_device(stats, torch.device("cpu")))
 
     def finish_step(self, share: float) -> RankResult:
         """Step the optimiser with the accumulated gradients, divided by the share of the weights that was scored.
@@ -177,7 +181,7 @@ class TrainerRank:
         token_N = torch.tensor([t for s in sequences for t in s[1:]])
         with torch.no_grad():
             student = self._engine.module
-            hidden_N_D = student.hidden(_to(packed, self._device))[predict_N]
+            hidden_N_D = student.hidden(to_device(packed, self._device))[predict_N]
             logprob_N = student.loss_head(hidden_N_D, None, (), None, token_N.to(self._device))
         return [part.tolist() for part in logprob_N.cpu().split([len(s) - 1 for s in sequences])]
 
@@ -317,17 +321,3 @@ class _Step:
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         payload, dtype = self._kind
         return micro_batch([samples[i] for i in ids], payload, getattr(torch, dtype), self._baselines, layout)
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a (possibly nested) record; tensors that are there already are not copied."""
-    import dataclasses
-
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, tuple):
-        return tuple(_to(x, device) for x in batch)
-    if dataclasses.is_dataclass(batch):
-        moved = {f.name: _to(getattr(batch, f.name), device) for f in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **moved)  # type: ignore[type-var]
-    return batch

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from opd.devices import to_device
 from opd.errors import RunError
 from opd.layouts import LAYOUTS, Packed, layout_error, predict_positions, prove_layout
 from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
@@ -174,7 +175,7 @@ class TransformersScorer:
     @torch.no_grad()
     def _states(self, packed: Packed) -> Tensor:
         """[B*T, D] last hidden states of the teacher in place."""
-        return self._model.base_model(**packed.to(self._device).inputs()).last_hidden_state.flatten(0, 1)
+        return self._model.base_model(**to_device(packed, self._device).inputs()).last_hidden_state.flatten(0, 1)
 
     def _load(self, teacher: Teacher) -> None:
         if self._loaded == weight_key(teacher):

@@ -39,6 +39,22 @@ def write(root: Path, data: dict[str, Any]) -> Path:
     return path
 
 
+def kill_when_logged(pipeline: Path, run: Path, step: int) -> None:
+    """Start a merge beside its pipeline and kill its driver as soon as the target log has a step."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", "merge", str(pipeline), "--run-dir", str(run)],
+        cwd=pipeline.parent,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    while not (run / "targets" / f"step-{step:06d}").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
 def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -78,19 +94,8 @@ def test_merge_kill_resume_and_the_model_it_leaves(tmp_path: Path, pipeline: dic
     assert again.returncode == 2 and "--resume" in again.stderr
 
     broken = tmp_path / "broken"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli", "merge", str(file), "--run-dir", str(broken)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 300
     # Step 4 is in the log and not in a checkpoint: the resume has steps to replay.
-    while not (broken / "targets" / "step-000004").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    kill_when_logged(file, broken, 4)
     assert not (broken / "report.json").exists()
     resumed = opd("merge", "--resume", broken, cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr

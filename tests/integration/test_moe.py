@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +26,7 @@ from tests.integration.test_engines import (
     stop,
     weights,
 )
-from tests.integration.test_merge import ROOT, opd, records, write
+from tests.integration.test_merge import kill_when_logged, opd, records, write
 
 Make = Callable[..., Path]
 
@@ -145,18 +140,7 @@ def test_a_merge_of_mixtures_killed_and_resumed(
     assert all(record["probe_gap"] < 1e-4 for record in steps)
     for domain in ("left-domain", "right-domain"):
         assert steps[-1]["domains"][domain]["loss"] < 0.9 * steps[0]["domains"][domain]["loss"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli", "merge", str(file), "--run-dir", str(broken)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 300
-    while not (broken / "targets" / "step-000004").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    kill_when_logged(file, broken, 4)
     resumed = opd("merge", "--resume", broken, cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (whole, broken))

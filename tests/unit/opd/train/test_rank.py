@@ -13,6 +13,7 @@ from torch import nn
 
 from opd import cluster
 from opd.config import PipelineConfig
+from opd.devices import to_device
 from opd.errors import RunError
 from opd.losses.blocks import IDENTITY, LogitRule
 from opd.losses.chunked import TokenStats
@@ -534,12 +535,12 @@ def test_numbers_come_back_from_the_device() -> None:
 
     with FakeTensorMode():  # tensors that only say that they are on a GPU
         there = TokenStats(*(torch.zeros(2, device="cuda") for _ in TokenStats.__slots__))
-        here = rank._to(there, torch.device("cpu"))
+        here = to_device(there, torch.device("cpu"))
         assert {getattr(here, name).device.type for name in TokenStats.__slots__} == {"cpu"}
 
 
 def test_every_tensor_of_a_micro_batch_goes_to_the_device() -> None:
-    batch = rank._to(micro_batch([(row("a"),)], "hidden_states", torch.float32), torch.device("meta"))
+    batch = to_device(micro_batch([(row("a"),)], "hidden_states", torch.float32), torch.device("meta"))
     (run,) = batch.runs
     tensors = [batch.packed.input_ids_B_T, batch.packed.position_ids_B_T, batch.predict_N, batch.token_N]
     tensors += [batch.mask_N, batch.behaviour_N, run.hidden[0]]

@@ -1,0 +1,23 @@
+"""Records to a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def to_device(record: T, device: torch.device) -> T:
+    """Move every tensor of a (possibly nested) record; tensors that are there already are not copied."""
+    if isinstance(record, Tensor):
+        return record.to(device)  # type: ignore[return-value]
+    if isinstance(record, tuple):
+        return tuple(to_device(part, device) for part in record)  # type: ignore[return-value]
+    if dataclasses.is_dataclass(record):
+        moved = {f.name: to_device(getattr(record, f.name), device) for f in dataclasses.fields(record)}
+        return dataclasses.replace(record, **moved)  # type: ignore[type-var]
+    return record
