@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,11 @@ class MetricsFile:
         """Forget the records of steps after `step`: a resume takes those steps again."""
         kept = [record for record in self.read() if record["step"] <= step]
         atomic_write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def steps_and_tokens(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """Steps that a merge has taken, and response tokens that it was trained on in them."""
+    return len(records), sum(record["response_tokens"] for record in records)
 
 
 class PhaseClock:

@@ -17,7 +17,7 @@ from experts.model_dir import weight_hashes
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text
-from opd.metrics import MetricsFile
+from opd.metrics import MetricsFile, steps_and_tokens
 from opd.report import write_report
 from opd.report.run import STEP_FILE
 from pipelines.build import RunPaths
@@ -27,9 +27,8 @@ T = TypeVar("T")
 
 
 def trained(metrics: Path) -> tuple[int, int]:
-    """Steps that a merge has taken, and response tokens that it was trained on in them."""
-    records = MetricsFile(metrics).read()
-    return len(records), sum(record["response_tokens"] for record in records)
+    """`steps_and_tokens` of a metrics file."""
+    return steps_and_tokens(MetricsFile(metrics).read())
 
 
 def of_merged(found: Evaluation, model: Path, steps: int, tokens: int) -> Evaluation:

@@ -24,6 +24,7 @@ from opd.errors import RunDirError
 from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
 from opd.evaluation.scores import Evaluation, combined
 from opd.files import atomic_write_text, replace_dir, sweep
+from opd.metrics import steps_and_tokens
 from opd.report import build_report, read_run, write_report
 from opd.rounds import FORMAT, PLAN, directory
 from pipelines import merge
@@ -34,7 +35,6 @@ from pipelines.interrupts import interrupts
 from pipelines.manifest import manifest_of, resolved, write_inputs
 from pipelines.memory import refuse_too_large
 from pipelines.preflight import Inputs, check, check_rounds
-from pipelines.results import trained
 from pipelines.resume import accept_changes, refuse_changed_inputs, unrecorded
 from pipelines.template_date import as_recorded, on_day
 
@@ -281,7 +281,7 @@ def _finish(configs: Sequence[PipelineConfig], root: Path, plan: Sequence[Facts]
     ):
         if not (paths.evaluation / f"{name}.json").exists():  # else a finished run is resumed
             found = _elsewhere(measured, in_rounds, model, tell)
-            steps, tokens = _trained(root, len(configs)) if name == "after" else (0, 0)
+            steps, tokens = steps_and_tokens(read_run(root).records) if name == "after" else (0, 0)
             replace(found, step=steps, tokens=tokens).save(paths.evaluation / f"{name}.json")
     run = read_run(root)
     # Not the run's own: without a report it counts as unfinished, and so has no exam of its end.
@@ -297,12 +297,6 @@ def _finish(configs: Sequence[PipelineConfig], root: Path, plan: Sequence[Facts]
     )
     atomic_write_text(paths.report, json.dumps(report, indent=2))
     return write_report(root)
-
-
-def _trained(root: Path, num_rounds: int) -> tuple[int, int]:
-    """Steps and response tokens of all rounds."""
-    each = [trained(RunPaths(directory(root, i + 1)).metrics) for i in range(num_rounds)]
-    return sum(steps for steps, _ in each), sum(tokens for _, tokens in each)
 
 
 def _elsewhere(

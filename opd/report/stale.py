@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.scores import Evaluation
+from opd.metrics import steps_and_tokens
 from opd.report.run import BaselineRun, RunFiles
-
-
-def steps_and_tokens(run: RunFiles) -> tuple[int, int]:
-    """That the merge has come to."""
-    return len(run.records), sum(record["response_tokens"] for record in run.records)
 
 
 def unfinished(run: RunFiles) -> str | None:
     """How far a merge has come that has a way to go, and what stands under `merged`; None of one that is finished."""
     if run.finished:
         return None
-    steps, _ = steps_and_tokens(run)
+    steps, _ = steps_and_tokens(run.records)
     done = f"{steps} of {run.planned_steps} steps are done" if run.planned_steps else f"{steps} steps are done"
     if steps and steps == run.planned_steps:
         done += ", the model or its exam is missing"
@@ -32,23 +28,25 @@ def unfinished(run: RunFiles) -> str | None:
 
 def stale_baseline(one: BaselineRun, run: RunFiles) -> str | None:
     """Why a baseline is none of this merge as it stands; None if it is. Merges of weights have no part in its steps."""
-    steps, tokens = steps_and_tokens(run)
+    steps, tokens = steps_and_tokens(run.records)
     if one.token_share is None or not steps:
         return None
     if one.merge_steps is None:
         return "an older release measured it and did not record beside how many steps"
     if (one.merge_steps, one.merge_tokens) == (steps, tokens):
         return None
-    return (
-        f"measured beside {one.merge_steps} steps and {one.merge_tokens or 0:,} tokens of the merge, "
-        f"which has {steps} and {tokens:,} now"
-    )
+    return other_budget((one.merge_steps, one.merge_tokens or 0), (steps, tokens))
+
+
+def other_budget(then: tuple[int, int], now: tuple[int, int]) -> str:
+    """What a baseline was measured beside: steps and tokens of the merge."""
+    return f"measured beside {then[0]} steps and {then[1]:,} tokens of the merge, which has {now[0]} and {now[1]:,} now"
 
 
 def stale_matrix(run: RunFiles) -> str | None:
     """Why the matrix is not of this merge as it stands; None if it is, or there is none."""
     merged = run.matrix.get(MERGED)
-    steps, _ = steps_and_tokens(run)
+    steps, _ = steps_and_tokens(run.records)
     if merged is None or (run.finished and run.after is None):
         return None
     if not merged.weights:

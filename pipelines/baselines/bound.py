@@ -13,6 +13,7 @@ from experts.bound_files import model_digest
 from experts.model_dir import weight_hashes
 from opd.config import load_pipeline
 from opd.evaluation.baselines import BaselineResult
+from opd.report.stale import other_budget
 from pipelines.baselines.jobs import Job
 from pipelines.build import RunPaths
 from pipelines.manifest import manifest_of, read_manifest
@@ -41,10 +42,7 @@ def outdated(job: Job, found: BaselineResult, inputs: Inputs) -> str | None:
     merge = _merge(job)
     before = (found.merge_steps, found.merge_tokens)
     if merge and job.share is not None and found.merge_steps is not None and before != merge:
-        return (
-            f"measured beside {found.merge_steps} steps and {found.merge_tokens:,} tokens of the merge, "
-            f"which has {merge[0]} and {merge[1]:,} now"
-        )
+        return other_budget((found.merge_steps, found.merge_tokens or 0), merge)
     if found.inputs and found.inputs != _inputs_digest(job, inputs):
         return "made from other models, prompts or settings than those of now"
     return None
