@@ -8,6 +8,7 @@ linear modules that the adapter touches; a swap between two adapters of one base
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,9 @@ class TransformersScorer:
         self._vocab_size = options.vocab_size
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, weights_nbytes)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._skeletons: dict[str, Any] = {}
+        self._architectures: dict[str, _Architecture] = {}
         """By the config's JSON."""
-        self._skeleton_of: dict[Path, Any] = {}
-        self._proofs: dict[int, LayoutProof] = {}
-        """By the skeleton's id."""
-        self._namings: dict[str, Naming] = {}
-        """By the config's JSON."""
-        self._naming_of: dict[Path, Naming] = {}
+        self._architecture_of: dict[Path, _Architecture] = {}
         self._loaded = ""
         self._base = ""
         self._hooks: list[RemovableHandle] = []
@@ -59,7 +55,7 @@ class TransformersScorer:
 
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to map and read the teacher's weights."""
-        self._naming(teacher.model_dir)  # the thread that reads cannot make it
+        self._architecture(teacher.model_dir)  # the thread that reads cannot make it
         self._weights.prefetch(teacher)
 
     def head(self, teacher: Teacher) -> Tensor:
@@ -81,7 +77,7 @@ class TransformersScorer:
 
     def head_file(self, teacher: Teacher) -> HeadFile:
         """Where the head lies; an adapter leaves its base's as it is."""
-        names = self._naming(teacher.model_dir).head_names(read_tensors(teacher.model_dir))
+        names = self._architecture(teacher.model_dir).naming.head_names(read_tensors(teacher.model_dir))
         return HeadFile(teacher.model_dir.absolute(), names, str(self._dtype).removeprefix("torch."))
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
@@ -95,7 +91,8 @@ class TransformersScorer:
         Raises: RunError if its rows see each other in every layout.
         """
         self._load(teacher)
-        proof = self._proofs.get(id(self._model))
+        architecture = self._architecture(teacher.model_dir)
+        proof = architecture.proof
         if proof is None:
 
             def error(layout: str) -> float:
@@ -103,7 +100,7 @@ class TransformersScorer:
 
             proof = prove_layout(error, f"teacher {teacher.name}")
             if proof.proven:  # a teacher with broken weights says nothing about its architecture
-                self._proofs[id(self._model)] = proof
+                architecture.proof = proof
         return proof
 
     @torch.no_grad()
@@ -187,19 +184,19 @@ class TransformersScorer:
             self._base = ""
             if self._model is not None:
                 to_meta(self._model)  # its teacher would stay in memory beyond the budget while the next one is read
-        self._naming(teacher.model_dir)
+        architecture = self._architecture(teacher.model_dir)
         try:
             base, *adapters = self._weights.get(teacher)
         except RunError as error:
             raise RunError(f"teacher {teacher.name}: {error}") from None
         if not self._base:
+            self._model = architecture.skeleton
             self._assign(teacher, base)
         for adapter in adapters:
             self._attach(teacher, adapter)
         self._loaded = weight_key(teacher)
 
     def _assign(self, teacher: Teacher, state: State) -> None:
-        self._model = self._skeleton(teacher.model_dir)
         missing, unexpected = self._model.load_state_dict(state, strict=False, assign=True)
         self._model.tie_weights()
         if set(missing) - set(self._model.all_tied_weights_keys) or unexpected:
@@ -224,36 +221,43 @@ class TransformersScorer:
 
     def _read(self, directory: Path, dtype: torch.dtype) -> State:
         """Tensors of a model by its modules' names, of an adapter as its file has them."""
-        tensors, naming = read_tensors(directory), self._naming_of.get(directory)
-        if naming is None or naming.is_plain(tensors):
+        tensors, known = read_tensors(directory), self._architecture_of.get(directory)
+        if known is None or known.naming.is_plain(tensors):
             return {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        state, problem = naming.from_files(tensors)
+        state, problem = known.naming.from_files(tensors)
         if problem:
             raise RunError(f"weights do not fit its config: {problem}")
         return state
 
-    def _naming(self, model_dir: Path) -> Naming:
-        if model_dir not in self._naming_of:
+    def _architecture(self, model_dir: Path) -> _Architecture:
+        if model_dir not in self._architecture_of:
             config, key = _read_config(model_dir)
-            if key not in self._namings:
-                self._namings[key] = Naming(config, self._dtype)
-            self._naming_of[model_dir] = self._namings[key]
-        return self._naming_of[model_dir]
+            if key not in self._architectures:
+                self._architectures[key] = _Architecture(Naming(config, self._dtype), _skeleton(config, self._dtype))
+            self._architecture_of[model_dir] = self._architectures[key]
+        return self._architecture_of[model_dir]
 
-    def _skeleton(self, model_dir: Path) -> Any:
-        from accelerate import init_empty_weights
-        from transformers import AutoModelForCausalLM
 
-        if model_dir not in self._skeleton_of:
-            config, key = _read_config(model_dir)
-            if key not in self._skeletons:
-                with init_empty_weights(include_buffers=False):
-                    model = AutoModelForCausalLM.from_config(
-                        config, dtype=self._dtype, attn_implementation=attention(config), trust_remote_code=False
-                    )
-                self._skeletons[key] = model.eval().requires_grad_(False)
-            self._skeleton_of[model_dir] = self._skeletons[key]
-        return self._skeleton_of[model_dir]
+@dataclass(slots=True)
+class _Architecture:
+    """What teachers of equal configs share."""
+
+    naming: Naming
+    skeleton: Any
+    """A causal language model of transformers without weights; one teacher's at a time are assigned to it."""
+    proof: LayoutProof | None = None
+    """Of its layout, once a teacher with finite states has shown it."""
+
+
+def _skeleton(config: Any, dtype: torch.dtype) -> Any:
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention(config), trust_remote_code=False
+        )
+    return model.eval().requires_grad_(False)
 
 
 def _read_config(model_dir: Path) -> tuple[Any, str]:

@@ -66,7 +66,9 @@ def test_a_step_reads_each_teacher_once_and_any_budget_gives_the_same(
         assert score(scoring, groups) == wanted
         assert scoring._scorer._weights.loads == total
         assert scoring._scorer._weights.nbytes <= max(1, kept) * model_bytes(groups)
-    assert len({id(model) for model in scoring._scorer._skeletons.values()}) == 1, "equal but for where they lie"
+    assert len({id(one.skeleton) for one in scoring._scorer._architectures.values()}) == 1, (
+        "equal but for where they lie"
+    )
 
 
 def test_the_next_teacher_is_read_while_this_one_scores(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
