@@ -51,10 +51,27 @@ def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, Expert]) -
 def _naming(path: Path, info: ModelInfo) -> Any:
     """The model's naming in transformers, whose modules its files fill. Raises: ModelError."""
     import torch
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from opd.model_weights import Naming
+
+    config, known = _causal_model(path, info)
+    naming = Naming(config, torch.float32)
+    shapes = {n: torch.empty(t.shape, dtype=torch.float32, device="meta") for n, t in weight_tensors(path).items()}
+    _, problem = naming.from_files(shapes)
+    if problem:
+        raise ModelError.at(
+            path,
+            found=f"weights that do not fit config.json: {problem}",
+            wanted=f"what {known.__name__} of transformers has, no more and no less",
+            fix="copy the directory again, or save the model again with save_pretrained",
+        )
+    return naming
+
+
+def _causal_model(path: Path, info: ModelInfo) -> tuple[Any, Any]:
+    """transformers' config of a directory, and its class of causal language models for it. Raises: ModelError."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     file = path / "config.json"
     known = None
@@ -81,17 +98,7 @@ def _naming(path: Path, info: ModelInfo) -> Any:
             wanted=f"a causal language model, for {info.model_type} {known.__name__}",
             fix="AutoModelForCausalLM.from_pretrained(dir).save_pretrained(out) writes the part that writes text",
         )
-    naming = Naming(config, torch.float32)
-    shapes = {n: torch.empty(t.shape, dtype=torch.float32, device="meta") for n, t in weight_tensors(path).items()}
-    _, problem = naming.from_files(shapes)
-    if problem:
-        raise ModelError.at(
-            path,
-            found=f"weights that do not fit config.json: {problem}",
-            wanted=f"what {known.__name__} of transformers has, no more and no less",
-            fix="copy the directory again, or save the model again with save_pretrained",
-        )
-    return naming
+    return config, known
 
 
 def _check_adapter(name: str, adapter: AdapterInfo, naming: Any) -> None:

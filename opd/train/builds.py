@@ -19,16 +19,23 @@ YOUNG_S = 60.0
 
 def clear_dead_locks(young_s: float = YOUNG_S) -> list[Path]:
     """Remove the locks of DeepSpeed's extensions that no process holds open; returns them."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     dead = []
-    for lock in root.glob("**/deepspeed_*/lock"):
+    for lock in _root().glob("**/deepspeed_*/lock"):
         with contextlib.suppress(FileNotFoundError):  # released, or cleared by another rank
             if time.time() - lock.stat().st_mtime > young_s and not _held(lock):
                 lock.unlink()
                 dead.append(lock)
     return dead
+
+
+def _root() -> Path:
+    """Where torch keeps compiled extensions."""
+    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(given)
+    # Here and not above: it imports setuptools, which fails in a process that looked for pip first (Python 3.11).
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(get_default_build_root())
 
 
 def _held(lock: Path) -> bool:

@@ -85,9 +85,7 @@ class DeepSpeedTrainer:
         if not weights:
             targets.collect()
             return skipped
-        sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
-        padded = self.layout.layout == "padded"
-        plan = plan_micro_batches(sizes, len(self._ranks), self._config.micro_batch_tokens, padded=padded)
+        plan = self._plan(rollouts)
         self._begin(step, lr, plan, weights, targets)
         feed = Feed(targets, plan, queue_bytes=self._queue_bytes, all_first=self._all_first)
         running: deque[tuple[int, list[Any]]] = deque()
@@ -114,6 +112,12 @@ class DeepSpeedTrainer:
         refuse_impossible_means(step, self._kind, report.domains)
         refuse_gap(step, report.domains, self._tolerance)
         return replace(report, early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
+
+    def _plan(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
+        """As `plan_micro_batches`, for the layout that was proven."""
+        sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
+        padded = self.layout.layout == "padded"
+        return plan_micro_batches(sizes, len(self._ranks), self._config.micro_batch_tokens, padded=padded)
 
     def _begin(
         self,
