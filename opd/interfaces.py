@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from opd.evaluation.scores import Evaluation
+from opd.step_record import StepRecord
 from opd.types import (
     Completion,
     LayoutProof,
@@ -142,10 +143,24 @@ class Checkpoints(Protocol):
         ...
 
 
+class Decoder(Protocol):
+    """The one method of a tokenizer that an engine's answers need."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class Display(Protocol):
+    """What a person sees while a run goes on."""
+
+    def say(self, line: str) -> None: ...
+
+    def step(self, step: int, summary: str) -> None: ...
+
+
 class Sink(Protocol):
     """A place for the numbers of each step."""
 
-    def step(self, record: Mapping[str, Any]) -> None: ...
+    def step(self, record: StepRecord) -> None: ...
 
 
 class Reporter(Sink, Protocol):

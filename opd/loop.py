@@ -16,11 +16,9 @@ trainer's weights and optimiser, the step, and the policy version.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from math import isnan
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from opd.interfaces import (
     Checkpoints,
@@ -34,7 +32,8 @@ from opd.interfaces import (
     WeightSync,
 )
 from opd.metrics import PhaseClock
-from opd.types import DomainStats, PushReport, RolloutBatch, StepReport
+from opd.step_record import step_record
+from opd.types import RolloutBatch, SavedCheckpoint
 
 if TYPE_CHECKING:
     from opd.stream.targets import TargetStream
@@ -74,33 +73,23 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
     """Take the plan's steps; after each, `stop()` may ask to checkpoint and leave. Returns the last step taken."""
     version = plan.policy_version
     clock = PhaseClock()
-    saving: dict[str, Any] = {}
+    saved: SavedCheckpoint | None = None
     step = plan.first_step - 1
     for step in range(plan.first_step, plan.last_step + 1):
-        with clock("rollout"):
-            prompts = parts.prompts.take(step)
-            logged = parts.log.replay(step, version, prompts)
-            batch = logged[0] if logged else parts.engine.generate(prompts, step=step, policy_version=version)
-        with clock("score"):
-            targets = logged[1] if logged else parts.teachers.score(batch.rollouts)
-            if not logged:
-                parts.log.record(step, version, prompts, batch, targets)
-            if not plan.overlap:
-                targets.collect()
+        scored = _scored_rollouts(parts, step, version, clock)
+        if not plan.overlap:
+            with clock("score"):
+                scored.targets.collect()
         with clock("train"):
-            trained = parts.trainer.train_step(step, batch.rollouts, targets)
+            trained = parts.trainer.train_step(step, scored.batch.rollouts, scored.targets)
         with clock("sync"):
             version += 1
             pushed = parts.sync.push(version)
 
-        accuracy: dict[str, float] = {}
-        if plan.evaluate_every and step % plan.evaluate_every == 0:
-            with clock("evaluate"):
-                found = replace(parts.evaluator.evaluate(model=f"step {step}"), step=step)
-            parts.reporter.evaluation(f"step-{step:06d}", found)
-            accuracy = found.accuracy
-        record = _record(batch, targets, trained, pushed, accuracy, clock.take())
-        parts.reporter.step(record | ({"replayed": True} if logged else {}) | saving)
+        record = step_record(scored.batch, scored.targets, trained, pushed)
+        accuracy = _evaluate(parts, step, clock) if plan.evaluate_every and step % plan.evaluate_every == 0 else {}
+        more = {"accuracy": accuracy, "replayed": scored.replayed, "checkpoint": saved}
+        parts.reporter.step(replace(record, phase_s=clock.take(), **more))
         leaving = stop() or step == plan.last_step
         with clock("checkpoint"):
             # After the record: a kill in between resumes from the checkpoint before, and that rewinds the records.
@@ -109,72 +98,38 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
             saved = parts.checkpoints.committed(wait=leaving)
             if saved:
                 parts.log.prune(saved.step)
-            saving = {"checkpoint": asdict(saved)} if saved else {}
         if leaving:
             break
     return step
 
 
-def _record(
-    batch: RolloutBatch,
-    targets: TargetStream,
-    trained: StepReport,
-    pushed: PushReport,
-    accuracy: dict[str, float],
-    phase_s: dict[str, float],
-) -> dict[str, Any]:
-    """One line of metrics.jsonl."""
-    restarted = [*batch.restarted, *targets.restarted]
-    domain_of = {r.sample_id: r.domain for r in batch.rollouts}
-    left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
-    return {
-        "step": trained.step,
-        "loss": trained.loss,
-        "domains": {name: _domain_record(stats) for name, stats in trained.domains.items()},
-        "positions": {
-            _places(bits): {"loss": stats.kl_sum / stats.tokens, "tokens": stats.tokens}
-            for bits, stats in trained.positions.items()
-        },
-        "response_tokens": sum(len(r.response_ids) for r in batch.rollouts),
-        "prompt_tokens": sum(len(r.prompt_ids) for r in batch.rollouts),
-        "truncated": sum(r.truncated for r in batch.rollouts),
-        "truncated_by_domain": dict(Counter(r.domain for r in batch.rollouts if r.truncated)),
-        "quarantined": dict(left_out),
-        "quarantined_reasons": {**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
-        "skipped": trained.skipped,
-        **({"restarted": restarted} if restarted else {}),
-        "stream": {
-            "parts": targets.num_parts,
-            "bytes": targets.nbytes,
-            "peak_bytes": trained.peak_bytes,
-            "early_micro_batches": trained.early_micro_batches,
-        },
-        "grad_norm": trained.grad_norm,
-        "lr": trained.lr,
-        "logprob_gap": trained.logprob_gap,
-        "policy_version": pushed.version,
-        "probe_gap": pushed.gap,
-        "phase_s": phase_s,
-        **({"accuracy": accuracy} if accuracy else {}),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """A step's rollouts and what their teachers say of them."""
+
+    batch: RolloutBatch
+    targets: TargetStream
+    replayed: bool
+    """Both come from the target log."""
 
 
-def _places(bits: int) -> str:
-    """Key of `StepReport.positions` in words: 0 -> `0`, 1 -> `1`, 3 -> `4-7`."""
-    return str(bits) if bits < 2 else f"{2 ** (bits - 1)}-{2**bits - 1}"
+def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -> _Scored:
+    """The step from the target log; if the log does not have it, the student writes, its teachers score, and the log records."""
+    with clock("rollout"):
+        prompts = parts.prompts.take(step)
+        logged = parts.log.replay(step, version, prompts)
+        if logged is not None:
+            return _Scored(batch=logged[0], targets=logged[1], replayed=True)
+        batch = parts.engine.generate(prompts, step=step, policy_version=version)
+    with clock("score"):
+        targets = parts.teachers.score(batch.rollouts)
+        parts.log.record(step, version, prompts, batch, targets)
+    return _Scored(batch=batch, targets=targets, replayed=False)
 
 
-def _domain_record(stats: DomainStats) -> dict[str, Any]:
-    """Means over the domain's trained tokens; what the teachers' payload does not tell is left out."""
-    means = {
-        "loss": stats.kl_sum,
-        "student_entropy": stats.entropy_sum,
-        "teacher_entropy": stats.teacher_entropy_sum,
-        "argmax_agreement": stats.agree_sum,
-        "teacher_top1": stats.teacher_top1_sum,
-        "clip_rate": stats.clipped_sum,
-        "student_mass": stats.student_mass_sum,
-        "teacher_mass": stats.teacher_mass_sum,
-    }
-    known = {name: total / max(1, stats.tokens) for name, total in means.items() if not isnan(total)}
-    return {**known, "tokens": stats.tokens, "samples": stats.samples}
+def _evaluate(parts: Parts, step: int, clock: PhaseClock) -> dict[str, float]:
+    """Accuracy by domain of the weights after this step."""
+    with clock("evaluate"):
+        found = replace(parts.evaluator.evaluate(model=f"step {step}"), step=step)
+    parts.reporter.evaluation(f"step-{step:06d}", found)
+    return found.accuracy

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from opd.files import atomic_write_text
+from opd.step_record import StepRecord
 
 
 class MetricsFile:
@@ -19,29 +19,32 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: StepRecord) -> None:
         """Append one record."""
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record.to_json()) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def read(self) -> list[dict[str, Any]]:
-        """All whole records; a last line that a kill cut in two is left out."""
-        if not self._path.exists():
-            return []
-        lines = self._path.read_text(encoding="utf-8").split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+    def read(self) -> list[StepRecord]:
+        """All whole records; a last line that a kill cut in two is left out.
+
+        Raises: ValueError for a line that is no JSON, TypeError for one that is no record.
+        """
+        return [StepRecord.from_json(json.loads(line)) for line in self._lines()]
 
     def rewind(self, step: int) -> None:
         """Forget the records of steps after `step`: a resume takes those steps again."""
-        kept = [record for record in self.read() if record["step"] <= step]
-        atomic_write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        kept = [line for line in self._lines() if json.loads(line)["step"] <= step]
+        atomic_write_text(self._path, "".join(f"{line}\n" for line in kept))
+
+    def _lines(self) -> list[str]:
+        return self._path.read_text(encoding="utf-8").split("\n")[:-1] if self._path.exists() else []
 
 
-def steps_and_tokens(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+def steps_and_tokens(records: Sequence[StepRecord]) -> tuple[int, int]:
     """Steps that a merge has taken, and response tokens that it was trained on in them."""
-    return len(records), sum(record["response_tokens"] for record in records)
+    return len(records), sum(record.response_tokens for record in records)
 
 
 class PhaseClock:

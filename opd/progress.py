@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from opd.evaluation.scores import Evaluation
-from opd.interfaces import Sink
+from opd.interfaces import Display, Sink
 from opd.metrics import MetricsFile
+from opd.step_record import StepRecord
 from opd.text import printable
-
-
-class Display(Protocol):
-    def say(self, line: str) -> None: ...
-
-    def step(self, step: int, summary: str) -> None: ...
 
 
 class _Lines:
@@ -69,7 +63,7 @@ def display(total: int, done: int = 0) -> Iterator[Display]:
 
 
 MOSTLY_CUT = 0.9
-"""Share of a domain's responses that end at a limit from which a person is told."""
+"""A warning names a domain where a larger share of the responses than this ends at a limit."""
 
 
 class RunReporter:
@@ -88,29 +82,36 @@ class RunReporter:
         self._evaluations.mkdir(exist_ok=True)
         found.save(self._evaluations / f"{name}.json")
 
-    def step(self, record: Mapping[str, Any]) -> None:
+    def step(self, record: StepRecord) -> None:
         """Store one step's record, then show it."""
         self._metrics.write(record)
         for sink in self._sinks:
             sink.step(record)
-        seconds = sum(record["phase_s"].values())
-        parts = [
-            f"loss {record['loss']:.4f}",
-            f"{record['response_tokens'] / seconds:.0f} tok/s",
-            f"gap {record['probe_gap']:.1e}",
-        ]
-        if "accuracy" in record:
-            parts.append(f"accuracy {sum(record['accuracy'].values()) / len(record['accuracy']):.3f}")
-        if record["quarantined"]:
-            parts.append(f"quarantined {sum(record['quarantined'].values())}")
-        for domain, num in record["truncated_by_domain"].items():
-            samples = record["domains"][domain]["samples"] if domain in record["domains"] else 0
+        self._warn_of_cut_responses(record)
+        for name in record.restarted:
+            self._shown.say(f"{name} died in step {record.step} and was started again; its rows were scored again")
+        self._shown.step(record.step, "  ".join(_summary(record)))
+
+    def _warn_of_cut_responses(self, record: StepRecord) -> None:
+        for domain, num in record.truncated_by_domain.items():
+            samples = record.domains[domain].samples if domain in record.domains else 0
             if domain not in self._told and samples and num > MOSTLY_CUT * samples:
                 self._told.add(domain)
                 self._shown.say(
-                    f"warning: step {record['step']}: {num} of {samples} responses of domain {domain} end at their limit, not by "
+                    f"warning: step {record.step}: {num} of {samples} responses of domain {domain} end at their limit, not by "
                     "an end token; raise rollout.max_new_tokens (or max_model_len), or look at the end tokens"
                 )
-        for name in record.get("restarted", ()):
-            self._shown.say(f"{name} died in step {record['step']} and was started again; its rows were scored again")
-        self._shown.step(record["step"], "  ".join(parts))
+
+
+def _summary(record: StepRecord) -> list[str]:
+    """What one line says of a step."""
+    parts = [
+        f"loss {record.loss:.4f}",
+        f"{record.response_tokens / record.seconds:.0f} tok/s",
+        f"gap {record.probe_gap:.1e}",
+    ]
+    if record.accuracy:
+        parts.append(f"accuracy {sum(record.accuracy.values()) / len(record.accuracy):.3f}")
+    if record.quarantined:
+        parts.append(f"quarantined {sum(record.quarantined.values())}")
+    return parts

@@ -10,10 +10,10 @@ from typing import Any
 from opd.checkpoints import CheckpointStore
 from opd.config import PipelineConfig, sync_tolerance
 from opd.evaluation.evaluator import EngineEvaluator
-from opd.interfaces import Sink
+from opd.interfaces import Display, Sink
 from opd.loop import Parts
 from opd.metrics import MetricsFile
-from opd.progress import Display, RunReporter
+from opd.progress import RunReporter
 from opd.prompts import MixedPrompts, split_samples
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.stream.log import ArrowTargetLog

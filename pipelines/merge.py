@@ -24,8 +24,9 @@ from opd.errors import RunDirError, StorageError
 from opd.evaluation.evaluator import BEFORE, MERGED, measure_before, measure_experts
 from opd.evaluation.scores import Evaluation, combined
 from opd.files import atomic_write_text, replace_dir, storing, sweep
+from opd.interfaces import Display
 from opd.metrics import MetricsFile
-from opd.progress import Display, display
+from opd.progress import display
 from opd.report import build_report, write_report
 from opd.rounds import whole
 from opd.sinks import open_sinks
@@ -209,7 +210,7 @@ def _session(
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(done)
     take_back(paths, done, config.trainer.steps)
-    earlier_s = sum(sum(record["phase_s"].values()) for record in metrics.read())
+    earlier_s = sum(record.seconds for record in metrics.read())
     with (
         display(config.trainer.steps, done) as shown,
         open_sinks(config.logging, paths.root, done) as sinks,

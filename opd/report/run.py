@@ -15,6 +15,7 @@ from opd.errors import RunDirError
 from opd.evaluation.scores import FORMAT, DomainScore, Evaluation, combined
 from opd.metrics import MetricsFile
 from opd.rounds import PLAN, directory
+from opd.step_record import StepRecord
 
 STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "response_tokens_per_s", "versions")
 """Keys of a stored report that cannot be worked out again, and the accuracies of runs without evaluation files."""
@@ -51,7 +52,7 @@ class RunFiles:
     pipeline: dict[str, Any]
     """Empty where there is no pipeline.yaml."""
     manifest: dict[str, Any]
-    records: list[dict[str, Any]]
+    records: list[StepRecord]
     """metrics.jsonl, a dict for each step."""
     baseline: dict[str, dict[str, float]]
     """baseline.json: `before` and `expert`, accuracy by domain."""
@@ -124,11 +125,11 @@ def _of_its_steps(run: RunFiles) -> RunFiles:
 
 def chained(run: RunFiles) -> RunFiles:
     """A merge in rounds as if it were one: steps are counted on, the end of each round is an evaluation during it."""
-    records: list[dict[str, Any]] = []
+    records: list[StepRecord] = []
     during: dict[int, Evaluation] = {}
     for one in run.rounds:
         done = len(records)
-        records += [{**record, "step": done + record["step"]} for record in one.records]
+        records += [replace(record, step=done + record.step) for record in one.records]
         during |= {done + step: found for step, found in one.during.items()}
         if one.after:
             during[len(records)] = one.after
@@ -181,10 +182,10 @@ def _stored(path: Path) -> dict[str, Any] | None:
     return data
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def _records(path: Path) -> list[StepRecord]:
     try:
         return MetricsFile(path).read()
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise _damaged(path, str(error)) from None
 
 

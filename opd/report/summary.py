@@ -10,6 +10,7 @@ from opd.evaluation.scores import DomainScore, Evaluation
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
 from opd.report.run import STORED, BaselineRun, RunFiles
 from opd.report.stale import notices, stale_baseline, unfinished
+from opd.step_record import DomainRecord, PositionRecord, StepRecord
 
 POINTS = 60
 """Points of a curve: neighbouring steps are averaged, because single steps of one domain are noisy."""
@@ -31,15 +32,15 @@ def build_report(
     before: Mapping[str, float],
     expert: Mapping[str, float],
     after: Mapping[str, float],
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[StepRecord],
     wall_s: float,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
     """The report of a merge from its accuracies (0..1) and the records of `metrics.jsonl`."""
-    tokens = sum(record["response_tokens"] for record in records)
+    tokens = sum(record.response_tokens for record in records)
     phase_s: dict[str, float] = {}
     for record in records:
-        for phase, seconds in record["phase_s"].items():
+        for phase, seconds in record.phase_s.items():
             phase_s[phase] = round(phase_s.get(phase, 0.0) + seconds, 3)
     busy_s = sum(phase_s.values())
     return {
@@ -88,8 +89,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     if run.records:
         report["curves"] = curves(run.records)
         report["truncated"] = _truncated(run.records)
-        report["quarantined"] = sum(sum(record["quarantined"].values()) for record in run.records)
-        report["largest_probe_gap"] = max(record["probe_gap"] for record in run.records)
+        report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
+        report["largest_probe_gap"] = max(record.probe_gap for record in run.records)
     points = _evaluations(run)
     if points:
         report["evaluations"] = points
@@ -121,7 +122,7 @@ def _round(run: RunFiles, index: int) -> dict[str, Any]:
         "round": index + 1,
         "finished": one.finished,
         "steps": len(one.records),
-        "response_tokens": sum(record["response_tokens"] for record in one.records),
+        "response_tokens": sum(record.response_tokens for record in one.records),
         "wall_s": one.stored["wall_s"] if one.stored else None,
     }
     start, before, expert, after = (
@@ -163,7 +164,7 @@ def _so_far(
         expert=expert,
         after=after,
         records=run.records,
-        wall_s=sum(sum(record["phase_s"].values()) for record in run.records),
+        wall_s=sum(record.seconds for record in run.records),
         versions=run.manifest.get("versions", {}),
     )
 
@@ -223,7 +224,7 @@ def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluatio
     report["mean_headroom_interval"] = _pair(mean(known)) if known and len(known) == len(shares) else None
 
 
-def curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     """At most `POINTS` points, each the mean over neighbouring steps; null where a domain had no token in them.
 
     step, tokens: of the point's last step; tokens are response tokens since the start.
@@ -232,13 +233,13 @@ def curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     of all domains: truncated (share of the responses), tokens_per_s.
     """
     points = [list(part) for part in _cut(records, POINTS)]
-    domains = sorted({name for record in records for name in record["domains"]})
+    domains = sorted({name for record in records for name in record.domains})
     total = 0
     tokens = []
     for part in points:
-        total += sum(record["response_tokens"] for record in part)
+        total += sum(record.response_tokens for record in part)
         tokens.append(total)
-    found: dict[str, Any] = {"step": [part[-1]["step"] for part in points], "tokens": tokens}
+    found: dict[str, Any] = {"step": [part[-1].step for part in points], "tokens": tokens}
     for key in PER_TOKEN:
         found[key] = {name: [_token_mean(_stats(part, name), key) for part in points] for name in domains}
     found["length"] = {name: [_length(_stats(part, name)) for part in points] for name in domains}
@@ -248,24 +249,24 @@ def curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _cut(records: Sequence[Mapping[str, Any]], most: int) -> Iterable[Sequence[Mapping[str, Any]]]:
+def _cut(records: Sequence[StepRecord], most: int) -> Iterable[Sequence[StepRecord]]:
     width = -(-len(records) // most)
     return (records[start : start + width] for start in range(0, len(records), width))
 
 
-def _stats(part: Sequence[Mapping[str, Any]], domain: str) -> list[Mapping[str, Any]]:
-    return [record["domains"][domain] for record in part if record["domains"].get(domain, {}).get("tokens")]
+def _stats(part: Sequence[StepRecord], domain: str) -> list[DomainRecord]:
+    return [record.domains[domain] for record in part if domain in record.domains and record.domains[domain].tokens]
 
 
-def _token_mean(stats: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    known = [s for s in stats if key in s]
-    tokens = sum(s["tokens"] for s in known)
-    return sum(s[key] * s["tokens"] for s in known) / tokens if tokens else None
+def _token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> float | None:
+    known = [s for s in stats if getattr(s, key) is not None]
+    tokens = sum(s.tokens for s in known)
+    return sum(getattr(s, key) * s.tokens for s in known) / tokens if tokens else None
 
 
-def _positions(points: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[float | None]]:
+def _positions(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[float | None]]:
     """Places as the records name them, the first ones first; empty for older runs."""
-    stats = [[record.get("positions", {}) for record in part] for part in points]
+    stats = [[record.positions for record in part] for part in points]
     places = {place for part in stats for record in part for place in record}
     return {
         place: [_token_mean([record[place] for record in part if place in record], "loss") for part in stats]
@@ -273,19 +274,19 @@ def _positions(points: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[
     }
 
 
-def _length(stats: Sequence[Mapping[str, Any]]) -> float | None:
-    samples = sum(s["samples"] for s in stats)
-    return sum(s["tokens"] for s in stats) / samples if samples else None
+def _length(stats: Sequence[DomainRecord]) -> float | None:
+    samples = sum(s.samples for s in stats)
+    return sum(s.tokens for s in stats) / samples if samples else None
 
 
-def _truncated(part: Sequence[Mapping[str, Any]]) -> float:
-    samples = sum(s["samples"] for record in part for s in record["domains"].values())
-    return sum(record["truncated"] for record in part) / samples if samples else 0.0
+def _truncated(part: Sequence[StepRecord]) -> float:
+    samples = sum(s.samples for record in part for s in record.domains.values())
+    return sum(record.truncated for record in part) / samples if samples else 0.0
 
 
-def _rate(part: Sequence[Mapping[str, Any]]) -> float:
-    seconds = sum(sum(record["phase_s"].values()) for record in part)
-    return sum(record["response_tokens"] for record in part) / seconds if seconds else 0.0
+def _rate(part: Sequence[StepRecord]) -> float:
+    seconds = sum(record.seconds for record in part)
+    return sum(record.response_tokens for record in part) / seconds if seconds else 0.0
 
 
 def _evaluations(run: RunFiles) -> list[dict[str, Any]]:
@@ -293,10 +294,10 @@ def _evaluations(run: RunFiles) -> list[dict[str, Any]]:
     mean_headroom with its interval where it is known."""
     tokens = {0: 0}
     for record in run.records:
-        tokens[record["step"]] = tokens[max(tokens)] + record["response_tokens"]
+        tokens[record.step] = tokens[max(tokens)] + record.response_tokens
     last = max(tokens)
     found: dict[int, tuple[Mapping[str, float], Evaluation | None]] = {}
-    found |= {r["step"]: (r["accuracy"], None) for r in run.records if r.get("accuracy")}
+    found |= {r.step: (r.accuracy, None) for r in run.records if r.accuracy}
     found |= {step: (e.accuracy, e) for step, e in run.during.items() if step in tokens}
     if run.before:
         found[0] = (run.before.accuracy, run.before)

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
+from opd.interfaces import Decoder
 from opd.rollouts.worker import EngineOptions, Request, Sampled, VLLMWorker
 from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch, Segment, unknown_id
 
@@ -27,12 +28,6 @@ ENGINE_ENV = {
 
 Weights = Callable[[], AbstractContextManager[Path]]
 """Gives the weights that the engines hold as a Hugging Face directory, for as long as one reads it."""
-
-
-class Decoder(Protocol):
-    """The one tokenizer method that an engine's answers need."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class VLLMRolloutEngine:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from opd.errors import RunError
 from opd.sinks.run_id import kept_id
 from opd.sinks.scalars import scalars
+from opd.step_record import StepRecord
 
 EXPERIMENT = "opd-merge"
 
@@ -43,9 +42,9 @@ class MLflowSink:
         experiment = found.experiment_id if found else self._client.create_experiment(EXPERIMENT)
         return self._client.create_run(experiment, run_name=name).info.run_id
 
-    def step(self, record: Mapping[str, Any]) -> None:
+    def step(self, record: StepRecord) -> None:
         """A step that the store has already is not sent again: it would keep both."""
-        step = record["step"]
+        step = record.step
         if step <= self._sent:
             return
         now = int(1000 * time.time())

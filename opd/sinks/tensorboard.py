@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from opd.sinks.scalars import scalars
+from opd.step_record import StepRecord
 
 
 class TensorBoardSink:
@@ -18,10 +17,10 @@ class TensorBoardSink:
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=done + 1)
 
-    def step(self, record: Mapping[str, Any]) -> None:
+    def step(self, record: StepRecord) -> None:
         """On disk before it returns, so that a killed run shows what it did."""
         for name, value in scalars(record).items():
-            self._writer.add_scalar(name, value, record["step"])
+            self._writer.add_scalar(name, value, record.step)
         self._writer.flush()
 
     def __enter__(self) -> TensorBoardSink:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 from uuid import uuid4
 
 from opd.errors import RunError
 from opd.sinks.run_id import kept_id
 from opd.sinks.scalars import scalars
+from opd.step_record import StepRecord
 
 
 class WandbSink:
@@ -33,10 +32,10 @@ class WandbSink:
         except wandb.errors.Error as error:
             raise RunError(f"logging.wandb: {error}") from error
 
-    def step(self, record: Mapping[str, Any]) -> None:
+    def step(self, record: StepRecord) -> None:
         """A step that the service has already is not sent again: it cannot be taken back."""
-        if record["step"] >= self._run.step:
-            self._run.log(scalars(record), step=record["step"])
+        if record.step >= self._run.step:
+            self._run.log(scalars(record), step=record.step)
 
     def __enter__(self) -> WandbSink:
         return self

@@ -181,7 +181,7 @@ def tokens_per_step(root: Path) -> float | None:
             wanted="the metrics of a merge: baselines get as many tokens as it trained on",
             fix=f"`opd merge --resume {root}`",
         )
-    return fmean(record["response_tokens"] for record in records) if records else None
+    return fmean(record.response_tokens for record in records) if records else None
 
 
 def open_run(root: Path, overrides: list[str] | None = None) -> PipelineConfig:

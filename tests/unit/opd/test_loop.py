@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from opd.errors import RunError
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.loop import Parts, Plan, run
+from opd.step_record import StepRecord
 from opd.types import (
     DomainStats,
     PositionStats,
@@ -159,9 +161,10 @@ class Events:
         self.seen.append(f"commit {step}")
         return SavedCheckpoint(step=step, background_s=0.25, size=9)
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        self.seen.append(f"record {record['step']}")
-        self.records.append(dict(record))
+    def step(self, record: StepRecord) -> None:
+        self.seen.append(f"record {record.step}")
+        self.records.append(record.to_json())
+        assert StepRecord.from_json(json.loads(json.dumps(self.records[-1]))) == record, "what is written is read"
 
     def parts(self) -> Parts:
         every: Any = self

@@ -7,12 +7,23 @@ from pathlib import Path
 import pytest
 
 from opd.metrics import MetricsFile, PhaseClock
+from opd.step_record import DomainRecord, PositionRecord, StepRecord
+from opd.types import SavedCheckpoint
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "m.jsonl")
     assert metrics.read() == []
-    records = [{"step": 1, "loss": 0.1 + 0.2, "name": "é\n"}, {"step": 2, "domains": {"a": {"loss": 1e-9}}}]
+    records = [
+        StepRecord(step=1, loss=0.1 + 0.2, quarantined_reasons={"a/1": "é\n"}, restarted=("teacher worker 1",)),
+        StepRecord(
+            step=2,
+            domains={"a": DomainRecord(loss=1e-9, tokens=3)},
+            positions={"2-3": PositionRecord(loss=0.5, tokens=2)},
+            checkpoint=SavedCheckpoint(step=1, background_s=0.25, size=9),
+            replayed=True,
+        ),
+    ]
     for record in records:
         metrics.write(record)
     assert metrics.read() == records
@@ -24,21 +35,21 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_a_last_line_that_was_cut_is_left_out(cut: int, tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     metrics = MetricsFile(path)
-    metrics.write({"step": 1})
-    metrics.write({"step": 2})
+    metrics.write(StepRecord(step=1))
+    metrics.write(StepRecord(step=2))
     path.write_bytes(path.read_bytes()[:-cut])
-    assert metrics.read() == [{"step": 1}]
+    assert metrics.read() == [StepRecord(step=1)]
 
 
 @pytest.mark.parametrize(("step", "left"), [(0, []), (2, [1, 2]), (9, [1, 2, 3])])
 def test_rewind_forgets_later_steps(step: int, left: list[int], tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "m.jsonl")
     for i in (1, 2, 3):
-        metrics.write({"step": i})
+        metrics.write(StepRecord(step=i))
     metrics.rewind(step)
-    assert [r["step"] for r in metrics.read()] == left
-    metrics.write({"step": step + 1})
-    assert [r["step"] for r in metrics.read()] == [*left, step + 1]
+    assert [r.step for r in metrics.read()] == left
+    metrics.write(StepRecord(step=step + 1))
+    assert [r.step for r in metrics.read()] == [*left, step + 1]
 
 
 def test_after_a_rewind_a_cut_line_is_gone(tmp_path: Path) -> None:
@@ -46,8 +57,25 @@ def test_after_a_rewind_a_cut_line_is_gone(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     metrics = MetricsFile(path)
     metrics.rewind(1)
-    metrics.write({"step": 2})
-    assert metrics.read() == [{"step": 1}, {"step": 2}]
+    metrics.write(StepRecord(step=2))
+    assert metrics.read() == [StepRecord(step=1), StepRecord(step=2)]
+
+
+def test_a_file_of_another_release_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "of_tomorrow": 5, "domains": {"a": {"tokens": 3, "skill": 1}}}\n')
+    metrics = MetricsFile(path)
+    assert metrics.read() == [StepRecord(step=1, domains={"a": DomainRecord(tokens=3)})]
+    metrics.rewind(1)
+    assert "of_tomorrow" in path.read_text(), "a rewind keeps the lines as they are"
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"step": 1, "domains": {"a": 7}}', '{"loss": 1}'])
+def test_a_line_that_is_no_record_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(TypeError):
+        MetricsFile(path).read()
 
 
 def test_rewind_of_a_run_without_records(tmp_path: Path) -> None:

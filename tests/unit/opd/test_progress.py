@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter, display
+from opd.step_record import StepRecord
 
 
 class Heard:
@@ -26,9 +26,10 @@ class Heard:
         self.lines.append(f"{step}: {summary}")
 
 
-def record(**changes: Any) -> dict[str, Any]:
+def record(**changes: Any) -> StepRecord:
     plain = {"step": 3, "loss": 0.5, "response_tokens": 20, "probe_gap": 1e-3, "quarantined": {}, "phase_s": {"a": 4.0}}
-    return plain | {"truncated_by_domain": {}, "domains": {"x": {"samples": 10}, "y": {"samples": 10}}} | changes
+    more = {"truncated_by_domain": {}, "domains": {"x": {"samples": 10}, "y": {"samples": 10}}}
+    return StepRecord.from_json(plain | more | changes)
 
 
 def test_a_step_is_stored_and_shown(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_a_step_is_stored_and_shown(tmp_path: Path) -> None:
         record(accuracy={"x": 0.25, "y": 0.75}, quarantined={"x": 2})
     )
     assert heard.lines == ["3: loss 0.5000  5 tok/s  gap 1.0e-03  accuracy 0.500  quarantined 2"]
-    assert [r["step"] for r in metrics.read()] == [3]
+    assert [r.step for r in metrics.read()] == [3]
 
 
 def test_a_worker_that_was_started_again_is_told(tmp_path: Path) -> None:
@@ -80,8 +81,8 @@ def test_other_sinks_get_every_record(tmp_path: Path) -> None:
     got: list[Any] = []
 
     class Sink:
-        def step(self, taken: Mapping[str, Any]) -> None:
-            assert [r["step"] for r in MetricsFile(tmp_path / "metrics.jsonl").read()] == [3], "the file comes first"
+        def step(self, taken: StepRecord) -> None:
+            assert [r.step for r in MetricsFile(tmp_path / "metrics.jsonl").read()] == [3], "the file comes first"
             got.append(taken)
 
     RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "evaluation", Heard(), [Sink()]).step(record())

@@ -23,6 +23,7 @@ from opd.files import blake3_file
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.report import build_report, write_report
+from opd.step_record import StepRecord
 from opd.types import WrittenFile
 from pipelines import merge, rounds
 from pipelines.baselines import jobs
@@ -69,10 +70,7 @@ class Engines:
         self.event(f"train from {checkpoint.step if checkpoint else 0}")
         MetricsFile(paths.metrics).rewind(0)
         for step in range(1, config.trainer.steps + 1):
-            MetricsFile(paths.metrics).write(
-                {"step": step, "response_tokens": 10, "phase_s": {"train": 1.0}, "domains": {}, "truncated": 0,
-                 "quarantined": {}, "probe_gap": 0.0}
-            )  # fmt: skip
+            MetricsFile(paths.metrics).write(StepRecord(step=step, response_tokens=10, phase_s={"train": 1.0}))
         trainer: Any = OneFile()
         store = CheckpointStore(
             paths.checkpoints, trainer, CheckpointConfig(), world_size=2, identity=run.identity, timeout_s=9

@@ -12,6 +12,7 @@ import pytest
 from opd.errors import RunDirError
 from opd.report import build_report, full_report, headroom, read_run, table_rows
 from opd.report.summary import POINTS, curves
+from opd.step_record import StepRecord
 
 
 @pytest.mark.parametrize(
@@ -37,8 +38,8 @@ def report(**changes: Any) -> dict[str, Any]:
         "expert": {"a": 1.0, "b": 1.0, "c": 0.8},
         "after": {"a": 0.6, "b": 1.0, "c": 0.9},
         "records": [
-            {"response_tokens": 100, "phase_s": {"rollout": 1.0, "train": 2.0}},
-            {"response_tokens": 50, "phase_s": {"rollout": 1.0, "checkpoint": 1.0}},
+            StepRecord(step=1, response_tokens=100, phase_s={"rollout": 1.0, "train": 2.0}),
+            StepRecord(step=2, response_tokens=50, phase_s={"rollout": 1.0, "checkpoint": 1.0}),
         ],
         "wall_s": 12.345,
         "versions": {"torch": "2"},
@@ -148,7 +149,7 @@ def test_curves_are_means_over_neighbouring_steps() -> None:
         }
         for step in range(1, 2 * POINTS)  # an odd number: the last point is one step
     ]
-    found = curves(records)
+    found = curves([StepRecord.from_json(record) for record in records])
     assert len(found["step"]) == POINTS and found["step"][:2] == [2, 4] and found["step"][-1] == 2 * POINTS - 1
     assert found["tokens"][:2] == [30, 100]
     assert found["loss"]["a"][0] == pytest.approx((1 * 10 + 2 * 20) / 30), "weighted by tokens"

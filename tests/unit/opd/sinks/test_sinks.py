@@ -12,18 +12,18 @@ from opd.config.sections import LoggingConfig
 from opd.errors import ConfigError, RunError
 from opd.sinks import open_sinks, refuse_missing
 from opd.sinks.scalars import scalars
+from opd.step_record import StepRecord
 
 
-def record(step: int, loss: float, **more: Any) -> dict[str, Any]:
+def record(step: int, loss: float, **more: Any) -> StepRecord:
     numbers = {"grad_norm": 1.0, "lr": 0.1, "logprob_gap": 0.0, "probe_gap": 0.0}
     counts = {"response_tokens": 8, "prompt_tokens": 6, "truncated": 1, "quarantined": {"a": 1, "b": 2}}
     domains = {"a": {"loss": 2 * loss, "tokens": 5, "samples": 2}}
-    return {
-        "step": step, "loss": loss, **numbers, **counts, "domains": domains, "phase_s": {"train": 0.5}, **more
-    }  # fmt: skip
+    first = {"step": step, "loss": loss}
+    return StepRecord.from_json({**first, **numbers, **counts, "domains": domains, "phase_s": {"train": 0.5}, **more})
 
 
-def take(config: LoggingConfig, run_dir: Path, done: int, records: list[dict[str, Any]]) -> None:
+def take(config: LoggingConfig, run_dir: Path, done: int, records: list[StepRecord]) -> None:
     with open_sinks(config, run_dir, done) as sinks:
         for one in records:
             for sink in sinks:
