@@ -113,6 +113,11 @@ class TargetStream:
             self._to_take.subtract(part.samples)
         return part
 
+    @property
+    def collected(self) -> Sequence[Part]:
+        """Parts that came and were not taken yet."""
+        return tuple(self._collected)
+
     def has(self, sample_ids: Sequence[str]) -> bool:
         """True once every teacher's row of these samples was taken, or the sample is quarantined."""
         return all(not self._to_take[i] or i in self.quarantined for i in sample_ids)

@@ -9,11 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from opd import cluster
 from opd.config import PipelineConfig, sync_tolerance
 from opd.config.objectives import SampledConfig
 from opd.layouts import prove_layout
+from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
+from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import HeadSource, RankResult, RankWork, TrainerRank
@@ -33,8 +37,7 @@ class DeepSpeedTrainer:
         self._domain_weights = {name: domain.loss_weight for name, domain in config.domains.items()}
         self._timeout_s = config.cluster.phase_timeout_s
         self._queue_bytes = config.teachers.queue
-        # A baseline is a mean over the step's other responses.
-        self._all_first = isinstance(config.objective, SampledConfig) and config.objective.baseline != "none"
+        self._wants_baseline = isinstance(config.objective, SampledConfig) and config.objective.baseline != "none"
         options = _rank_options(config, vocab_size)
         env = cluster.worker_env(config.trainer.ranks)
         if not config.cluster.trainer_gpus:
@@ -86,8 +89,9 @@ class DeepSpeedTrainer:
             targets.collect()
             return skipped
         plan = self._plan(rollouts)
-        self._begin(step, lr, plan, weights, targets)
-        feed = Feed(targets, plan, queue_bytes=self._queue_bytes, all_first=self._all_first)
+        baselines = whole_step_baselines(targets) if self._wants_baseline else None
+        self._submit("begin_step", [[work, _heads(targets)] for work in _works(step, lr, plan, weights, baselines)])
+        feed = Feed(targets, plan, queue_bytes=self._queue_bytes)
         running: deque[tuple[int, list[Any]]] = deque()
 
         def finish_oldest() -> bool:
@@ -103,7 +107,7 @@ class DeepSpeedTrainer:
             left_out = frozenset(targets.quarantined)
             if index == len(plan[0]) - 1 and not _scored_share(rollouts, weights, left_out):
                 return skipped
-            running.append((index, self._submit("accumulate", [[index, left_out, *handles]] * len(self._ranks))))
+            running.append((index, self._submit("accumulate", [[index, left_out, *own] for own in handles])))
         while finish_oldest():
             pass
         share = _scored_share(rollouts, weights, targets.quarantined)
@@ -118,29 +122,6 @@ class DeepSpeedTrainer:
         sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
         padded = self.layout.layout == "padded"
         return plan_micro_batches(sizes, len(self._ranks), self._config.micro_batch_tokens, padded=padded)
-
-    def _begin(
-        self,
-        step: int,
-        lr: float,
-        plan: Sequence[Sequence[Sequence[str]]],
-        weights: Mapping[str, float],
-        targets: TargetStream,
-    ) -> None:
-        works = [
-            RankWork(
-                step=step,
-                lr=lr,
-                micro_batches=tuple(map(tuple, part)),
-                weights={i: weights[i] for ids in part for i in ids},
-            )
-            for part in plan
-        ]
-        heads = {
-            key: HeadSource(targets.head_rules[key], targets.head_files.get(key), handle)
-            for key, handle in targets.heads.items()
-        }
-        self._submit("begin_step", [[work, heads] for work in works])
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._call("logprobs", [[token_ids]] * len(self._ranks))[0]
@@ -185,6 +166,41 @@ def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         timeout_s=config.cluster.phase_timeout_s,
         lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
     )
+
+
+def _works(
+    step: int,
+    lr: float,
+    plan: Sequence[Sequence[Sequence[str]]],
+    weights: Mapping[str, float],
+    baselines: Mapping[str, float] | None,
+) -> list[RankWork]:
+    """Each rank's part of the step, with what belongs to its own samples."""
+    return [
+        RankWork(
+            step=step,
+            lr=lr,
+            micro_batches=tuple(map(tuple, part)),
+            weights={i: weights[i] for ids in part for i in ids},
+            baselines=None if baselines is None else {i: baselines[i] for ids in part for i in ids if i in baselines},
+        )
+        for part in plan
+    ]
+
+
+def _heads(targets: TargetStream) -> dict[str, HeadSource]:
+    return {
+        key: HeadSource(targets.head_rules[key], targets.head_files.get(key), handle)
+        for key, handle in targets.heads.items()
+    }
+
+
+def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
+    """`leave_one_out` over all ranks' samples: a mean over the step's other responses, which must not depend on how many
+    ranks there are. Waits for all parts. Raises: as `TargetStream.take`."""
+    targets.collect()
+    rows = (row for part in targets.collected for row in read_stream(pa.py_buffer(cluster.fetch(part.handle))).rows)
+    return leave_one_out(gather_samples(row for row in rows if row.sample_id not in targets.quarantined))
 
 
 def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], left_out: Collection[str]) -> float:

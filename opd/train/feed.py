@@ -1,10 +1,12 @@
-"""Parts of a step on their way to the ranks: in the order of the micro-batches, within a budget of bytes."""
+"""Parts of a step on their way to the ranks: each rank's own rows, in the order of the micro-batches, within a budget of
+bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from opd.stream.split import split_part
 from opd.stream.targets import Part, TargetStream
 
 
@@ -14,15 +16,14 @@ class Feed:
     Which rows a round has was decided before anything was scored, so the result does not depend on who came first.
     """
 
-    def __init__(
-        self, targets: TargetStream, plan: Sequence[Sequence[Sequence[str]]], *, queue_bytes: int, all_first: bool
-    ) -> None:
-        """`plan` as `plan_micro_batches` makes it; `all_first`: no round begins before every row is there."""
+    def __init__(self, targets: TargetStream, plan: Sequence[Sequence[Sequence[str]]], *, queue_bytes: int) -> None:
+        """`plan` is one of `plan_micro_batches`."""
         self._targets = targets
+        self._rank_of = {i: rank for rank, part in enumerate(plan) for ids in part for i in ids}
+        self._num_ranks = len(plan)
         self._rounds = [[i for part in plan for i in part[index]] for index in range(len(plan[0]))]
         self._round_of = {i: index for index, ids in enumerate(self._rounds) for i in ids}
         self._queue_bytes = queue_bytes
-        self._all_first = all_first
         self._new: list[Part] = []
         self._untrained: list[Part] = []
         self.early = 0
@@ -30,15 +31,15 @@ class Feed:
         self.peak_bytes = 0
         """Most bytes that were taken and not yet trained."""
 
-    def parts(self, index: int, finish_oldest: Callable[[], bool]) -> list[Any]:
-        """Handles to the parts that came since the last call, as soon as the rows of round `index` are there; before
-        the last round, all that are left.
+    def parts(self, index: int, finish_oldest: Callable[[], bool]) -> list[list[Any]]:
+        """By rank, handles to its rows among those that came since the last call, as soon as the rows of round `index` are
+        there; before the last round, all that are left.
 
         While the queue is full, `finish_oldest` waits for a round to end (and says so by `trained`), or returns False if
         none is at work: then the parts that this round waits for are let in all the same.
         Raises: as `TargetStream.take`.
         """
-        every = self._all_first or index == len(self._rounds) - 1
+        every = index == len(self._rounds) - 1
         while every or not self._targets.has(self._rounds[index]):
             if self._nbytes() >= self._queue_bytes and finish_oldest():
                 continue
@@ -50,7 +51,11 @@ class Feed:
             self.peak_bytes = max(self.peak_bytes, self._nbytes())
         self.early += not self._targets.arrived
         new, self._new = self._new, []
-        return [part.handle for part in new]
+        handles: list[list[Any]] = [[] for _ in range(self._num_ranks)]
+        for part in new:
+            for rank, handle in split_part(part, self._rank_of.__getitem__).items():
+                handles[rank].append(handle)
+        return handles
 
     def trained(self, index: int) -> None:
         """Round `index` ended, and all before it: parts without rows for a later one count no more."""

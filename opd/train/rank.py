@@ -6,7 +6,7 @@ import math
 import os
 import socket
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ from opd.train.batch import (
     HiddenRun,
     MicroBatch,
     gather_samples,
-    leave_one_out,
     micro_batch,
 )
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
@@ -48,6 +47,9 @@ class RankWork:
     """Sample ids of each micro-batch; every rank has the same number of them."""
     weights: Mapping[str, float]
     """Sample id -> weight of each of its trained tokens in the loss; over all ranks they make it a mean."""
+    baselines: Mapping[str, float] | None = None
+    """Sample id -> what the objective takes off its advantages, `opd.train.batch.leave_one_out` over the whole step; None
+    without a baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +126,19 @@ class TrainerRank:
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
-        wants_baseline = getattr(self._options.objective, "baseline", "none") != "none"
-        self._step = _Step(work, heads, wants_baseline, self._options.vocab_size)
+        self._step = _Step(work, heads, self._options.vocab_size)
 
     def accumulate(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
         """Add the gradients of the step's micro-batch `index`; all ranks do at the same time.
 
-        `parts` are streams that came since the last call; arguments of their own, because that is what Ray hands over
-        as views into shared memory. `left_out` could not be scored by one of their teachers: what the others sent does
+        `parts` are streams of this rank's rows that came since the last call; arguments of their own, because that is what
+        Ray hands over as views into shared memory. `left_out` could not be scored by one of their teachers: what the others sent does
         not count. Raises: RunError if rows are missing.
         """
         step = self._step
         step.receive(parts)
         ids = [i for i in step.work.micro_batches[index] if i not in left_out]
-        batch = step.micro_batch(ids, left_out, self._layout)
+        batch = step.micro_batch(ids, self._layout)
         # Each once: a head that several runs share would be fetched again where others drove it out.
         needed = dict.fromkeys(key for run in batch.runs if isinstance(run, HiddenRun) for key in run.heads)
         heads = {key: self._head(key, step.heads[key]) for key in needed}
@@ -285,7 +286,6 @@ class _Step:
         self,
         work: RankWork,
         heads: Mapping[str, HeadSource],
-        wants_baseline: bool,
         vocab_size: int,
     ) -> None:
         self.work = work
@@ -293,31 +293,25 @@ class _Step:
         self.heads = heads
         self.totals = Totals()
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
-        self._wants_baseline = wants_baseline
-        self._baselines: Mapping[str, float] | None = None
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
         self._kind: tuple[str, str] = ("hidden_states", "float32")
 
     def receive(self, parts: Sequence[np.ndarray]) -> None:
-        """Keep the rows of this rank; of all ranks if a baseline over the whole step is wanted: the update must not
-        depend on how many ranks there are."""
+        """Keep these rows until their micro-batch is trained."""
         import pyarrow as pa
 
         for part in parts:
             stream = read_stream(pa.py_buffer(part), self._vocab_size)
             self._kind = stream.payload, stream.dtype
             for row in stream.rows:
-                if self._wants_baseline or row.sample_id in self._mine:
-                    self._rows[row.sample_id].append(row)
+                assert row.sample_id in self._mine, f"{row.sample_id} is of another rank"
+                self._rows[row.sample_id].append(row)
 
-    def micro_batch(self, ids: Sequence[str], left_out: Collection[str], layout: str = "packed") -> MicroBatch:
+    def micro_batch(self, ids: Sequence[str], layout: str = "packed") -> MicroBatch:
         """The tensors of these samples, which are forgotten. Raises: RunError if rows of theirs are missing."""
         missing = sorted(set(ids) - set(self._rows))
         if missing:
             raise RunError(f"step {self.work.step}: no teacher scored {missing[:3]}")
-        if self._wants_baseline and self._baselines is None:
-            whole = gather_samples(row for i, rows in self._rows.items() if i not in left_out for row in rows)
-            self._baselines = leave_one_out(whole)
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         payload, dtype = self._kind
-        return micro_batch([samples[i] for i in ids], payload, getattr(torch, dtype), self._baselines, layout)
+        return micro_batch([samples[i] for i in ids], payload, getattr(torch, dtype), self.work.baselines, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,9 +34,20 @@ class Targets:
         return set(ids) <= self._here
 
 
-def feed(*parts: str, queue: int = 1000, all_first: bool = False) -> Feed:
+@pytest.fixture(autouse=True)
+def letters_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part's handle is the letters of its rows; how real parts are cut is tests/unit/opd/stream/test_split.py's."""
+
+    def split(part: Part, rank_of: Callable[[str], int]) -> dict[int, str]:
+        ranks = {rank_of(letter) for letter in part.handle}
+        return {rank: "".join(x for x in part.handle if rank_of(x) == rank) for rank in ranks}
+
+    monkeypatch.setattr("opd.train.feed.split_part", split)
+
+
+def feed(*parts: str, queue: int = 1000) -> Feed:
     made: Any = Targets(*parts)
-    return Feed(made, PLAN, queue_bytes=queue, all_first=all_first)
+    return Feed(made, PLAN, queue_bytes=queue)
 
 
 def none_at_work() -> bool:
@@ -43,24 +55,22 @@ def none_at_work() -> bool:
 
 
 @pytest.mark.parametrize(
-    ("order", "rounds", "early"),
+    ("order", "first_rank", "second_rank"),
     [
-        (("ab", "cd", "ef"), [["ab"], ["cd"], ["ef"]], 2),
-        (("a", "cd", "b", "e", "f"), [["a", "cd", "b"], [], ["e", "f"]], 2),
-        (("f", "e", "d", "c", "b", "a"), [["f", "e", "d", "c", "b", "a"], [], []], 2),
-        (("abcdef", ""), [["abcdef"], [], [""]], 2),
+        (("ab", "cd", "ef"), [["a"], ["c"], ["e"]], [["b"], ["d"], ["f"]]),
+        (("a", "cd", "b", "e", "f"), [["a", "c"], [], ["e"]], [["d", "b"], [], ["f"]]),
+        (("f", "e", "d", "c", "b", "a"), [["e", "c", "a"], [], []], [["f", "d", "b"], [], []]),
+        (("abcdef", ""), [["ace"], [], []], [["bdf"], [], []]),
     ],
 )
-def test_a_round_gets_what_came_since_the_last(order: tuple[str, ...], rounds: list[list[str]], early: int) -> None:
+def test_a_round_gets_what_came_since_the_last_and_a_rank_its_own_rows(
+    order: tuple[str, ...], first_rank: list[list[str]], second_rank: list[list[str]]
+) -> None:
     made = feed(*order)
-    assert [made.parts(index, none_at_work) for index in range(3)] == rounds
-    assert made.early == early
-
-
-def test_all_first() -> None:
-    made = feed("ab", "cd", "ef", all_first=True)
-    assert [made.parts(index, none_at_work) for index in range(3)] == [["ab", "cd", "ef"], [], []]
-    assert made.early == 0
+    rounds = [made.parts(index, none_at_work) for index in range(3)]
+    assert [own for own, _ in rounds] == first_rank
+    assert [own for _, own in rounds] == second_rank
+    assert made.early == 2
 
 
 def test_a_full_queue_waits_for_the_oldest_round() -> None:
@@ -72,9 +82,9 @@ def test_a_full_queue_waits_for_the_oldest_round() -> None:
         made.trained(ended[-1])
         return True
 
-    assert made.parts(0, none_at_work) == ["ab"]
-    assert made.parts(1, finish_oldest) == ["cd"] and ended == [0]
-    assert made.parts(2, finish_oldest) == ["ef"] and ended[:2] == [0, 1]
+    assert made.parts(0, none_at_work) == [["a"], ["b"]]
+    assert made.parts(1, finish_oldest) == [["c"], ["d"]] and ended == [0]
+    assert made.parts(2, finish_oldest) == [["e"], ["f"]] and ended[:2] == [0, 1]
     assert made.peak_bytes == 10
 
 
@@ -84,13 +94,13 @@ def test_a_queue_with_room_waits_for_nobody() -> None:
     def finish_oldest() -> bool:
         raise AssertionError("nobody has to be waited for")
 
-    assert [made.parts(index, finish_oldest) for index in range(2)] == [["ab"], ["cd"]]
+    assert [made.parts(index, finish_oldest) for index in range(2)] == [[["a"], ["b"]], [["c"], ["d"]]]
     assert made.peak_bytes == 20
 
 
 def test_what_the_next_round_needs_is_let_in_though_the_queue_is_full() -> None:
     made = feed("ef", "cd", "ab", queue=10)
-    assert made.parts(0, none_at_work) == ["ef", "cd", "ab"]
+    assert made.parts(0, none_at_work) == [["e", "c", "a"], ["f", "d", "b"]]
     assert made.peak_bytes == 30
 
 

@@ -22,7 +22,7 @@ from opd.stream.heads import HeadFile, head_key
 from opd.stream.schema import TargetRow, write_stream
 from opd.stream.targets import Part
 from opd.train import deepspeed, rank, zero
-from opd.train.batch import micro_batch
+from opd.train.batch import gather_samples, leave_one_out, micro_batch
 from opd.train.rank import HeadSource, RankResult, RankWork
 from opd.train.totals import Totals
 from opd.types import DomainStats, PositionStats, Rollout, Segment
@@ -43,22 +43,23 @@ def stream(*ids: str, dtype: str = "float32") -> np.ndarray:
     return np.frombuffer(write_stream([row(i) for i in ids], dtype), dtype=np.uint8)
 
 
-def begun(work: RankWork = WORK, *, baseline: bool = False) -> rank._Step:
-    return rank._Step(work, {}, baseline, 76)
+def begun(work: RankWork = WORK) -> rank._Step:
+    return rank._Step(work, {}, 76)
 
 
 def test_a_rank_takes_its_own_rows_as_they_come() -> None:
     step = begun()
-    step.receive([stream("a", "b")])
-    assert step.micro_batch(["a"], NONE).token_N.tolist() == [0, 1]
+    step.receive([stream("a")])
+    assert step.micro_batch(["a"]).token_N.tolist() == [0, 1]
     with pytest.raises(RunError, match=r"step 3: no teacher scored \['c'\]"):
-        step.micro_batch(["c"], NONE)
-    step.receive([stream("x"), stream("c", dtype="float32")])
-    batch = step.micro_batch(["c"], NONE)
+        step.micro_batch(["c"])
+    step.receive([stream("c", dtype="float32")])
+    batch = step.micro_batch(["c"])
     assert (batch.domains, batch.row_lengths) == (("d",), (2,))
     with pytest.raises(RunError, match="no teacher scored"):
-        step.micro_batch(["c"], NONE)  # what is trained is forgotten
-    assert step._rows == {}, "others' rows are not kept"
+        step.micro_batch(["c"])  # what is trained is forgotten
+    with pytest.raises(AssertionError, match="b is of another rank"):
+        step.receive([stream("b")])
 
 
 def test_streams_of_another_payload_are_taken_too() -> None:
@@ -67,21 +68,21 @@ def test_streams_of_another_payload_are_taken_too() -> None:
         return np.frombuffer(write_stream(rows, "bfloat16", "sampled_logprobs"), dtype=np.uint8)
 
     step = begun()
-    step.receive([part("a", "b"), part("c")])
-    (run,) = step.micro_batch(["c"], NONE).runs
+    step.receive([part("a"), part("c")])
+    (run,) = step.micro_batch(["c"]).runs
     assert run.logprob_N.tolist() == [-0.5, -1.5]
 
 
 def test_a_micro_batch_may_be_empty() -> None:
-    batch = begun().micro_batch([], NONE)
+    batch = begun().micro_batch([])
     assert (batch.runs, batch.row_lengths) == ((), ())
 
 
 def test_a_row_that_came_twice_for_another_stops_the_step() -> None:
     step = begun()
-    step.receive([stream("a", "a"), stream("b")])
+    step.receive([stream("a", "a")])
     with pytest.raises(RunError, match="sample a: scored by t 1, t 1; the weights of its teachers do not add up to 1"):
-        step.micro_batch(["a"], NONE)
+        step.micro_batch(["a"])
 
 
 def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
@@ -330,31 +331,44 @@ RULES = {"h1": LogitRule(scale=2.0), "h0": IDENTITY}
 FILE = HeadFile(Path("t0"), ("lm_head.weight",), "float32")
 
 
+SAMPLED_WITH_BASELINE = {
+    "objective": {"kind": "sampled", "baseline": "leave_one_out"},
+    "teachers": {"payload": "sampled_logprobs"},
+}
+
+
 class Targets:
     """Stands for a `TargetStream` of one row a part, in the order of the ids; ids in `broken` come without a row."""
 
-    def __init__(self, *ids: str, broken: tuple[str, ...] = ()) -> None:
+    def __init__(self, *ids: str, broken: tuple[str, ...] = (), handle: Any = "part {}".format) -> None:
         self.heads, self.head_rules, self.head_files = {"h0": "H0", "h1": "H1"}, RULES, {"h0": FILE}
         self.quarantined: dict[str, str] = {}
         self.arrived = False
         self._broken = broken
         self._left = list(ids)
         self._taken: set[str] = set()
+        self._handle = handle
+        self.collected: list[Part] = []
 
     def take(self) -> Part | None:
+        if self.collected:
+            return self.collected.pop(0)
+        return self._next()
+
+    def _next(self) -> Part | None:
         if not self._left:
             self.arrived = True
             return None
         sample_id = self._left.pop(0)
         if sample_id in self._broken:
             self.quarantined[sample_id] = "not finite"
-            return Part(handle=f"empty {sample_id}", nbytes=1, samples=())
+            return Part(handle=stream(), nbytes=1, samples=())
         self._taken.add(sample_id)
-        return Part(handle=f"part {sample_id}", nbytes=10, samples=(sample_id,))
+        return Part(handle=self._handle(sample_id), nbytes=10, samples=(sample_id,))
 
     def collect(self) -> None:
-        while self.take():
-            pass
+        while (part := self._next()) is not None:
+            self.collected.append(part)
 
     def has(self, ids: list[str]) -> bool:
         return set(ids) <= self._taken | set(self.quarantined)
@@ -381,7 +395,7 @@ def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
         assert work.lr == 0.5
         assert dict(work.weights) == {i: 0.25 for part in work.micro_batches for i in part}
         assert heads == {"h0": HeadSource(RULES["h0"], FILE, "H0"), "h1": HeadSource(RULES["h1"], None, "H1")}
-    assert [w.rounds for w in in_process.workers] == [[(0, set(), ("part a", "part b"))]] * 2
+    assert [w.rounds for w in in_process.workers] == [[(0, set(), ("part a",))], [(0, set(), ("part b",))]]
     assert [w.share for w in in_process.workers] == [1.0, 1.0]
 
 
@@ -443,12 +457,13 @@ def test_a_step_of_which_nothing_could_be_scored_is_skipped(in_process: Any) -> 
 
 def test_with_a_baseline_no_round_begins_before_every_row_is_there(in_process: Any) -> None:
     in_process.replace = FakeRank
-    data = config(ranks=1, micro_batch_tokens=16).model_dump(mode="json")
-    data |= {"objective": {"kind": "sampled", "baseline": "leave_one_out"}, "teachers": {"payload": "sampled_logprobs"}}
+    data = config(ranks=1, micro_batch_tokens=16).model_dump(mode="json") | SAMPLED_WITH_BASELINE
     trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
     rollouts = [dataclasses.replace(rollout(i), prompt_ids=(1,) * 14) for i in "ab"]
-    report = trainer.train_step(1, rollouts, Targets("a", "b"))  # type: ignore[arg-type]
-    assert in_process.workers[0].rounds == [(0, set(), ("part a", "part b")), (1, set(), ())]
+    targets = Targets("a", "b", handle=lambda i: logprob_part(i, [-1.0, -2.0]))
+    report = trainer.train_step(1, rollouts, targets)  # type: ignore[arg-type]
+    assert [len(parts) for _, _, parts in in_process.workers[0].rounds] == [1, 1]
+    assert targets.arrived
     assert report.early_micro_batches == 0
 
 
@@ -560,23 +575,35 @@ def by_teachers(*parts: tuple[str, str, float], **changes: Any) -> np.ndarray:
 
 def test_rows_of_all_teachers_are_gathered() -> None:
     step = begun()
-    step.receive([by_teachers(("a", "t", 0.25), ("b", "t", 1.0), ("c", "t", 0.5)), by_teachers(("a", "s", 0.75))])
-    (run,) = step.micro_batch(["a"], NONE).runs
+    step.receive([by_teachers(("a", "t", 0.25), ("c", "t", 0.5)), by_teachers(("a", "s", 0.75))])
+    (run,) = step.micro_batch(["a"]).runs
     assert run.weights == (0.75, 0.25), "in the order of their names"
     with pytest.raises(RunError, match=r"sample c: scored by t 0\.5; the weights"):
-        step.micro_batch(["c"], NONE)
+        step.micro_batch(["c"])
 
 
-@pytest.mark.parametrize("mine", [("a",), ("b",), ("c", "a")])
-def test_baselines_are_over_the_whole_step_and_not_over_the_ranks_part(mine: tuple[str, ...]) -> None:
-    step = begun(dataclasses.replace(WORK, micro_batches=(mine,)), baseline=True)
+def logprob_part(sample_id: str, said: list[float]) -> np.ndarray:
+    return by_teachers((sample_id, "t", 1.0), teacher_logprobs=said)
+
+
+def test_baselines_are_over_the_whole_step_and_not_over_the_ranks_part(in_process: Any) -> None:
+    in_process.replace = FakeRank
     said = {"a": [-2.0, -4.0], "b": [-1.0, -2.0], "c": [-6.0, -1.0], "x": [-90.0, -90.0]}
-    step.receive([by_teachers((i, "t", 1.0), teacher_logprobs=values) for i, values in said.items()])
-    step.micro_batch(mine, frozenset({"x"}))
-    # The engine said -1 each time.
-    assert step._baselines == pytest.approx(
-        {"a": -(0 + 1 + 5 + 0) / 4, "b": -(1 + 3 + 5 + 0) / 4, "c": -(1 + 3 + 0 + 1) / 4}
-    )
+    # The engine said -1 each time; x is left out.
+    want = {"a": -(0 + 1 + 5 + 0) / 4, "b": -(1 + 3 + 5 + 0) / 4, "c": -(1 + 3 + 0 + 1) / 4}
+    for ranks in (1, 2, 3):
+        in_process.workers.clear()
+        data = config(ranks=ranks).model_dump(mode="json") | SAMPLED_WITH_BASELINE
+        trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
+        targets = Targets("x", "c", "a", "b", broken=("x",), handle=lambda i: logprob_part(i, said[i]))
+        trainer.train_step(1, [rollout(i) for i in said], targets)  # type: ignore[arg-type]
+        found = [work.baselines for fake in in_process.workers for work, _ in fake.works]
+        assert all(
+            set(part) <= {i for ids in work.micro_batches for i in ids}
+            for part, fake in zip(found, in_process.workers, strict=True)
+            for work, _ in fake.works
+        )
+        assert {i: value for part in found for i, value in part.items()} == pytest.approx(want)
 
 
 class PlainEngine:
@@ -674,7 +701,8 @@ def test_the_baseline_reaches_the_gradient_only_where_it_is_wanted(tiny_model_di
             for i in "ac"
         ]
         stream = np.frombuffer(write_stream(rows, "float32", "sampled_logprobs"), dtype=np.uint8)
-        take_step(made, WORK, {}, {}, stream)
+        baselines = leave_one_out(gather_samples(rows)) if baseline == "leave_one_out" else None
+        take_step(made, dataclasses.replace(WORK, baselines=baselines), {}, {}, stream)
         return float(gradient(made).norm())
 
     assert step("none", [-2.0, -2.0]) > 0.1

@@ -1,0 +1,38 @@
+"""One part of the target stream cut into one for each trainer rank, so that a rank receives and decodes its own rows only."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from opd import cluster
+from opd.stream.targets import Part
+
+
+def split_part(part: Part, rank_of: Callable[[str], int]) -> dict[int, Any]:
+    """Rank -> handle to the part's rows of that rank; `rank_of` takes a sample id. A part of one rank goes as it is."""
+    ranks = {rank_of(sample_id) for sample_id in part.samples}
+    if len(ranks) <= 1:
+        return dict.fromkeys(ranks, part.handle)
+    return {rank: cluster.put(raw) for rank, raw in split_stream(cluster.fetch(part.handle), rank_of).items()}
+
+
+def split_stream(raw: np.ndarray, rank_of: Callable[[str], int]) -> dict[int, np.ndarray]:
+    """Rank -> the Arrow stream of its rows, in their order, with the part's own record; the bytes of a stream as uint8."""
+    with pa.ipc.open_stream(pa.py_buffer(raw)) as reader:
+        batch, metadata = reader.read_next_batch_with_custom_metadata()
+    rows: dict[int, list[int]] = defaultdict(list)
+    for number, sample_id in enumerate(batch.column("sample_id").to_pylist()):
+        rows[rank_of(sample_id)].append(number)
+    return {rank: _stream(batch.take(pa.array(numbers)), metadata) for rank, numbers in rows.items()}
+
+
+def _stream(batch: pa.RecordBatch, metadata: pa.KeyValueMetadata) -> np.ndarray:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch, custom_metadata=metadata)
+    return np.frombuffer(sink.getvalue(), dtype=np.uint8)
