@@ -151,14 +151,13 @@ def materialised(inputs: Inputs, case: Case) -> Tensor:
 def ours(inputs: Inputs, case: Case, **options: Any) -> Tensor:
     import torch
 
-    from opd.config.objectives import ReverseKLConfig
-    from opd.losses import build_objective
-    from opd.losses.blocks import TeacherBlock
     from opd.losses.chunked import chunked_objective
+    from opd.losses.reverse_kl import ReverseKLConfig
+    from opd.payloads.hidden_states import TeacherBlock
 
     num = len(inputs.token_T)
     loss, _ = chunked_objective(
-        build_objective(ReverseKLConfig()),
+        ReverseKLConfig().build(),
         inputs.hidden_T_D,
         inputs.head_V_D,
         [TeacherBlock(inputs.teacher_hidden_T_D, inputs.teacher_head_V_D)],

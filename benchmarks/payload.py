@@ -26,7 +26,10 @@ from machine import score
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from opd.stream.schema import DTYPE_BYTES, TargetRow, write_parts  # noqa: E402 - found without an installation
+from opd.config.strict import DTYPE_BYTES  # noqa: E402 - found without an installation
+from opd.payloads import answer_class  # noqa: E402
+from opd.payloads.answer import Answer  # noqa: E402
+from opd.stream.schema import TargetRow, write_parts  # noqa: E402
 from opd.types import Rollout, Segment, Teacher  # noqa: E402
 
 SMALL_VOCAB = 256
@@ -55,11 +58,9 @@ class Payload:
     @property
     def token_bytes(self) -> int:
         """The payload alone."""
-        return {
-            "hidden_states": DTYPE_BYTES[self.dtype] * self.width,
-            "sampled_logprobs": 4,
-            "top_k": 8 * self.width,
-        }[self.name]
+        return answer_class(self.name).token_bytes(
+            hidden_size=self.width, itemsize=DTYPE_BYTES[self.dtype], top_k=self.width
+        )
 
     @property
     def label(self) -> str:
@@ -123,17 +124,22 @@ def make_rollouts(rows: int, prompt: int, response: int) -> dict[str, list[Rollo
     return rollouts
 
 
-def answer(payload: Payload, response: int) -> dict[str, Any]:
-    """The payload columns of one row, as a scorer fills them."""
-    if payload.name == "hidden_states":
-        return {"hidden_size": payload.width, "hidden": bytes(response * payload.token_bytes)}
-    if payload.name == "sampled_logprobs":
-        return {"teacher_logprobs": [-1.5] * response}
+def answer(payload: Payload, response: int, domain: str) -> Answer:
+    """What a scorer fills in for one row."""
     num = response * payload.width
-    return {"topk_ids": list(range(num)), "topk_logprobs": [-1.5] * num}
+    columns: dict[str, dict[str, Any]] = {
+        "hidden_states": {
+            "head": f"{DOMAINS.index(domain):064x}",
+            "hidden_size": payload.width,
+            "hidden": bytes(response * payload.token_bytes),
+        },
+        "sampled_logprobs": {"teacher_logprobs": [-1.5] * response},
+        "top_k": {"topk_ids": list(range(num)), "topk_logprobs": [-1.5] * num},
+    }
+    return answer_class(payload.name)(**columns[payload.name])
 
 
-def fabricate(rollout: Rollout, answered: dict[str, Any]) -> TargetRow:
+def fabricate(rollout: Rollout, answered: Answer) -> TargetRow:
     return TargetRow(
         sample_id=rollout.sample_id,
         step=rollout.step,
@@ -144,8 +150,7 @@ def fabricate(rollout: Rollout, answered: dict[str, Any]) -> TargetRow:
         response_ids=rollout.response_ids,
         loss_mask=rollout.loss_mask,
         behaviour_logprobs=rollout.behaviour_logprobs,
-        head=f"{DOMAINS.index(rollout.domain):064x}",
-        **answered,
+        answer=answered,
     )
 
 
@@ -153,8 +158,10 @@ def fabricated(rows: int, prompt: int) -> Measure:
     """Streams of rows that no teacher has seen, one batch for each domain."""
 
     def measure(payload: Payload, response: int) -> Measured:
-        answered = answer(payload, response)
-        batches = [[fabricate(r, answered) for r in part] for part in make_rollouts(rows, prompt, response).values()]
+        answered = {domain: answer(payload, response, domain) for domain in DOMAINS}
+        batches = [
+            [fabricate(r, answered[r.domain]) for r in part] for part in make_rollouts(rows, prompt, response).values()
+        ]
         names = [f"{domain}-expert" for domain in DOMAINS]
         parts = write_parts(batches, payload.dtype, payload.name, worker=0, broken={}, teachers=names)
         return Measured(payload, rows, response, sum(part.size for part in parts))

@@ -69,6 +69,8 @@ class Tables:
         """A type in words; mappings are put in the queue for a table of their own."""
         if "$ref" in option:
             return self._mapping(option["$ref"], path)
+        if "properties" in option:
+            return self._table(option["title"], option, path)
         if "patternProperties" in option:
             (inner,) = option["patternProperties"].values()
             return self._mapping(inner["$ref"], f"{path}.NAME") if "$ref" in inner else "mapping of names to numbers"
@@ -77,10 +79,13 @@ class Tables:
         return _scalar(option)
 
     def _mapping(self, ref: str, path: str) -> str:
-        if ref not in self._seen:
-            self._seen[ref] = path
-            self._waiting.append((f"{path}.", self._schema["$defs"][ref.rsplit("/", 1)[-1]]))
-        return f"mapping, see `{self._seen[ref]}`"
+        return self._table(ref, self._schema["$defs"][ref.rsplit("/", 1)[-1]], path)
+
+    def _table(self, key: str, section: Schema, path: str) -> str:
+        if key not in self._seen:
+            self._seen[key] = path
+            self._waiting.append((f"{path}.", section))
+        return f"mapping, see `{self._seen[key]}`"
 
 
 def _options(prop: Schema) -> Sequence[Schema]:

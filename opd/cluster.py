@@ -233,6 +233,21 @@ class Remote:
     args: tuple[Any, ...]
     timeout_s: float
 
+    def fetch(self) -> Any:
+        """As `fetch`, for whoever knows nothing of Ray."""
+        return fetch(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A value that `put` took; may travel to workers."""
+
+    handle: Any
+
+    def fetch(self) -> Any:
+        """As `fetch`, for whoever knows nothing of Ray."""
+        return fetch(self.handle)
+
 
 def fetch(refs: Any) -> Any:
     """Values behind one handle or a list of handles, read without a copy where they are arrays.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from opd.evaluation.scores import Evaluation
 from opd.step_record import StepRecord
@@ -21,7 +21,8 @@ from opd.types import (
     WrittenFile,
 )
 
-if TYPE_CHECKING:  # it needs pyarrow, which those who only name it do not
+if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them do not
+    from opd.stream.heads import HeadSource
     from opd.stream.targets import TargetStream
 
 
@@ -59,8 +60,8 @@ class TeacherPool(Protocol):
         """Have every rollout scored by the teachers of its domain; rows come while they are at it."""
         ...
 
-    def heads(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Every output head that rows of this pool can name: content hash -> handle, and content hash -> its rule."""
+    def heads(self) -> Mapping[str, HeadSource]:
+        """Every output head that rows of this pool can name, by content hash."""
         ...
 
 

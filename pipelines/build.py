@@ -9,6 +9,7 @@ from typing import Any
 
 from opd.checkpoints import CheckpointStore
 from opd.config import PipelineConfig, sync_tolerance
+from opd.config.strict import DTYPE_BYTES
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Display, Sink
 from opd.loop import Parts
@@ -101,7 +102,6 @@ def build(
     engine, trainer, pool = _start_workers(config, inputs)
     every_prompt = [p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts]
     probe = probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len)
-    bytes_per_value = {"float32": 4, "bfloat16": 2}[config.trainer.dtype]
     return Parts(
         prompts=_prompt_source(config, inputs),
         engine=engine,
@@ -113,7 +113,7 @@ def build(
             engine,
             probe,
             tolerance=sync_tolerance(config),
-            nbytes=inputs.student.parameters * bytes_per_value,
+            nbytes=inputs.student.parameters * DTYPE_BYTES[config.trainer.dtype],
             tell=shown.say,
         ),
         evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),

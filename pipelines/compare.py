@@ -16,19 +16,19 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from opd.config.objectives import ReverseKLConfig
 from opd.devices import to_device
 from opd.errors import RunError
 from opd.layouts import single
-from opd.losses import build_objective
 from opd.losses.chunked import chunked_objective
+from opd.losses.reverse_kl import ReverseKLConfig
 from opd.model_weights import attention_of
+from opd.payloads.hidden_states import HiddenStates
 from opd.stream.heads import Head, logit_rule
 from opd.stream.schema import TargetRow
-from opd.train.batch import HiddenRun, micro_batch
+from opd.train.batch import micro_batch
 from opd.train.student import Student
 from opd.types import Rollout, Segment, Teacher
-from teachers.probe import check_probe, hidden_logprobs
+from teachers.probe import check_probe, cut_head
 from teachers.scorers import ScorerOptions, make_scorer
 
 PAYLOAD, DTYPE = "hidden_states", "float32"
@@ -77,7 +77,7 @@ class Comparer:
             attn_implementation=attention_of(student_dir),
             trust_remote_code=False,
         )
-        self._objective = build_objective(OBJECTIVE)
+        self._objective = OBJECTIVE.build()
         student = Student(lm, self._objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size)
         self._student = student.to(self._device).eval()
         self._head_V_D = lm.get_output_embeddings().weight.detach().cpu()
@@ -100,12 +100,12 @@ class Comparer:
         agree: list[float] = []
         heads = {self._scorer.head_key(teacher): Head(self._scorer.head(teacher), self._scorer.head_rule(teacher))}
         for rows in self._rows(teacher, responses):
-            batch = micro_batch([(row,) for row in rows], PAYLOAD, getattr(torch, DTYPE))
+            batch = micro_batch([(row,) for row in rows], getattr(torch, DTYPE))
             _, stats = chunked_objective(
                 self._objective,
                 self._student_hidden(rows),
                 self._head_V_D,
-                [run.block(heads) for run in batch.runs if isinstance(run, HiddenRun)],
+                [block.with_heads(heads) for block in batch.blocks],
                 torch.ones(len(batch.token_N)),
                 batch.token_N,
                 chunk=OBJECTIVE.chunk,
@@ -133,7 +133,9 @@ class Comparer:
         prompts: list[float] = []
         answers: list[float] = []
         for row in (row for rows in self._rows(teacher, whole) for row in rows):
-            nll = (-hidden_logprobs(self._scorer, teacher, self._options, row)).tolist()
+            assert isinstance(row.answer, HiddenStates)
+            head = cut_head(self._scorer, teacher, self._options)
+            nll = (-row.answer.logprobs(row.response_ids, getattr(torch, DTYPE), head)).tolist()
             prompts += nll[: lengths[row.sample_id]]
             answers += nll[lengths[row.sample_id] :]
         return _mean(prompts), _mean(answers)

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
+from opd.config.strict import DTYPE_BYTES
 from opd.errors import ConfigError
+from opd.payloads import answer_class
 from pipelines.memory import (
-    BYTES,
     gathered_bytes,
     heads_bytes,
     micro_batch_bytes,
@@ -113,13 +114,13 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
             share=config.rollout.gpu_memory_utilization,
             share_key="rollout.gpu_memory_utilization",
             sleeps=config.rollout.sleep,
-            least=student.parameters * BYTES[config.rollout.dtype],
+            least=student.parameters * DTYPE_BYTES[config.rollout.dtype],
         )
         found += [engine] * config.rollout.workers
     if cluster.teacher_gpus and config.teachers.engine not in ("openai", "flight"):
         found += [_teacher(config, inputs)] * config.teachers.workers
     if cluster.trainer_gpus:
-        heads = heads_bytes(config, inputs) if config.teachers.payload == "hidden_states" else 0
+        heads = heads_bytes(config, inputs) if answer_class(config.teachers.payload).SENDS_HEADS else 0
         kept = trainer_state_bytes(config, student) // config.trainer.ranks + heads
         summed = 4 * student.parameters // config.trainer.ranks  # gradients in float32, as the optimiser takes them
         rank = Role(

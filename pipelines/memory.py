@@ -22,11 +22,12 @@ import psutil
 from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo, weight_tensors
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
+from opd.config.strict import DTYPE_BYTES
 from opd.errors import ConfigError
+from opd.payloads import answer_class
 from pipelines.preflight import Inputs
 
 MIB = 1 << 20
-BYTES = {"float32": 4, "bfloat16": 2}
 # Unique memory of processes with a model of 3 MB, measured; what they share, such as libraries, is with the driver.
 TRAINER_PROCESS = 420 * MIB
 ROLLOUT_PROCESS = 560 * MIB
@@ -122,7 +123,7 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
             knobs="trainer.micro_batch_tokens, objective.chunk, trainer.gradient_checkpointing, trainer.ranks",
         ),
     ]
-    if config.teachers.payload == "hidden_states":
+    if answer_class(config.teachers.payload).SENDS_HEADS:
         needs.append(
             Need(
                 what="trainer: teachers' output heads",
@@ -140,17 +141,17 @@ def trainer_state_bytes(config: PipelineConfig, student: ModelInfo) -> int:
     another time.
     """
     trainer = config.trainer
-    return student.parameters * (BYTES[trainer.dtype] + 4 + 8 + BYTES[trainer.grad_accum_dtype])
+    return student.parameters * (DTYPE_BYTES[trainer.dtype] + 4 + 8 + DTYPE_BYTES[trainer.grad_accum_dtype])
 
 
 def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
     """Weights that one rank has gathered from the others at a time."""
-    return min(student.parameters, GATHERED_AT_ONCE) * BYTES[config.trainer.dtype]
+    return min(student.parameters, GATHERED_AT_ONCE) * DTYPE_BYTES[config.trainer.dtype]
 
 
 def micro_batch_bytes(config: PipelineConfig, student: ModelInfo) -> int:
     """What one rank adds while it works on a micro-batch: activations, logits, the head's gradient."""
-    trainer, width = config.trainer, BYTES[config.trainer.dtype]
+    trainer, width = config.trainer, DTYPE_BYTES[config.trainer.dtype]
     tokens = trainer.micro_batch_tokens + config.rollout.max_model_len
     activations = tokens * _activation_width(student, checkpointing=trainer.gradient_checkpointing) * width
     head = student.vocab_size * student.hidden_size
@@ -170,7 +171,7 @@ def heads_bytes(config: PipelineConfig, inputs: Inputs) -> int:
 
 def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     rollout, student = config.rollout, inputs.student
-    width = BYTES[rollout.dtype]
+    width = DTYPE_BYTES[rollout.dtype]
     # The head is packed apart from the embedding, and one copy is in flight while new weights are taken.
     weights = (2 * student.parameters + student.vocab_rows * student.hidden_size) * width
     logits = rollout.max_num_seqs * student.vocab_rows * 4 * 3
@@ -194,7 +195,7 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     teachers = config.teachers
     if teachers.engine in ("openai", "flight"):
         return []
-    width = BYTES[teachers.dtype]
+    width = DTYPE_BYTES[teachers.dtype]
     models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.experts.values()}
     adapters = sum(expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter) * width
     sizes = [info.parameters * width for info in models.values()]
@@ -219,7 +220,7 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
     """(weights of the largest teacher, activations of one pass) of one scoring worker."""
-    width = BYTES[config.teachers.dtype]
+    width = DTYPE_BYTES[config.teachers.dtype]
     largest = max((expert.info for expert in inputs.experts.values()), key=lambda info: info.parameters)
     adapter = max((expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter), default=0)
     tokens = min(SCORED_AT_ONCE, config.trainer.samples_per_step * config.rollout.max_model_len)
@@ -227,13 +228,13 @@ def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
 
 
 def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    pushed = inputs.student.parameters * BYTES[config.trainer.dtype]
+    pushed = inputs.student.parameters * DTYPE_BYTES[config.trainer.dtype]
     responses = config.trainer.samples_per_step * config.rollout.max_new_tokens
-    per_token = {
-        "hidden_states": max(e.info.hidden_size for e in inputs.experts.values()) * BYTES[config.teachers.dtype],
-        "sampled_logprobs": 4,
-        "top_k": 8 * getattr(config.objective, "k", 0),
-    }[config.teachers.payload]
+    per_token = answer_class(config.teachers.payload).token_bytes(
+        hidden_size=max(e.info.hidden_size for e in inputs.experts.values()),
+        itemsize=DTYPE_BYTES[config.teachers.dtype],
+        top_k=config.objective.top_k,
+    )
     opinions = max(len(part) for part in inputs.routes.values())
     return [
         Need(what="new weights on their way", nbytes=2 * pushed, knobs="trainer.dtype"),
@@ -261,7 +262,7 @@ def _processes(config: PipelineConfig, inputs: Inputs) -> Need:
 
 
 def _head_bytes(config: PipelineConfig, expert: ModelInfo) -> int:
-    return expert.vocab_rows * expert.hidden_size * BYTES[config.teachers.dtype]
+    return expert.vocab_rows * expert.hidden_size * DTYPE_BYTES[config.teachers.dtype]
 
 
 def _activation_width(model: ModelInfo, *, checkpointing: bool) -> int:

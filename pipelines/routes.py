@@ -10,11 +10,10 @@ from pathlib import Path
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig
+from opd.config.objectives import objective_config
 from opd.errors import ConfigError
+from opd.losses import OBJECTIVES
 from opd.types import Teacher, WeightedTeacher
-
-MIXABLE = ("reverse_kl", "sampled")
-"""Objectives that are sums over teachers; the others would need each teacher's own distribution kept apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +74,12 @@ def _shares(config: PipelineConfig, domain: str, experts: Mapping[str, Expert]) 
     shares = {name: weight for name, weight in given.items() if weight > 0}
     if not shares:
         raise ConfigError.at(where, found="weights of 0 only", wanted="at least one above 0", fix="raise one of them")
-    if len(shares) > 1 and config.objective.kind not in MIXABLE:
+    if len(shares) > 1 and not config.objective.OBJECTIVE.mixes:
+        mixing = [kind for kind in OBJECTIVES if objective_config(kind).OBJECTIVE.mixes]
         raise ConfigError.at(
             where,
             found=f"{len(shares)} teachers with objective.kind {config.objective.kind}",
-            wanted=f"one teacher, or objective.kind {' or '.join(MIXABLE)}",
+            wanted=f"one teacher, or objective.kind {' or '.join(mixing)}",
             fix="give the domain one teacher or change the objective",
         )
     return shares

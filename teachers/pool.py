@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from opd import cluster
 from opd.config import PipelineConfig
-from opd.config.objectives import TopKConfig
 from opd.errors import RunError
-from opd.losses.blocks import LogitRule
+from opd.payloads import answer_class
 from opd.rollouts.vllm import ENGINE_ENV
-from opd.stream.heads import HeadFile
+from opd.stream.heads import HeadSource
 from opd.stream.targets import Expected, TargetStream
 from opd.types import LayoutProof, Rollout, Teacher, WeightedTeacher
 from teachers.scorers import ScorerOptions, Server
@@ -43,25 +43,18 @@ class Pool:
         self._options = scorer_options(config, vocab_size)
         self._workers = [self._spawn(index) for index in range(config.teachers.workers)]
         self._stopped = False
-        self._head_keys: dict[str, str] = {}
-        self._head_rules: dict[str, LogitRule] = {}
-        self._head_files: dict[str, HeadFile] = {}
-        self._head_owners: dict[str, Teacher] = {}
-        """Content hash of an output head -> a teacher that has it."""
+        self._described: dict[str, tuple[Teacher, HeadSource]] = {}
+        """By the teacher's weights: one teacher that has them, and its output head, without a handle."""
         self.layouts: dict[str, LayoutProof] = {}
         """By teacher's name, how its rows share a forward pass; proven in `wait_ready`."""
-        self._sends_heads = config.teachers.payload == "hidden_states"
+        self._sends_heads = answer_class(config.teachers.payload).SENDS_HEADS
 
     def wait_ready(self) -> None:
         """Try every teacher once. Raises: RunError if one does not load or answer."""
         worker = self._workers[0]
         for teacher in {weight_key(a.teacher): a.teacher for part in self._routes.values() for a in part}.values():
-            ((key, rule, file),) = cluster.call([worker], "describe", [[teacher]], timeout_s=self._start_timeout_s)
-            self._head_keys[weight_key(teacher)] = key
-            self._head_rules[key] = rule
-            if file is not None:
-                self._head_files[key] = file
-            self._head_owners.setdefault(key, teacher)
+            (head,) = cluster.call([worker], "describe", [[teacher]], timeout_s=self._start_timeout_s)
+            self._described[weight_key(teacher)] = (teacher, head)
             (proof,) = cluster.call([worker], "layout", [[teacher]], timeout_s=self._start_timeout_s)
             if proof is not None:
                 self.layouts[teacher.name] = proof
@@ -76,40 +69,43 @@ class Pool:
         shares = share_out(groups, len(self._workers))
         restarted: list[str] = []
         asked = [self._begin(index, share) for index, share in enumerate(shares)]
-        heads = {t.name: self._head_keys[weight_key(t)] for t, _, _ in groups} if self._sends_heads else {}
-        handles = {key: self.head_handle(key) for key in sorted(set(heads.values()))}
+        keys = {t.name: self.head_of(t).key for t, _, _ in groups} if self._sends_heads else {}
+        known = self.heads()
+        heads = {key: known[key] for key in sorted(set(keys.values()))}
         return TargetStream(
-            self._source(shares, asked, restarted, handles),
+            self._source(shares, asked, restarted, heads),
             rollouts,
-            expected_rows({r.domain for r in rollouts}, self._routes, heads),
+            expected_rows({r.domain for r in rollouts}, self._routes, keys),
             kind=(self._options.dtype, self._options.payload),
             max_quarantined=self._max_quarantined,
-            heads=handles,
-            head_rules={key: self._head_rules[key] for key in sorted(set(heads.values()))},
-            head_files=self._head_files,
+            heads=heads,
             restarted=restarted,
         )
 
-    def heads(self) -> tuple[Mapping[str, Any], Mapping[str, LogitRule]]:
-        """As `opd.interfaces.TeacherPool.heads`, once the pool is ready."""
-        return {key: self.head_handle(key) for key in self._head_owners}, self._head_rules
+    def heads(self) -> dict[str, HeadSource]:
+        """As `opd.interfaces.TeacherPool.heads`, once the pool is ready; a matrix is read from the weights of the first
+        teacher that has it, when it is fetched."""
+        found: dict[str, HeadSource] = {}
+        for teacher, head in self._described.values():
+            handle = cluster.Remote(self._workers[0], "head", (teacher,), self._timeout_s)
+            found.setdefault(head.key, replace(head, handle=handle))
+        return found
 
-    def head_of(self, teacher: Teacher) -> tuple[str, LogitRule]:
-        """Content hash and logit rule of a teacher's head, once the pool is ready."""
-        key = self._head_keys[weight_key(teacher)]
-        return key, self._head_rules[key]
+    def head_of(self, teacher: Teacher) -> HeadSource:
+        """A teacher's head without a handle, once the pool is ready."""
+        return self._described[weight_key(teacher)][1]
 
     def stop(self) -> None:
         """End the workers; a `score` in another thread raises RunError."""
         self._stopped = True
         cluster.kill(self._workers)
 
-    def head_handle(self, key: str) -> Any:
-        """Handle to a head, which is read from its teacher's weights when it is fetched. Raises: KeyError."""
-        return cluster.Remote(self._workers[0], "head", (self._head_owners[key],), self._timeout_s)
-
     def _source(
-        self, shares: Sequence[Sequence[Group]], asked: list[deque[Any]], restarted: list[str], handles: dict[str, Any]
+        self,
+        shares: Sequence[Sequence[Group]],
+        asked: list[deque[Any]],
+        restarted: list[str],
+        heads: dict[str, HeadSource],
     ) -> Iterator[Any]:
         """Handles to the parts of all workers as they come; `asked`: by worker, its answers that are on their way.
 
@@ -133,7 +129,7 @@ class Pool:
                 if self._stopped:  # just now, and perhaps before this worker was in the list
                     cluster.kill([self._workers[index]])
                     raise
-                handles.update({key: self.head_handle(key) for key in handles})  # from one that lives
+                heads.update({key: head for key, head in self.heads().items() if key in heads})  # from one that lives
                 asked[index] = self._begin(index, shares[index])
                 came[index], skip[index] = 0, came[index]
                 continue
@@ -191,7 +187,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
     return ScorerOptions(
         dtype=config.teachers.dtype,
         payload=config.teachers.payload,
-        top_k=config.objective.k if isinstance(config.objective, TopKConfig) else 0,
+        top_k=config.objective.top_k,
         vocab_size=vocab_size,
         memory_bytes=config.teachers.memory,
         max_model_len=config.rollout.max_model_len,

@@ -1,7 +1,7 @@
 """Whether the teacher that a worker loaded is the one that was registered: it has to give the same few log-probs.
 
-Asked through the scorer's own `score`, so that what is compared is what the student would be trained on. A `top_k`
-payload does not tell every log-prob, only bounds: then the difference is the smallest that the bounds allow.
+Asked through the scorer's own `score`, so that what is compared is what the student would be trained on. What a payload
+tells of log-probs, its answers know (`Answer.differences`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 from statistics import fmean
 
 import torch
-from torch import Tensor
 
 from opd.errors import RunError
-from opd.stream.schema import TargetRow
-from opd.train.student import token_logprobs
+from opd.stream.heads import Head
 from opd.types import Probe, Rollout, Segment, Teacher
 from teachers.scorers import Scorer, ScorerOptions
 
@@ -32,7 +30,12 @@ def check_probe(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> Non
     if broken:
         raise RunError(f"{broken[rollout.sample_id]} on the probe of its registration: garbled weights")
     (row,) = rows
-    gap = fmean(_differences(scorer, teacher, options, row, probe))
+    differences = row.answer.differences(
+        row.response_ids, probe.logprobs, getattr(torch, options.dtype), lambda: cut_head(scorer, teacher, options)
+    )
+    if not differences:  # a payload that tells nothing of log-probs
+        return
+    gap = fmean(differences)
     tolerance = max(TOLERANCE[options.dtype], TOLERANCE[probe.dtype])
     if not gap <= tolerance:  # NaN is not
         raise RunError(
@@ -60,30 +63,6 @@ def _rollout(probe: Probe) -> Rollout:
     )
 
 
-def _differences(scorer: Scorer, teacher: Teacher, options: ScorerOptions, row: TargetRow, probe: Probe) -> list[float]:
-    """|registered - found| log-prob of each token, or the least that it can be."""
-    if options.payload == "top_k":
-        return _least_differences(row, probe)
-    found = row.teacher_logprobs
-    if options.payload == "hidden_states":
-        found = hidden_logprobs(scorer, teacher, options, row).tolist()
-    return [abs(was - now) for was, now in zip(probe.logprobs, found, strict=True)]
-
-
-def hidden_logprobs(scorer: Scorer, teacher: Teacher, options: ScorerOptions, row: TargetRow) -> Tensor:
-    """[R] the teacher's log-prob of each response token, from its hidden states and its head."""
-    dtype = getattr(torch, options.dtype)
-    hidden_R_D = torch.frombuffer(bytearray(row.hidden), dtype=dtype).view(-1, row.hidden_size)
-    head_V_D = scorer.head(teacher)[: options.vocab_size]
-    return token_logprobs(hidden_R_D, head_V_D, torch.tensor(row.response_ids), scorer.head_rule(teacher))
-
-
-def _least_differences(row: TargetRow, probe: Probe) -> list[float]:
-    """A token outside the likeliest is at most as likely as the last of them."""
-    k = len(row.topk_ids) // len(probe.logprobs)
-    differences = []
-    for index, (token, was) in enumerate(zip(row.response_ids, probe.logprobs, strict=True)):
-        part = slice(index * k, (index + 1) * k)
-        known = dict(zip(row.topk_ids[part], row.topk_logprobs[part], strict=True))
-        differences.append(abs(was - known[token]) if token in known else max(0.0, was - min(known.values())))
-    return differences
+def cut_head(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> Head:
+    """The teacher's output head without padding rows."""
+    return Head(scorer.head(teacher)[: options.vocab_size], scorer.head_rule(teacher))

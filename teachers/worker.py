@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from opd.losses.blocks import LogitRule
-from opd.stream.heads import HeadFile, head_array
+from opd.stream.heads import HeadSource, head_array
 from opd.stream.schema import TargetRow, write_parts
 from opd.types import LayoutProof, Rollout, Teacher
 from teachers.probe import check_probe
@@ -28,14 +27,16 @@ class TeacherWorker:
         self._scorer = make_scorer(engine, options)
         self._parts: Iterator[np.ndarray] = iter(())
 
-    def describe(self, teacher: Teacher) -> tuple[str, LogitRule, HeadFile | None]:
-        """Content hash, logit rule and file of the teacher's head; asking for them also proves that the teacher can be used:
-        that its weights fit, or that its server answers.
+    def describe(self, teacher: Teacher) -> HeadSource:
+        """The teacher's head, without a handle; asking for it also proves that the teacher can be used: that its weights
+        fit, or that its server answers.
 
         Raises: RunError if it cannot, or if it is not the one that was registered.
         """
         scorer = self._scorer
-        described = scorer.head_key(teacher), scorer.head_rule(teacher), scorer.head_file(teacher)
+        described = HeadSource(
+            key=scorer.head_key(teacher), rule=scorer.head_rule(teacher), file=scorer.head_file(teacher)
+        )
         check_probe(self._scorer, teacher, self._options)
         return described
 

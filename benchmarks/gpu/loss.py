@@ -17,10 +17,17 @@ from torch import Tensor
 
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.work import measured
-from opd.config.objectives import ForwardKLConfig, JSDConfig, ReverseKLConfig, SampledConfig, SkewConfig, TopKConfig
-from opd.losses import build_objective
-from opd.losses.blocks import Block, SampledBlock, TeacherBlock, TopKBlock
+from opd.losses.blocks import Block
 from opd.losses.chunked import chunked_objective
+from opd.losses.forward_kl import ForwardKLConfig
+from opd.losses.jsd import JSDConfig
+from opd.losses.reverse_kl import ReverseKLConfig
+from opd.losses.sampled import SampledConfig
+from opd.losses.skew import SkewConfig
+from opd.losses.top_k import TopKConfig
+from opd.payloads.hidden_states import TeacherBlock
+from opd.payloads.sampled_logprobs import SampledBlock
+from opd.payloads.top_k import TopKBlock
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where `python benchmarks/loss.py` finds its helper
 
@@ -152,7 +159,7 @@ def _gradients(config: Any, inputs: Inputs, device: str, dtype: torch.dtype) -> 
     )
     block = _block(config, teacher_hidden, teacher_head, token_N)
     loss, _ = chunked_objective(
-        build_objective(config), hidden, head, [block], weight_N, token_N,
+        config.build(), hidden, head, [block], weight_N, token_N,
         chunk=40, vocab_size=len(head), compiled=config.compile and dtype != torch.float64,
     )  # fmt: skip
     loss.backward()

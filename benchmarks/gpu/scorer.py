@@ -56,7 +56,7 @@ def _equality(check: Check, folder: Path, size: str) -> None:
         scorer = TransformersScorer(scorer_options("float32", vocab), device=device)
         rows = {row.sample_id: row for row in _score(scorer, teacher, rollouts)}
         hidden_N_D = torch.cat(
-            [torch.frombuffer(bytearray(rows[r.sample_id].hidden), dtype=torch.float32) for r in rollouts]
+            [torch.frombuffer(bytearray(rows[r.sample_id].answer.hidden), dtype=torch.float32) for r in rollouts]
         ).view(-1, SIZES[size]["hidden_size"])
         token_N = torch.tensor([t for r in rollouts for t in r.response_ids])
         logq_N_V = (hidden_N_D.double() @ scorer.head(teacher).double().T).log_softmax(-1)

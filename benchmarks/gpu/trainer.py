@@ -16,10 +16,11 @@ from benchmarks.gpu.work import MODELS as SIZES
 from benchmarks.gpu.work import Shape, Span, build_model, make_rollouts, measured, num_tokens, scorer_options
 from opd.config import PipelineConfig
 from opd.settings import validate
+from opd.stream.heads import HeadSource
 from opd.stream.schema import TargetRow, write_stream
 from opd.train.deepspeed import _rank_options
 from opd.train.plan import RowSize, plan_micro_batches
-from opd.train.rank import HeadSource, RankResult, RankWork, TrainerRank
+from opd.train.rank import RankResult, RankWork, TrainerRank
 from opd.train.totals import row_weights
 from opd.types import Rollout, Teacher
 from teachers.scorers.transformers import TransformersScorer
@@ -57,7 +58,8 @@ class Task:
         teacher = Teacher(name="expert", model_dir=expert, digest=str(expert))
         scorer = TransformersScorer(scorer_options(dtype, self.vocab), device=check.device)
         self.rows = [row for rows in scorer.score(teacher, self.rollouts, {}) for row in rows]
-        self.heads = {scorer.head_key(teacher): HeadSource(scorer.head_rule(teacher), scorer.head_file(teacher), None)}
+        key = scorer.head_key(teacher)
+        self.heads = {key: HeadSource(key=key, rule=scorer.head_rule(teacher), file=scorer.head_file(teacher))}
         self.head_V_D = scorer.head(teacher)
 
     def start(self, **trainer: Any) -> TrainerRank:
@@ -154,7 +156,9 @@ def _plain_loss(model: Any, rollout: Rollout, row: TargetRow, head_V_D: torch.Te
     start = len(rollout.prompt_ids) - 1
     ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
     logp_R_V = model(ids).logits[0, start:-1].log_softmax(-1)
-    hidden_R_D = torch.frombuffer(bytearray(row.hidden), dtype=torch.float32).view(-1, row.hidden_size).double()
+    hidden_R_D = (
+        torch.frombuffer(bytearray(row.answer.hidden), dtype=torch.float32).view(-1, row.answer.hidden_size).double()
+    )
     logq_R_V = (hidden_R_D @ head_V_D.T).log_softmax(-1)
     return (logp_R_V.exp() * (logp_R_V - logq_R_V)).sum()
 

@@ -1,17 +1,36 @@
-"""The section `objective`: one class for each `kind`."""
+"""The section `objective`: what all kinds share. Each kind has its own class in its file in `opd/losses/`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, SerializeAsAny
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from opd.config.strict import Strict
+from opd.losses import OBJECTIVES
+from opd.named import imported
+
+if TYPE_CHECKING:
+    from opd.losses.objective import Objective
+
+DEFAULT_KIND = "reverse_kl"
 
 
-class _Objective(Strict):
+class ObjectiveConfig(Strict):
+    """Base of every kind's section. Its capitals say what a pipeline has to know before anything is computed."""
+
+    OBJECTIVE: ClassVar[type[Any]]
+    """What computes it: a class that takes those of the section's keys that it has as fields."""
+    PAYLOADS: ClassVar[tuple[str, ...]] = ("hidden_states",)
+    """Payloads that hold what the objective needs; the first is the cheapest."""
+    IS_ESTIMATE: ClassVar[bool] = False
+    """True if its value is no divergence but an estimate from the sampled tokens: it may be negative, and the weight of a
+    token in the mean must not depend on the response that it stands in."""
+
+    kind: str
     chunk: int = Field(128, ge=1)
     """Response tokens whose logits exist at one time."""
     compile: bool = False
@@ -19,91 +38,71 @@ class _Objective(Strict):
     normalize: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over the trained tokens of the whole step, or over its responses, each counted once however long."""
 
+    @property
+    def weighting(self) -> str:
+        """How tokens are weighed, see `opd.train.totals.row_weights`."""
+        return "leave_one_out" if self.IS_ESTIMATE else self.normalize
 
-class ReverseKLConfig(_Objective):
-    kind: Literal["reverse_kl"] = "reverse_kl"
-    """Exact KL(student || teacher) over the whole vocabulary."""
+    @property
+    def wants_baseline(self) -> bool:
+        """True if every row of a step has to be there before the first is trained: a baseline is a mean over others."""
+        return False
+
+    @property
+    def top_k(self) -> int:
+        """Likeliest tokens that a teacher names at each position."""
+        return 0
+
+    def problem_with(self, payload: str) -> PydanticCustomError | None:
+        """Why the objective cannot be computed from this payload; None if it can."""
+        if payload in self.PAYLOADS:
+            return None
+        return PydanticCustomError(
+            "payload",
+            "objective.kind {kind} needs teachers.payload {wanted}",
+            {
+                "kind": self.kind,
+                "wanted": " or ".join(self.PAYLOADS),
+                "where": "objective.kind",
+                "found": f"{self.kind} with teachers.payload {payload}",
+            },
+        )
+
+    def build(self) -> Objective:
+        """The objective with the options that are its own."""
+        made: Objective = self.OBJECTIVE(**{f.name: getattr(self, f.name) for f in fields(self.OBJECTIVE)})
+        return made
 
 
-class ForwardKLConfig(_Objective):
-    kind: Literal["forward_kl"]
-    """Exact KL(teacher || student) over the whole vocabulary."""
+def objective_config(kind: str) -> type[ObjectiveConfig]:
+    """The class of a kind's section. Raises: KeyError for a name that is no kind."""
+    found: type[ObjectiveConfig] = imported(OBJECTIVES[kind])
+    return found
 
 
-class JSDConfig(_Objective):
-    kind: Literal["jsd"]
-    """Generalised Jensen-Shannon divergence over the whole vocabulary."""
-    beta: float = Field(0.5, ge=0, le=1)
-    """Weight of the teacher in the mixture; 0 means forward, 1 reverse KL."""
+def default_objective() -> ObjectiveConfig:
+    """What a pipeline without the section has."""
+    return objective_config(DEFAULT_KIND).model_validate({})
 
 
-class SkewConfig(_Objective):
-    kind: Literal["skew"]
-    """Reverse KL against the teacher with a little of the student mixed in."""
-    alpha: float = Field(0.1, gt=0, lt=1)
-    """Share of the student in the mixture."""
+class _ByKind:
+    """Reads the section with the class of its `kind`."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(_of_its_kind, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"oneOf": [handler(objective_config(kind).__pydantic_core_schema__) for kind in OBJECTIVES]}
 
 
-class SampledConfig(_Objective):
-    kind: Literal["sampled"]
-    """Policy gradient from the log-prob of the sampled token alone (k1)."""
-    normalize: Literal["token_mean"] = "token_mean"
-    """Mean over the trained tokens of the whole step, each response's own length replaced by that of the step's others of
-    its domain, for it depends on the tokens that were sampled."""
-    ratio_clip: float | None = Field(None, gt=0)
-    """Upper bound of the importance weight p / mu; default: none."""
-    advantage_clip: float | None = Field(None, gt=0)
-    """Bound of |log q - log p|, nats; default: none."""
-    baseline: Literal["none", "leave_one_out"] = "none"
-    """Subtracted from the advantage to lower its variance: nothing, or the mean over the step's other responses of the
-    same domain (needs teachers.payload sampled_logprobs)."""
-
-    @field_validator("normalize", mode="before")
-    @classmethod
-    def _no_weight_that_depends_on_the_sample(cls, value: Any) -> Any:
-        if value == "sequence_mean":
-            raise PydanticCustomError(
-                "biased_weight",
-                "token_mean: 1 / length depends on the very tokens whose gradient it weighs, so the estimate would be "
-                "biased; an exact kind such as reverse_kl may have sequence_mean",
-            )
+def _of_its_kind(value: Any) -> ObjectiveConfig:
+    if isinstance(value, ObjectiveConfig):
         return value
+    kind = value.get("kind", DEFAULT_KIND) if isinstance(value, Mapping) else DEFAULT_KIND
+    if kind not in list(OBJECTIVES):  # it may be anything, a list too
+        raise PydanticCustomError("objective_kind", "`kind` is one of: {kinds}", {"kinds": ", ".join(OBJECTIVES)})
+    return objective_config(kind).model_validate(value)
 
 
-class TopKConfig(_Objective):
-    kind: Literal["top_k"]
-    """Reverse KL on the teacher's likeliest tokens, the rest accounted for."""
-    k: int = Field(64, ge=1)
-    """Tokens the teacher sends for each position."""
-    tail: Literal["bucket", "unnormalised"] = "bucket"
-    """One bucket for all other tokens, or the generalised KL that needs none."""
-
-
-def _objective_kind(value: Any) -> str:
-    kind = value.get("kind", "reverse_kl") if isinstance(value, Mapping) else getattr(value, "kind", "reverse_kl")
-    return f"~{kind}"
-
-
-ObjectiveConfig = Annotated[
-    Annotated[ReverseKLConfig, Tag("~reverse_kl")]
-    | Annotated[ForwardKLConfig, Tag("~forward_kl")]
-    | Annotated[JSDConfig, Tag("~jsd")]
-    | Annotated[SkewConfig, Tag("~skew")]
-    | Annotated[SampledConfig, Tag("~sampled")]
-    | Annotated[TopKConfig, Tag("~top_k")],
-    Discriminator(
-        _objective_kind,
-        custom_error_type="objective_kind",
-        custom_error_message="`kind` is one of: reverse_kl, forward_kl, jsd, skew, sampled, top_k",
-    ),
-]
-
-PAYLOADS_FOR = {
-    "reverse_kl": ("hidden_states",),
-    "forward_kl": ("hidden_states",),
-    "jsd": ("hidden_states",),
-    "skew": ("hidden_states",),
-    "sampled": ("sampled_logprobs", "hidden_states"),
-    "top_k": ("top_k",),
-}
-"""Payloads that hold what an objective needs; the first is the cheapest."""
+AnyObjective = Annotated[SerializeAsAny[ObjectiveConfig], _ByKind()]
+"""Any kind's section."""

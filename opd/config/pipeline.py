@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
 from opd.config.evaluate import EvaluateConfig
-from opd.config.objectives import PAYLOADS_FOR, ObjectiveConfig, ReverseKLConfig, SampledConfig
+from opd.config.objectives import AnyObjective, default_objective
 from opd.config.sections import (
     CheckpointConfig,
     ClusterConfig,
@@ -64,7 +64,7 @@ class PipelineConfig(Strict):
     """On which prompts, scored by which experts."""
     rollout: RolloutConfig = RolloutConfig()
     teachers: TeachersConfig = TeachersConfig()
-    objective: ObjectiveConfig = ReverseKLConfig()
+    objective: AnyObjective = Field(default_factory=default_objective)
     trainer: TrainerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     sync: SyncConfig = SyncConfig()
@@ -81,32 +81,9 @@ class PipelineConfig(Strict):
 
     @model_validator(mode="after")
     def _payload_holds_what_the_objective_needs(self) -> PipelineConfig:
-        wanted = PAYLOADS_FOR[self.objective.kind]
-        if self.teachers.payload not in wanted:
-            raise PydanticCustomError(
-                "payload",
-                "objective.kind {kind} needs teachers.payload {wanted}",
-                {
-                    "kind": self.objective.kind,
-                    "wanted": " or ".join(wanted),
-                    "where": "objective.kind",
-                    "found": f"{self.objective.kind} with teachers.payload {self.teachers.payload}",
-                },
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _baseline_before_the_forward_pass(self) -> PipelineConfig:
-        wants = isinstance(self.objective, SampledConfig) and self.objective.baseline != "none"
-        if wants and self.teachers.payload != "sampled_logprobs":
-            raise PydanticCustomError(
-                "baseline",
-                "teachers.payload sampled_logprobs, from which a response's mean is known before the step",
-                {
-                    "where": "objective.baseline",
-                    "found": f"leave_one_out with teachers.payload {self.teachers.payload}",
-                },
-            )
+        problem = self.objective.problem_with(self.teachers.payload)
+        if problem is not None:
+            raise problem
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,8 @@ from pydantic_core import PydanticCustomError
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 DType = Literal["float32", "bfloat16"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
+"""Bytes of one value."""
 
 
 class Strict(BaseModel):

@@ -11,6 +11,7 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.address import LOOPBACK, parse_url, without_secret
+from opd.config.payloads import PayloadName
 from opd.config.strict import DType, Name, Strict
 
 
@@ -59,7 +60,7 @@ class TeachersConfig(Strict):
     """Engine `flight`: file with the server's token, readable by its owner only; default: OPD_TEACHERS_TOKEN."""
     workers: int = Field(1, ge=1)
     """Scoring workers; each teacher's rows of a step go to one of them."""
-    payload: Literal["hidden_states", "sampled_logprobs", "top_k"] = "hidden_states"
+    payload: PayloadName = "hidden_states"
     """What is sent per response token: the last hidden state after the final norm, from which any objective but `top_k`
     can be computed; the sampled token's log-prob; or the likeliest tokens' log-probs (`objective.k` of them)."""
     memory: ByteSize = Field("8GiB", validate_default=True, gt=0)

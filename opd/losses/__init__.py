@@ -1,27 +1,13 @@
-"""Objectives: one small file each, behind one dictionary from `objective.kind` to what computes it."""
+"""Objectives: one small file each, with its section of the pipeline and what computes it, behind one dictionary."""
 
 from __future__ import annotations
 
-from opd.config.objectives import ObjectiveConfig
-from opd.losses.forward_kl import ForwardKL
-from opd.losses.jsd import JSD
-from opd.losses.objective import Objective
-from opd.losses.reverse_kl import ReverseKL
-from opd.losses.sampled import Sampled
-from opd.losses.skew import Skew
-from opd.losses.top_k import TopK
-
-OBJECTIVES: dict[str, type] = {
-    "reverse_kl": ReverseKL,
-    "forward_kl": ForwardKL,
-    "jsd": JSD,
-    "skew": Skew,
-    "sampled": Sampled,
-    "top_k": TopK,
+OBJECTIVES = {
+    "reverse_kl": "opd.losses.reverse_kl:ReverseKLConfig",
+    "forward_kl": "opd.losses.forward_kl:ForwardKLConfig",
+    "jsd": "opd.losses.jsd:JSDConfig",
+    "skew": "opd.losses.skew:SkewConfig",
+    "sampled": "opd.losses.sampled:SampledConfig",
+    "top_k": "opd.losses.top_k:TopKConfig",
 }
-
-
-def build_objective(config: ObjectiveConfig) -> Objective:
-    """The objective with the options that are its own: everything but `kind` and how it is computed and averaged."""
-    options = config.model_dump(exclude={"kind", "chunk", "compile", "normalize", "baseline"})
-    return OBJECTIVES[config.kind](**options)
+"""`objective.kind` -> the class of its section. Named, not imported: `opd.config` reads the names."""

@@ -24,18 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.losses.blocks import (
-    IDENTITY,
-    Block,
-    FoldedBlock,
-    LogitRule,
-    MixtureBlock,
-    SampledBlock,
-    TeacherBlock,
-    TopKBlock,
-    upcast,
-)
+from opd.losses.blocks import Block, Given
+from opd.losses.logits import pad, upcast
 from opd.losses.objective import Objective, Slope, StudentChunk, TeacherChunk
+from opd.losses.rule import IDENTITY, LogitRule
 
 SLICE_VALUES = 1 << 18
 """Values of a [rows, V] slice that the elementwise part works on at a time on a CPU; a GPU takes the whole chunk."""
@@ -95,7 +87,7 @@ def chunked_objective(
     Raises: ValueError if hidden states and head differ in width.
     """
     assert chunk > 0
-    assert objective.mixes or not any(isinstance(b, MixtureBlock | FoldedBlock) for b in teachers)
+    assert objective.mixes or not any(block.is_mixture for block in teachers)
     assert sum(map(len, teachers)) == len(hidden_N_D) == len(weight_N) == len(token_N)
     _check_widths(hidden_N_D, head_V_D, teachers)
     if behaviour_N is None:
@@ -117,9 +109,7 @@ class _Options:
 
 def _check_widths(hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block]) -> None:
     pairs = [(hidden_N_D, head_V_D, "student")]
-    for block in teachers:
-        parts = block.teachers if isinstance(block, MixtureBlock) else (block,)
-        pairs += [(t.hidden_N_E, t.head_V_E, "teacher") for t in parts if isinstance(t, TeacherBlock | FoldedBlock)]
+    pairs += [(hidden, head, "teacher") for block in teachers for hidden, head in block.products()]
     for hidden, head, who in pairs:
         if hidden.shape[-1] != head.shape[-1]:
             raise ValueError(f"{who}: hidden states of width {hidden.shape[-1]}, output head of width {head.shape[-1]}")
@@ -159,7 +149,7 @@ class _Chunked(torch.autograd.Function):
         for block, part, span in _spans(teachers, options.chunk):
             h_C_D = hidden_N_D[span]
             raw_C_V = h_C_D @ head_v_D.T
-            given = _teacher_inputs(block, part, options.vocab_size)
+            given = block.given(part, options.vocab_size)
             columns = (token_N[span], behaviour_N[span].to(acc), weight_N[span].to(acc))
             for rows in _slices(raw_C_V, options.chunk):
                 part_columns = (columns[0][rows], columns[1][rows], columns[2][rows])
@@ -230,61 +220,20 @@ Columns = tuple[Tensor, Tensor, Tensor]
 """token_C, behaviour_C, weight_C."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TeacherInputs:
-    """What is left of a block once its matrix products are done; the rest is elementwise."""
-
-    logits_C_V: Tensor | None = None
-    """One teacher's logits, not normalised yet."""
-    measure_C_V: Tensor | None = None
-    """A mixture's log-measure, ready."""
-    sampled: SampledBlock | None = None
-    topk: TopKBlock | None = None
-
-    def rows(self, rows: slice) -> _TeacherInputs:
-        """What belongs to some of the chunk's tokens."""
-        return _TeacherInputs(
-            None if self.logits_C_V is None else self.logits_C_V[rows],
-            None if self.measure_C_V is None else self.measure_C_V[rows],
-            None if self.sampled is None else self.sampled.part(rows),
-            None if self.topk is None else self.topk.part(rows),
-        )
-
-
-def _teacher_inputs(block: Block, part: slice, vocab_size: int) -> _TeacherInputs:
-    if isinstance(block, SampledBlock):
-        return _TeacherInputs(sampled=block.part(part))
-    if isinstance(block, TopKBlock):
-        return _TeacherInputs(topk=block.part(part))
-    if isinstance(block, TeacherBlock):
-        return _TeacherInputs(logits_C_V=block.logits(part, vocab_size))
-    if isinstance(block, FoldedBlock):
-        raw_C_V = block.hidden_N_E[part] @ block.head_V_E[:vocab_size].T
-        return _TeacherInputs(measure_C_V=raw_C_V - block.lse_N[part, None])
-    terms = (
-        w * upcast(t.logits(part, vocab_size)).log_softmax(-1)
-        for w, t in zip(block.weights, block.teachers, strict=True)
-    )
-    return _TeacherInputs(measure_C_V=functools.reduce(torch.add, terms))
-
-
 def _slice(
-    options: _Options, raw_C_V: Tensor, teacher: _TeacherInputs, columns: Columns
+    options: _Options, raw_C_V: Tensor, given: Given, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Elementwise part of some rows, compiled if that is wanted and possible."""
-    if not (options.compiled and teacher.logits_C_V is not None and _can_compile()):
-        return _elementwise(options, raw_C_V, teacher, columns)
+    if not (options.compiled and given.compiles and _can_compile()):
+        return _elementwise(options, raw_C_V, given, columns)
     # One shape per (chunk, V, dtype): what is left over is padded, so that it does not compile again.
     num = len(raw_C_V)
-    pad = _slice_rows(raw_C_V, options.chunk) - num
-    padded = _TeacherInputs(logits_C_V=_pad(teacher.logits_C_V, pad))
-    token_C, behaviour_C, weight_C = (_pad(column, pad) for column in columns)
-    values, grad_C_V = _compiled_elementwise()(options, _pad(raw_C_V, pad), padded, (token_C, behaviour_C, weight_C))
+    more = _slice_rows(raw_C_V, options.chunk) - num
+    token_C, behaviour_C, weight_C = (pad(column, more) for column in columns)
+    values, grad_C_V = _compiled_elementwise()(
+        options, pad(raw_C_V, more), given.padded(more), (token_C, behaviour_C, weight_C)
+    )
     return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
-
-
-def _pad(values: Tensor, rows: int) -> Tensor:
-    return values if rows == 0 else torch.cat([values, values.new_zeros(rows, *values.shape[1:])])
 
 
 @functools.cache
@@ -301,7 +250,7 @@ def _compiled_elementwise() -> Any:
 
 
 def _elementwise(
-    options: _Options, raw_C_V: Tensor, given: _TeacherInputs, columns: Columns
+    options: _Options, raw_C_V: Tensor, given: Given, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Per-token numbers, and the gradient by the student's raw products in their own type."""
     token_C, behaviour_C, weight_C = columns
@@ -313,9 +262,9 @@ def _elementwise(
     logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
     sampling_C = _at_temperature(logp_C_V, logp_C, options.temperature)
     student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, behaviour_C, weight_C)
-    teacher = _teacher_chunk(given, token_C, logp_C_V.dtype)
+    teacher = given.chunk(token_C, logp_C_V.dtype)
     slope = options.objective(student, teacher)
-    stats = _token_stats(student, sampling_C, teacher, slope, given.measure_C_V is not None)
+    stats = _token_stats(student, sampling_C, teacher, slope)
     # In place from here on: [chunk, V] temporaries are what the loss costs in memory.
     grad_C_V = slope.p_slope_C_V
     grad_C_V.addcmul_(student.p_C_V, grad_C_V.sum(-1, keepdim=True), value=-1.0).mul_(weight_C[:, None])
@@ -330,33 +279,13 @@ def _at_temperature(logp_C_V: Tensor, logp_C: Tensor, temperature: float) -> Ten
     return logp_C if temperature == 1 else logp_C / temperature - (logp_C_V / temperature).logsumexp(-1)
 
 
-def _teacher_chunk(given: _TeacherInputs, token_C: Tensor, acc: torch.dtype) -> TeacherChunk:
-    if given.sampled is not None:
-        baseline_C = None if given.sampled.baseline_N is None else given.sampled.baseline_N.to(acc)
-        return TeacherChunk(None, given.sampled.logprob_N.to(acc), None, baseline_C)
-    if given.topk is not None:
-        return TeacherChunk(None, None, TopKBlock(given.topk.ids_N_K, given.topk.logprob_N_K.to(acc)))
-    if given.logits_C_V is not None:
-        logq_C_V = given.logits_C_V.to(acc).log_softmax(-1)
-    else:
-        assert given.measure_C_V is not None
-        logq_C_V = given.measure_C_V.to(acc)
-    return TeacherChunk(logq_C_V, logq_C_V.gather(1, token_C[:, None])[:, 0], None)
-
-
 def _token_stats(
-    student: StudentChunk, sampling_C: Tensor, teacher: TeacherChunk, slope: Slope, mixture: bool
+    student: StudentChunk, sampling_C: Tensor, teacher: TeacherChunk, slope: Slope
 ) -> tuple[Tensor | None, ...]:
     """In the order of `TokenStats`."""
     entropy_C = torch.special.entr(student.p_C_V).sum(-1)
-    first_C = None
-    teacher_entropy_C = None
-    if teacher.logq_C_V is not None:
-        first_C = teacher.logq_C_V.argmax(-1)
-        logq_C_V = teacher.logq_C_V.log_softmax(-1) if mixture else teacher.logq_C_V
-        teacher_entropy_C = torch.special.entr(logq_C_V.exp()).sum(-1)
-    elif teacher.topk is not None:
-        first_C = teacher.topk.ids_N_K.gather(1, teacher.topk.logprob_N_K.argmax(-1, keepdim=True))[:, 0]
+    first_C, q_C_V = teacher.first_C(), teacher.q_C_V()
+    teacher_entropy_C = None if q_C_V is None else torch.special.entr(q_C_V).sum(-1)
     return (
         slope.value_C,
         sampling_C,

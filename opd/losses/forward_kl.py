@@ -9,9 +9,13 @@ cross-entropy against the teacher (Hinton et al., arXiv 1503.02531).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from opd.losses.objective import Slope, StudentChunk, TeacherChunk
+from opd.config.objectives import ObjectiveConfig
+from opd.losses.objective import Slope, StudentChunk
+
+if TYPE_CHECKING:
+    from opd.payloads.hidden_states import WholeChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,13 @@ class ForwardKL:
 
     mixes: ClassVar[bool] = False
 
-    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
-        assert teacher.logq_C_V is not None
+    def __call__(self, student: StudentChunk, teacher: WholeChunk) -> Slope:
         q_C_V = teacher.logq_C_V.exp()
         return Slope((q_C_V * (teacher.logq_C_V - student.logp_C_V)).sum(-1), -q_C_V)
+
+
+class ForwardKLConfig(ObjectiveConfig):
+    OBJECTIVE: ClassVar[type[Any]] = ForwardKL
+
+    kind: Literal["forward_kl"]
+    """Exact KL(teacher || student) over the whole vocabulary."""

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
+from pydantic import Field
 
+from opd.config.objectives import ObjectiveConfig
 from opd.losses.forward_kl import ForwardKL
-from opd.losses.objective import Slope, StudentChunk, TeacherChunk
+from opd.losses.objective import Slope, StudentChunk
 from opd.losses.reverse_kl import ReverseKL
+
+if TYPE_CHECKING:
+    from opd.payloads.hidden_states import WholeChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +31,20 @@ class JSD:
 
     beta: float = 0.5
 
-    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
+    def __call__(self, student: StudentChunk, teacher: WholeChunk) -> Slope:
         if self.beta in (0.0, 1.0):
             return (ReverseKL() if self.beta else ForwardKL())(student, teacher)
-        assert teacher.logq_C_V is not None
         logp_C_V, logq_C_V = student.logp_C_V, teacher.logq_C_V
-        logm_C_V = torch.logaddexp(logq_C_V + math.log(self.beta), logp_C_V + math.log1p(-self.beta))
+        logm_C_V = (logq_C_V + math.log(self.beta)).logaddexp(logp_C_V + math.log1p(-self.beta))
         p_slope_C_V = (1 - self.beta) * student.p_C_V * (logp_C_V - logm_C_V)
         value_C = self.beta * (logq_C_V.exp() * (logq_C_V - logm_C_V)).sum(-1) + p_slope_C_V.sum(-1)
         return Slope(value_C, p_slope_C_V)
+
+
+class JSDConfig(ObjectiveConfig):
+    OBJECTIVE: ClassVar[type[Any]] = JSD
+
+    kind: Literal["jsd"]
+    """Generalised Jensen-Shannon divergence over the whole vocabulary."""
+    beta: float = Field(0.5, ge=0, le=1)
+    """Weight of the teacher in the mixture; 0 means forward, 1 reverse KL."""

@@ -6,11 +6,10 @@ Shapes: C tokens, V vocabulary rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from torch import Tensor
-
-from opd.losses.blocks import TopKBlock
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +27,18 @@ class StudentChunk:
     weight_C: Tensor
 
 
-@dataclass(frozen=True, slots=True)
 class TeacherChunk:
-    """The same C tokens as the teacher sees them; what its payload does not hold is None."""
+    """The same C tokens as the teacher sees them. Each payload has a class of its own, whose fields objectives read."""
 
-    logq_C_V: Tensor | None
-    """Log-probs; for a mixture the unnormalised log-measure."""
-    logq_C: Tensor | None
-    """Log-prob of the sampled ids."""
-    topk: TopKBlock | None
-    baseline_C: Tensor | None = None
+    __slots__ = ()
+
+    def first_C(self) -> Tensor | None:
+        """The teacher's likeliest token at each place; None where the payload does not tell."""
+        return None
+
+    def q_C_V(self) -> Tensor | None:
+        """The teacher's whole distribution, normalised; None where the payload does not tell."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +60,6 @@ class Objective(Protocol):
     mixes: ClassVar[bool]
     """Whether a mixture's log-measure can stand for its teachers; true of sums over teachers only."""
 
-    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope: ...
+    def __call__(self, student: StudentChunk, teacher: Any) -> Slope:
+        """`teacher` is the `TeacherChunk` of a payload that the objective can use."""
+        ...

@@ -9,9 +9,13 @@ Mode-seeking: the student gives up what the teacher would not say. Taken at fixe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from opd.losses.objective import Slope, StudentChunk, TeacherChunk
+from opd.config.objectives import ObjectiveConfig
+from opd.losses.objective import Slope, StudentChunk
+
+if TYPE_CHECKING:
+    from opd.payloads.hidden_states import WholeChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,13 @@ class ReverseKL:
 
     mixes: ClassVar[bool] = True
 
-    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
-        assert teacher.logq_C_V is not None
+    def __call__(self, student: StudentChunk, teacher: WholeChunk) -> Slope:
         p_slope_C_V = (student.logp_C_V - teacher.logq_C_V).mul_(student.p_C_V)
         return Slope(p_slope_C_V.sum(-1), p_slope_C_V)
+
+
+class ReverseKLConfig(ObjectiveConfig):
+    OBJECTIVE: ClassVar[type[Any]] = ReverseKL
+
+    kind: Literal["reverse_kl"] = "reverse_kl"
+    """Exact KL(student || teacher) over the whole vocabulary."""

@@ -14,11 +14,17 @@ is why its rate is reported.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
-from opd.losses.objective import Slope, StudentChunk, TeacherChunk
+from opd.config.objectives import ObjectiveConfig
+from opd.losses.objective import Slope, StudentChunk
+
+if TYPE_CHECKING:
+    from opd.payloads.hidden_states import WholeChunk
+    from opd.payloads.sampled_logprobs import SampledChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +38,7 @@ class Sampled:
     advantage_clip: float | None = None
     """Bound of |log q(y) - log p(y)|, nats; None: unbounded."""
 
-    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
-        assert teacher.logq_C is not None
+    def __call__(self, student: StudentChunk, teacher: SampledChunk | WholeChunk) -> Slope:
         k1_C = student.logp_C - teacher.logq_C
         advantage_C = -k1_C if self.advantage_clip is None else (-k1_C).clamp(-self.advantage_clip, self.advantage_clip)
         ratio_C = (student.logp_C - student.behaviour_C).exp()
@@ -41,6 +46,50 @@ class Sampled:
         clipped_C = (advantage_C != -k1_C) | (w_C != ratio_C)
         if teacher.baseline_C is not None:
             advantage_C = advantage_C - teacher.baseline_C
-        p_slope_C_V = torch.zeros_like(student.logp_C_V)
+        p_slope_C_V = student.logp_C_V.new_zeros(student.logp_C_V.shape)
         p_slope_C_V.scatter_(1, student.token_C[:, None], (-w_C * advantage_C)[:, None])
         return Slope(k1_C, p_slope_C_V, clipped_C)
+
+
+class SampledConfig(ObjectiveConfig):
+    OBJECTIVE: ClassVar[type[Any]] = Sampled
+    PAYLOADS: ClassVar[tuple[str, ...]] = ("sampled_logprobs", "hidden_states")
+    IS_ESTIMATE: ClassVar[bool] = True
+
+    kind: Literal["sampled"]
+    """Policy gradient from the log-prob of the sampled token alone (k1)."""
+    normalize: Literal["token_mean"] = "token_mean"
+    """Mean over the trained tokens of the whole step, each response's own length replaced by that of the step's others of
+    its domain, for it depends on the tokens that were sampled."""
+    ratio_clip: float | None = Field(None, gt=0)
+    """Upper bound of the importance weight p / mu; default: none."""
+    advantage_clip: float | None = Field(None, gt=0)
+    """Bound of |log q - log p|, nats; default: none."""
+    baseline: Literal["none", "leave_one_out"] = "none"
+    """Subtracted from the advantage to lower its variance: nothing, or the mean over the step's other responses of the
+    same domain (needs teachers.payload sampled_logprobs)."""
+
+    @field_validator("normalize", mode="before")
+    @classmethod
+    def _no_weight_that_depends_on_the_sample(cls, value: Any) -> Any:
+        if value == "sequence_mean":
+            raise PydanticCustomError(
+                "biased_weight",
+                "token_mean: 1 / length depends on the very tokens whose gradient it weighs, so the estimate would be "
+                "biased; an exact kind such as reverse_kl may have sequence_mean",
+            )
+        return value
+
+    @property
+    def wants_baseline(self) -> bool:
+        return self.baseline != "none"
+
+    def problem_with(self, payload: str) -> PydanticCustomError | None:
+        problem = super().problem_with(payload)
+        if problem is None and self.wants_baseline and payload != "sampled_logprobs":
+            return PydanticCustomError(
+                "baseline",
+                "teachers.payload sampled_logprobs, from which a response's mean is known before the step",
+                {"where": "objective.baseline", "found": f"{self.baseline} with teachers.payload {payload}"},
+            )
+        return problem

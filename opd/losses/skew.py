@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
+from pydantic import Field
 
-from opd.losses.objective import Slope, StudentChunk, TeacherChunk
+from opd.config.objectives import ObjectiveConfig
+from opd.losses.objective import Slope, StudentChunk
+
+if TYPE_CHECKING:
+    from opd.payloads.hidden_states import WholeChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +30,17 @@ class Skew:
 
     alpha: float = 0.1
 
-    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
-        assert teacher.logq_C_V is not None
+    def __call__(self, student: StudentChunk, teacher: WholeChunk) -> Slope:
         logp_C_V = student.logp_C_V
-        logm_C_V = torch.logaddexp(teacher.logq_C_V + math.log1p(-self.alpha), logp_C_V + math.log(self.alpha))
+        logm_C_V = (teacher.logq_C_V + math.log1p(-self.alpha)).logaddexp(logp_C_V + math.log(self.alpha))
         p_C_V, ratio_C_V = student.p_C_V, logp_C_V - logm_C_V
         return Slope((p_C_V * ratio_C_V).sum(-1), p_C_V * (ratio_C_V - self.alpha * ratio_C_V.exp()))
+
+
+class SkewConfig(ObjectiveConfig):
+    OBJECTIVE: ClassVar[type[Any]] = Skew
+
+    kind: Literal["skew"]
+    """Reverse KL against the teacher with a little of the student mixed in."""
+    alpha: float = Field(0.1, gt=0, lt=1)
+    """Share of the student in the mixture."""

@@ -14,11 +14,15 @@ Both are lower bounds of the exact value and zero only where p = q on S (bucket:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
+from pydantic import Field
 
-from opd.losses.objective import Slope, StudentChunk, TeacherChunk
+from opd.config.objectives import ObjectiveConfig
+from opd.losses.objective import Slope, StudentChunk
+
+if TYPE_CHECKING:
+    from opd.payloads.top_k import TopKChunk
 
 TINY = 1e-6
 """Smallest tail mass: below it, 1 minus a float32 sum of K probabilities is rounding noise, and may be negative. A
@@ -35,16 +39,15 @@ class TopK:
     tail: str = "bucket"
     """`bucket` or `unnormalised`."""
 
-    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
-        assert teacher.topk is not None
-        ids_C_K, logq_C_K = teacher.topk.ids_N_K, teacher.topk.logprob_N_K
+    def __call__(self, student: StudentChunk, teacher: TopKChunk) -> Slope:
+        ids_C_K, logq_C_K = teacher.ids_C_K, teacher.logq_C_K
         logp_C_V = student.logp_C_V
         logp_C_K = logp_C_V.gather(1, ids_C_K)
         p_C_K, ratio_C_K = logp_C_K.exp(), logp_C_K - logq_C_K
         inside_C = (p_C_K * ratio_C_K).sum(-1)
         mass_p_C, mass_q_C = p_C_K.sum(-1), logq_C_K.exp().sum(-1)
         if self.tail == "unnormalised":
-            p_slope_C_V = torch.zeros_like(logp_C_V).scatter_(1, ids_C_K, p_C_K * ratio_C_K)
+            p_slope_C_V = logp_C_V.new_zeros(logp_C_V.shape).scatter_(1, ids_C_K, p_C_K * ratio_C_K)
             value_C = inside_C - mass_p_C + mass_q_C
             return Slope(value_C, p_slope_C_V, student_mass_C=mass_p_C, teacher_mass_C=mass_q_C)
         tail_p_C, tail_q_C = (1 - mass_p_C).clamp(min=TINY), (1 - mass_q_C).clamp(min=TINY)
@@ -53,3 +56,19 @@ class TopK:
         p_slope_C_V.scatter_(1, ids_C_K, p_C_K * ratio_C_K)
         value_C = inside_C + tail_p_C * tail_ratio_C
         return Slope(value_C, p_slope_C_V, student_mass_C=mass_p_C, teacher_mass_C=mass_q_C)
+
+
+class TopKConfig(ObjectiveConfig):
+    OBJECTIVE: ClassVar[type[Any]] = TopK
+    PAYLOADS: ClassVar[tuple[str, ...]] = ("top_k",)
+
+    kind: Literal["top_k"]
+    """Reverse KL on the teacher's likeliest tokens, the rest accounted for."""
+    k: int = Field(64, ge=1)
+    """Tokens the teacher sends for each position."""
+    tail: Literal["bucket", "unnormalised"] = "bucket"
+    """One bucket for all other tokens, or the generalised KL that needs none."""
+
+    @property
+    def top_k(self) -> int:
+        return self.k

@@ -1,10 +1,13 @@
-"""Output heads on the wire: numpy arrays, so that the object store shares them without a copy."""
+"""Output heads: one record says all of a head that may have to be fetched, and what is fetched is a `Head`.
+
+On the wire a head is a numpy array, so that the object store shares it without a copy.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,7 +15,7 @@ from blake3 import blake3
 from safetensors import safe_open
 from torch import Tensor
 
-from opd.losses.blocks import LogitRule
+from opd.losses.rule import LogitRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,35 @@ class HeadFile:
                     if name in known:
                         return file.get_tensor(name).to(getattr(torch, self.dtype))
         return None
+
+
+class HeadHandle(Protocol):
+    """Leads to a head's matrix in another process, such as `opd.cluster.Remote`; may travel to other workers."""
+
+    def fetch(self) -> np.ndarray:
+        """The matrix, see `head_tensor`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSource:
+    """A teacher's output head as whoever may need it knows it; a few hundred bytes, the matrix stays where it is."""
+
+    key: str
+    """`head_key` of the matrix and its rule; empty where no head is at hand."""
+    rule: LogitRule
+    file: HeadFile | None = None
+    """Where the matrix may lie on this machine too, which is asked first."""
+    handle: HeadHandle | None = None
+    """To the matrix; None as long as only the teacher's own worker knows of it."""
+
+    def read(self) -> Tensor:
+        """[V, D] on the CPU: from the teacher's files if they are here and what they were, else as it is sent."""
+        head_V_D = self.file.read() if self.file is not None else None
+        if head_V_D is not None and head_key(head_V_D, self.rule) == self.key:
+            return head_V_D
+        assert self.handle is not None, "the pool gives every head a handle"
+        return head_tensor(self.handle.fetch())
 
 
 def logit_rule(config: Any) -> LogitRule:

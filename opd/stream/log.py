@@ -114,9 +114,9 @@ class ArrowTargetLog:
             domain: {name: Expected(**expected) for name, expected in part.items()}
             for domain, part in manifest["teachers"].items()
         }
-        handles, rules = self._teachers.heads()
+        heads = self._teachers.heads()
         keys = sorted({expected.head for part in teachers.values() for expected in part.values() if expected.head})
-        unknown = [key for key in keys if key not in handles]
+        unknown = [key for key in keys if key not in heads]
         if unknown:
             raise ValueError(f"no teacher has the output head {unknown[0][:16]}")
         targets = TargetStream(
@@ -125,8 +125,7 @@ class ArrowTargetLog:
             teachers,
             kind=tuple(manifest["kind"]),
             max_quarantined=1.0,  # it passed when it was written
-            heads={key: handles[key] for key in keys},
-            head_rules={key: rules[key] for key in keys},
+            heads={key: heads[key] for key in keys},
             who="target log",
         )
         targets.collect()  # now, while the step can still be rolled out instead

@@ -1,5 +1,7 @@
 """The Arrow schema of a scored row, its writer and its checking reader. Needs pyarrow only.
 
+What a payload adds is said in its file in `opd/payloads/`; here is what all rows have.
+
 A scoring worker sends its rows of a step in parts, each as soon as it is scored; every part is a stream of its own:
 schema (version, payload, dtype) → one batch of rows, whose metadata says which part this is and, if it is the worker's
 last, how many rows each teacher gave. Arrow ends a stream that was cut before its batch without an error, so the reader
@@ -15,51 +17,46 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import TypeAdapter, ValidationError
 
+from opd.config.strict import DTYPE_BYTES
 from opd.errors import RunError
+from opd.payloads import PAYLOADS, answer_class
+from opd.payloads.answer import Answer, Columns
 
 VERSION = "4"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 PART_ROWS = 256
 PART_BYTES = 4 << 20
 """A part leaves with the scorer's batch that brings it to so many rows or bytes of payload: soon, and yet the 2 kB that
 each part has of its own are little beside it."""
 
 
-def _fields(group: Sequence[tuple[str, pa.DataType]], payload: Sequence[tuple[str, pa.DataType]]) -> pa.Schema:
-    """All columns of a payload that adds these to the group and to the row."""
+OWN_GROUP: Columns = (("domain", pa.string()), ("teacher", pa.string()), ("weight", pa.float32()))
+"""What is equal in all rows of a group, under every payload."""
+OWN: Columns = (
+    ("step", pa.int32()),
+    ("policy_version", pa.int32()),
+    ("prompt_ids", pa.list_(pa.int32())),
+    ("response_ids", pa.list_(pa.int32())),
+    ("loss_mask", pa.list_(pa.bool_())),
+    ("behaviour_logprobs", pa.list_(pa.float32())),
+)
+"""What each row has under every payload, after its sample and its group."""
+OWN_NAMES = {"sample_id", *(name for name, _ in OWN_GROUP + OWN)}
 
-    def required(columns: Sequence[tuple[str, pa.DataType]]) -> list[pa.Field]:
+
+def columns_of(answers: type[Answer]) -> pa.Schema:
+    """All columns of a stream with such answers."""
+
+    def required(columns: Columns) -> list[pa.Field]:
         return [pa.field(name, type_, nullable=False) for name, type_ in columns]
 
-    constants = [("domain", pa.string()), ("teacher", pa.string()), ("weight", pa.float32()), *group]
-    return pa.schema(
-        required(
-            [
-                ("sample_id", pa.string()),
-                ("group", pa.dictionary(pa.int16(), pa.struct(required(constants)))),
-                ("step", pa.int32()),
-                ("policy_version", pa.int32()),
-                ("prompt_ids", pa.list_(pa.int32())),
-                ("response_ids", pa.list_(pa.int32())),
-                ("loss_mask", pa.list_(pa.bool_())),
-                ("behaviour_logprobs", pa.list_(pa.float32())),
-                *payload,
-            ]
-        )
-    )
-
-
-FIELDS = {
-    "hidden_states": _fields([("head", pa.string()), ("hidden_size", pa.int32())], [("hidden", pa.large_binary())]),
-    "sampled_logprobs": _fields([], [("teacher_logprobs", pa.list_(pa.float32()))]),
-    "top_k": _fields([], [("topk_ids", pa.list_(pa.int32())), ("topk_logprobs", pa.list_(pa.float32()))]),
-}
-"""Payload -> the columns of its streams."""
+    group = pa.dictionary(pa.int16(), pa.struct(required((*OWN_GROUP, *answers.GROUP))))
+    return pa.schema(required((("sample_id", pa.string()), ("group", group), *OWN, *answers.ROW)))
 
 
 class StreamError(RunError):
@@ -68,9 +65,9 @@ class StreamError(RunError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRow:
-    """Everything about one trained sequence. R response tokens, D the teacher's hidden width.
+    """Everything about one trained sequence. R response tokens.
 
-    Example: TargetRow(sample_id="000012/reverse/17", teacher="reverse-expert", head="9f3c...", hidden_size=128, ...)
+    Example: TargetRow(sample_id="000012/reverse/17", teacher="reverse-expert", ..., answer=SampledLogprobs([-0.25, -1.5]))
     """
 
     sample_id: str
@@ -90,20 +87,8 @@ class TargetRow:
     """[R] True where the token is trained."""
     behaviour_logprobs: Sequence[float]
     """[R] what the rollout engine said, nats."""
-    head: str = ""
-    """BLAKE3 of the teacher's output head; the matrix itself travels once, apart from the rows. Sent with hidden
-    states only."""
-    hidden_size: int = 0
-    """D; sent with hidden states only."""
-    hidden: memoryview | bytes = b""
-    """[R, D] little-endian, in the stream's dtype: the teacher's last hidden state after the final norm, at the
-    position that predicts response token r (one before it). Empty under other payloads."""
-    teacher_logprobs: Sequence[float] = ()
-    """[R] teacher's log-prob of each response token; payload `sampled_logprobs`."""
-    topk_ids: Sequence[int] = ()
-    """[R, K] the teacher's likeliest tokens, row after row; payload `top_k`."""
-    topk_logprobs: Sequence[float] = ()
-    """[R, K] their log-probs under the whole distribution."""
+    answer: Answer
+    """What the teacher says of the response; its class is the payload's."""
 
     def weighted(self, weight: float) -> TargetRow:
         """The same row with another weight."""
@@ -131,8 +116,7 @@ _PART_RECORD = TypeAdapter(PartRecord)
 def stream_schema(dtype: str, payload: str) -> pa.Schema:
     """The schema with this stream's metadata; `dtype` is that of the hidden states."""
     assert dtype in DTYPE_BYTES, dtype
-    assert payload in FIELDS, payload
-    return FIELDS[payload].with_metadata(
+    return columns_of(answer_class(payload)).with_metadata(
         {"opd.version": VERSION, "opd.payload": payload, "opd.norm": "after", "opd.dtype": dtype}
     )
 
@@ -144,6 +128,7 @@ def write_stream(
     part: PartRecord = PartRecord(),
 ) -> pa.Buffer:
     """Encode one part as one Arrow IPC stream."""
+    assert all(type(row.answer) is answer_class(payload) for row in rows), payload
     sink = pa.BufferOutputStream()
     schema = stream_schema(dtype, payload)
     record = json.dumps(asdict(part), separators=(",", ":"))
@@ -172,7 +157,7 @@ def write_parts(
         rows += batch
         for row in batch:
             counts[row.teacher] += 1
-        if len(rows) >= PART_ROWS or _payload_bytes(rows) >= PART_BYTES:
+        if len(rows) >= PART_ROWS or sum(row.answer.nbytes for row in rows) >= PART_BYTES:
             yield write_stream(rows, dtype, payload, PartRecord(worker=worker, number=number, broken=broken))
             broken.clear()
             rows, number = [], number + 1
@@ -180,14 +165,9 @@ def write_parts(
     yield write_stream(rows, dtype, payload, end)
 
 
-def _payload_bytes(rows: Sequence[TargetRow]) -> int:
-    """What the teacher's answers take on the wire."""
-    return sum(len(r.hidden) + 4 * len(r.teacher_logprobs) + 8 * len(r.topk_ids) for r in rows)
-
-
 def _encode(rows: Sequence[TargetRow], schema: pa.Schema) -> pa.RecordBatch:
     columns = [
-        _encode_groups(rows, f.type) if f.name == "group" else pa.array([getattr(r, f.name) for r in rows], f.type)
+        _encode_groups(rows, f.type) if f.name == "group" else pa.array([_value(r, f.name) for r in rows], f.type)
         for f in schema
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
@@ -196,10 +176,15 @@ def _encode(rows: Sequence[TargetRow], schema: pa.Schema) -> pa.RecordBatch:
 def _encode_groups(rows: Sequence[TargetRow], kind: pa.DictionaryType) -> pa.DictionaryArray:
     """A dictionary of these rows' groups alone."""
     names = [f.name for f in kind.value_type]
-    groups = [tuple(getattr(row, name) for name in names) for row in rows]
+    groups = [tuple(_value(row, name) for name in names) for row in rows]
     numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     values = pa.array([dict(zip(names, group, strict=True)) for group in numbers], kind.value_type)
     return pa.DictionaryArray.from_arrays(pa.array([numbers[g] for g in groups], kind.index_type), values)
+
+
+def _value(row: TargetRow, name: str) -> Any:
+    """What a row says in a column."""
+    return getattr(row if name in OWN_NAMES else row.answer, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +206,11 @@ def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None =
     try:
         with pa.ipc.open_stream(source) as reader:
             dtype, payload = _check_schema(reader.schema)
+            answers = answer_class(payload)
             batch, part = _read_batch(reader)
             _check_batch(batch)
-            _check_ids(batch, vocab_size)
-            rows = tuple(_rows_of(batch))
+            _check_ids(batch, answers.TOKEN_IDS, vocab_size)
+            rows = tuple(_rows_of(batch, answers))
     except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: text that is not UTF-8
         raise StreamError(f"target stream: not a whole Arrow stream: {error}") from None
     widths: set[int] = set()
@@ -244,10 +230,11 @@ def _check_schema(schema: pa.Schema) -> tuple[str, str]:
     if dtype not in DTYPE_BYTES:
         raise StreamError(f"target stream: dtype {dtype!r}, wanted one of {', '.join(DTYPE_BYTES)}")
     payload = metadata.get("opd.payload", "")
-    if payload not in FIELDS:
-        raise StreamError(f"target stream: payload {payload!r}, wanted one of {', '.join(FIELDS)}")
-    if not schema.equals(FIELDS[payload]):
-        raise StreamError(f"target stream: columns {schema.names} of {payload}, wanted {FIELDS[payload].names}")
+    if payload not in PAYLOADS:
+        raise StreamError(f"target stream: payload {payload!r}, wanted one of {', '.join(PAYLOADS)}")
+    wanted = columns_of(answer_class(payload))
+    if not schema.equals(wanted):
+        raise StreamError(f"target stream: columns {schema.names} of {payload}, wanted {wanted.names}")
     return dtype, payload
 
 
@@ -280,13 +267,11 @@ def _check_batch(batch: pa.RecordBatch) -> None:
             raise StreamError(f"target stream: column {name} has missing values")
 
 
-def _check_ids(batch: pa.RecordBatch, vocab_size: int | None) -> None:
+def _check_ids(batch: pa.RecordBatch, answered: Sequence[str], vocab_size: int | None) -> None:
     """An id out of range would be read past the end of a row of log-probs. Raises: StreamError."""
-    for name in ("prompt_ids", "response_ids", "topk_ids"):
-        if name not in batch.schema.names:
-            continue
+    for name in ("prompt_ids", "response_ids", *answered):
         found = pc.min_max(batch.column(name).flatten()).as_py()
-        beyond = name == "topk_ids" and vocab_size is not None and (found["max"] or 0) >= vocab_size
+        beyond = name in answered and vocab_size is not None and (found["max"] or 0) >= vocab_size
         if beyond or (found["min"] or 0) < 0:
             raise StreamError(
                 f"target stream: {name} from {found['min']} to {found['max']}, wanted 0 to {(vocab_size or 1 << 31) - 1}"
@@ -305,45 +290,36 @@ def _parts(array: pa.Array) -> Iterator[pa.Array]:
             yield from _parts(array.field(i))
 
 
-def _rows_of(batch: pa.RecordBatch) -> Iterator[TargetRow]:
+def _rows_of(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[TargetRow]:
     columns = {name: batch.column(name) for name in batch.schema.names}
     group = columns.pop("group")
     groups, numbers = group.dictionary.to_pylist(), group.indices.to_pylist()
-    hidden = columns.pop("hidden", None)
-    states: Iterable[memoryview | bytes] = [b""] * batch.num_rows if hidden is None else _views(hidden)
+    own = {name: columns.pop(name) for name, _ in answers.ROW}
+    said = {name: _views(c) if pa.types.is_large_binary(c.type) else c.to_pylist() for name, c in own.items()}
     light = {name: column.to_pylist() for name, column in columns.items()}
-    for i, (number, view) in enumerate(zip(numbers, states, strict=True)):
-        yield TargetRow(hidden=view, **groups[number], **{name: values[i] for name, values in light.items()})
+    for i, number in enumerate(numbers):
+        shared = dict(groups[number])
+        answer = {name: shared.pop(name) for name, _ in answers.GROUP} | {name: said[name][i] for name in own}
+        yield TargetRow(answer=answers(**answer), **shared, **{name: values[i] for name, values in light.items()})
 
 
-def _views(binary: pa.LargeBinaryArray) -> Iterator[memoryview]:
+def _views(binary: pa.LargeBinaryArray) -> list[memoryview]:
     """Through the buffers: a scalar's `as_buffer` copies."""
     _, raw_offsets, data = binary.buffers()
     offsets = memoryview(raw_offsets)[8 * binary.offset : 8 * (binary.offset + len(binary) + 1)].cast("q")
     values = memoryview(data if data is not None else b"")
-    for start, stop in pairwise(offsets):
-        yield values[start:stop]
+    return [values[start:stop] for start, stop in pairwise(offsets)]
 
 
 def _check_lengths(row: TargetRow, itemsize: int, payload: str, widths: set[int]) -> None:
-    """`widths` collects the K of top-k rows: a stream has one."""
+    """`widths` collects what the answers of a stream have in common, such as the K of a top-k: there is one."""
     num = len(row.response_ids)
-    width = {
-        "hidden_states": len(row.hidden),
-        "sampled_logprobs": len(row.teacher_logprobs),
-        "top_k": len(row.topk_ids),
-    }
-    fits = {
-        "hidden_states": width["hidden_states"] == num * row.hidden_size * itemsize,
-        "sampled_logprobs": width["sampled_logprobs"] == num,
-        "top_k": len(row.topk_ids) == len(row.topk_logprobs) and (num == 0) == (len(row.topk_ids) == 0),
-    }
-    if payload == "top_k" and num and fits["top_k"]:
-        widths.add(len(row.topk_ids) // num)
-        fits["top_k"] = len(row.topk_ids) % num == 0 and len(widths) == 1
-    if not (num == len(row.loss_mask) == len(row.behaviour_logprobs) and fits[payload]):
+    fits = row.answer.fits(num, itemsize)
+    width = row.answer.width(num) if fits else None
+    if width is not None:
+        widths.add(width)
+    if not (num == len(row.loss_mask) == len(row.behaviour_logprobs) and fits and len(widths) <= 1):
         raise StreamError(
             f"target stream: row {row.sample_id}: {num} response tokens, {len(row.loss_mask)} mask values, "
-            f"{len(row.behaviour_logprobs)} log-probs, payload {payload} of {width[payload]} "
-            f"(hidden width {row.hidden_size})"
+            f"{len(row.behaviour_logprobs)} log-probs, payload {payload} of {row.answer.size}"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from opd.stream.schema import PartRecord, StreamError, TargetRow, read_stream
 from opd.types import Rollout
 
 if TYPE_CHECKING:  # it needs torch
-    from opd.stream.heads import HeadFile
+    from opd.stream.heads import HeadSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +53,14 @@ class TargetStream:
         *,
         kind: tuple[str, str],
         max_quarantined: float,
-        heads: Mapping[str, Any],
-        head_rules: Mapping[str, Any],
-        head_files: Mapping[str, HeadFile] = MappingProxyType({}),
+        heads: Mapping[str, HeadSource],
         restarted: Sequence[str] = (),
         who: str = "teachers",
     ) -> None:
         """`source` gives handles to parts as they are scored, and may add to `restarted`; `teachers`: domain -> name ->
         what its rows say; `kind`: dtype and payload; `who` names them in errors."""
         self.heads = heads
-        """Content hash of an output head -> handle to the matrix [V, D], for every head the rows name. A rank fetches
-        what it needs and does not hold."""
-        self.head_rules = head_rules
-        """Content hash of an output head -> its `LogitRule`."""
-        self.head_files = head_files
-        """Content hash of an output head -> where it may lie on a rank's machine too, which is asked first."""
+        """By content hash, every head that the rows name. A rank fetches what it needs and does not hold."""
         self.quarantined: dict[str, str] = {}
         """Sample id -> why its teacher's scores cannot be used; such a sample is not trained. Whole when `arrived`."""
         self.restarted = restarted
@@ -164,7 +156,7 @@ class TargetStream:
         if rollout is None or (row.sample_id, row.teacher) not in self._missing:
             raise StreamError(f"{who}: not asked for, or twice")
         expected = self.teachers[rollout.domain][row.teacher]
-        if row.weight != float(np.float32(expected.weight)) or row.head != expected.head:
+        if row.weight != float(np.float32(expected.weight)) or row.answer.head_key() != expected.head:
             raise StreamError(f"{who}: another weight or head")
         if not _same(row, rollout):
             raise StreamError(f"{who}: not the rollout that was sent")

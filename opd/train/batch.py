@@ -1,6 +1,6 @@
 """Scored rows to the tensors of one micro-batch.
 
-Shapes: B packed rows, T columns, N response tokens of the micro-batch in row order, D a teacher's hidden width.
+Shapes: B packed rows, T columns, N response tokens of the micro-batch in row order.
 """
 
 from __future__ import annotations
@@ -14,52 +14,9 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.layouts import LAYOUTS, Packed, predict_positions
-from opd.losses.blocks import Block, MixtureBlock, SampledBlock, TeacherBlock, TopKBlock
-from opd.stream.heads import Head
+from opd.losses.blocks import Block
+from opd.payloads.sampled_logprobs import mixed_logprobs
 from opd.stream.schema import TargetRow
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenRun:
-    """Consecutive response tokens scored by teachers of the same heads and weights."""
-
-    heads: tuple[str, ...]
-    """One for each teacher of the tokens; several make a mixture."""
-    weights: tuple[float, ...]
-    hidden: tuple[Tensor, ...]
-    """[N, D] for each teacher, D its own width."""
-
-    def block(self, heads: Mapping[str, Head]) -> Block:
-        teachers = [
-            TeacherBlock(hidden_N_D, heads[key].weight_V_D, heads[key].rule)
-            for key, hidden_N_D in zip(self.heads, self.hidden, strict=True)
-        ]
-        return teachers[0] if len(teachers) == 1 else MixtureBlock(tuple(teachers), self.weights)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRun:
-    """Consecutive response tokens with the teachers' (weighted) log-prob of each."""
-
-    logprob_N: Tensor
-    baseline_N: Tensor | None
-
-    def block(self, heads: Mapping[str, Head]) -> Block:
-        return SampledBlock(self.logprob_N, self.baseline_N)
-
-
-@dataclass(frozen=True, slots=True)
-class TopKRun:
-    """Consecutive response tokens with the teacher's K likeliest tokens at each."""
-
-    ids_N_K: Tensor
-    logprob_N_K: Tensor
-
-    def block(self, heads: Mapping[str, Head]) -> Block:
-        return TopKBlock(self.ids_N_K, self.logprob_N_K)
-
-
-Run = HiddenRun | SampledRun | TopKRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +32,8 @@ class MicroBatch:
     """True where the token is trained."""
     behaviour_N: Tensor
     """Log-prob under the rollout engine."""
-    runs: tuple[Run, ...]
+    blocks: tuple[Block, ...]
+    """What the teachers said of the response tokens, in order; output heads are added where they are at hand."""
     row_lengths: tuple[int, ...]
     """Response tokens of each row, in the order of `domains`."""
     domains: tuple[str, ...]
@@ -110,7 +68,7 @@ def leave_one_out(samples: Mapping[str, Scored]) -> dict[str, float]:
         first = scored[0]
         ratios = [
             q - mu
-            for q, mu, trained in zip(_sampled(scored), first.behaviour_logprobs, first.loss_mask, strict=True)
+            for q, mu, trained in zip(mixed_logprobs(scored), first.behaviour_logprobs, first.loss_mask, strict=True)
             if trained
         ]
         sums[sample_id] = (sum(ratios), len(ratios))
@@ -125,7 +83,6 @@ def leave_one_out(samples: Mapping[str, Scored]) -> dict[str, float]:
 
 def micro_batch(
     samples: Sequence[Scored],
-    payload: str,
     dtype: torch.dtype,
     baselines: Mapping[str, float] | None = None,
     layout: str = "packed",
@@ -145,58 +102,7 @@ def micro_batch(
         token_N=torch.tensor([t for r in rows for t in r.response_ids], dtype=torch.long),
         mask_N=torch.tensor([m for r in rows for m in r.loss_mask], dtype=torch.bool),
         behaviour_N=torch.tensor([x for r in rows for x in r.behaviour_logprobs], dtype=torch.float32),
-        runs=_runs(samples, payload, dtype, baselines),
+        blocks=type(samples[0][0].answer).blocks(samples, dtype, baselines) if samples else (),
         row_lengths=tuple(len(r.response_ids) for r in rows),
         domains=tuple(r.domain for r in rows),
     )
-
-
-def _runs(
-    samples: Sequence[Scored], payload: str, dtype: torch.dtype, baselines: Mapping[str, float] | None
-) -> tuple[Run, ...]:
-    if not samples:
-        return ()
-    if payload == "sampled_logprobs":
-        logprob_N = torch.tensor([x for scored in samples for x in _sampled(scored)], dtype=torch.float32)
-        if baselines is None:
-            return (SampledRun(logprob_N, None),)
-        values = [baselines[s[0].sample_id] for s in samples for _ in s[0].response_ids]
-        return (SampledRun(logprob_N, torch.tensor(values, dtype=torch.float32)),)
-    if payload == "top_k":
-        rows = [scored[0] for scored in samples]
-        assert all(len(scored) == 1 for scored in samples), "top_k does not mix teachers"
-        width = max(len(r.topk_ids) // max(1, len(r.response_ids)) for r in rows)
-        ids_N_K = torch.tensor([x for r in rows for x in r.topk_ids], dtype=torch.long).view(-1, width)
-        logprobs = torch.tensor([x for r in rows for x in r.topk_logprobs], dtype=torch.float32)
-        return (TopKRun(ids_N_K, logprobs.view(-1, width)),)
-    return _hidden_runs(samples, dtype)
-
-
-def _sampled(scored: Scored) -> list[float]:
-    """[R] sum_k w_k log q_k(y): of a single teacher its log-prob."""
-    columns = [[row.weight * x for x in row.teacher_logprobs] for row in scored]
-    return [sum(values) for values in zip(*columns, strict=True)]
-
-
-def _hidden_runs(samples: Sequence[Scored], dtype: torch.dtype) -> tuple[HiddenRun, ...]:
-    runs: list[tuple[tuple[tuple[str, float], ...], list[list[Tensor]]]] = []
-    for scored in samples:
-        kind = tuple((row.head, row.weight) for row in scored)
-        if not runs or runs[-1][0] != kind:
-            runs.append((kind, [[] for _ in scored]))
-        for parts, row in zip(runs[-1][1], scored, strict=True):
-            # bytearray copies: the stream's buffer is read-only shared memory, which torch does not accept silently.
-            parts.append(torch.frombuffer(bytearray(row.hidden), dtype=dtype).view(-1, row.hidden_size))
-    return tuple(
-        HiddenRun(
-            heads=tuple(head for head, _ in kind),
-            weights=_normalised([weight for _, weight in kind]),
-            hidden=tuple(torch.cat(parts) for parts in columns),
-        )
-        for kind, columns in runs
-    )
-
-
-def _normalised(weights: Sequence[float]) -> tuple[float, ...]:
-    """Weights travel as float32, whose sum is 1 only to 1e-7."""
-    return tuple(weight / sum(weights) for weight in weights)

@@ -13,14 +13,13 @@ import pyarrow as pa
 
 from opd import cluster
 from opd.config import PipelineConfig, sync_tolerance
-from opd.config.objectives import SampledConfig
 from opd.layouts import prove_layout
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
 from opd.train.plan import RowSize, plan_micro_batches
-from opd.train.rank import HeadSource, RankResult, RankWork, TrainerRank
+from opd.train.rank import RankResult, RankWork, TrainerRank
 from opd.train.schedule import learning_rate
 from opd.train.totals import refuse_gap, refuse_impossible_means, row_weights
 from opd.train.zero import RankOptions
@@ -32,12 +31,10 @@ class DeepSpeedTrainer:
 
     def __init__(self, config: PipelineConfig, vocab_size: int) -> None:
         self._config = config.trainer
-        self._kind = config.objective.kind
-        self._normalize = "leave_one_out" if self._kind == "sampled" else config.objective.normalize
+        self._objective = config.objective
         self._domain_weights = {name: domain.loss_weight for name, domain in config.domains.items()}
         self._timeout_s = config.cluster.phase_timeout_s
         self._queue_bytes = config.teachers.queue
-        self._wants_baseline = isinstance(config.objective, SampledConfig) and config.objective.baseline != "none"
         options = _rank_options(config, vocab_size)
         env = cluster.worker_env(config.trainer.ranks)
         if not config.cluster.trainer_gpus:
@@ -84,13 +81,14 @@ class DeepSpeedTrainer:
         """
         lr = learning_rate(step, self._config)
         skipped = StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
-        weights = row_weights(rollouts, self._normalize, self._domain_weights)
+        weights = row_weights(rollouts, self._objective.weighting, self._domain_weights)
         if not weights:
             targets.collect()
             return skipped
         plan = self._plan(rollouts)
-        baselines = whole_step_baselines(targets) if self._wants_baseline else None
-        self._submit("begin_step", [[work, _heads(targets)] for work in _works(step, lr, plan, weights, baselines)])
+        baselines = whole_step_baselines(targets) if self._objective.wants_baseline else None
+        works = _works(step, lr, plan, weights, baselines)
+        self._submit("begin_step", [[work, dict(targets.heads)] for work in works])
         feed = Feed(targets, plan, queue_bytes=self._queue_bytes)
         running: deque[tuple[int, list[Any]]] = deque()
 
@@ -113,7 +111,8 @@ class DeepSpeedTrainer:
         share = _scored_share(rollouts, weights, targets.quarantined)
         results = self._call("finish_step", [[share]] * len(self._ranks))
         report = _report(step, lr, results)
-        refuse_impossible_means(step, self._kind, report.domains)
+        if not self._objective.IS_ESTIMATE:
+            refuse_impossible_means(step, self._objective.kind, report.domains)
         refuse_gap(step, report.domains, self._tolerance)
         return replace(report, early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
 
@@ -186,13 +185,6 @@ def _works(
         )
         for part in plan
     ]
-
-
-def _heads(targets: TargetStream) -> dict[str, HeadSource]:
-    return {
-        key: HeadSource(targets.head_rules[key], targets.head_files.get(key), handle)
-        for key, handle in targets.heads.items()
-    }
 
 
 def whole_step_baselines(targets: TargetStream) -> dict[str, float]:

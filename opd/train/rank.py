@@ -16,21 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd import cluster
 from opd.devices import to_device
 from opd.errors import RunError
 from opd.files import storing
 from opd.layouts import LAYOUTS, layout_error, predict_positions
-from opd.losses.blocks import LogitRule
 from opd.model_weights import persistent_buffers, to_files
-from opd.stream.heads import Head, HeadFile, head_key, head_tensor
+from opd.stream.heads import Head, HeadSource
 from opd.stream.schema import TargetRow, read_stream
-from opd.train.batch import (
-    HiddenRun,
-    MicroBatch,
-    gather_samples,
-    micro_batch,
-)
+from opd.train.batch import MicroBatch, gather_samples, micro_batch
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
 from opd.train.totals import Totals, token_weights
 from opd.train.zero import RankOptions, start_engine
@@ -50,23 +43,6 @@ class RankWork:
     baselines: Mapping[str, float] | None = None
     """Sample id -> what the objective takes off its advantages, `opd.train.batch.leave_one_out` over the whole step; None
     without a baseline."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadSource:
-    """Where a rank gets a teacher's output head."""
-
-    rule: LogitRule
-    file: HeadFile | None
-    handle: Any
-    """To the matrix, in another process."""
-
-    def read(self, key: str) -> Tensor:
-        """[V, D] on the CPU: from the teacher's files if they are here and what they were, else as it is sent."""
-        head_V_D = self.file.read() if self.file is not None else None
-        if head_V_D is not None and head_key(head_V_D, self.rule) == key:
-            return head_V_D
-        return head_tensor(cluster.fetch(self.handle))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +115,9 @@ class TrainerRank:
         step.receive(parts)
         ids = [i for i in step.work.micro_batches[index] if i not in left_out]
         batch = step.micro_batch(ids, self._layout)
-        # Each once: a head that several runs share would be fetched again where others drove it out.
-        needed = dict.fromkeys(key for run in batch.runs if isinstance(run, HiddenRun) for key in run.heads)
-        heads = {key: self._head(key, step.heads[key]) for key in needed}
+        # Each once: a head that several blocks share would be fetched again where others drove it out.
+        needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
+        heads = {key: self._head(step.heads[key]) for key in needed}
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
         weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
         self._engine.set_gradient_accumulation_boundary(index == len(step.work.micro_batches) - 1)
@@ -268,11 +244,11 @@ class TrainerRank:
                 **{kind: torch.zeros_like(flat) for kind in MOMENTS},
             }
 
-    def _head(self, key: str, source: HeadSource) -> Head:
+    def _head(self, source: HeadSource) -> Head:
         """The head on this device, in the type it was sent, kept while the least recently used ones make room."""
-        budget = self._options.head_memory_bytes
+        key, budget = source.key, self._options.head_memory_bytes
         if key not in self._heads:
-            self._heads[key] = Head(source.read(key).to(self._device), source.rule)
+            self._heads[key] = Head(source.read().to(self._device), source.rule)
             while len(self._heads) > 1 and sum(h.weight_V_D.nbytes for h in self._heads.values()) > budget:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
@@ -294,7 +270,8 @@ class _Step:
         self.totals = Totals()
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
-        self._kind: tuple[str, str] = ("hidden_states", "float32")
+        self._dtype = "float32"
+        """That of the parts that came."""
 
     def receive(self, parts: Sequence[np.ndarray]) -> None:
         """Keep these rows until their micro-batch is trained."""
@@ -302,7 +279,7 @@ class _Step:
 
         for part in parts:
             stream = read_stream(pa.py_buffer(part), self._vocab_size)
-            self._kind = stream.payload, stream.dtype
+            self._dtype = stream.dtype
             for row in stream.rows:
                 assert row.sample_id in self._mine, f"{row.sample_id} is of another rank"
                 self._rows[row.sample_id].append(row)
@@ -313,5 +290,4 @@ class _Step:
         if missing:
             raise RunError(f"step {self.work.step}: no teacher scored {missing[:3]}")
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
-        payload, dtype = self._kind
-        return micro_batch([samples[i] for i in ids], payload, getattr(torch, dtype), self.work.baselines, layout)
+        return micro_batch([samples[i] for i in ids], getattr(torch, self._dtype), self.work.baselines, layout)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from opd.layouts import Packed
-from opd.losses.blocks import Block, LogitRule
+from opd.losses.blocks import Block
 from opd.losses.chunked import TokenStats, chunked_objective
+from opd.losses.logits import token_logprobs
 from opd.losses.objective import Objective
 from opd.stream.heads import Head, logit_rule
 from opd.train.batch import MicroBatch
@@ -68,18 +68,9 @@ class Student(nn.Module):
     def forward(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Tensor, TokenStats]:
         """The micro-batch's share of the loss, and per-token numbers."""
         hidden_N_D = self.hidden(batch.packed)[batch.predict_N]
-        blocks = [run.block(heads) for run in batch.runs]
+        blocks = [block.with_heads(heads) for block in batch.blocks]
         return self.loss_head(hidden_N_D, batch, blocks, weight_N, batch.token_N)
 
     def hidden(self, packed: Packed) -> Tensor:
         """[B*T, D] last hidden state after the final norm."""
         return self.lm.base_model(**packed.inputs()).last_hidden_state.flatten(0, 1)
-
-
-def token_logprobs(hidden_N_D: Tensor, head_V_D: Tensor, token_N: Tensor, rule: LogitRule, chunk: int = 512) -> Tensor:
-    """[N] log-prob of each token, float32, a chunk of logits at a time."""
-    parts = [
-        rule.apply(h @ head_V_D.T).float().log_softmax(-1).gather(1, t[:, None])[:, 0]
-        for h, t in zip(hidden_N_D.split(chunk), token_N.split(chunk), strict=True)
-    ]
-    return torch.cat(parts) if parts else torch.zeros(0)

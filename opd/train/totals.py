@@ -62,10 +62,10 @@ def _lengths_of_others(rollouts: Sequence[Rollout], tokens: Mapping[str, int]) -
 
 
 def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainStats]) -> None:
-    """Raises: RunError naming the first domain whose mean loss is no divergence; estimates by samples may be anything."""
+    """Raises: RunError naming the first domain whose mean loss is no divergence."""
     for name, stats in domains.items():
         mean = stats.kl_sum / max(1, stats.tokens)
-        if kind != "sampled" and not LEAST_MEAN <= mean <= MOST_MEAN:  # written so that NaN fails too
+        if not LEAST_MEAN <= mean <= MOST_MEAN:  # written so that NaN fails too
             raise RunError(
                 f"step {step}: {kind} of domain {name} is {mean:.4g} nats a token, wanted {LEAST_MEAN:g} to {MOST_MEAN:g}: "
                 "its teacher's scores or the student's weights are broken; targets/ of the run holds the step's rows, "

@@ -12,7 +12,6 @@ import torch.utils.deterministic
 from torch import nn
 
 from opd.config.objectives import ObjectiveConfig
-from opd.losses import build_objective
 from opd.model_weights import attention_of
 from opd.train.builds import clear_dead_locks
 from opd.train.student import Student
@@ -65,7 +64,7 @@ def start_engine(options: RankOptions) -> Any:
     )
     loss = options.objective
     known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
-    student = Student(lm, build_objective(loss), chunk=loss.chunk, compiled=loss.compile, **known)
+    student = Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)
     _without_chance(student, options.gradient_checkpointing)
     optimizer = torch.optim.AdamW(
         parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas, eps=options.adam_epsilon

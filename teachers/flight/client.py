@@ -16,8 +16,9 @@ from pyarrow import flight
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.losses.blocks import LogitRule
-from opd.stream.heads import head_key, head_tensor
+from opd.losses.rule import LogitRule
+from opd.payloads import answer_class
+from opd.stream.heads import HeadSource, head_key, head_tensor
 from opd.stream.schema import VERSION as STREAM_VERSION
 from opd.stream.targets import TargetStream
 from opd.types import LayoutProof, Rollout
@@ -65,8 +66,8 @@ class FlightPool:
         self._served: dict[tuple[str, str], ServedTeacher] = {}
         self.layouts: dict[str, LayoutProof] = {}
         """Empty: the server proves its own."""
-        self._heads: dict[str, Any] = {}
-        self._head_rules: dict[str, LogitRule] = {}
+        self._sends_heads = answer_class(config.teachers.payload).SENDS_HEADS
+        self._heads: dict[str, HeadSource] = {}
 
     def wait_ready(self) -> None:
         """Compare what is served with the pipeline, then fetch each distinct head.
@@ -80,10 +81,10 @@ class FlightPool:
         for key in sorted({t.head for t in self._served.values()}):
             if key not in hello.heads:
                 raise ProtocolError(f"{self}: no logit rule for head {key}")
-            self._head_rules[key] = hello.heads[key].rule()
-            if self._options.payload == "hidden_states" and key not in self._heads:
-                head_V_D = self._ask("head", self._start_timeout_s, partial(self._head, key))
-                self._heads[key] = cluster.put(head_V_D)
+            if self._sends_heads and key not in self._heads:
+                rule = hello.heads[key].rule()
+                head_V_D = self._ask("head", self._start_timeout_s, partial(self._head, key, rule))
+                self._heads[key] = HeadSource(key=key, rule=rule, handle=cluster.Stored(cluster.put(head_V_D)))
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
         """Every rollout scored by the teachers of its domain; asked when the first part is taken.
@@ -93,22 +94,20 @@ class FlightPool:
         """
         refuse_unknown_domains(rollouts, self._routes)
         domains = {r.domain for r in rollouts}
-        heads = {a.teacher.name: self._served[d, a.teacher.name].head for d in domains for a in self._routes[d]}
-        keys = sorted(set(heads.values()) & set(self._heads))
+        keys = {a.teacher.name: self._served[d, a.teacher.name].head for d in domains for a in self._routes[d]}
         return TargetStream(
             (cluster.put(raw) for raw in self._parts(rollouts)),
             rollouts,
-            expected_rows(domains, self._routes, heads if self._options.payload == "hidden_states" else {}),
+            expected_rows(domains, self._routes, keys if self._sends_heads else {}),
             kind=(self._options.dtype, self._options.payload),
             max_quarantined=self._max_quarantined,
-            heads={key: self._heads[key] for key in keys},
-            head_rules={key: self._head_rules[key] for key in keys},
+            heads={key: self._heads[key] for key in sorted(set(keys.values()) & set(self._heads))},
             who=str(self),
         )
 
-    def heads(self) -> tuple[Mapping[str, Any], Mapping[str, LogitRule]]:
+    def heads(self) -> Mapping[str, HeadSource]:
         """As `opd.interfaces.TeacherPool.heads`, once the pool is ready."""
-        return self._heads, self._head_rules
+        return self._heads
 
     def __str__(self) -> str:
         return f"teachers at {self._address}"
@@ -119,7 +118,7 @@ class FlightPool:
         (result,) = self._client.do_action(flight.Action("hello", b""), options)
         return parse(Hello, result.body.to_pybytes())
 
-    def _head(self, key: str, options: Any) -> np.ndarray:
+    def _head(self, key: str, rule: LogitRule, options: Any) -> np.ndarray:
         reader = self._client.do_get(flight.Ticket(key.encode()), options)
         meta = {k.decode(): v.decode() for k, v in (reader.schema.metadata or {}).items()}
         pieces = [_piece(chunk.data) for chunk in reader]
@@ -133,7 +132,7 @@ class FlightPool:
         ):
             raise ProtocolError(f"head {key} came as {meta} with {raw.nbytes} bytes, wanted {wanted} of that shape")
         head_V_D = raw.view(wanted).reshape(shape)
-        found = head_key(head_tensor(head_V_D), self._head_rules[key])
+        found = head_key(head_tensor(head_V_D), rule)
         if found != key:
             raise ProtocolError(f"the head that came for {key} hashes to {found}")
         return head_V_D

@@ -11,7 +11,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from opd.errors import RunError
-from opd.losses.blocks import LogitRule
+from opd.losses.rule import LogitRule
 from opd.stream.schema import VERSION as STREAM_VERSION
 from opd.types import Rollout, Segment
 
@@ -65,7 +65,7 @@ class ServedTeacher(Wire):
 
 
 class WireRule(Wire):
-    """As `opd.losses.blocks.LogitRule`."""
+    """As `opd.losses.rule.LogitRule`."""
 
     scale: float
     softcap: float | None

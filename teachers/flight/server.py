@@ -93,7 +93,9 @@ class PoolServer(flight.FlightServerBase):
             key = ticket.ticket.decode(errors="replace")
             if key not in self._hello.heads:
                 raise ProtocolError(f"no head {key[:64]!r}")
-            head_V_D: np.ndarray = cluster.fetch(self._pool.head_handle(key))
+            handle = self._pool.heads()[key].handle
+            assert handle is not None
+            head_V_D = handle.fetch()
         # int16 holds the bits of a bfloat16, which numpy lacks.
         meta = {"opd.dtype": str(head_V_D.dtype), "opd.shape": "x".join(map(str, head_V_D.shape))}
         schema = SLICES.with_metadata(meta)
@@ -161,11 +163,14 @@ def make_hello(config: PipelineConfig, routes: Routes, vocab_size: int, pool: Po
         domains={
             domain: tuple(
                 ServedTeacher(
-                    name=a.teacher.name, weight=a.weight, digest=a.teacher.digest, head=described[a.teacher.name][0]
+                    name=a.teacher.name, weight=a.weight, digest=a.teacher.digest, head=described[a.teacher.name].key
                 )
                 for a in part
             )
             for domain, part in sorted(routes.items())
         },
-        heads={key: WireRule(scale=r.scale, softcap=r.softcap) for key, r in sorted(dict(described.values()).items())},
+        heads={
+            h.key: WireRule(scale=h.rule.scale, softcap=h.rule.softcap)
+            for h in sorted(described.values(), key=lambda h: h.key)
+        },
     )

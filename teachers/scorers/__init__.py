@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Protocol
 
 from torch import Tensor
 
-from opd.losses.blocks import LogitRule
+from opd.losses.rule import LogitRule
+from opd.named import imported
 from opd.stream.heads import HeadFile
 from opd.stream.schema import TargetRow
 from opd.types import LayoutProof, Rollout, Teacher
@@ -70,7 +70,7 @@ class Scorer(Protocol):
         ...
 
     def head(self, teacher: Teacher) -> Tensor:
-        """[V, D] the output head, on the CPU; only under payload `hidden_states`."""
+        """[V, D] the output head, on the CPU; only under a payload that sends heads."""
         ...
 
     def head_key(self, teacher: Teacher) -> str:
@@ -101,6 +101,5 @@ SCORERS = {
 
 def make_scorer(engine: str, options: ScorerOptions) -> Scorer:
     """The scorer behind `teachers.engine`."""
-    module, _, name = SCORERS[engine].partition(":")
-    made: Scorer = getattr(import_module(module), name)(options)
+    made: Scorer = imported(SCORERS[engine])(options)
     return made

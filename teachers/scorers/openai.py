@@ -19,12 +19,14 @@ import aiohttp
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.losses.blocks import IDENTITY, LogitRule
+from opd.losses.rule import IDENTITY, LogitRule
+from opd.payloads import answer_class
+from opd.payloads.answer import Position
 from opd.stream.schema import TargetRow
 from opd.text import one_line
 from opd.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions, Server
-from teachers.scorers.rows import Position, batches, logprob_answer, target_row
+from teachers.scorers.rows import batches, logprob_answer, target_row
 
 IN_FLIGHT = 16
 """Requests that a worker has out at a time."""
@@ -42,12 +44,14 @@ Sequences = Sequence[Sequence[int]]
 
 
 class OpenAIScorer:
-    """Implements `teachers.scorers.Scorer`; payloads `sampled_logprobs` and `top_k`."""
+    """Implements `teachers.scorers.Scorer`, for payloads that an engine's log-probs are enough for."""
 
     def __init__(self, options: ScorerOptions) -> None:
-        assert options.payload != "hidden_states", "refused when the pipeline is read"
+        self._answers = answer_class(options.payload)
+        named = self._answers.named_by_engine(min(options.top_k, options.vocab_size))
+        assert named is not None, "refused when the pipeline is read"
+        self._top_k = named
         self._vocab_size = options.vocab_size
-        self._top_k = min(options.top_k, options.vocab_size) if options.payload == "top_k" else 0
         self._servers = options.servers
         self._timeout = aiohttp.ClientTimeout(total=options.server_timeout_s, sock_connect=CONNECT_S)
         self._key_env = options.api_key_env
@@ -89,7 +93,7 @@ class OpenAIScorer:
         A response with a log-prob that is not finite gets no row but an entry in `broken`: sample id -> reason.
         Raises: RunError for an answer that cannot be had or used, after all attempts.
         """
-        key = self.head_key(teacher)
+        self.head_key(teacher)
         for batch in batches(rollouts, BATCH_TOKENS):
             sequences = [[*r.prompt_ids, *r.response_ids] for r in batch]
             rows = []
@@ -97,11 +101,12 @@ class OpenAIScorer:
                 batch, asyncio.run(self._ask_all(self._server(teacher), teacher, sequences)), strict=True
             ):
                 start = len(rollout.prompt_ids)
-                answer = logprob_answer(rollout, positions[start : start + len(rollout.response_ids)], self._top_k)
+                mine = positions[start : start + len(rollout.response_ids)]
+                answer = logprob_answer(self._answers, rollout, mine, self._top_k)
                 if answer is None:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: log-probs are not finite"
                 else:
-                    rows.append(target_row(rollout, teacher, key, answer))
+                    rows.append(target_row(rollout, teacher, answer))
             yield rows
 
     def _server(self, teacher: Teacher) -> Server:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
+from opd.payloads.answer import Answer, Position
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Teacher
 
@@ -25,8 +25,8 @@ def batches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[list[Rollo
         yield batch
 
 
-def target_row(rollout: Rollout, teacher: Teacher, head_key: str, answer: dict[str, Any]) -> TargetRow:
-    """The rollout's own columns, and `answer`: the payload's."""
+def target_row(rollout: Rollout, teacher: Teacher, answer: Answer) -> TargetRow:
+    """The rollout's own columns, and what the teacher says."""
     return TargetRow(
         sample_id=rollout.sample_id,
         step=rollout.step,
@@ -37,29 +37,12 @@ def target_row(rollout: Rollout, teacher: Teacher, head_key: str, answer: dict[s
         response_ids=rollout.response_ids,
         loss_mask=rollout.loss_mask,
         behaviour_logprobs=rollout.behaviour_logprobs,
-        head=head_key,
-        **answer,
+        answer=answer,
     )
 
 
-Position = Mapping[int, float]
-"""Token -> log-prob at one place of a sequence: the token that stands there, and the likeliest ones if asked for."""
-
-
-def logprob_answer(rollout: Rollout, positions: Sequence[Position], top_k: int) -> dict[str, Any] | None:
-    """The payload columns from the log-probs at each response token, [R]; None if one is not finite.
-
-    `top_k` 0 means the log-prob of the token itself. Otherwise the `top_k` likeliest of each position: engines add
-    the token that stands there, however unlikely, and it must not take part.
-    """
+def logprob_answer(answers: type[Answer], rollout: Rollout, positions: Sequence[Position], top_k: int) -> Answer | None:
+    """The answer from the log-probs at each response token, [R]; None if one is not finite."""
     if not all(math.isfinite(value) for position in positions for value in position.values()):
         return None
-    if not top_k:
-        pairs = zip(rollout.response_ids, positions, strict=True)
-        return {"hidden_size": 0, "teacher_logprobs": [position[token] for token, position in pairs]}
-    top = [sorted(position.items(), key=lambda entry: -entry[1])[:top_k] for position in positions]
-    return {
-        "hidden_size": 0,
-        "topk_ids": [token for entries in top for token, _ in entries],
-        "topk_logprobs": [value for entries in top for _, value in entries],
-    }
+    return answers.of_positions(rollout.response_ids, positions, top_k)

@@ -20,8 +20,10 @@ from opd.devices import to_device
 from opd.errors import RunError
 from opd.layouts import LAYOUTS, Packed, layout_error, predict_positions, prove_layout
 from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
-from opd.losses.blocks import LogitRule
+from opd.losses.rule import LogitRule
 from opd.model_weights import Naming, attention, to_meta
+from opd.payloads import answer_class
+from opd.payloads.answer import Answer, Said
 from opd.stream.heads import HeadFile, head_key, logit_rule
 from opd.stream.schema import TargetRow
 from opd.types import LayoutProof, Rollout, Teacher
@@ -39,7 +41,7 @@ class TransformersScorer:
     def __init__(self, options: ScorerOptions, device: str | None = None) -> None:
         """`device` is torch's name of one; default: the GPU if there is one."""
         self._dtype = getattr(torch, options.dtype)
-        self._payload = options.payload
+        self._answer_class = answer_class(options.payload)
         self._top_k = options.top_k
         self._vocab_size = options.vocab_size
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, weights_nbytes)
@@ -140,26 +142,29 @@ class TransformersScorer:
                     # Alone: in a packed row a masked neighbour's NaN still comes through, as 0 * NaN.
                     (hidden_R_D,) = self._hidden([rollout], layout)
                 if bool(torch.isfinite(hidden_R_D).all()):
-                    rows.append(target_row(rollout, teacher, key, self._answer(rollout, hidden_R_D)))
+                    rows.append(target_row(rollout, teacher, self._answer(rollout, hidden_R_D, key)))
                 else:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: hidden states are not finite"
             yield rows
 
     @torch.no_grad()
-    def _answer(self, rollout: Rollout, hidden_R_D: Tensor) -> dict[str, Any]:
-        """The payload columns of one row."""
-        if self._payload == "hidden_states":
-            raw = hidden_R_D.contiguous().view(torch.uint8).numpy().tobytes()
-            return {"hidden_size": hidden_R_D.shape[1], "hidden": raw}
-        head_V_D = self._model.get_output_embeddings().weight[: self._vocab_size]
-        logits_R_V = logit_rule(self._model.config).apply(hidden_R_D.to(self._device) @ head_V_D.T)
-        logq_R_V = logits_R_V.float().log_softmax(-1).cpu()
-        if self._payload == "sampled_logprobs":
-            token_R = torch.tensor(rollout.response_ids)
-            return {"hidden_size": 0, "teacher_logprobs": logq_R_V.gather(1, token_R[:, None])[:, 0].tolist()}
-        top = logq_R_V.topk(min(self._top_k, logq_R_V.shape[1]), dim=-1)
-        ids, logprobs = top.indices.flatten().tolist(), top.values.flatten().tolist()
-        return {"hidden_size": 0, "topk_ids": ids, "topk_logprobs": logprobs}
+    def _answer(self, rollout: Rollout, hidden_R_D: Tensor, head: str) -> Answer:
+        """What the teacher in place says of one row; `head` is the key of its head."""
+
+        def logprobs() -> Tensor:
+            head_V_D = self._model.get_output_embeddings().weight[: self._vocab_size]
+            logits_R_V = logit_rule(self._model.config).apply(hidden_R_D.to(self._device) @ head_V_D.T)
+            return logits_R_V.float().log_softmax(-1).cpu()
+
+        return self._answer_class.of_states(
+            Said(
+                token_ids=rollout.response_ids,
+                hidden_R_D=hidden_R_D,
+                head=head,
+                logprobs=logprobs,
+                top_k=self._top_k,
+            )
+        )
 
     @torch.no_grad()
     def _hidden(self, rollouts: Sequence[Rollout], layout: str) -> list[Tensor]:

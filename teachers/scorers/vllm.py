@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.losses.blocks import LogitRule
+from opd.losses.rule import LogitRule
+from opd.payloads import answer_class
+from opd.payloads.answer import Answer
+from opd.payloads.hidden_states import HiddenStates
 from opd.rollouts.worker import (
     EngineOptions,
     can_swap,
@@ -28,7 +31,7 @@ from opd.rollouts.worker import (
     swap_weights,
     wipe_cache,
 )
-from opd.stream.heads import HeadFile
+from opd.stream.heads import HeadFile, HeadSource
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher
 from teachers.scorers import ScorerOptions
@@ -40,7 +43,7 @@ BATCH_TOKENS = 32768
 """Prompt and response tokens handed to the engine at a time; it schedules them itself."""
 MAX_NUM_SEQS = 256
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.1}
-"""Largest gap to transformers on the probe: of log-probs the mean in nats, of hidden states relative to their norm."""
+"""Largest gap to transformers on the probe, see `opd.payloads.answer.Answer.gap`."""
 
 
 class VLLMScorer:
@@ -49,12 +52,16 @@ class VLLMScorer:
     def __init__(self, options: ScorerOptions) -> None:
         self._options = options
         self._dtype = getattr(torch, options.dtype)
-        self._pooling = options.payload == "hidden_states"
-        self._top_k = min(options.top_k, options.vocab_size) if options.payload == "top_k" else 0
+        self._answer_class = answer_class(options.payload)
+        self._pooling = self._answer_class is HiddenStates
+        named = 0 if self._pooling else self._answer_class.named_by_engine(min(options.top_k, options.vocab_size))
+        assert named is not None, f"vLLM does not tell what {options.payload} needs"
+        self._top_k = named
         self._llm: Any = None
         self._shape: dict[str, Any] = {}
         self._loaded = ""
-        self._heads: dict[str, tuple[str, LogitRule, HeadFile]] = {}
+        self._heads: dict[str, HeadSource] = {}
+        """By the teacher's weights."""
 
     def prefetch(self, teacher: Teacher) -> None:
         """Nothing: the engine reads a teacher's files when it needs them."""
@@ -65,18 +72,18 @@ class VLLMScorer:
 
     def head_key(self, teacher: Teacher) -> str:
         """As `TransformersScorer.head_key`. Raises: RunError, also if vLLM answers otherwise than transformers."""
-        return self._known(teacher)[0]
+        return self._known(teacher).key
 
-    def head_file(self, teacher: Teacher) -> HeadFile:
+    def head_file(self, teacher: Teacher) -> HeadFile | None:
         """Where the head lies."""
-        return self._known(teacher)[2]
+        return self._known(teacher).file
 
     def layout(self, teacher: Teacher) -> None:
         """The engine keeps its sequences apart by itself."""
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """What the teacher's architecture does to its logits."""
-        return self._known(teacher)[1]
+        return self._known(teacher).rule
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         """Target rows in batches, shortest rows first.
@@ -87,49 +94,46 @@ class VLLMScorer:
         for batch in batches(rollouts, BATCH_TOKENS):
             self._load(teacher)  # another one may have been asked since
             rows = []
-            for rollout, answer in zip(batch, self._answers(batch), strict=True):
+            for rollout, answer in zip(batch, self._answers(batch, key), strict=True):
                 if answer is None:
                     what = "hidden states" if self._pooling else "log-probs"
                     broken[rollout.sample_id] = f"teacher {teacher.name}: {what} are not finite"
                 else:
-                    rows.append(target_row(rollout, teacher, key, answer))
+                    rows.append(target_row(rollout, teacher, answer))
             yield rows
 
-    def _answers(self, rollouts: Sequence[Rollout]) -> list[dict[str, Any] | None]:
-        """The payload columns of each row from the teacher that is loaded; None if they are not finite."""
-        answers = self._ask(rollouts)
+    def _answers(self, rollouts: Sequence[Rollout], head: str) -> list[Answer | None]:
+        """What the teacher that is loaded says of each row, None if it is not finite; `head` is the key of its head."""
+        answers = self._ask(rollouts, head)
         for i, rollout in enumerate(rollouts):
             if answers[i] is None:
                 # Perhaps not its own fault: vLLM hands blocks of its cache on as they are, and attention multiplies what
                 # lies beyond a sequence's end by 0, which leaves NaN what it is.
                 wipe_cache(self._llm)
-                (answers[i],) = self._ask([rollout])
+                (answers[i],) = self._ask([rollout], head)
         if None in answers:
             wipe_cache(self._llm)  # for the rows and the teacher that come next
         return answers
 
-    def _ask(self, rollouts: Sequence[Rollout]) -> list[dict[str, Any] | None]:
+    def _ask(self, rollouts: Sequence[Rollout], head: str) -> list[Answer | None]:
         prompts: Any = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids]} for r in rollouts]
-        return (self._states if self._pooling else self._logprobs)(rollouts, prompts)
+        return self._states(rollouts, prompts, head) if self._pooling else self._logprobs(rollouts, prompts)
 
-    def _states(self, rollouts: Sequence[Rollout], prompts: Any) -> list[dict[str, Any] | None]:
+    def _states(self, rollouts: Sequence[Rollout], prompts: Any, head: str) -> list[Answer | None]:
         from vllm import PoolingParams
 
         # By default a pooler scales each state to length 1.
         params = PoolingParams(use_activation=False)
         outputs = self._llm.encode(prompts, pooling_params=params, pooling_task="token_embed", use_tqdm=False)
-        answers: list[dict[str, Any] | None] = []
+        answers: list[Answer | None] = []
         for rollout, output in zip(rollouts, outputs, strict=True):
             start = len(rollout.prompt_ids) - 1  # a response token is predicted one position before it
             hidden_R_D = output.outputs.data[start : start + len(rollout.response_ids)].to(self._dtype).cpu()
-            if bool(torch.isfinite(hidden_R_D).all()):
-                raw = hidden_R_D.contiguous().view(torch.uint8).numpy().tobytes()
-                answers.append({"hidden_size": hidden_R_D.shape[1], "hidden": raw})
-            else:
-                answers.append(None)
+            finite = bool(torch.isfinite(hidden_R_D).all())
+            answers.append(HiddenStates.of(hidden_R_D, head) if finite else None)
         return answers
 
-    def _logprobs(self, rollouts: Sequence[Rollout], prompts: Any) -> list[dict[str, Any] | None]:
+    def _logprobs(self, rollouts: Sequence[Rollout], prompts: Any) -> list[Answer | None]:
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -141,7 +145,7 @@ class VLLMScorer:
             start = len(rollout.prompt_ids)
             steps = [output.prompt_logprobs[t] for t in range(start, start + len(rollout.response_ids))]
             positions = [{token: entry.logprob for token, entry in step.items()} for step in steps]
-            answers.append(logprob_answer(rollout, positions, self._top_k))
+            answers.append(logprob_answer(self._answer_class, rollout, positions, self._top_k))
         return answers
 
     def _load(self, teacher: Teacher) -> None:
@@ -189,25 +193,27 @@ class VLLMScorer:
         """Made anew each time: it is asked once per teacher, and must not keep a second one in memory."""
         return TransformersScorer(self._options, device="cpu")
 
-    def _known(self, teacher: Teacher) -> tuple[str, LogitRule, HeadFile]:
-        """Head key, rule and file of a teacher on which vLLM and transformers agree."""
+    def _known(self, teacher: Teacher) -> HeadSource:
+        """The head of a teacher on which vLLM and transformers agree."""
         weights = weight_key(teacher)
         if weights not in self._heads:
             reference = self._reference()
-            key, rule, file = reference.head_key(teacher), reference.head_rule(teacher), reference.head_file(teacher)
+            head = HeadSource(
+                key=reference.head_key(teacher), rule=reference.head_rule(teacher), file=reference.head_file(teacher)
+            )
             probe = _probe(self._options.vocab_size)
             wanted = [row for rows in reference.score(teacher, [probe], {}) for row in rows]
             self._load(teacher)
-            (answer,) = self._answers([probe])
+            (answer,) = self._answers([probe], head.key)
             if wanted and answer is not None:  # states that are not finite are judged row by row
-                gap = _gap(wanted[0], target_row(probe, teacher, key, answer), self._dtype)
+                gap = answer.gap(wanted[0].answer, self._dtype)
                 if gap > TOLERANCE[self._options.dtype]:
                     raise RunError(
                         f"teacher {teacher.name}: vLLM is {gap:.3g} away from transformers on "
                         f"{len(probe.response_ids)} tokens, {TOLERANCE[self._options.dtype]} is allowed: "
                         "it computes this architecture otherwise; use teachers.engine transformers"
                     )
-            self._heads[weights] = key, rule, file
+            self._heads[weights] = head
         return self._heads[weights]
 
 
@@ -225,15 +231,3 @@ def _probe(vocab_size: int) -> Rollout:
         segments=(Segment(length=len(response), trained=True),),
         truncated=False,
     )
-
-
-def _gap(wanted: TargetRow, found: TargetRow, dtype: torch.dtype) -> float:
-    """How far apart two answers are, in the unit of `TOLERANCE`."""
-    if wanted.hidden_size:
-        ours, theirs = (torch.frombuffer(bytearray(row.hidden), dtype=dtype).float() for row in (found, wanted))
-        return float((ours - theirs).norm() / theirs.norm())
-    pairs = zip(
-        (*wanted.teacher_logprobs, *wanted.topk_logprobs), (*found.teacher_logprobs, *found.topk_logprobs), strict=True
-    )
-    gaps = [abs(a - b) for a, b in pairs]
-    return sum(gaps) / len(gaps)

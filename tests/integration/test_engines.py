@@ -229,15 +229,17 @@ def test_teachers_score_each_row_with_its_own_expert(tmp_path: Path, make_model_
     rows = rollouts()
     targets = pool.score(rows)
     assert targets.rows == len(rows) and len(targets.heads) == 2
-    heads = {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
+    heads = {key: head_tensor(head.handle.fetch()) for key, head in targets.heads.items()}
     scored = {row.sample_id: row for row in rows_of(targets)}
     assert targets.num_parts == 2
     assert set(scored) == {r.sample_id for r in rows}
     for rollout in rows:
         row = scored[rollout.sample_id]
         assert row.teacher == f"{rollout.domain}-expert"
-        hidden_R_D = torch.frombuffer(bytearray(row.hidden), dtype=torch.float32).view(-1, row.hidden_size)
-        logp_R_V = (hidden_R_D @ heads[row.head].T).log_softmax(-1)
+        hidden_R_D = torch.frombuffer(bytearray(row.answer.hidden), dtype=torch.float32).view(
+            -1, row.answer.hidden_size
+        )
+        logp_R_V = (hidden_R_D @ heads[row.answer.head].T).log_softmax(-1)
         ours = logp_R_V.gather(1, torch.tensor(rollout.response_ids)[:, None])[:, 0].tolist()
         model_dir = {"left": left, "right": right}[rollout.domain]
         (truth,) = plain_logprobs(model_dir, [(*rollout.prompt_ids, *rollout.response_ids)])
@@ -406,7 +408,7 @@ def test_every_payload_trains(
         scored = {row.sample_id: row for row in rows_of(targets)}
         for rollout in rows:
             (own,) = plain_logprobs(expert, [(*rollout.prompt_ids, *rollout.response_ids)])
-            assert scored[rollout.sample_id].teacher_logprobs == pytest.approx(
+            assert scored[rollout.sample_id].answer.teacher_logprobs == pytest.approx(
                 own[len(rollout.prompt_ids) - 1 :], abs=1e-4
             )
     reports = [trainer.train_step(step, rows, pool.score(rows)) for step in range(1, 13)]

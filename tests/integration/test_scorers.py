@@ -100,7 +100,7 @@ def stop(pool: Pool) -> None:
 
 def scored(pool: Pool, given: Sequence[Rollout]) -> tuple[list[TargetRow], dict[str, torch.Tensor]]:
     targets = pool.score(given)
-    return read_rows(targets), {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
+    return read_rows(targets), {key: head_tensor(head.handle.fetch()) for key, head in targets.heads.items()}
 
 
 @torch.no_grad()
@@ -129,19 +129,21 @@ def mean_gap(
     gaps = []
     for row in rows:
         want_R_V = plain(models[row.teacher], row, vocab_size)
-        if row.hidden_size:
-            states = torch.frombuffer(bytearray(row.hidden), dtype=getattr(torch, dtype)).view(-1, row.hidden_size)
-            found = (states.float() @ heads[row.head].float().T).log_softmax(-1)
+        if row.answer.hidden_size:
+            states = torch.frombuffer(bytearray(row.answer.hidden), dtype=getattr(torch, dtype)).view(
+                -1, row.answer.hidden_size
+            )
+            found = (states.float() @ heads[row.answer.head].float().T).log_softmax(-1)
             gaps.append((found - want_R_V).abs().flatten())
-        elif row.topk_ids:
-            ids = torch.tensor(row.topk_ids).view(len(row.response_ids), -1)
-            found = torch.tensor(row.topk_logprobs).view(ids.shape)
+        elif row.answer.topk_ids:
+            ids = torch.tensor(row.answer.topk_ids).view(len(row.response_ids), -1)
+            found = torch.tensor(row.answer.topk_logprobs).view(ids.shape)
             assert ids.shape[1] == TOP_K and all(len(set(r)) == TOP_K for r in ids.tolist())
             gaps.append((found - want_R_V.gather(1, ids)).abs().flatten())
             gaps.append((found - want_R_V.topk(TOP_K).values).abs().flatten())
         else:
             want = want_R_V.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
-            gaps.append((torch.tensor(row.teacher_logprobs) - want).abs())
+            gaps.append((torch.tensor(row.answer.teacher_logprobs) - want).abs())
     return float(torch.cat(gaps).mean())
 
 
@@ -184,7 +186,7 @@ def test_vllm_leaves_padding_rows_out(tmp_path: Path, make_model_dir: Make, ray:
     rows, _ = scored(pool, rollouts(below=60))
     models = {"left": reference(left), "right": reference(right)}
     assert mean_gap(rows, {}, models, vocab_size=60) <= 0.01
-    assert max(max(row.topk_ids) for row in rows) < 60
+    assert max(max(row.answer.topk_ids) for row in rows) < 60
     stop(pool)
 
 
@@ -208,7 +210,7 @@ def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
         targets = pool.score(given)
         rows = read_rows(targets)
         assert set(targets.quarantined) == {given[i].sample_id for i in poisoned}
-        heads = {key: head_tensor(cluster.fetch(ref)) for key, ref in targets.heads.items()}
+        heads = {key: head_tensor(head.handle.fetch()) for key, head in targets.heads.items()}
         assert mean_gap(rows, heads, models) <= 0.01
     stop(pool)
 

@@ -211,7 +211,7 @@ def test_teachers_of_two_architectures_and_a_domain_that_has_both(undisturbed: F
     for sample in samples.values():
         scored_by = {row.teacher: row.weight for row in rows if row.sample_id == sample.sample_id}
         assert scored_by == SHARES[sample.domain]
-    assert {row.teacher: row.hidden_size for row in rows} == {"left": 64, "right": 96}
+    assert {row.teacher: row.answer.hidden_size for row in rows} == {"left": 64, "right": 96}
 
     experts = {name: Path(expert["model"]) for name, expert in data["experts"].items()}
     losses = plain_loss(samples, Path(data["student"]["model"]), experts)
@@ -313,7 +313,9 @@ def contents(targets: TargetStream) -> list[tuple[Any, ...]]:
     """Every row and every byte of its payload, in an order that does not depend on the workers."""
     rows = read_rows(targets)
     assert len(rows) == targets.rows
-    return sorted((r.sample_id, r.teacher, r.weight, r.head, *r.response_ids, bytes(r.hidden)) for r in rows)
+    return sorted(
+        (r.sample_id, r.teacher, r.weight, r.answer.head, *r.response_ids, bytes(r.answer.hidden)) for r in rows
+    )
 
 
 def score_and_kill(pool: Pool, rows: Sequence[Rollout], kill: Callable[[Callable[[], bool]], None]) -> TargetStream:
@@ -336,7 +338,7 @@ def test_workers_killed_while_they_score_lose_no_row(pool: Pool) -> None:
     untouched = pool.score(rows)
     wanted = contents(untouched)
     assert untouched.restarted == [] and len(wanted) == 450
-    heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in untouched.heads.items()}
+    heads = {key: head_tensor(head.handle.fetch()) for key, head in untouched.heads.items()}
     assert len(heads) == 2
 
     def kill(num: int) -> Callable[[Callable[[], bool]], None]:
@@ -354,8 +356,8 @@ def test_workers_killed_while_they_score_lose_no_row(pool: Pool) -> None:
         assert len(targets.restarted) == len(set(targets.restarted)) == num and set(targets.restarted) <= both
         assert contents(targets) == wanted
         assert targets.quarantined == {}
-        for key, handle in targets.heads.items():
-            assert torch.equal(head_tensor(cluster.fetch(handle)), heads[key])
+        for key, head in targets.heads.items():
+            assert torch.equal(head_tensor(head.handle.fetch()), heads[key])
 
     idle = next(iter(scoring(os.getpid())))
     os.kill(idle, signal.SIGKILL)

@@ -105,7 +105,7 @@ def scored(root: Path, name: str, given: list[list[int]], vocab_size: int) -> Lo
         for i, ids in enumerate(given)
     ]  # fmt: skip
     rows = {row.sample_id: row for batch in scorer.score(teacher, rollouts, {}) for row in batch}
-    return [torch.tensor(rows[str(i)].teacher_logprobs) for i in range(len(given))]
+    return [torch.tensor(rows[str(i)].answer.teacher_logprobs) for i in range(len(given))]
 
 
 def scorer_gap(root: Path, name: str, given: list[list[int]], vocab_size: int) -> float:

@@ -33,11 +33,12 @@ from opd.checkpoints import CheckpointStore
 from opd.config.sections import CheckpointConfig
 from opd.errors import ModelError, RegistryError, RunDirError, RunError, StorageError
 from opd.files import blake3_file, storing
-from opd.losses.blocks import IDENTITY
+from opd.losses.rule import IDENTITY
 from opd.metrics import MetricsFile, PhaseClock
 from opd.progress import RunReporter
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import Sampled, _sampled, swap_weights
+from opd.stream.heads import HeadSource
 from opd.stream.targets import refuse_many_broken
 from opd.sync.shared_memory import SharedMemorySync
 from opd.types import DomainStats, Prompt, Rollout, Segment, Teacher, WrittenFile
@@ -218,7 +219,7 @@ def padded_head(b: Bench) -> None:
     edit(b.root / "up" / "config.json", vocab_size=80)
     assert b.starts().experts["up"].info.vocab_rows == 80
     ((after,),) = scorer().score(Teacher(name="up", model_dir=b.root / "up"), [given], {})
-    assert after.teacher_logprobs == pytest.approx(before.teacher_logprobs, abs=1e-6)
+    assert after.answer.teacher_logprobs == pytest.approx(before.answer.teacher_logprobs, abs=1e-6)
 
 
 def short_student(b: Bench) -> None:
@@ -494,7 +495,7 @@ def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
 
 def no_parts() -> Any:
     """Targets of which all that there is was taken."""
-    none: Any = SimpleNamespace(quarantined={}, heads={}, head_rules={}, arrived=True)
+    none: Any = SimpleNamespace(quarantined={}, heads={}, arrived=True)
     none.take = none.collect = lambda: None
     none.has = lambda ids: True
     return none
@@ -826,8 +827,8 @@ def no_compiler(b: Bench) -> None:
     import torch
 
     from opd.losses import chunked
-    from opd.losses.blocks import TeacherBlock
     from opd.losses.reverse_kl import ReverseKL
+    from opd.payloads.hidden_states import TeacherBlock
 
     def loss(compiled: bool) -> float:
         generator = torch.Generator().manual_seed(0)
@@ -859,7 +860,7 @@ def dead_or_hung_worker(b: Bench) -> None:
             pass
 
         def describe(self, teacher: Any) -> Any:
-            return "head", IDENTITY, None
+            return HeadSource(key="head", rule=IDENTITY)
 
         def layout(self, teacher: Any) -> None:
             return None

@@ -13,11 +13,14 @@ from statistics import median
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from opd.config import PipelineConfig, load_pipeline, rounds_of
 from opd.config.domains import RegisteredExperts
+from opd.config.objectives import objective_config
 from opd.errors import ConfigError
+from opd.losses import OBJECTIVES
 from opd.settings import MAX_YAML_DEPTH, MAX_YAML_NODES, apply_overrides, load_yaml, parse_yaml, validate
 
 ROOT = Path(__file__).parents[3]
@@ -543,6 +546,20 @@ def test_the_command_line_imports_no_engine() -> None:
     code = (
         "import cli, opd.config, sys; found = {'torch', 'vllm', 'ray', 'transformers', 'deepspeed'} & set(sys.modules); "
         "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_a_pipeline_is_read_without_torch(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    payload = objective_config(kind).PAYLOADS[0]
+    file.write_text(yaml.safe_dump(VALID | {"objective": {"kind": kind}, "teachers": {"payload": payload}}))
+    code = (
+        "import sys; from pathlib import Path; from opd.config import load_pipeline; from opd.payloads import answer_class; "
+        f"config = load_pipeline(Path({str(file)!r})); assert config.objective.kind == {kind!r}; "
+        "answer_class(config.teachers.payload).token_bytes(hidden_size=8, itemsize=4, top_k=2); "
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 

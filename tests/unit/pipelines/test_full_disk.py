@@ -18,13 +18,14 @@ from opd.config.sections import CheckpointConfig
 from opd.errors import StorageError
 from opd.files import storing
 from opd.stream.log import ArrowTargetLog
-from opd.stream.schema import PartRecord, TargetRow, write_stream
+from opd.stream.schema import PartRecord, write_stream
 from opd.stream.targets import Expected, TargetStream
 from opd.train.shards import write_shard
 from opd.types import Prompt, Rollout, RolloutBatch, Segment, WrittenFile
 from pipelines.build import RunPaths
 from pipelines.merge import Run, _export, _says_what_is_intact
 from pipelines.preflight import check
+from tests.rows import make_row
 
 FULL = "could not be written: No space left on device"
 
@@ -85,14 +86,14 @@ def test_a_checkpoint_leaves_the_one_before(run: RunPaths) -> None:
 
 def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) -> None:
     prompts = [Prompt(id="a/0", domain="a", token_ids=(1,))]
-    log = ArrowTargetLog(run.targets, SimpleNamespace(heads=lambda: ({"h": 0}, {"h": 0})), 76, print)  # type: ignore[arg-type]
+    log = ArrowTargetLog(run.targets, SimpleNamespace(heads=lambda: {"h": 0}), 76, print)  # type: ignore[arg-type]
 
     def write(step: int, width: int) -> None:
         rollout = Rollout(
             sample_id=f"{step:06d}/a/0", step=step, domain="a", policy_version=0, prompt_ids=(1,), response_ids=(2,),
             behaviour_logprobs=(-1.0,), segments=(Segment(length=1, trained=True),), truncated=False,
         )  # fmt: skip
-        row = TargetRow(
+        row = make_row(
             sample_id=rollout.sample_id, step=step, domain="a", teacher="t", policy_version=0, prompt_ids=[1],
             response_ids=[2], loss_mask=[True], behaviour_logprobs=[-1.0], head="h", hidden_size=width,
             hidden=bytes(4 * width),
@@ -101,7 +102,6 @@ def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) 
         teachers = {"a": {"t": Expected(weight=1.0, head="h")}}
         targets = TargetStream(
             iter([part]), [rollout], teachers, kind=("float32", "hidden_states"), max_quarantined=0, heads={},
-            head_rules={},
         )  # fmt: skip
         log.record(step, 0, prompts, RolloutBatch(rollouts=(rollout,), quarantined=()), targets)
         targets.collect()

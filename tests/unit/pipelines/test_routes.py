@@ -9,12 +9,13 @@ import pytest
 
 from experts.model_dir import inspect_model
 from opd.config import PipelineConfig, load_pipeline
+from opd.config.objectives import objective_config
 from opd.errors import ConfigError
 from opd.losses import OBJECTIVES
 from opd.settings import validate
 from opd.types import Teacher
 from pipelines.preflight import check
-from pipelines.routes import MIXABLE, Expert, route_domains
+from pipelines.routes import Expert, route_domains
 
 EXPERTS = {"algebra": "math", "proofs": "math2", "code": "code"}
 """Expert -> its own domain."""
@@ -144,8 +145,7 @@ def test_an_unknown_name_like_no_other_can_be_added(info: Any) -> None:
 @pytest.mark.parametrize("kind", sorted(OBJECTIVES))
 def test_only_sums_over_teachers_mix(kind: str, info: Any) -> None:
     domains = OWN | {"math": {"algebra": 0.5, "proofs": 0.5}}
-    assert (kind in MIXABLE) == OBJECTIVES[kind].mixes  # type: ignore[attr-defined]
-    if kind in MIXABLE:
+    if objective_config(kind).OBJECTIVE.mixes:
         assert routed(info, domains, kind=kind)[0]["math"] == [("algebra", 0.5), ("proofs", 0.5)]
     else:
         assert refused(info, domains, kind=kind) == [

@@ -47,8 +47,11 @@ def found(scoring: TransformersScorer, teacher: Teacher) -> dict[str, torch.Tens
     dtype = scoring._dtype
     head = scoring.head(teacher).float()
     rows = [row for batch in scoring.score(teacher, rollouts(), {}) for row in batch]
-    assert {row.head for row in rows} == {scoring.head_key(teacher)}
-    states = {r.sample_id: torch.frombuffer(bytearray(r.hidden), dtype=dtype).view(-1, r.hidden_size) for r in rows}
+    assert {row.answer.head for row in rows} == {scoring.head_key(teacher)}
+    states = {
+        r.sample_id: torch.frombuffer(bytearray(r.answer.hidden), dtype=dtype).view(-1, r.answer.hidden_size)
+        for r in rows
+    }
     return {i: (hidden.float() @ head.T).log_softmax(-1) for i, hidden in states.items()}
 
 
@@ -118,7 +121,7 @@ def test_other_payloads_carry_the_adapters_log_probs_too(experts: dict[str, tupl
         want = plain(path)
         for row in (row for batch in scoring.score(teacher, rollouts(), {}) for row in batch):
             sampled = want[row.sample_id].gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(row.teacher_logprobs), sampled, rtol=0, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(row.answer.teacher_logprobs), sampled, rtol=0, atol=1e-5)
 
 
 def test_bfloat16_is_near(experts: dict[str, tuple[Teacher, Path]]) -> None:

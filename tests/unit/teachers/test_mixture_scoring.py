@@ -43,7 +43,7 @@ def test_a_mixture_scores_as_plain_transformers(
             with torch.no_grad():
                 logp_T_V = model(ids[None]).logits[0].log_softmax(-1)
             own = logp_T_V[len(each.prompt_ids) - 1 : -1].gather(1, ids[len(each.prompt_ids) :, None])[:, 0]
-            assert rows[each.sample_id].teacher_logprobs == pytest.approx(own.tolist(), abs=1e-5)
+            assert rows[each.sample_id].answer.teacher_logprobs == pytest.approx(own.tolist(), abs=1e-5)
         head = scoring.head_file(teacher).read()
         assert head is not None and torch.equal(head, scoring.head(teacher))
 
@@ -89,6 +89,6 @@ def test_an_adapter_of_a_mixtures_attention_scores_as_the_merged_model(
         Teacher(name="merged", model_dir=merged),
     ):
         ((row,),) = scoring.score(teacher, [rollout(1)], {})
-        answers[teacher.name] = row.teacher_logprobs
+        answers[teacher.name] = row.answer.teacher_logprobs
     assert answers["adapter"] == pytest.approx(answers["merged"], abs=1e-5)
     assert answers["adapter"] != pytest.approx(answers["base"], abs=0.1)

@@ -17,7 +17,7 @@ import pytest
 
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.losses.blocks import IDENTITY
+from opd.losses.rule import IDENTITY
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
 from teachers.pool import Pool
@@ -162,8 +162,8 @@ def test_sampled_log_probs_are_the_servers_own(served: Served, teacher: Teacher)
     for row in rows:
         own = given[row.sample_id]
         want = [logq[token] for logq, token in zip(truth(own), own.response_ids, strict=True)]
-        assert list(row.teacher_logprobs) == pytest.approx(want)
-        assert (row.prompt_ids, row.response_ids, row.head) == (own.prompt_ids, own.response_ids, "")
+        assert list(row.answer.teacher_logprobs) == pytest.approx(want)
+        assert (row.prompt_ids, row.response_ids, row.answer.head_key()) == (own.prompt_ids, own.response_ids, "")
     assert 1 < served.most_busy <= product.IN_FLIGHT
     assert all((q["max_tokens"], q["temperature"]) == (1, 0.0) for q in served.requests)
 
@@ -177,9 +177,9 @@ def test_top_k_is_that_of_the_server_without_the_token_that_stands_there(
     for r, logq in enumerate(truth(given)):
         width = min(k, VOCABULARY)
         want = sorted(range(VOCABULARY), key=lambda token: -logq[token])[:width]
-        assert list(row.topk_ids[r * width : (r + 1) * width]) == want
-        assert list(row.topk_logprobs[r * width : (r + 1) * width]) == pytest.approx([logq[t] for t in want])
-    assert len(row.topk_ids) == 9 * min(k, VOCABULARY)
+        assert list(row.answer.topk_ids[r * width : (r + 1) * width]) == want
+        assert list(row.answer.topk_logprobs[r * width : (r + 1) * width]) == pytest.approx([logq[t] for t in want])
+    assert len(row.answer.topk_ids) == 9 * min(k, VOCABULARY)
 
 
 def spoiled(change: Callable[[dict[str, Any]], None], at: int = -1) -> Callable[[dict[str, Any], list[Any]], list[Any]]:
@@ -411,5 +411,5 @@ def test_the_pool_tries_every_server_before_the_first_step(
     pool.wait_ready()
     assert len(served.requests) == 1
     targets = pool.score([rollout(0), rollout(1)])
-    assert (targets.rows, dict(targets.heads), dict(targets.head_rules)) == (2, {}, {})
+    assert (targets.rows, dict(targets.heads)) == (2, {})
     assert len(rows_of(targets)) == 2

@@ -12,7 +12,7 @@ import torch
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.losses.blocks import IDENTITY
+from opd.losses.rule import IDENTITY
 from opd.stream import schema
 from opd.stream.heads import head_tensor
 from opd.stream.schema import Stream, read_stream
@@ -73,10 +73,9 @@ def test_every_rollout_goes_to_the_teacher_of_its_domain(
     }
     assert targets.rows == len(rows) == 8
     assert targets.quarantined == {}
-    assert set(targets.head_rules) == set(targets.heads)
-    assert set(targets.head_rules.values()) == {IDENTITY}
+    assert {head.rule for head in targets.heads.values()} == {IDENTITY}
     assert targets.num_parts == workers
-    heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in targets.heads.items()}
+    heads = {key: head_tensor(head.handle.fetch()) for key, head in targets.heads.items()}  # type: ignore[union-attr]
     check_rows(rows, heads, expert_dirs)
 
 
@@ -85,7 +84,8 @@ def test_only_heads_that_rows_need_are_sent(teachers: dict[str, Teacher], in_pro
     assert len(scored.score([rollout(0, "upper")]).heads) == 1
     both = scored.score([rollout(0, "upper"), rollout(1)])
     assert len(both.heads) == 2
-    assert scored.heads() == (both.heads, both.head_rules), "what a replay can ask for"
+    assert scored.heads() == both.heads, "what a replay can ask for"
+    assert all(head.key == key and head.file is not None for key, head in both.heads.items())
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,12 @@ def test_other_payloads_need_no_head(
     targets = pool(teachers, 2, payload=payload, objective=objective).score([rollout(0, "upper"), rollout(1)])
     streams = streams_of(targets)
     assert {s.payload for s in streams} == {payload}
-    assert (dict(targets.heads), dict(targets.head_rules), targets.rows) == ({}, {}, 2)
+    assert (dict(targets.heads), targets.rows) == ({}, 2)
     for row in (row for s in streams for row in s.rows):
-        assert len(row.teacher_logprobs) == (5 if payload == "sampled_logprobs" else 0)
-        assert len(row.topk_ids) == len(row.topk_logprobs) == (15 if payload == "top_k" else 0)
+        if payload == "sampled_logprobs":
+            assert len(row.answer.teacher_logprobs) == 5
+        else:
+            assert len(row.answer.topk_ids) == len(row.answer.topk_logprobs) == 15
 
 
 def test_one_response_that_cannot_be_scored_is_left_out(
@@ -210,7 +212,7 @@ def mortal(in_process: Any, dies_in: dict[int, str]) -> list[Mortal]:
 
 
 def contents(targets: TargetStream) -> list[tuple[str, str, bytes]]:
-    return sorted((row.sample_id, row.teacher, bytes(row.hidden)) for row in read_rows(targets))
+    return sorted((row.sample_id, row.teacher, bytes(row.answer.hidden)) for row in read_rows(targets))
 
 
 ROLLOUTS = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]
@@ -318,15 +320,16 @@ def test_a_worker_is_asked_for_few_parts_before_one_is_taken(
 def test_heads_are_read_from_a_worker_that_lives(teachers: dict[str, Teacher], in_process: Any) -> None:
     workers = mortal(in_process, {0: "part 0"})
     scoring = pool(teachers, 2)
-    before = {scoring.head_of(t)[0]: scoring.head_handle(scoring.head_of(t)[0]) for t in teachers.values()}
-    heads = {key: head_tensor(cluster.fetch(handle)) for key, handle in before.items()}
+    before = scoring.heads()
+    assert set(before) == {scoring.head_of(t).key for t in teachers.values()}
+    heads = {key: head_tensor(head.handle.fetch()) for key, head in before.items()}
     scoring.score(ROLLOUTS).collect()
     targets = scoring.score(ROLLOUTS)
     assert workers[0].dead and set(targets.heads) == set(before)
-    for key, handle in targets.heads.items():
-        assert torch.equal(head_tensor(cluster.fetch(handle)), heads[key])
+    for key, head in targets.heads.items():
+        assert torch.equal(head_tensor(head.handle.fetch()), heads[key])
         with pytest.raises(RunError):
-            cluster.fetch(before[key])
+            before[key].handle.fetch()
 
 
 def test_a_pool_that_was_stopped_starts_nothing_again(teachers: dict[str, Teacher], in_process: Any) -> None:

@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opd.errors import RunError
+from opd.losses.rule import IDENTITY
+from opd.payloads.sampled_logprobs import SampledLogprobs
+from opd.payloads.top_k import TopTokens
 from opd.stream.schema import read_stream, write_stream
 from opd.types import Teacher
 from teachers.scorers import ScorerOptions
@@ -51,7 +54,7 @@ def test_a_row_carries_its_rollout(teachers: dict[str, Teacher]) -> None:
     ((row,),) = scorer().score(teachers["reverse"], [given], {})
     for name in ("sample_id", "step", "domain", "policy_version", "prompt_ids", "response_ids", "behaviour_logprobs"):
         assert getattr(row, name) == getattr(given, name)
-    assert (row.teacher, row.loss_mask, row.hidden_size) == ("rev", given.loss_mask, 64)
+    assert (row.teacher, row.loss_mask, row.answer.hidden_size) == ("rev", given.loss_mask, 64)
 
 
 def test_equal_heads_have_one_key(teachers: dict[str, Teacher], tmp_path: Path) -> None:
@@ -90,7 +93,7 @@ def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
     assert {r.sample_id for r in rows} == {r.sample_id for r in rollouts} - set(broken)
     again = [row for batch in scoring.score(bad, [rollouts[3]], {}) for row in batch]
     (same,) = (r for r in rows if r.sample_id == rollouts[3].sample_id)
-    states = [torch.frombuffer(bytearray(r.hidden), dtype=torch.float32) for r in (same, again[0])]
+    states = [torch.frombuffer(bytearray(r.answer.hidden), dtype=torch.float32) for r in (same, again[0])]
     torch.testing.assert_close(*states, rtol=0, atol=1e-5)
 
 
@@ -126,8 +129,8 @@ def test_sampled_log_probs_are_those_of_a_plain_forward(
         rollouts = [rollout(i, domain, prompt=1 + 3 * i, response=1 + i) for i in range(5)]
         for row in (row for batch in scoring.score(teacher, rollouts, {}) for row in batch):
             want = plain_log_probs(expert_dirs[teacher.name], row)[range(len(row.response_ids)), list(row.response_ids)]
-            torch.testing.assert_close(torch.tensor(row.teacher_logprobs), want, rtol=0, atol=1e-5)
-            assert (bytes(row.hidden), row.hidden_size, list(row.topk_ids)) == (b"", 0, [])
+            torch.testing.assert_close(torch.tensor(row.answer.teacher_logprobs), want, rtol=0, atol=1e-5)
+            assert type(row.answer) is SampledLogprobs
 
 
 @pytest.mark.parametrize("k", [1, 5, 76, 1000])
@@ -137,10 +140,10 @@ def test_top_k_is_that_of_a_plain_forward(k: int, teachers: dict[str, Teacher], 
     rows = [row for batch in scorer(payload="top_k", top_k=k).score(teacher, rollouts, {}) for row in batch]
     for row in rows:
         want = plain_log_probs(expert_dirs["up"], row).topk(min(k, VOCABULARY))
-        found = torch.tensor(row.topk_logprobs).view(len(row.response_ids), -1)
+        found = torch.tensor(row.answer.topk_logprobs).view(len(row.response_ids), -1)
         torch.testing.assert_close(found, want.values, rtol=0, atol=1e-5)
-        assert row.topk_ids == want.indices.flatten().tolist()
-        assert (bytes(row.hidden), row.hidden_size, list(row.teacher_logprobs)) == (b"", 0, [])
+        assert row.answer.topk_ids == want.indices.flatten().tolist()
+        assert type(row.answer) is TopTokens
     assert len(read_stream(write_stream(rows, "float32", "top_k")).rows) == 5
 
 
@@ -150,9 +153,9 @@ def test_rows_of_the_head_beyond_the_vocabulary_are_padding(
     small = dataclasses.replace(rollout(0), prompt_ids=(1, 2), response_ids=(3, 4, 5))
     ((row,),) = scorer(payload="top_k", top_k=100, vocab_size=60).score(teachers["reverse"], [small], {})
     want = plain_log_probs(expert_dirs["rev"], row)[:, :60].log_softmax(-1)
-    assert sorted(set(row.topk_ids)) == list(range(60))
+    assert sorted(set(row.answer.topk_ids)) == list(range(60))
     found = torch.full_like(want, torch.nan).scatter(
-        1, torch.tensor(row.topk_ids).view(3, -1), torch.tensor(row.topk_logprobs).view(3, -1)
+        1, torch.tensor(row.answer.topk_ids).view(3, -1), torch.tensor(row.answer.topk_logprobs).view(3, -1)
     )
     torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
 
@@ -191,11 +194,11 @@ def test_scaled_and_capped_logits_are_those_of_transformers(kind: str, payload: 
     want = plain_log_probs(teacher.model_dir, row)
     picked = want[range(5), list(row.response_ids)]
     if payload == "sampled_logprobs":
-        torch.testing.assert_close(torch.tensor(row.teacher_logprobs), picked, rtol=0, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(row.answer.teacher_logprobs), picked, rtol=0, atol=1e-4)
         return
     rule = scoring.head_rule(teacher)
-    assert not rule.is_identity
-    states = torch.frombuffer(bytearray(row.hidden), dtype=torch.float32).view(-1, row.hidden_size)
+    assert rule != IDENTITY
+    states = torch.frombuffer(bytearray(row.answer.hidden), dtype=torch.float32).view(-1, row.answer.hidden_size)
     found = rule.apply(states @ scoring.head(teacher).T).log_softmax(-1)
     torch.testing.assert_close(found, want, rtol=0, atol=1e-4)
     plain = (states @ scoring.head(teacher).T).log_softmax(-1)
@@ -243,7 +246,7 @@ def test_weights_that_do_not_fit_their_config_stop_the_run(
         with pytest.raises(RunError, match=f"teacher bad: .*{damage} .*up_proj"):
             list(scoring.score(bad, [rollout(1)], {}))
     (again,) = scoring.score(teachers["reverse"], [rollout(1)], {})
-    assert bytes(again[0].hidden) == bytes(want[0].hidden)
+    assert bytes(again[0].answer.hidden) == bytes(want[0].answer.hidden)
 
 
 def test_batches_hold_every_row_once_and_stay_small() -> None:

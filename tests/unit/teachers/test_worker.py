@@ -81,7 +81,7 @@ def test_rows_carry_their_teachers_share(teachers: dict[str, Teacher]) -> None:
     assert {(r.teacher, r.weight) for r in rows} == {("rev", 0.25), ("wide", 0.75), ("up", 1.0)}
     assert sorted(r.sample_id for r in rows) == sorted(["0", "1", "2"] * 3)
     for row in rows:
-        states = torch.frombuffer(bytearray(row.hidden), dtype=torch.float32).view(-1, row.hidden_size)
+        states = torch.frombuffer(bytearray(row.answer.hidden), dtype=torch.float32).view(-1, row.answer.hidden_size)
         torch.testing.assert_close(states, plain_states(teachers[row.teacher], row), rtol=0, atol=1e-5)
 
 
@@ -123,7 +123,7 @@ def test_a_row_is_scored_when_its_part_is_asked_for(
     rows = [row for part in parts(made) for row in part.rows]
     assert {row.teacher for row in rows} == {"wide"}
     for row in rows:
-        states = torch.frombuffer(bytearray(row.hidden), dtype=torch.float32).view(-1, row.hidden_size)
+        states = torch.frombuffer(bytearray(row.answer.hidden), dtype=torch.float32).view(-1, row.answer.hidden_size)
         torch.testing.assert_close(states, plain_states(teachers["wide"], row), rtol=0, atol=1e-5)
 
 
@@ -140,7 +140,7 @@ def test_a_head_that_is_asked_for_between_two_batches_changes_no_row(
         rows += part.rows
     assert len(rows) == 3
     for row in rows:
-        states = torch.frombuffer(bytearray(row.hidden), dtype=torch.float32).view(-1, row.hidden_size)
+        states = torch.frombuffer(bytearray(row.answer.hidden), dtype=torch.float32).view(-1, row.answer.hidden_size)
         torch.testing.assert_close(states, plain_states(teachers["rev"], row), rtol=0, atol=1e-5)
 
 

@@ -11,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opd.losses import chunked
-from opd.losses.blocks import TeacherBlock, TopKBlock
 from opd.losses.chunked import _rounded_in_place, chunked_objective
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
@@ -19,6 +18,8 @@ from opd.losses.reverse_kl import ReverseKL
 from opd.losses.sampled import Sampled
 from opd.losses.skew import Skew
 from opd.losses.top_k import TopK
+from opd.payloads.hidden_states import TeacherBlock
+from opd.payloads.top_k import TopKBlock
 
 FLOAT = 4
 """Bytes of a float32."""

@@ -16,25 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.losses import OBJECTIVES, build_objective, chunked
-from opd.losses.blocks import (
-    IDENTITY,
-    Block,
-    FoldedBlock,
-    LogitRule,
-    MixtureBlock,
-    SampledBlock,
-    TeacherBlock,
-    TopKBlock,
-)
+from opd.config.objectives import objective_config
+from opd.losses import OBJECTIVES, chunked
+from opd.losses.blocks import Block
 from opd.losses.chunked import TokenStats, chunked_objective
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
 from opd.losses.objective import Objective
 from opd.losses.reverse_kl import ReverseKL
+from opd.losses.rule import IDENTITY, LogitRule
 from opd.losses.sampled import Sampled
 from opd.losses.skew import Skew
 from opd.losses.top_k import TopK
+from opd.payloads.hidden_states import MixtureBlock, TeacherBlock
+from opd.payloads.sampled_logprobs import SampledBlock
+from opd.payloads.top_k import TopKBlock
 from opd.settings import validate
 
 V, D, N = 19, 5, 17
@@ -487,34 +483,6 @@ def common_head(dtype: torch.dtype, rule: LogitRule = IDENTITY) -> tuple[Case, M
     return c, MixtureBlock(tuple(c.teachers), weights)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-5)])
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_mixture_over_one_head_folds_into_one_vector(dtype: torch.dtype, tolerance: float, chunk: int) -> None:
-    c, mixture = common_head(dtype)
-    parts = [(t.hidden_N_E @ t.head_V_E.T).logsumexp(-1) for t in mixture.teachers]
-    folded = mixture.folded(torch.stack([w * lse for w, lse in zip(mixture.weights, parts, strict=True)]).sum(0))
-    assert isinstance(folded, FoldedBlock)
-    want, stats = run(c, ReverseKL(), [mixture], chunk)
-    loss, found = run(c, ReverseKL(), [folded], chunk)
-    assert_is(c, loss, want, tolerance)
-    torch.testing.assert_close(found.kl_N, stats.kl_N, rtol=tolerance, atol=tolerance)
-    if dtype == torch.float64:
-        assert_gradients_are_differences(c, ReverseKL(), [folded], chunk)
-        # The number moves the value, not the gradient.
-        shifted, _ = run(c, ReverseKL(), [FoldedBlock(folded.hidden_N_E, folded.head_V_E, folded.lse_N + 5)], chunk)
-        assert float((shifted - loss).detach()) == pytest.approx(5 * float(c.weight.sum()))
-        again, _ = run(c, ReverseKL(), [folded], chunk)
-        for a, b in zip(gradients(shifted, c.hidden, c.head), gradients(again, c.hidden, c.head), strict=True):
-            torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("rule", [LogitRule(scale=2.0), LogitRule(softcap=3.0)])
-def test_what_does_not_fold_says_so(rule: LogitRule) -> None:
-    assert common_head(torch.float64, rule)[1].folded(torch.zeros(N)) is None
-    c, weights = mixture_case()
-    assert MixtureBlock(tuple(c.teachers), weights).folded(torch.zeros(N)) is None
-
-
 @pytest.mark.parametrize(
     "weights", [(1.5, -0.5), (-0.5, 1.5), (0.5, 0.6), (0.2, 0.2), (1.0,), (math.nan, 0.5)], ids=str
 )
@@ -861,13 +829,6 @@ def mixture_setup(objective: Objective) -> tuple[Case, Objective, list[Block]]:
     return c, objective, [MixtureBlock(tuple(c.teachers), weights)]
 
 
-def folded_setup(objective: Objective) -> tuple[Case, Objective, list[Block]]:
-    c, mixture = common_head(torch.float64)
-    folded = mixture.folded(torch.linspace(1, 2, N, dtype=torch.float64))
-    assert folded is not None
-    return c, objective, [folded]
-
-
 def form_setup(form: Form, rules: tuple[LogitRule, LogitRule]) -> tuple[Case, Objective, list[Block]]:
     c = case(rules=rules)
     return c, form.objective, blocks(c, form)
@@ -879,9 +840,7 @@ SETUPS: dict[str, Callable[[], tuple[Case, Objective, list[Block]]]] = {
     "sampled": functools.partial(sampled_setup, False),
     "sampled with a baseline": functools.partial(sampled_setup, True),
     "mixture": functools.partial(mixture_setup, ReverseKL()),
-    "folded": functools.partial(folded_setup, ReverseKL()),
     "mixture, sampled": functools.partial(mixture_setup, Sampled()),
-    "folded, sampled": functools.partial(folded_setup, Sampled()),
 }
 every_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
 SMALL = {
@@ -926,7 +885,7 @@ def test_slices_and_tiles_change_no_gradient_and_no_number(
         torch.testing.assert_close(getattr(found, name), getattr(stats, name), rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["reverse_kl, rules", "jsd 0.5", "skew 0.1", "top_k bucket 4", "mixture", "folded"])
+@pytest.mark.parametrize("name", ["reverse_kl, rules", "jsd 0.5", "skew 0.1", "top_k bucket 4", "mixture"])
 @small_sizes
 def test_gradients_of_slices_are_finite_differences(
     name: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -957,23 +916,17 @@ def test_tiles_leave_the_gradient_of_padding_rows_at_zero(
 # Which objectives take a mixture
 
 
-@pytest.mark.parametrize("objective", [make() for make in OBJECTIVES.values()], ids=OBJECTIVES.keys())
-@pytest.mark.parametrize("folded", [False, True], ids=["mixture", "folded"])
-def test_a_mixture_needs_an_objective_that_is_a_sum_over_teachers(objective: Objective, folded: bool) -> None:
+@pytest.mark.parametrize("objective", [objective_config(kind).OBJECTIVE() for kind in OBJECTIVES], ids=OBJECTIVES)
+def test_a_mixture_needs_an_objective_that_is_a_sum_over_teachers(objective: Objective) -> None:
     # What a log-measure gives is the weighted sum of the single objectives, or it is a bug to ask for it.
-    c, mixture = common_head(torch.float64)
-    logsums = [
-        w * (t.hidden_N_E @ t.head_V_E.T).logsumexp(-1) for w, t in zip(mixture.weights, c.teachers, strict=True)
-    ]
-    block = mixture.folded(torch.stack(logsums).sum(0)) if folded else mixture
-    assert block is not None
+    c, block = common_head(torch.float64)
     if not objective.mixes:
         with pytest.raises(AssertionError):
             run(c, objective, [block])
         return
     loss, _ = run(c, objective, [block])
     singles = [run(c, objective, [t])[0] for t in c.teachers]
-    assert_is(c, loss, sum((w * s for w, s in zip(mixture.weights, singles, strict=True)), torch.zeros(())), 1e-9)
+    assert_is(c, loss, sum((w * s for w, s in zip(block.weights, singles, strict=True)), torch.zeros(())), 1e-9)
 
 
 def test_the_guard_is_needed() -> None:
@@ -987,20 +940,13 @@ def test_the_guard_is_needed() -> None:
     assert {type(f.objective) for f in FORMS.values() if not f.objective.mixes} == {ForwardKL, JSD, Skew, TopK}
 
 
-@pytest.mark.parametrize("kind", ["mixture", "folded"])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_sampled_mixture_is_the_surrogate_of_the_weighted_log_probs(kind: str, chunk: int) -> None:
+def test_a_sampled_mixture_is_the_surrogate_of_the_weighted_log_probs(chunk: int) -> None:
     c, mixture = common_head(torch.float64)
-    given: list[Block] = [mixture]
-    if kind == "folded":
-        parts = [(t.hidden_N_E @ t.head_V_E.T).logsumexp(-1) for t in c.teachers]
-        folded = mixture.folded(torch.stack([w * x for w, x in zip(mixture.weights, parts, strict=True)]).sum(0))
-        assert folded is not None
-        given = [folded]
     behaviour = c.logp().detach()[range(N), c.token] + torch.linspace(-0.3, 0.3, N, dtype=torch.float64)
     logq = sum((w * log_probs(t) for w, t in zip(mixture.weights, c.teachers, strict=True)), torch.zeros(()))
     options: dict[str, Any] = {"chunk": chunk, "vocab_size": V}
-    loss, stats = chunked_objective(Sampled(), c.hidden, c.head, given, c.weight, c.token, behaviour, **options)
+    loss, stats = chunked_objective(Sampled(), c.hidden, c.head, [mixture], c.weight, c.token, behaviour, **options)
     logp = c.logp().gather(1, c.token[:, None])[:, 0]
     k1 = logp.detach() - logq[range(N), c.token]
     torch.testing.assert_close(stats.kl_N, k1)
@@ -1083,7 +1029,7 @@ def test_without_a_compiler_the_loss_runs_eagerly_and_says_so_once(monkeypatch: 
 # Input that does not fit
 
 
-@pytest.mark.parametrize("who", ["student", "teacher", "mixture", "folded"])
+@pytest.mark.parametrize("who", ["student", "teacher", "mixture"])
 def test_a_width_that_does_not_fit_is_refused_by_name(who: str) -> None:
     c, _ = mixture_case()
     bad = TeacherBlock(c.teachers[0].hidden_N_E, c.teachers[1].head_V_E)
@@ -1091,7 +1037,6 @@ def test_a_width_that_does_not_fit_is_refused_by_name(who: str) -> None:
         "student": c.teachers[0],
         "teacher": bad,
         "mixture": MixtureBlock((c.teachers[1], bad), (0.5, 0.5)),
-        "folded": FoldedBlock(bad.hidden_N_E, bad.head_V_E, torch.zeros(N)),
     }
     if who == "student":
         c.hidden = torch.zeros(N, D + 1, dtype=torch.float64)
@@ -1145,9 +1090,9 @@ def test_an_objective_gets_its_own_options(options: dict[str, Any], want: Object
         },
         "p.yaml",
     )
-    assert build_objective(config.objective) == want
+    assert config.objective.build() == want
 
 
 def test_every_objective_is_tested_here() -> None:
     tested = {type(form.objective) for form in FORMS.values()} | {Sampled}
-    assert tested == set(OBJECTIVES.values())
+    assert tested == {objective_config(kind).OBJECTIVE for kind in OBJECTIVES}

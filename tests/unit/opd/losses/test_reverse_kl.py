@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.losses import OBJECTIVES
-from opd.losses.blocks import TeacherBlock
+from opd.config.objectives import objective_config
 from opd.losses.chunked import chunked_objective
 from opd.losses.reverse_kl import ReverseKL
+from opd.payloads.hidden_states import TeacherBlock
 
 V, D = 23, 6
 Case = tuple[Tensor, Tensor, list[TeacherBlock], Tensor, Tensor]
@@ -254,4 +254,4 @@ def test_no_logit_matrix_larger_than_a_chunk_exists() -> None:
 
 
 def test_the_objective_is_found_by_its_name() -> None:
-    assert OBJECTIVES["reverse_kl"] is ReverseKL
+    assert objective_config("reverse_kl").OBJECTIVE is ReverseKL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import transformers
 
-from opd.losses.blocks import IDENTITY, LogitRule
+from opd.losses.rule import IDENTITY, LogitRule
 from opd.stream.heads import head_array, head_key, head_tensor, logit_rule
 
 

@@ -13,23 +13,25 @@ import pytest
 import torch
 
 from opd.errors import StorageError
-from opd.losses.blocks import LogitRule
-from opd.stream.heads import head_array, head_tensor
+from opd.losses.rule import LogitRule
+from opd.stream.heads import HeadSource, head_array, head_tensor
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
 from opd.stream.targets import Expected, TargetStream
 from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment
+from tests.rows import changed, make_row
 
 PROMPTS = [Prompt(id=f"{d}/{i}", domain=d, token_ids=(1, 2 + i)) for d in "ab" for i in range(2)]
 VOCABULARY = 76
 RULES = {"h": LogitRule(scale=2.0), "other": LogitRule(scale=3.0)}
+HEADS = {key: HeadSource(key=key, rule=rule) for key, rule in RULES.items()}
 
 
 class Teachers:
     """Have two heads."""
 
-    def heads(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        return {"h": "handle of h", "other": "handle of other"}, RULES
+    def heads(self) -> Mapping[str, HeadSource]:
+        return HEADS
 
 
 def rollout(name: str, *, step: int = 12, mask: tuple[int, ...] = (3,), truncated: bool = False) -> Rollout:
@@ -43,7 +45,7 @@ def rollout(name: str, *, step: int = 12, mask: tuple[int, ...] = (3,), truncate
 
 
 def scored(r: Rollout, teacher: str = "t", weight: float = 1.0) -> TargetRow:
-    return TargetRow(
+    return make_row(
         sample_id=r.sample_id, step=r.step, domain=r.domain, teacher=teacher, weight=weight,
         policy_version=r.policy_version, prompt_ids=r.prompt_ids, response_ids=r.response_ids, loss_mask=r.loss_mask,
         behaviour_logprobs=r.behaviour_logprobs, head="h", hidden_size=2,
@@ -61,7 +63,7 @@ TEACHERS = {"a": {"t": Expected(weight=1.0, head="h")}, "b": {"t": Expected(weig
 def stream(batch: RolloutBatch, parts: list[np.ndarray], teachers: Any = TEACHERS) -> TargetStream:
     return TargetStream(
         iter(parts), batch.rollouts, teachers, kind=("float32", "hidden_states"), max_quarantined=0.0,
-        heads={"h": "handle of h"}, head_rules={"h": RULES["h"]},
+        heads={"h": HEADS["h"]},
     )  # fmt: skip
 
 
@@ -137,7 +139,7 @@ def test_a_step_comes_back_as_it_was_written(log: ArrowTargetLog, said: list[str
     assert found[0] == batch
     targets = found[1]
     assert targets.arrived and targets.quarantined == {"000012/a/1": "teacher t: not finite"}
-    assert (targets.heads, targets.head_rules, targets.rows) == ({"h": "handle of h"}, {"h": RULES["h"]}, 3)
+    assert (targets.heads, targets.rows) == ({"h": HEADS["h"]}, 3)
     taken = []
     while (each := targets.take()) is not None:
         taken.append(each.handle.tobytes())
@@ -201,8 +203,8 @@ def test_a_step_whose_teacher_is_gone_is_not_taken(log: ArrowTargetLog, said: li
     batch, parts = a_step()
     teachers = TEACHERS | {"b": {"t": Expected(weight=1.0, head="stranger")}}
     one, three = batch.rollouts[0], batch.rollouts[3]
-    parts[1] = part(dataclasses.replace(scored(three), head="stranger"), worker=1, teachers={"t": 1})
-    parts[2] = part(dataclasses.replace(scored(one), head="stranger"), number=1, teachers={"t": 2})
+    parts[1] = part(changed(scored(three), head="stranger"), worker=1, teachers={"t": 1})
+    parts[2] = part(changed(scored(one), head="stranger"), number=1, teachers={"t": 2})
     record(log, 12, 11, PROMPTS, batch, parts, teachers)
     assert log.replay(12, 11, PROMPTS) is None
     assert "no teacher has the output head stranger" in said[0]

@@ -14,6 +14,7 @@ from opd.errors import RunError
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
 from opd.stream.targets import Expected, TargetStream
 from opd.types import Rollout, Segment
+from tests.rows import make_row
 
 TEACHERS = {
     "a": {"x": Expected(weight=1.0, head="hx")},
@@ -40,7 +41,7 @@ def row(sample: Rollout, teacher: str, **changes: Any) -> TargetRow:
         "loss_mask": [True, False], "behaviour_logprobs": [-0.1, -0.7], "head": said.head, "hidden_size": 1,
         "hidden": b"\0" * 8,
     }  # fmt: skip
-    return TargetRow(**values | changes)
+    return make_row(**values | changes)
 
 
 A0, B0, A1, B1 = ROLLOUTS
@@ -58,7 +59,7 @@ WORKER_1 = [part(Y_ROWS, worker=1, teachers={"y": 2})]
 def targets(parts: Iterator[Any] | list[Any], *, max_quarantined: float = 0.0, **changes: Any) -> TargetStream:
     return TargetStream(
         iter(parts), ROLLOUTS, TEACHERS, kind=("float32", "hidden_states"), max_quarantined=max_quarantined,
-        heads={}, head_rules={}, who="teachers at HOST", **changes,
+        heads={}, who="teachers at HOST", **changes,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,24 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.layouts import LAYOUTS, predict_positions
-from opd.losses.blocks import IDENTITY, MixtureBlock, SampledBlock, TeacherBlock, TopKBlock
 from opd.losses.chunked import chunked_objective
+from opd.losses.logits import token_logprobs
 from opd.losses.reverse_kl import ReverseKL
+from opd.losses.rule import IDENTITY
 from opd.losses.sampled import Sampled
+from opd.payloads.hidden_states import HiddenRun, MixtureBlock, TeacherBlock
+from opd.payloads.sampled_logprobs import SampledBlock
+from opd.payloads.top_k import TopKBlock
 from opd.stream.heads import Head
 from opd.stream.schema import TargetRow
 from opd.train.batch import (
-    HiddenRun,
     MicroBatch,
-    SampledRun,
     gather_samples,
     leave_one_out,
 )
 from opd.train.batch import micro_batch as tensors
-from opd.train.student import Student, token_logprobs
+from opd.train.student import Student
+from tests.rows import changed, make_row
 
 WIDTH = 64
 
@@ -54,7 +57,7 @@ def student(lm: Any) -> Student:
 
 
 def micro_batch(rows: Sequence[TargetRow], dtype: torch.dtype = torch.float32) -> MicroBatch:
-    return tensors([(row,) for row in rows], "hidden_states", dtype)
+    return tensors([(row,) for row in rows], dtype)
 
 
 def sequences(lengths: Sequence[int], vocab: int = 76, seed: int = 0) -> list[list[int]]:
@@ -145,7 +148,7 @@ def scored(teacher: Any, ids: list[int], prompt: int, **changes: Any) -> TargetR
         "hidden_size": WIDTH,
         "hidden": states[prompt - 1 : -1].contiguous().numpy().tobytes(),
     }
-    return TargetRow(**values | changes)
+    return make_row(**values | changes)
 
 
 def losses(lm: Any, teacher: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -175,8 +178,8 @@ def test_rows_are_grouped_by_head_in_order(teacher: Any) -> None:
     heads = ["a", "a", "b", "a"]
     rows = [scored(teacher, ids, prompt, head=h) for (ids, prompt), h in zip(ROWS, heads, strict=False)]
     batch = micro_batch(rows)
-    runs = [run for run in batch.runs if isinstance(run, HiddenRun)]
-    assert len(runs) == len(batch.runs)
+    runs = [block for block in batch.blocks if isinstance(block, HiddenRun)]
+    assert len(runs) == len(batch.blocks)
     assert [run.heads for run in runs] == [("a",), ("b",), ("a",)]
     assert [len(run.hidden[0]) for run in runs] == [
         sum(map(len, (rows[0].response_ids, rows[1].response_ids))),
@@ -184,18 +187,18 @@ def test_rows_are_grouped_by_head_in_order(teacher: Any) -> None:
         len(rows[3].response_ids),
     ]
     joined = torch.cat([run.hidden[0] for run in runs])
-    assert joined.numpy().tobytes() == b"".join(bytes(r.hidden) for r in rows)
+    assert joined.numpy().tobytes() == b"".join(bytes(r.answer.hidden) for r in rows)
 
 
 def test_bfloat16_states_keep_their_bits() -> None:
     states = torch.randn(2, WIDTH).bfloat16()
-    row = TargetRow(
+    row = make_row(
         sample_id="s", step=1, domain="d", teacher="t", policy_version=0, prompt_ids=[1], response_ids=[2, 3],
         loss_mask=[True, False], behaviour_logprobs=[0.0, 0.0], head="h", hidden_size=WIDTH,
         hidden=states.view(torch.uint8).numpy().tobytes(),
     )  # fmt: skip
     batch = micro_batch([row], torch.bfloat16)
-    (run,) = batch.runs
+    (run,) = batch.blocks
     assert isinstance(run, HiddenRun)
     assert torch.equal(run.hidden[0], states)
     assert batch.mask_N.tolist() == [True, False]
@@ -275,15 +278,15 @@ def light(**changes: Any) -> TargetRow:
     values: dict[str, Any] = {
         "sample_id": "s", "step": 1, "domain": "d", "teacher": "t", "policy_version": 0, "prompt_ids": [1],
         "response_ids": [2, 3], "loss_mask": [True, True], "behaviour_logprobs": [0.0, 0.0], "head": "h",
-        "hidden_size": 0,
+        "hidden_size": 0, "hidden": b"",
     }  # fmt: skip
-    return TargetRow(**values | changes)
+    return make_row(**values | changes)
 
 
 def test_sampled_log_probs_are_one_run_over_all_teachers() -> None:
     rows = [light(teacher_logprobs=[-1.0, -2.0]), light(head="other", teacher_logprobs=[-3.0, -4.0])]
-    (run,) = tensors([(row,) for row in rows], "sampled_logprobs", torch.bfloat16).runs
-    block = run.block({})
+    (block,) = tensors([(row,) for row in rows], torch.bfloat16).blocks
+    assert block.with_heads({}) is block
     assert isinstance(block, SampledBlock)
     assert block.logprob_N.tolist() == [-1.0, -2.0, -3.0, -4.0]
     assert block.logprob_N.dtype == torch.float32
@@ -296,17 +299,16 @@ def test_top_k_is_one_run_over_all_teachers() -> None:
             topk_ids=[1, 2], topk_logprobs=[-5.0, -6.0], response_ids=[9], loss_mask=[True], behaviour_logprobs=[0.0]
         ),
     ]
-    (run,) = tensors([(row,) for row in rows], "top_k", torch.bfloat16).runs
-    block = run.block({})
+    (block,) = tensors([(row,) for row in rows], torch.bfloat16).blocks
+    assert block.with_heads({}) is block
     assert isinstance(block, TopKBlock)
     assert block.ids_N_K.tolist() == [[5, 6], [7, 8], [1, 2]]
     assert block.logprob_N_K.tolist() == [[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]]
 
 
-@pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs", "top_k"])
-def test_an_empty_micro_batch_of_any_payload_has_no_run(payload: str) -> None:
-    batch = tensors([], payload, torch.float32)
-    assert (batch.runs, batch.row_lengths, len(batch.token_N)) == ((), (), 0)
+def test_an_empty_micro_batch_has_no_block() -> None:
+    batch = tensors([], torch.float32)
+    assert (batch.blocks, batch.row_lengths, len(batch.token_N)) == ((), (), 0)
 
 
 # Samples with several teachers
@@ -364,16 +366,18 @@ SHARES = [
 """Teachers' weights of the first rows: one kind twice, the same two otherwise weighted, one teacher alone."""
 
 
-def mixed_samples(experts: Any) -> list[tuple[TargetRow, ...]]:
+def mixed_samples(experts: Any, payload: str = "hidden_states") -> list[tuple[TargetRow, ...]]:
     def row(index: int, name: str, weight: float) -> TargetRow:
         ids, prompt = ROWS[index]
         model, response = experts[name], ids[prompt:]
-        return replace(
-            scored(model, ids, prompt, sample_id=f"s{index}", weight=float(np.float32(weight)), head=name),
+        answer: dict[str, Any] = {"head": name, "hidden_size": model.config.hidden_size}
+        if payload == "sampled_logprobs":
+            answer = {"teacher_logprobs": alone(model, ids)[range(prompt - 1, len(ids) - 1), response].tolist()}
+        return changed(
+            scored(model, ids, prompt, sample_id=f"s{index}", weight=float(np.float32(weight))),
             teacher=name,
-            hidden_size=model.config.hidden_size,
-            teacher_logprobs=alone(model, ids)[range(prompt - 1, len(ids) - 1), response].tolist(),
             loss_mask=[i % 5 != 2 for i in range(len(response))],
+            **answer,
         )
 
     rows = [row(i, name, w) for i, shares in enumerate(SHARES) for name, w in shares.items()]
@@ -406,14 +410,14 @@ def plain_terms(lm: Any, experts: Any) -> Iterator[tuple[Tensor, dict[str, Tenso
 
 
 def test_a_mixtures_loss_is_the_weighted_sum_of_its_teachers_written_plainly(lm: Any, experts: Any) -> None:
-    batch = tensors(mixed_samples(experts), "hidden_states", torch.float32)
-    runs = [run for run in batch.runs if isinstance(run, HiddenRun)]
+    batch = tensors(mixed_samples(experts), torch.float32)
+    runs = [block for block in batch.blocks if isinstance(block, HiddenRun)]
     pair = ("rev", "up")
     assert [run.heads for run in runs] == [pair, pair, ("rev",), ("rev", "up", "wide"), ("wide",)]
     assert [run.weights for run in runs] == [
         pytest.approx(w) for w in [(0.25, 0.75), (0.6, 0.4), (1,), (0.2, 0.3, 0.5), (1,)]
     ]
-    assert [type(run.block(heads_of(experts))) for run in runs] == [
+    assert [type(run.with_heads(heads_of(experts))) for run in runs] == [
         MixtureBlock, MixtureBlock, TeacherBlock, MixtureBlock, TeacherBlock
     ]  # fmt: skip
     assert all(abs(sum(run.weights) - 1) < 1e-12 for run in runs), "to more places than they travelled with"
@@ -428,7 +432,7 @@ def test_a_mixtures_loss_is_the_weighted_sum_of_its_teachers_written_plainly(lm:
 
 @pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs"])
 def test_a_sampled_mixture_weights_its_teachers_log_probs(payload: str, lm: Any, experts: Any) -> None:
-    batch = tensors(mixed_samples(experts), payload, torch.float32)
+    batch = tensors(mixed_samples(experts, payload), torch.float32)
     num = batch.mask_N.sum()
     total, logqs = torch.zeros(()), []
     for (p, qs, token, mask), shares in zip(plain_terms(lm, experts), SHARES, strict=True):
@@ -444,16 +448,16 @@ def test_a_sampled_mixture_weights_its_teachers_log_probs(payload: str, lm: Any,
     for name in want:
         assert float((found[name] - want[name]).norm()) < 1e-4 * float(want[name].norm()), name
     if payload == "sampled_logprobs":
-        (run,) = batch.runs
-        assert isinstance(run, SampledRun)
-        assert run.baseline_N is None
-        torch.testing.assert_close(run.logprob_N, torch.cat(logqs), rtol=0, atol=1e-5)
+        (block,) = batch.blocks
+        assert isinstance(block, SampledBlock)
+        assert block.baseline_N is None
+        torch.testing.assert_close(block.logprob_N, torch.cat(logqs), rtol=0, atol=1e-5)
 
 
 def test_top_k_of_several_teachers_is_a_bug_of_the_caller() -> None:
     rows = tuple(light(teacher=t, weight=0.5, topk_ids=[5, 6], topk_logprobs=[-1.0, -2.0]) for t in "st")
     with pytest.raises(AssertionError, match="does not mix"):
-        tensors([rows], "top_k", torch.float32)
+        tensors([rows], torch.float32)
 
 
 # A baseline without the own response
@@ -501,7 +505,7 @@ def test_a_baseline_is_the_mean_advantage_of_the_domains_other_responses(seed: i
                 continue
             for t, trained in enumerate(rows[0].loss_mask):
                 if trained:
-                    logq = sum(row.weight * row.teacher_logprobs[t] for row in rows)
+                    logq = sum(row.weight * row.answer.teacher_logprobs[t] for row in rows)
                     others.append(logq - rows[0].behaviour_logprobs[t])
         assert found[own] == pytest.approx(sum(others) / len(others), rel=1e-9)
 
@@ -511,14 +515,14 @@ def test_a_baseline_depends_on_every_response_but_its_own() -> None:
     assert all(sum(rows[0].loss_mask) for rows in samples.values()), "all must have something to say"
     before = leave_one_out(samples)
     for own, rows in samples.items():
-        moved = tuple(replace(row, teacher_logprobs=[x - 3 for x in row.teacher_logprobs]) for row in rows)
+        moved = tuple(changed(row, teacher_logprobs=[x - 3 for x in row.answer.teacher_logprobs]) for row in rows)
         after = leave_one_out({**samples, own: moved})
         domain = rows[0].domain
         assert after[own] == pytest.approx(before[own], abs=1e-12)
         for other, scored_other in samples.items():
             if other != own:
-                changed = abs(after[other] - before[other]) > 0.1
-                assert changed == (scored_other[0].domain == domain)
+                is_other = abs(after[other] - before[other]) > 0.1
+                assert is_other == (scored_other[0].domain == domain)
 
 
 def test_a_response_that_is_alone_has_no_baseline() -> None:
@@ -534,9 +538,7 @@ def test_a_response_that_is_alone_has_no_baseline() -> None:
 def test_each_token_of_a_response_has_its_baseline() -> None:
     rows = [answered("a", [-1.0, -2.0], [-0.5, -0.5]), answered("b", [-4.0], [-1.0]), answered("c", [-3.0], [-3.0])]
     samples = one_each(*rows)
-    (run,) = tensors(list(samples.values()), "sampled_logprobs", torch.float32, leave_one_out(samples)).runs
-    assert isinstance(run, SampledRun)
-    block = run.block({})
+    (block,) = tensors(list(samples.values()), torch.float32, leave_one_out(samples)).blocks
     assert isinstance(block, SampledBlock)
     assert block.baseline_N is not None
     # a: (-3 + 0) / 2; b: (-0.5 - 1.5 + 0) / 3; c: (-0.5 - 1.5 - 3) / 3

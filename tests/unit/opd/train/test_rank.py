@@ -15,24 +15,27 @@ from opd import cluster
 from opd.config import PipelineConfig
 from opd.devices import to_device
 from opd.errors import RunError
-from opd.losses.blocks import IDENTITY, LogitRule
 from opd.losses.chunked import TokenStats
 from opd.losses.reverse_kl import ReverseKL
-from opd.stream.heads import HeadFile, head_key
+from opd.losses.rule import IDENTITY, LogitRule
+from opd.payloads.hidden_states import HiddenRun
+from opd.payloads.sampled_logprobs import SampledBlock
+from opd.stream.heads import HeadFile, HeadSource, head_key
 from opd.stream.schema import TargetRow, write_stream
 from opd.stream.targets import Part
 from opd.train import deepspeed, rank, zero
 from opd.train.batch import gather_samples, leave_one_out, micro_batch
-from opd.train.rank import HeadSource, RankResult, RankWork
+from opd.train.rank import RankResult, RankWork
 from opd.train.totals import Totals
 from opd.types import DomainStats, PositionStats, Rollout, Segment
+from tests.rows import changed, make_row
 
 WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25})
 NONE: frozenset[str] = frozenset()
 
 
 def row(sample_id: str, domain: str = "d", mask: tuple[bool, ...] = (True, True)) -> TargetRow:
-    return TargetRow(
+    return make_row(
         sample_id=sample_id, step=3, domain=domain, teacher="t", policy_version=2, prompt_ids=[1, 2],
         response_ids=list(range(len(mask))), loss_mask=list(mask), behaviour_logprobs=[-1.0] * len(mask), head="h",
         hidden_size=2, hidden=np.ones((len(mask), 2), np.float32).tobytes(),
@@ -64,18 +67,19 @@ def test_a_rank_takes_its_own_rows_as_they_come() -> None:
 
 def test_streams_of_another_payload_are_taken_too() -> None:
     def part(*ids: str) -> np.ndarray:
-        rows = [dataclasses.replace(row(i), hidden=b"", teacher_logprobs=[-0.5, -1.5]) for i in ids]
+        rows = [changed(row(i), teacher_logprobs=[-0.5, -1.5]) for i in ids]
         return np.frombuffer(write_stream(rows, "bfloat16", "sampled_logprobs"), dtype=np.uint8)
 
     step = begun()
     step.receive([part("a"), part("c")])
-    (run,) = step.micro_batch(["c"]).runs
-    assert run.logprob_N.tolist() == [-0.5, -1.5]
+    (block,) = step.micro_batch(["c"]).blocks
+    assert isinstance(block, SampledBlock)
+    assert block.logprob_N.tolist() == [-0.5, -1.5]
 
 
 def test_a_micro_batch_may_be_empty() -> None:
     batch = begun().micro_batch([])
-    assert (batch.runs, batch.row_lengths) == ((), ())
+    assert (batch.blocks, batch.row_lengths) == ((), ())
 
 
 def test_a_row_that_came_twice_for_another_stops_the_step() -> None:
@@ -87,7 +91,7 @@ def test_a_row_that_came_twice_for_another_stops_the_step() -> None:
 
 def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
     rows = [row("a", "x", (True, False)), row("b", "y"), row("c", "x")]
-    batch = micro_batch([(r,) for r in rows], "hidden_states", torch.float32)
+    batch = micro_batch([(r,) for r in rows], torch.float32)
     nan, totals = torch.nan, Totals()
     stats = TokenStats(
         kl_N=torch.tensor([1.0, nan, 2.0, 3.0, 4.0, 5.0]),
@@ -143,6 +147,10 @@ class Owner:
         return np.full((76, 2), "abc".index(key), np.float32)
 
 
+def source_at(owner: Owner, key: str, rule: LogitRule = IDENTITY) -> HeadSource:
+    return HeadSource(key=key, rule=rule, handle=cluster.Remote(owner, "head", (key,), 1.0))
+
+
 class Optimizer(torch.optim.SGD):
     """With what DeepSpeed's has beside it: a scale that was set stays, multiplies losses, and divides gradients."""
 
@@ -163,9 +171,9 @@ class Optimizer(torch.optim.SGD):
             param.grad /= self.divisor
 
 
-def take_step(made: rank.TrainerRank, work: RankWork, rules: Any, handles: Any, *streams: np.ndarray) -> RankResult:
+def take_step(made: rank.TrainerRank, work: RankWork, heads: list[HeadSource], *streams: np.ndarray) -> RankResult:
     """All parts with the first micro-batch, nothing left out."""
-    made.begin_step(work, {key: HeadSource(rules[key], None, handles[key]) for key in rules})
+    made.begin_step(work, {head.key: head for head in heads})
     for index in range(len(work.micro_batches)):
         made.accumulate(index, NONE, *(streams if index == 0 else ()))
     return made.finish_step(1.0)
@@ -219,28 +227,27 @@ def test_heads_are_fetched_when_they_are_needed_and_kept_within_the_budget(
     micro_batches: list[list[str]], budget: int, fetched: str, seen: list[Any], tiny_model_dir: Path, in_process: Any
 ) -> None:
     ids = [i for part in micro_batches for i in part]
-    rows = [dataclasses.replace(row(i), head=i[0], teacher=i[0]) for i in ids]
+    rows = [changed(row(i), head=i[0], teacher=i[0]) for i in ids]
     work = RankWork(
         step=1, lr=0.1, micro_batches=tuple(map(tuple, micro_batches)), weights=dict.fromkeys(ids, 0.1)
     )  # fmt: skip
     owner = Owner()
-    handles = {key: cluster.Remote(owner, "head", (key,), 1.0) for key in "abc"}
+    heads = [source_at(owner, key) for key in "abc"]
     one = rank.TrainerRank(deepspeed._rank_options(config(head_memory=budget), vocab_size=76), 0)
     one._engine, one._device = StillEngine(tiny_model_dir), torch.device("cpu")
     stream = np.frombuffer(write_stream(rows, "float32"), dtype=np.uint8)
-    take_step(one, work, dict.fromkeys("abc", IDENTITY), handles, stream)
+    take_step(one, work, heads, stream)
     assert "".join(owner.asked) == fetched
     assert one._engine.seen == seen
 
 
 def test_of_the_heads_that_stay_the_one_unused_for_longest_goes_first(in_process: Any) -> None:
     owner = Owner()
-    handles = {key: cluster.Remote(owner, "head", (key,), 1.0) for key in "abc"}
     one = rank.TrainerRank(deepspeed._rank_options(config(head_memory=2 * HEAD_BYTES), vocab_size=76), 0)
     one._device = torch.device("cpu")
     rules = dict.fromkeys("ab", IDENTITY) | {"c": LogitRule(scale=2.0)}
     for key in "abacab":  # c drives out b, for a was used after it; b then drives out c
-        head = one._head(key, HeadSource(rules[key], None, handles[key]))
+        head = one._head(source_at(owner, key, rules[key]))
         assert (float(head.weight_V_D.mean()), head.rule) == ("abc".index(key), rules[key])
     assert "".join(owner.asked) == "abcb"
 
@@ -248,20 +255,23 @@ def test_of_the_heads_that_stay_the_one_unused_for_longest_goes_first(in_process
 def test_a_head_is_read_from_its_file_if_that_is_here_and_what_it_was(tmp_path: Path, in_process: Any) -> None:
     from safetensors.torch import save_file
 
-    def source(model_dir: Path, name: str = "lm_head.weight", dtype: str = "float32") -> HeadSource:
-        return HeadSource(IDENTITY, HeadFile(model_dir, ("tied", name), dtype), np.zeros((3, 2), np.float32))
+    zeros = cluster.Stored(np.zeros((3, 2), np.float32))
+
+    def read(key: str, model_dir: Path, name: str = "lm_head.weight", dtype: str = "float32") -> torch.Tensor:
+        file = HeadFile(model_dir, ("tied", name), dtype)
+        return HeadSource(key=key, rule=IDENTITY, file=file, handle=zeros).read()
 
     head_V_D = torch.arange(6.0).view(3, 2)
     save_file({"lm_head.weight": head_V_D, "other": torch.ones(1)}, tmp_path / "model.safetensors")
     for dtype in ("float32", "bfloat16"):
         typed = head_V_D.to(getattr(torch, dtype))
-        assert torch.equal(source(tmp_path, dtype=dtype).read(head_key(typed, IDENTITY)), typed)
+        assert torch.equal(read(head_key(typed, IDENTITY), tmp_path, dtype=dtype), typed)
     sent = torch.zeros(3, 2)
     key = head_key(head_V_D, IDENTITY)
-    assert torch.equal(source(tmp_path / "elsewhere").read(key), sent)
-    assert torch.equal(source(tmp_path, "unknown").read(key), sent)
-    assert torch.equal(source(tmp_path).read("another hash"), sent)
-    assert torch.equal(HeadSource(IDENTITY, None, sent.numpy()).read(key), sent)
+    assert torch.equal(read(key, tmp_path / "elsewhere"), sent)
+    assert torch.equal(read(key, tmp_path, "unknown"), sent)
+    assert torch.equal(read("another hash", tmp_path), sent)
+    assert torch.equal(HeadSource(key=key, rule=IDENTITY, handle=zeros).read(), sent)
 
 
 # The driver's side
@@ -329,6 +339,10 @@ RULES = {"h1": LogitRule(scale=2.0), "h0": IDENTITY}
 
 
 FILE = HeadFile(Path("t0"), ("lm_head.weight",), "float32")
+HEADS = {
+    "h0": HeadSource(key="h0", rule=RULES["h0"], file=FILE, handle=cluster.Stored("H0")),
+    "h1": HeadSource(key="h1", rule=RULES["h1"], handle=cluster.Stored("H1")),
+}
 
 
 SAMPLED_WITH_BASELINE = {
@@ -341,7 +355,7 @@ class Targets:
     """Stands for a `TargetStream` of one row a part, in the order of the ids; ids in `broken` come without a row."""
 
     def __init__(self, *ids: str, broken: tuple[str, ...] = (), handle: Any = "part {}".format) -> None:
-        self.heads, self.head_rules, self.head_files = {"h0": "H0", "h1": "H1"}, RULES, {"h0": FILE}
+        self.heads = HEADS
         self.quarantined: dict[str, str] = {}
         self.arrived = False
         self._broken = broken
@@ -394,7 +408,7 @@ def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
     for work, heads in works:
         assert work.lr == 0.5
         assert dict(work.weights) == {i: 0.25 for part in work.micro_batches for i in part}
-        assert heads == {"h0": HeadSource(RULES["h0"], FILE, "H0"), "h1": HeadSource(RULES["h1"], None, "H1")}
+        assert heads == HEADS
     assert [w.rounds for w in in_process.workers] == [[(0, set(), ("part a",))], [(0, set(), ("part b",))]]
     assert [w.share for w in in_process.workers] == [1.0, 1.0]
 
@@ -424,6 +438,22 @@ def test_engine_and_trainer_that_differ_on_what_was_sampled_stop_the_run(in_proc
         else:
             with pytest.raises(RunError, match=r"^step 1: engine and trainer differ by 1\.0000 nats a sampled token"):
                 trainer.train_step(1, [rollout("a"), rollout("b")], targets)
+
+
+@pytest.mark.parametrize(("kind", "stops"), [("reverse_kl", True), ("sampled", False)])
+def test_a_mean_below_zero_stops_a_divergence_and_no_estimate(kind: str, stops: bool, in_process: Any) -> None:
+    class Negative(FakeRank):
+        def finish_step(self, share: float) -> RankResult:
+            return dataclasses.replace(super().finish_step(share), domains={"d": domain_stats(1, -3.0, gap=1.0)})
+
+    in_process.replace = Negative
+    data = config().model_dump(mode="json") | {"objective": {"kind": kind}}
+    trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
+    if stops:
+        with pytest.raises(RunError, match="step 1: reverse_kl of domain d is -3 nats a token"):
+            trainer.train_step(1, [rollout("a"), rollout("b")], Targets("a", "b"))  # type: ignore[arg-type]
+    else:
+        trainer.train_step(1, [rollout("a"), rollout("b")], Targets("a", "b"))  # type: ignore[arg-type]
 
 
 def test_micro_batches_begin_before_the_last_row_is_scored(in_process: Any) -> None:
@@ -555,8 +585,9 @@ def test_numbers_come_back_from_the_device() -> None:
 
 
 def test_every_tensor_of_a_micro_batch_goes_to_the_device() -> None:
-    batch = to_device(micro_batch([(row("a"),)], "hidden_states", torch.float32), torch.device("meta"))
-    (run,) = batch.runs
+    batch = to_device(micro_batch([(row("a"),)], torch.float32), torch.device("meta"))
+    (run,) = batch.blocks
+    assert isinstance(run, HiddenRun)
     tensors = [batch.packed.input_ids_B_T, batch.packed.position_ids_B_T, batch.predict_N, batch.token_N]
     tensors += [batch.mask_N, batch.behaviour_N, run.hidden[0]]
     assert {t.device.type for t in tensors} == {"meta"}
@@ -568,7 +599,7 @@ def test_every_tensor_of_a_micro_batch_goes_to_the_device() -> None:
 
 def by_teachers(*parts: tuple[str, str, float], **changes: Any) -> np.ndarray:
     """A stream of one row for each (sample, teacher, weight)."""
-    rows = [dataclasses.replace(row(i), teacher=t, weight=w, **changes) for i, t, w in parts]
+    rows = [changed(row(i), teacher=t, weight=w, **changes) for i, t, w in parts]
     payload = "sampled_logprobs" if "teacher_logprobs" in changes else "hidden_states"
     return np.frombuffer(write_stream(rows, "float32", payload), dtype=np.uint8)
 
@@ -576,7 +607,8 @@ def by_teachers(*parts: tuple[str, str, float], **changes: Any) -> np.ndarray:
 def test_rows_of_all_teachers_are_gathered() -> None:
     step = begun()
     step.receive([by_teachers(("a", "t", 0.25), ("c", "t", 0.5)), by_teachers(("a", "s", 0.75))])
-    (run,) = step.micro_batch(["a"]).runs
+    (run,) = step.micro_batch(["a"]).blocks
+    assert isinstance(run, HiddenRun)
     assert run.weights == (0.75, 0.25), "in the order of their names"
     with pytest.raises(RunError, match=r"sample c: scored by t 0\.5; the weights"):
         step.micro_batch(["c"])
@@ -631,14 +663,13 @@ class PlainEngine:
 def one_rank(model_dir: Path, objective: dict[str, Any], payload: str = "hidden_states") -> rank.TrainerRank:
     from transformers import AutoModelForCausalLM
 
-    from opd.losses import build_objective
     from opd.train.student import Student
 
     data = config().model_dump(mode="json") | {"objective": objective, "teachers": {"payload": payload}}
     options = deepspeed._rank_options(PipelineConfig.model_validate(data), vocab_size=76)
     lm = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     made = rank.TrainerRank(dataclasses.replace(options, world_size=1), 0)
-    made._engine = PlainEngine(Student(lm, build_objective(options.objective), chunk=4, vocab_size=76))
+    made._engine = PlainEngine(Student(lm, options.objective.build(), chunk=4, vocab_size=76))
     made._device = made._engine.device
     return made
 
@@ -657,8 +688,8 @@ def test_a_step_with_two_teachers_a_sample_is_the_weighted_sum_of_two_steps(
     def step(**shares: float) -> tuple[float, torch.Tensor]:
         streams = [by_teachers(*((i, t, w) for i in "ac"), hidden=states[t], head=f"h{t}") for t, w in shares.items()]
         made = one_rank(tiny_model_dir, {"kind": "reverse_kl"})
-        needed = {f"h{t}": IDENTITY for t in shares}
-        result = take_step(made, WORK, needed, {key: heads[key] for key in needed}, *streams)
+        needed = [HeadSource(key=f"h{t}", rule=IDENTITY, handle=cluster.Stored(heads[f"h{t}"])) for t in shares]
+        result = take_step(made, WORK, needed, *streams)
         return result.loss, gradient(made)
 
     (loss_s, grad_s), (loss_t, grad_t), (loss, grad) = step(s=1.0), step(t=1.0), step(s=0.25, t=0.75)
@@ -670,7 +701,7 @@ def test_a_step_with_two_teachers_a_sample_is_the_weighted_sum_of_two_steps(
 def test_a_share_that_is_left_divides_the_gradient(tiny_model_dir: Path) -> None:
     """It goes to DeepSpeed, whose own arithmetic the tests with two real ranks check."""
     made = one_rank(tiny_model_dir, {"kind": "sampled"}, "sampled_logprobs")
-    rows = [dataclasses.replace(row(i), hidden=b"", teacher_logprobs=[-0.5, -1.5]) for i in "ac"]
+    rows = [changed(row(i), teacher_logprobs=[-0.5, -1.5]) for i in "ac"]
     part = np.frombuffer(write_stream(rows, "float32", "sampled_logprobs"), dtype=np.uint8)
     losses, norms, shares = [], [], (1.0, 0.5, 1.0, 0.5, 0.25, 1.0)
     for share in shares:
@@ -695,14 +726,14 @@ def test_the_baseline_reaches_the_gradient_only_where_it_is_wanted(tiny_model_di
         with torch.no_grad():
             student = made.logprobs([[1, 2, 0, 1]])[0][1:]
         rows = [
-            dataclasses.replace(
+            changed(
                 row(i), behaviour_logprobs=student, teacher_logprobs=[p + x for p, x in zip(student, said, strict=True)]
             )
             for i in "ac"
         ]
         stream = np.frombuffer(write_stream(rows, "float32", "sampled_logprobs"), dtype=np.uint8)
         baselines = leave_one_out(gather_samples(rows)) if baseline == "leave_one_out" else None
-        take_step(made, dataclasses.replace(WORK, baselines=baselines), {}, {}, stream)
+        take_step(made, dataclasses.replace(WORK, baselines=baselines), [], stream)
         return float(gradient(made).norm())
 
     assert step("none", [-2.0, -2.0]) > 0.1

@@ -16,14 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.losses.blocks import SampledBlock, TeacherBlock
 from opd.losses.chunked import chunked_objective
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.sampled import Sampled
+from opd.payloads.hidden_states import TeacherBlock
+from opd.payloads.sampled_logprobs import SampledBlock
 from opd.stream.schema import TargetRow
 from opd.train.batch import leave_one_out
 from opd.train.totals import row_weights
 from opd.types import Rollout, Segment
+from tests.rows import make_row
 
 END, V = 2, 3
 Text = tuple[int, ...]
@@ -77,7 +79,7 @@ def rollout(sample_id: str, domain: str, text: Text, behaviour: Sequence[float])
 
 
 def target(r: Rollout, logq: Sequence[float]) -> TargetRow:
-    return TargetRow(
+    return make_row(
         sample_id=r.sample_id, step=1, domain=r.domain, teacher="t", policy_version=0, prompt_ids=r.prompt_ids,
         response_ids=r.response_ids, loss_mask=r.loss_mask, behaviour_logprobs=r.behaviour_logprobs,
         teacher_logprobs=logq,

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
+from opd.stream.heads import HeadSource
 from opd.stream.schema import PartRecord, TargetRow, read_stream, write_stream
 from opd.stream.targets import Part
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
@@ -33,6 +34,7 @@ from teachers.flight.access import Endpoint, endpoint
 from teachers.flight.client import FlightPool
 from teachers.flight.server import PoolServer, make_hello
 from teachers.pool import Pool
+from tests.rows import changed
 
 VOCABULARY = 76
 TOKEN = "correct-horse"
@@ -139,8 +141,7 @@ class Scored:
     """A step's targets when all parts were taken."""
 
     parts: list[bytes]
-    heads: dict[str, Any]
-    head_rules: dict[str, Any]
+    heads: dict[str, HeadSource]
     quarantined: dict[str, str]
     rows: int
 
@@ -150,21 +151,26 @@ def score(pool: Any, rollouts: list[Rollout] = ROLLOUTS) -> Scored:
     parts = []
     while (part := targets.take()) is not None:
         parts.append(bytes(cluster.fetch(part.handle)))
-    return Scored(parts, dict(targets.heads), dict(targets.head_rules), dict(targets.quarantined), targets.rows)
+    return Scored(parts, dict(targets.heads), dict(targets.quarantined), targets.rows)
 
 
 def rows_of(scored: Scored) -> list[TargetRow]:
     return [row for part in scored.parts for row in read_stream(part).rows]
 
 
+def sent(head: HeadSource) -> np.ndarray:
+    assert head.handle is not None
+    return head.handle.fetch()
+
+
 def same_targets(found: Scored, wanted: Scored) -> None:
     assert found.parts == wanted.parts
     assert list(found.heads) == list(wanted.heads)
-    for key, handle in wanted.heads.items():
-        found_V_D, head_V_D = cluster.fetch(found.heads[key]), cluster.fetch(handle)
+    for key, head in wanted.heads.items():
+        found_V_D, head_V_D = sent(found.heads[key]), sent(head)
         assert found_V_D.dtype == head_V_D.dtype
         assert np.array_equal(found_V_D, head_V_D)
-    assert found.head_rules == wanted.head_rules
+        assert (found.heads[key].key, found.heads[key].rule) == (key, head.rule)
     assert found.quarantined == wanted.quarantined
     assert found.rows == wanted.rows
 
@@ -204,7 +210,7 @@ def test_a_pipeline_may_use_a_part_of_what_is_served(routes: Routes, serve: Any)
     pool = remote(served.url, {"reverse": routes["reverse"]})
     found = score(pool, ROLLOUTS[1::2])
     assert len(found.heads) == 1
-    assert (list(pool.heads()[0]), pool.heads()[1]) == (list(found.heads), found.head_rules)
+    assert pool.heads() == found.heads
     with pytest.raises(RunError, match="no teacher for domain 'upper'; teachers serve reverse"):
         score(pool)
 
@@ -230,8 +236,8 @@ def test_what_an_architecture_does_to_its_logits_comes_along(tmp_path: Path, ser
     Gemma2ForCausalLM(made).save_pretrained(tmp_path / "capped")
     routes = {"reverse": (WeightedTeacher(teacher=Teacher(name="c", model_dir=tmp_path / "capped"), weight=1.0),)}
     pool = remote(serve(local_pool(routes), routes).url, routes)
-    (rule,) = score(pool, ROLLOUTS[1::2]).head_rules.values()
-    assert rule.softcap == 3.7
+    (head,) = score(pool, ROLLOUTS[1::2]).heads.values()
+    assert head.rule.softcap == 3.7
 
 
 def damaged(teacher: Teacher, path: Path) -> Teacher:
@@ -438,7 +444,7 @@ class Tampered:
         self, pool: Pool, change: Callable[[list[TargetRow]], list[TargetRow]], parts: Any = None, **record: Any
     ) -> None:
         self._pool, self._change, self._parts, self._record = pool, change, parts, record
-        self.head_handle, self.head_of = pool.head_handle, pool.head_of
+        self.heads, self.head_of = pool.heads, pool.head_of
 
     def score(self, rollouts: Any) -> Any:
         rows = self._change(sorted(rows_of(score(self._pool, rollouts)), key=lambda r: (r.sample_id, r.teacher)))
@@ -452,7 +458,7 @@ def tamper(name: str) -> Callable[[list[TargetRow]], list[TargetRow]]:
     """Row 0 is reverse/0 by rev; row 4 and 5 are upper/0 by rev and by up."""
 
     def at(index: int, **changes: Any) -> Callable[[list[TargetRow]], list[TargetRow]]:
-        return lambda rows: [dataclasses.replace(row, **changes) if i == index else row for i, row in enumerate(rows)]
+        return lambda rows: [changed(row, **changes) if i == index else row for i, row in enumerate(rows)]
 
     return {
         "nothing": lambda rows: rows,
@@ -462,7 +468,7 @@ def tamper(name: str) -> Callable[[list[TargetRow]], list[TargetRow]]:
         "a row twice": lambda rows: [*rows, rows[0]],
         "a row for another": lambda rows: [*rows[1:], rows[1]],
         "another teacher": at(0, teacher="up"),
-        "another teacher's states": lambda rows: [dataclasses.replace(rows[0], head=rows[5].head), *rows[1:]],
+        "another teacher's states": lambda rows: [changed(rows[0], head=rows[5].answer.head), *rows[1:]],
         "another weight": at(4, weight=0.7),
         "another sample": at(0, sample_id="000001/reverse/99"),
         "another domain": at(0, domain="upper"),
@@ -578,14 +584,15 @@ def test_a_head_that_is_not_the_one_of_its_hash_stops_the_run(
     what: str, routes: Routes, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = local_pool(routes)
-    key, _ = pool.head_of(routes["upper"][0].teacher)
-    whole = pool.head_handle
-    head_V_D = cluster.fetch(whole(key))
+    key = pool.head_of(routes["upper"][0].teacher).key
+    heads = pool.heads()
+    head_V_D = sent(heads[key])
     if what == "a bit":
         head_V_D = head_V_D.copy()
         head_V_D.view(np.uint8)[-1, -1] ^= 1
     spoilt = {"a bit": head_V_D, "a row less": head_V_D[:-1], "another type": head_V_D.view(np.int32)}[what]
-    monkeypatch.setattr(pool, "head_handle", lambda k: spoilt if k == key else whole(k))
+    heads[key] = dataclasses.replace(heads[key], handle=cluster.Stored(spoilt))
+    monkeypatch.setattr(pool, "heads", lambda: heads)
     served = serve(pool, routes)
     with pytest.raises(RunError, match=f"teachers at {served.url}: .*{key}.*(hashes to|wanted float32)"):
         remote(served.url, routes)
@@ -721,7 +728,7 @@ class Slow:
 
     def __init__(self, pool: Pool, seconds: float) -> None:
         self._pool, self._seconds = pool, seconds
-        self.head_handle, self.head_of = pool.head_handle, pool.head_of
+        self.heads, self.head_of = pool.heads, pool.head_of
         self.inside = self.most = self.calls = 0
 
     def score(self, rollouts: Any) -> Any:

@@ -1,0 +1,21 @@
+"""A payload's name in a pipeline."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, WithJsonSchema
+from pydantic_core import PydanticKnownError
+
+from opd.payloads import PAYLOADS
+
+
+def _known(value: Any) -> Any:
+    if value in list(PAYLOADS):  # it may be anything, a list too
+        return value
+    *most, last = map(repr, PAYLOADS)
+    raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+
+
+PayloadName = Annotated[str, BeforeValidator(_known), WithJsonSchema({"enum": list(PAYLOADS), "type": "string"})]
+"""One of `opd.payloads.PAYLOADS`."""

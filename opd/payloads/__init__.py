@@ -1,0 +1,27 @@
+"""Payloads: one file for each kind of answer that a teacher gives, behind one dictionary from `teachers.payload` to its class.
+
+A file says everything about its payload: the columns of the stream, the check of a row, its bytes, how a scorer makes an
+answer, the block that rows of a micro-batch become, and what of it an objective sees.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opd.named import imported
+
+if TYPE_CHECKING:
+    from opd.payloads.answer import Answer
+
+PAYLOADS = {
+    "hidden_states": "opd.payloads.hidden_states:HiddenStates",
+    "sampled_logprobs": "opd.payloads.sampled_logprobs:SampledLogprobs",
+    "top_k": "opd.payloads.top_k:TopTokens",
+}
+"""Named, not imported: a pipeline is checked against the names alone."""
+
+
+def answer_class(payload: str) -> type[Answer]:
+    """The class of a payload's answers. Raises: KeyError for a name that is no payload."""
+    found: type[Answer] = imported(PAYLOADS[payload])
+    return found

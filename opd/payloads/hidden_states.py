@@ -1,0 +1,260 @@
+"""Payload `hidden_states`: the last hidden state at each position, from which head and logit rule make the whole distribution.
+
+Shapes: N tokens of a block, C of a chunk, D or E a teacher's hidden width, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import pyarrow as pa
+
+from opd.losses.blocks import Block, Given
+from opd.losses.objective import TeacherChunk
+from opd.losses.rule import IDENTITY, LogitRule
+from opd.payloads.answer import Answer, Columns, Said, ScoredRow
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from opd.stream.heads import Head
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates(Answer):
+    """What a teacher says of one response."""
+
+    GROUP: ClassVar[Columns] = (("head", pa.string()), ("hidden_size", pa.int32()))
+    ROW: ClassVar[Columns] = (("hidden", pa.large_binary()),)
+    SENDS_HEADS: ClassVar[bool] = True
+
+    head: str
+    """BLAKE3 of the teacher's output head; the matrix itself travels once, apart from the rows."""
+    hidden_size: int
+    """D"""
+    hidden: memoryview | bytes
+    """[R, D] little-endian, in the stream's dtype: the teacher's last hidden state after the final norm, at the
+    position that predicts response token r (one before it)."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.hidden)
+
+    @property
+    def size(self) -> str:
+        return f"{len(self.hidden)} (hidden width {self.hidden_size})"
+
+    def fits(self, num: int, itemsize: int) -> bool:
+        return len(self.hidden) == num * self.hidden_size * itemsize
+
+    def head_key(self) -> str:
+        return self.head
+
+    @classmethod
+    def token_bytes(cls, *, hidden_size: int, itemsize: int, top_k: int) -> int:
+        return hidden_size * itemsize
+
+    @classmethod
+    def of_states(cls, said: Said) -> HiddenStates:
+        return cls.of(said.hidden_R_D, said.head)
+
+    @classmethod
+    def of(cls, hidden_R_D: Tensor, head: str) -> HiddenStates:
+        """The answer of a teacher whose head has that hash."""
+        import torch
+
+        return cls(head, hidden_R_D.shape[1], hidden_R_D.contiguous().view(torch.uint8).numpy().tobytes())
+
+    def states(self, dtype: torch.dtype) -> Tensor:
+        """[R, D]"""
+        import torch
+
+        # bytearray copies: the stream's buffer is read-only shared memory, which torch does not accept silently.
+        return torch.frombuffer(bytearray(self.hidden), dtype=dtype).view(-1, self.hidden_size)
+
+    def logprobs(self, token_ids: Sequence[int], dtype: torch.dtype, head: Head) -> Tensor:
+        """[R] the teacher's log-prob of each response token; `head` is cut to the vocabulary."""
+        import torch
+
+        from opd.losses.logits import token_logprobs
+
+        return token_logprobs(self.states(dtype), head.weight_V_D, torch.tensor(token_ids), head.rule)
+
+    @classmethod
+    def blocks(
+        cls, samples: Sequence[Sequence[ScoredRow]], dtype: torch.dtype, baselines: Mapping[str, float] | None
+    ) -> tuple[Block, ...]:
+        import torch
+
+        runs: list[tuple[tuple[tuple[str, float], ...], list[list[Tensor]]]] = []
+        for scored in samples:
+            kind = tuple((row.answer.head, row.weight) for row in scored)
+            if not runs or runs[-1][0] != kind:
+                runs.append((kind, [[] for _ in scored]))
+            for parts, row in zip(runs[-1][1], scored, strict=True):
+                parts.append(row.answer.states(dtype))
+        return tuple(
+            HiddenRun(
+                heads=tuple(head for head, _ in kind),
+                weights=_normalised([weight for _, weight in kind]),
+                hidden=tuple(torch.cat(parts) for parts in columns),
+            )
+            for kind, columns in runs
+        )
+
+    def gap(self, wanted: Answer, dtype: torch.dtype) -> float:
+        assert isinstance(wanted, HiddenStates)
+        ours, theirs = (answer.states(dtype).flatten().float() for answer in (self, wanted))
+        return float((ours - theirs).norm() / theirs.norm())
+
+    def differences(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], dtype: torch.dtype, head: Callable[[], Head]
+    ) -> list[float]:
+        found = self.logprobs(token_ids, dtype, head()).tolist()
+        return [abs(was - now) for was, now in zip(logprobs, found, strict=True)]
+
+
+def _normalised(weights: Sequence[float]) -> tuple[float, ...]:
+    """Weights travel as float32, whose sum is 1 only to 1e-7."""
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRun(Block):
+    """Consecutive response tokens scored by teachers of the same heads and weights, before the heads are at hand."""
+
+    heads: tuple[str, ...]
+    """One for each teacher of the tokens; several make a mixture."""
+    weights: tuple[float, ...]
+    hidden: tuple[Tensor, ...]
+    """[N, D] for each teacher, D its own width."""
+
+    def __len__(self) -> int:
+        return len(self.hidden[0])
+
+    def head_keys(self) -> tuple[str, ...]:
+        return self.heads
+
+    def with_heads(self, heads: Mapping[str, Head]) -> TeacherBlock | MixtureBlock:
+        teachers = [
+            TeacherBlock(hidden_N_D, heads[key].weight_V_D, heads[key].rule)
+            for key, hidden_N_D in zip(self.heads, self.hidden, strict=True)
+        ]
+        return teachers[0] if len(teachers) == 1 else MixtureBlock(tuple(teachers), self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherBlock(Block):
+    """Consecutive tokens of a micro-batch scored exactly by one teacher."""
+
+    hidden_N_E: Tensor
+    head_V_E: Tensor
+    rule: LogitRule = IDENTITY
+
+    def __len__(self) -> int:
+        return len(self.hidden_N_E)
+
+    def products(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        return ((self.hidden_N_E, self.head_V_E),)
+
+    def logits(self, part: slice, vocab_size: int) -> Tensor:
+        """[C, V] in the hidden states' type."""
+        return self.rule.apply(self.hidden_N_E[part] @ self.head_V_E[:vocab_size].T)
+
+    def given(self, part: slice, vocab_size: int) -> Logits:
+        return Logits(self.logits(part, vocab_size))
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureBlock(Block):
+    """Consecutive tokens scored by several teachers, weights summing to one: sum_k w_k KL(p || q_k).
+
+    Equals KL against the unnormalised log-measure zbar - sum_k w_k lse_k with zbar = sum_k w_k z_k (DeepSeek-V4,
+    arXiv 2606.19348, states the objective), so one [C, V] accumulator and one backward do for any number of teachers.
+    """
+
+    is_mixture: ClassVar[bool] = True
+
+    teachers: tuple[TeacherBlock, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.teachers) == len(self.weights) and len({len(t) for t in self.teachers}) == 1
+        assert abs(sum(self.weights) - 1) < 1e-6 and min(self.weights) >= 0
+
+    def __len__(self) -> int:
+        return len(self.teachers[0])
+
+    def products(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        return tuple(pair for teacher in self.teachers for pair in teacher.products())
+
+    def given(self, part: slice, vocab_size: int) -> Measure:
+        from opd.losses.logits import upcast
+
+        terms = (
+            w * upcast(t.logits(part, vocab_size)).log_softmax(-1)
+            for w, t in zip(self.weights, self.teachers, strict=True)
+        )
+        return Measure(functools.reduce(operator.add, terms))
+
+
+@dataclass(frozen=True, slots=True)
+class Logits(Given):
+    """One teacher's, not normalised yet."""
+
+    compiles: ClassVar[bool] = True
+
+    logits_C_V: Tensor
+
+    def rows(self, rows: slice) -> Logits:
+        return Logits(self.logits_C_V[rows])
+
+    def padded(self, rows: int) -> Logits:
+        from opd.losses.logits import pad
+
+        return Logits(pad(self.logits_C_V, rows))
+
+    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> WholeChunk:
+        return _whole(self.logits_C_V.to(dtype).log_softmax(-1), token_C, is_mixture=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure(Given):
+    """A mixture's log-measure."""
+
+    measure_C_V: Tensor
+
+    def rows(self, rows: slice) -> Measure:
+        return Measure(self.measure_C_V[rows])
+
+    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> WholeChunk:
+        return _whole(self.measure_C_V.to(dtype), token_C, is_mixture=True)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeChunk(TeacherChunk):
+    """What an objective sees: the whole distribution."""
+
+    logq_C_V: Tensor
+    """Log-probs; for a mixture the unnormalised log-measure."""
+    logq_C: Tensor
+    """Log-prob of the sampled ids."""
+    is_mixture: bool
+    baseline_C: None = None
+    """It would have to be known before the forward pass, when there are only states."""
+
+    def first_C(self) -> Tensor:
+        return self.logq_C_V.argmax(-1)
+
+    def q_C_V(self) -> Tensor:
+        """For a mixture its normalised product prod_k q_k^w_k."""
+        return (self.logq_C_V.log_softmax(-1) if self.is_mixture else self.logq_C_V).exp()
+
+
+def _whole(logq_C_V: Tensor, token_C: Tensor, *, is_mixture: bool) -> WholeChunk:
+    return WholeChunk(logq_C_V, logq_C_V.gather(1, token_C[:, None])[:, 0], is_mixture)

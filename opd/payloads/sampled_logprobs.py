@@ -1,0 +1,122 @@
+"""Payload `sampled_logprobs`: the log-prob of each sampled token alone.
+
+Shapes: N tokens of a block, C of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import pyarrow as pa
+
+from opd.losses.blocks import Block, Given
+from opd.losses.objective import TeacherChunk
+from opd.payloads.answer import Answer, Columns, Position, Said, ScoredRow
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from opd.stream.heads import Head
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogprobs(Answer):
+    """What a teacher says of one response."""
+
+    ROW: ClassVar[Columns] = (("teacher_logprobs", pa.list_(pa.float32())),)
+
+    teacher_logprobs: Sequence[float]
+    """[R] its log-prob of each response token."""
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * len(self.teacher_logprobs)
+
+    @property
+    def size(self) -> str:
+        return str(len(self.teacher_logprobs))
+
+    def fits(self, num: int, itemsize: int) -> bool:
+        return len(self.teacher_logprobs) == num
+
+    @classmethod
+    def token_bytes(cls, *, hidden_size: int, itemsize: int, top_k: int) -> int:
+        return 4
+
+    @classmethod
+    def of_states(cls, said: Said) -> SampledLogprobs:
+        import torch
+
+        token_R = torch.tensor(said.token_ids)
+        return cls(said.logprobs().gather(1, token_R[:, None])[:, 0].tolist())
+
+    @classmethod
+    def named_by_engine(cls, top_k: int) -> int | None:
+        return 0
+
+    @classmethod
+    def of_positions(cls, token_ids: Sequence[int], positions: Sequence[Position], top_k: int) -> SampledLogprobs:
+        return cls([position[token] for token, position in zip(token_ids, positions, strict=True)])
+
+    @classmethod
+    def blocks(
+        cls, samples: Sequence[Sequence[ScoredRow]], dtype: torch.dtype, baselines: Mapping[str, float] | None
+    ) -> tuple[Block, ...]:
+        import torch
+
+        logprob_N = torch.tensor([x for scored in samples for x in mixed_logprobs(scored)], dtype=torch.float32)
+        if baselines is None:
+            return (SampledBlock(logprob_N),)
+        values = [baselines[s[0].sample_id] for s in samples for _ in s[0].response_ids]
+        return (SampledBlock(logprob_N, torch.tensor(values, dtype=torch.float32)),)
+
+    def gap(self, wanted: Answer, dtype: torch.dtype) -> float:
+        assert isinstance(wanted, SampledLogprobs)
+        pairs = zip(wanted.teacher_logprobs, self.teacher_logprobs, strict=True)
+        gaps = [abs(a - b) for a, b in pairs]
+        return sum(gaps) / len(gaps)
+
+    def differences(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], dtype: torch.dtype, head: Callable[[], Head]
+    ) -> list[float]:
+        return [abs(was - now) for was, now in zip(logprobs, self.teacher_logprobs, strict=True)]
+
+
+def mixed_logprobs(scored: Sequence[ScoredRow]) -> list[float]:
+    """[R] sum_k w_k log q_k(y) over a sample's teachers: of a single one its log-prob."""
+    columns = [[row.weight * x for x in row.answer.teacher_logprobs] for row in scored]
+    return [sum(values) for values in zip(*columns, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledBlock(Block, Given):
+    """Consecutive response tokens with the teachers' (weighted) log-prob of each."""
+
+    logprob_N: Tensor
+    baseline_N: Tensor | None = None
+    """What `Sampled` takes off the advantage; it may depend on anything but the token's own response."""
+
+    def __len__(self) -> int:
+        return len(self.logprob_N)
+
+    def given(self, part: slice, vocab_size: int) -> SampledBlock:
+        return self.rows(part)
+
+    def rows(self, rows: slice) -> SampledBlock:
+        return SampledBlock(self.logprob_N[rows], None if self.baseline_N is None else self.baseline_N[rows])
+
+    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> SampledChunk:
+        baseline_C = None if self.baseline_N is None else self.baseline_N.to(dtype)
+        return SampledChunk(self.logprob_N.to(dtype), baseline_C)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledChunk(TeacherChunk):
+    """What an objective sees."""
+
+    logq_C: Tensor
+    """Log-prob of the sampled ids."""
+    baseline_C: Tensor | None = None

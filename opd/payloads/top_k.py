@@ -1,0 +1,135 @@
+"""Payload `top_k`: the likeliest tokens at each position, with their true (not renormalised) log-probs.
+
+Shapes: N tokens of a block, C of a chunk, K likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import pyarrow as pa
+
+from opd.losses.blocks import Block, Given
+from opd.losses.objective import TeacherChunk
+from opd.payloads.answer import Answer, Columns, Position, Said, ScoredRow
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from opd.stream.heads import Head
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens(Answer):
+    """What a teacher says of one response."""
+
+    ROW: ClassVar[Columns] = (("topk_ids", pa.list_(pa.int32())), ("topk_logprobs", pa.list_(pa.float32())))
+    TOKEN_IDS: ClassVar[tuple[str, ...]] = ("topk_ids",)
+
+    topk_ids: Sequence[int]
+    """[R, K] its likeliest tokens, row after row."""
+    topk_logprobs: Sequence[float]
+    """[R, K] their log-probs under the whole distribution."""
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * len(self.topk_ids)
+
+    @property
+    def size(self) -> str:
+        return str(len(self.topk_ids))
+
+    def fits(self, num: int, itemsize: int) -> bool:
+        if len(self.topk_ids) != len(self.topk_logprobs) or (num == 0) != (len(self.topk_ids) == 0):
+            return False
+        return num == 0 or len(self.topk_ids) % num == 0
+
+    def width(self, num: int) -> int | None:
+        """K."""
+        return len(self.topk_ids) // num if num else None
+
+    @classmethod
+    def token_bytes(cls, *, hidden_size: int, itemsize: int, top_k: int) -> int:
+        return 8 * top_k
+
+    @classmethod
+    def of_states(cls, said: Said) -> TopTokens:
+        logq_R_V = said.logprobs()
+        top = logq_R_V.topk(min(said.top_k, logq_R_V.shape[1]), dim=-1)
+        return cls(top.indices.flatten().tolist(), top.values.flatten().tolist())
+
+    @classmethod
+    def named_by_engine(cls, top_k: int) -> int | None:
+        return top_k
+
+    @classmethod
+    def of_positions(cls, token_ids: Sequence[int], positions: Sequence[Position], top_k: int) -> TopTokens:
+        """Engines add the token that stands there, however unlikely, and it must not take part."""
+        top = [sorted(position.items(), key=lambda entry: -entry[1])[:top_k] for position in positions]
+        return cls(
+            [token for entries in top for token, _ in entries], [value for entries in top for _, value in entries]
+        )
+
+    @classmethod
+    def blocks(
+        cls, samples: Sequence[Sequence[ScoredRow]], dtype: torch.dtype, baselines: Mapping[str, float] | None
+    ) -> tuple[Block, ...]:
+        import torch
+
+        assert all(len(scored) == 1 for scored in samples), "top_k does not mix teachers"
+        rows = [scored[0] for scored in samples]
+        width = max(len(r.answer.topk_ids) // max(1, len(r.response_ids)) for r in rows)
+        ids_N_K = torch.tensor([x for r in rows for x in r.answer.topk_ids], dtype=torch.long).view(-1, width)
+        logprobs = torch.tensor([x for r in rows for x in r.answer.topk_logprobs], dtype=torch.float32)
+        return (TopKBlock(ids_N_K, logprobs.view(-1, width)),)
+
+    def gap(self, wanted: Answer, dtype: torch.dtype) -> float:
+        assert isinstance(wanted, TopTokens)
+        gaps = [abs(a - b) for a, b in zip(wanted.topk_logprobs, self.topk_logprobs, strict=True)]
+        return sum(gaps) / len(gaps)
+
+    def differences(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], dtype: torch.dtype, head: Callable[[], Head]
+    ) -> list[float]:
+        """A token outside the likeliest is at most as likely as the last of them."""
+        k = len(self.topk_ids) // len(logprobs)
+        differences = []
+        for index, (token, was) in enumerate(zip(token_ids, logprobs, strict=True)):
+            part = slice(index * k, (index + 1) * k)
+            known = dict(zip(self.topk_ids[part], self.topk_logprobs[part], strict=True))
+            differences.append(abs(was - known[token]) if token in known else max(0.0, was - min(known.values())))
+        return differences
+
+
+@dataclass(frozen=True, slots=True)
+class TopKBlock(Block, Given):
+    """Consecutive response tokens with the teacher's K likeliest tokens at each."""
+
+    ids_N_K: Tensor
+    logprob_N_K: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids_N_K)
+
+    def given(self, part: slice, vocab_size: int) -> TopKBlock:
+        return self.rows(part)
+
+    def rows(self, rows: slice) -> TopKBlock:
+        return TopKBlock(self.ids_N_K[rows], self.logprob_N_K[rows])
+
+    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> TopKChunk:
+        return TopKChunk(self.ids_N_K, self.logprob_N_K.to(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class TopKChunk(TeacherChunk):
+    """What an objective sees."""
+
+    ids_C_K: Tensor
+    logq_C_K: Tensor
+
+    def first_C(self) -> Tensor:
+        return self.ids_C_K.gather(1, self.logq_C_K.argmax(-1, keepdim=True))[:, 0]
