@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import pytest
 from opd.stream.schema import PartRecord, TargetRow, read_stream, write_stream
 from opd.stream.split import split_part, split_stream
 from opd.stream.targets import Part
+from tests.rows import make_row
 
 RECORD = PartRecord(worker=1, number=2, broken={"x": "not finite"}, teachers={"t": 5, "s": 1})
 
 
 def row(number: int, teacher: str = "t", tokens: int = 3, width: int = 4) -> TargetRow:
     rng = np.random.default_rng(number)
-    return TargetRow(
+    return make_row(
         sample_id=f"{number}", step=3, domain=f"d{number % 2}", teacher=teacher, weight=0.5, policy_version=2,
         prompt_ids=[number] * (number + 1), response_ids=list(range(tokens)), loss_mask=[True] * tokens,
         behaviour_logprobs=[-float(number)] * tokens, head=f"h{teacher}", hidden_size=width,
@@ -29,9 +31,8 @@ def encoded(rows: list[TargetRow]) -> np.ndarray:
     return np.frombuffer(write_stream(rows, "float32", part=RECORD), np.uint8)
 
 
-def plain(rows: Any) -> list[dict[str, Any]]:
-    names = [name for name in TargetRow.__slots__ if name != "hidden"]
-    return [{name: getattr(r, name) for name in names} | {"hidden": bytes(r.hidden)} for r in rows]
+def plain(rows: Any) -> list[Any]:
+    return [replace(r, answer=replace(r.answer, hidden=bytes(r.answer.hidden))) for r in rows]
 
 
 def test_every_row_goes_to_its_rank_as_it_was() -> None:

@@ -365,9 +365,9 @@ class Targets:
         self.collected: list[Part] = []
 
     def take(self) -> Part | None:
-        if self.collected:
-            return self.collected.pop(0)
-        return self._next()
+        part = self.collected.pop(0) if self.collected else self._next()
+        self._taken |= set(part.samples if part else ())
+        return part
 
     def _next(self) -> Part | None:
         if not self._left:
@@ -377,7 +377,6 @@ class Targets:
         if sample_id in self._broken:
             self.quarantined[sample_id] = "not finite"
             return Part(handle=stream(), nbytes=1, samples=())
-        self._taken.add(sample_id)
         return Part(handle=self._handle(sample_id), nbytes=10, samples=(sample_id,))
 
     def collect(self) -> None:
