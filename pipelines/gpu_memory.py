@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
+from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError
 from pipelines.memory import (
     BYTES,
@@ -116,8 +117,8 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
             least=student.parameters * BYTES[config.rollout.dtype],
         )
         found += [engine] * config.rollout.workers
-    if cluster.teacher_gpus and config.teachers.engine not in ("openai", "flight"):
-        found += [_teacher(config, inputs)] * config.teachers.workers
+    if cluster.teacher_gpus and not config.teachers.elsewhere:
+        found += [_teacher(config, inputs)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
         heads = heads_bytes(config, inputs) if config.teachers.payload == "hidden_states" else 0
         kept = trainer_state_bytes(config, student) // config.trainer.ranks + heads
@@ -134,7 +135,7 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
 
 def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
     weights, passing = scoring_bytes(config, inputs)
-    if config.teachers.engine == "vllm":
+    if isinstance(config.teachers, VLLMTeachers):
         return Role(
             what="scoring engine",
             gpus=config.cluster.teacher_gpus,
