@@ -13,7 +13,7 @@ import difflib
 import json
 import re
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -47,17 +47,20 @@ class Tables:
         self._waiting: deque[tuple[str, Schema]] = deque([("", self._schema)])
 
     def __str__(self) -> str:
-        sections: list[tuple[str, str]] = []
+        sections: list[tuple[str, Schema, str]] = []
         while self._waiting:
             prefix, section = self._waiting.popleft()
-            sections.append((prefix, self._section(prefix, section)))
+            rows = [self._row(prefix, key, prop, section) for key, prop in section["properties"].items()]
+            sections.append((prefix, section, table(("Key", "Type", "Default", "Meaning"), rows)))
         order = ["", *self._schema["properties"]]
-        return "\n".join(text for _, text in sorted(sections, key=lambda s: order.index(s[0].split(".")[0])))
-
-    def _section(self, prefix: str, section: Schema) -> str:
-        rows = [self._row(prefix, key, prop, section) for key, prop in section["properties"].items()]
-        title = f"`{prefix.rstrip('.')}`" if prefix else "Top level"
-        return f"{self._heading} {title}\n\n{table(('Key', 'Type', 'Default', 'Meaning'), rows)}"
+        sections.sort(key=lambda s: order.index(s[0].split(".")[0]))
+        variants: dict[str, list[Schema]] = defaultdict(list)
+        for prefix, section, _ in sections:
+            variants[prefix].append(section["properties"])
+        return "\n".join(
+            f"{self._heading} {_title(prefix, section['properties'], variants[prefix])}\n\n{text}"
+            for prefix, section, text in sections
+        )
 
     def _row(self, prefix: str, key: str, prop: Schema, section: Schema) -> tuple[str, ...]:
         path = prefix + key
@@ -86,6 +89,13 @@ class Tables:
             self._seen[key] = path
             self._waiting.append((f"{path}.", section))
         return f"mapping, see `{self._seen[key]}`"
+
+
+def _title(prefix: str, own: Schema, variants: Sequence[Schema]) -> str:
+    """`variants`: the keys of all mappings that may stand at this place; where there are several, one key tells them apart."""
+    name = f"`{prefix.rstrip('.')}`" if prefix else "Top level"
+    telling = [key for key in own if all("const" in keys.get(key, {}) for keys in variants)]
+    return f"{name} with `{telling[0]}: {own[telling[0]]['const']}`" if len(variants) > 1 and telling else name
 
 
 def _options(prop: Schema) -> Sequence[Schema]:

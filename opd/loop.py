@@ -88,8 +88,8 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
 
         record = step_record(scored.batch, scored.targets, trained, pushed)
         accuracy = _evaluate(parts, step, clock) if plan.evaluate_every and step % plan.evaluate_every == 0 else {}
-        more = {"accuracy": accuracy, "replayed": scored.replayed, "checkpoint": saved}
-        parts.reporter.step(replace(record, phase_s=clock.take(), **more))
+        record = replace(record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take())
+        parts.reporter.step(record)
         leaving = stop() or step == plan.last_step
         with clock("checkpoint"):
             # After the record: a kill in between resumes from the checkpoint before, and that rewinds the records.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opd import loop
 from opd.checkpoints import CheckpointStore
 from opd.config import PipelineConfig, sync_tolerance
 from opd.config.strict import DTYPE_BYTES
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Display, Sink
-from opd.loop import Parts
+from opd.loop import Parts, Plan
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.prompts import MixedPrompts, split_samples
@@ -22,16 +23,32 @@ from opd.sync import SYNCS
 from opd.sync.shared_memory import probe_sequences
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.preflight import Inputs
+from pipelines.specs import flight_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
-from teachers.pool import Pool
+from teachers.pool import Pool, Routes
 
-POOLS: dict[str, type[Pool] | type[FlightPool]] = {
-    "transformers": Pool,
-    "vllm": Pool,
-    "openai": Pool,
-    "flight": FlightPool,
+ROLLOUT_ENGINES = {"vllm": VLLMRolloutEngine}
+"""Rollout engines that `rollout.engine` names."""
+
+
+def _own_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> Pool:
+    return Pool(pool_spec(config, vocab_size), routes)
+
+
+def _served_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> FlightPool:
+    return FlightPool(flight_spec(config, vocab_size), routes)
+
+
+POOLS: dict[str, Callable[[PipelineConfig, Routes, int], Pool | FlightPool]] = {
+    "transformers": _own_pool,
+    "vllm": _own_pool,
+    "openai": _own_pool,
+    "flight": _served_pool,
 }
-"""By `teachers.engine`."""
+"""Starts the pool that `teachers.engine` names."""
+
+SCHEDULES: dict[str, Callable[[Parts, Plan, Callable[[], bool]], int]] = {"sync": loop.run}
+"""Takes a run's steps in the order that `schedule.mode` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +100,7 @@ class RunPaths:
 
 def num_workers(config: PipelineConfig) -> int:
     """Processes that a merge runs beside the driver."""
-    scoring = 0 if config.teachers.engine == "flight" else config.teachers.workers
-    return config.rollout.workers + scoring + config.trainer.ranks
+    return config.rollout.workers + config.teachers.scoring_workers + config.trainer.ranks
 
 
 def build(
@@ -129,6 +145,15 @@ def build(
     )
 
 
+def start_rollouts(
+    config: PipelineConfig, inputs: Inputs, untrained: Mapping[str, frozenset[int]] | None = None
+) -> VLLMRolloutEngine:
+    """Rollout engines that hold the student; returns before they are up. `untrained` as `Inputs.untrained`."""
+    student = inputs.student
+    spec = rollout_spec(config, config.student.model, student.vocab_size, student.eos_token_ids, untrained)
+    return ROLLOUT_ENGINES[config.rollout.engine](spec, inputs.tokenizer)
+
+
 def _start_workers(
     config: PipelineConfig, inputs: Inputs
 ) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, Pool | FlightPool]:
@@ -137,21 +162,14 @@ def _start_workers(
     def start_pool() -> Pool | FlightPool:
         return POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
 
-    elsewhere = start_pool() if config.teachers.engine == "flight" else None
+    elsewhere = None if config.teachers.scoring_workers else start_pool()
     if elsewhere is not None:
         elsewhere.wait_ready()  # takes no core of ours: a wrong token is told before anything else is started
-    engine = VLLMRolloutEngine(
-        config,
-        config.student.model,
-        inputs.student.vocab_size,
-        inputs.student.eos_token_ids,
-        inputs.tokenizer,
-        inputs.untrained,
-    )
+    engine = start_rollouts(config, inputs, inputs.untrained)
     if 0 < config.cluster.rollout_gpus < 1:
         engine.wait_ready()  # while vLLM measures its GPU, it takes for its own what others begin to hold there
     pool = elsewhere or start_pool()
-    trainer = DeepSpeedTrainer(config, inputs.student.vocab_size)
+    trainer = DeepSpeedTrainer(trainer_spec(config, inputs.student.vocab_size))
     engine.wait_ready()
     trainer.wait_ready()
     pool.wait_ready()

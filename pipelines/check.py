@@ -22,13 +22,14 @@ from opd.config import PipelineConfig
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
-from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, Rollout, Segment, Teacher
+from pipelines.build import start_rollouts
 from pipelines.compare import Comparer, Comparison
 from pipelines.gpu_memory import refuse_crowded_gpus
 from pipelines.memory import Need, estimate, fix, machine_bytes
 from pipelines.memory import problem as problem_of_memory
 from pipelines.preflight import Inputs, check, load_tokenizer
+from pipelines.specs import scorer_options
 
 Tell = Callable[[str], None]
 Route = tuple[str, Teacher]
@@ -110,19 +111,17 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
 
     Raises: OpdError for what preflight refuses, before any compute; RunError if a worker fails.
     """
-    short = EvaluateConfig(samples=samples, max_new_tokens=config.evaluate.max_new_tokens)  # one greedy answer each
-    config = config.model_copy(update={"evaluate": short})
-    inputs = check(config)
+    exam = EvaluateConfig(samples=samples)  # one greedy answer each
+    inputs = check(config, exam)
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")
     student = inputs.student
     with cluster.ray_session(config.cluster, config.rollout.workers + 1):
-        engine = VLLMRolloutEngine(
-            config, config.student.model, student.vocab_size, student.eos_token_ids, inputs.tokenizer
-        )
+        engine = start_rollouts(config, inputs)
         gpus = config.cluster.teacher_gpus
         env = cluster.worker_env(1) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
-        arguments = (config.student.model.absolute(), student.vocab_size, config.teachers.memory)
+        memory = scorer_options(config, student.vocab_size).memory_bytes
+        arguments = (config.student.model.absolute(), student.vocab_size, memory)
         comparer = cluster.spawn(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
 
         def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
@@ -133,7 +132,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
             return found
 
         engine.wait_ready()
-        evaluator = EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, tell)
+        evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell)
         itself, measured = measure(config, inputs, engine, evaluator, compare, tell)
     needs = estimate(config, inputs)
     findings = (

@@ -26,10 +26,11 @@ from opd.evaluation.evaluator import BEFORE, MERGED, DomainExam, EngineEvaluator
 from opd.evaluation.harness import TaskScores, check_tasks, run_tasks
 from opd.evaluation.scores import FORMAT, Evaluation
 from opd.files import atomic_write_text
-from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Teacher
+from pipelines.build import ROLLOUT_ENGINES
 from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
 from pipelines.preflight import Inputs, as_teacher, check_rounds, inspect_student, load_tokenizer
+from pipelines.specs import rollout_spec
 from pipelines.template_date import dated
 
 Tell = Callable[[str], None]
@@ -255,7 +256,8 @@ def _examine(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) ->
     found = {}
     with ray_session(config.cluster, config.rollout.workers), _whole(subjects[0].model) as start:
         first = subjects[0]
-        engine = VLLMRolloutEngine(config, start, first.vocab_size, first.eos_token_ids, first.tokenizer)
+        spec = rollout_spec(config, start, first.vocab_size, first.eos_token_ids)
+        engine = ROLLOUT_ENGINES[config.rollout.engine](spec, first.tokenizer)
         engine.wait_ready()
         for subject in subjects:
             if subject is not first:

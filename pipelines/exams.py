@@ -35,8 +35,11 @@ def load_training(config: PipelineConfig, files: Mapping[str, Path], tokenizer: 
     return training
 
 
-def load_exams(config: PipelineConfig, tokenizer: Any, domains: Sequence[str] | None = None) -> dict[str, DomainExam]:
-    """The first `evaluate.samples` held-out prompts of every (named) domain that has an `eval`, and its verifier.
+def load_exams(
+    config: PipelineConfig, tokenizer: Any, domains: Sequence[str] | None = None, *, samples: int | None = None
+) -> dict[str, DomainExam]:
+    """The first `samples` held-out prompts (default: `evaluate.samples`) of every (named) domain that has an `eval`, and its
+    verifier.
 
     Raises: PromptError for what cannot be read or judged, ConfigError for a verifier's function that is not there.
     """
@@ -50,7 +53,7 @@ def load_exams(config: PipelineConfig, tokenizer: Any, domains: Sequence[str] | 
         if domain.eval.holdout is not None:
             prompts = _side(file, prompts, domain.eval.holdout, held_out=True)
         verifier = build_verifier(domain.eval.verifier)
-        exams[name] = DomainExam(tuple(prompts[: config.evaluate.samples]), verifier)
+        exams[name] = DomainExam(tuple(prompts[: samples or config.evaluate.samples]), verifier)
         refuse_unjudgeable(str(file), exams[name], domain.eval)
     return exams
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.strict import DTYPE_BYTES
+from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
 from pipelines.memory import (
@@ -117,8 +118,8 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
             least=student.parameters * DTYPE_BYTES[config.rollout.dtype],
         )
         found += [engine] * config.rollout.workers
-    if cluster.teacher_gpus and config.teachers.engine not in ("openai", "flight"):
-        found += [_teacher(config, inputs)] * config.teachers.workers
+    if cluster.teacher_gpus and not config.teachers.elsewhere:
+        found += [_teacher(config, inputs)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
         heads = heads_bytes(config, inputs) if answer_class(config.teachers.payload).SENDS_HEADS else 0
         kept = trainer_state_bytes(config, student) // config.trainer.ranks + heads
@@ -135,7 +136,7 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
 
 def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
     weights, passing = scoring_bytes(config, inputs)
-    if config.teachers.engine == "vllm":
+    if isinstance(config.teachers, VLLMTeachers):
         return Role(
             what="scoring engine",
             gpus=config.cluster.teacher_gpus,

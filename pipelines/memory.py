@@ -23,6 +23,7 @@ from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo, weight_tensors
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.strict import DTYPE_BYTES
+from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
 from pipelines.preflight import Inputs
@@ -193,22 +194,23 @@ def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     teachers = config.teachers
-    if teachers.engine in ("openai", "flight"):
+    if teachers.elsewhere:
         return []
     width = DTYPE_BYTES[teachers.dtype]
     models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.experts.values()}
     adapters = sum(expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter) * width
     sizes = [info.parameters * width for info in models.values()]
     _, activations = scoring_bytes(config, inputs)
-    weights = max(max(sizes), min(sum(sizes) + adapters, int(teachers.memory)))
-    if teachers.engine == "vllm":
-        weights = 2 * max(sizes) + (teachers.kv_cache_gib << 30)
+    if isinstance(teachers, VLLMTeachers):
+        weights, budget = 2 * max(sizes) + (teachers.kv_cache_gib << 30), "teachers.kv_cache_gib"
+    else:
+        assert isinstance(teachers, TransformersTeachers)
+        weights, budget = max(max(sizes), min(sum(sizes) + adapters, int(teachers.memory))), "teachers.memory"
     return [
         Need(
             what="teachers: weights",
             nbytes=teachers.workers * weights,
-            knobs="teachers.memory, teachers.dtype, teachers.workers"
-            + (", teachers.kv_cache_gib" if teachers.engine == "vllm" else ""),
+            knobs=f"{budget}, teachers.dtype, teachers.workers",
         ),
         Need(
             what="teachers: activations",
@@ -248,7 +250,7 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 
 def _processes(config: PipelineConfig, inputs: Inputs) -> Need:
-    workers = 0 if config.teachers.engine == "flight" else config.teachers.workers
+    workers = config.teachers.scoring_workers
     prompts = PROMPT_TOKEN * sum(len(p.token_ids) for part in inputs.prompts.values() for p in part)
     return Need(
         what="processes, Ray and prompts",

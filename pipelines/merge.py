@@ -30,7 +30,7 @@ from opd.progress import display
 from opd.report import build_report, write_report
 from opd.rounds import whole
 from opd.sinks import open_sinks
-from pipelines.build import RunPaths, build, num_workers
+from pipelines.build import SCHEDULES, RunPaths, build, num_workers
 from pipelines.card import model_card
 from pipelines.evaluate import lm_eval_merge
 from pipelines.gpu_memory import refuse_crowded_gpus
@@ -276,7 +276,7 @@ def _train(
         evaluate_every=config.evaluate.every,
         overlap=overlaps(config),
     )
-    last = loop.run(parts, plan, signals.asked)
+    last = SCHEDULES[config.schedule.mode](parts, plan, signals.asked)
     if last < config.trainer.steps:
         raise Interrupted(last, run.paths.root, signals.number)
 

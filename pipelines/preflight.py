@@ -19,6 +19,8 @@ from experts.model_dir import Hashes, ModelInfo, inspect_model
 from experts.registry import Manifest, Registry, default_root
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig, ExpertConfig, RegisteredExperts
+from opd.config.evaluate import EvaluateConfig
+from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
@@ -82,12 +84,16 @@ def check_teachers(config: PipelineConfig) -> Teaching:
     return Teaching(student=student, experts=by_name, routes=routes, warnings=(*warnings, *notices))
 
 
-def check(config: PipelineConfig) -> Inputs:
-    """Read and check everything a pipeline names. Raises: OpdError (a ValueError) for the first thing that is wrong."""
+def check(config: PipelineConfig, exam: EvaluateConfig | None = None) -> Inputs:
+    """Read and check everything a pipeline names; `exam` takes the place of its section `evaluate`.
+
+    Raises: OpdError (a ValueError) for the first thing that is wrong.
+    """
+    exam = exam or config.evaluate
     refuse_missing(config.logging)
-    if config.teachers.engine == "flight":
+    if isinstance(config.teachers, FlightTeachers):
         read_token(config.teachers.token_file)
-        read_roots(config.teachers)
+        read_roots(config.teachers.tls_root_certs)
     teaching = check_teachers(config)
     by_name, routes = teaching.experts, teaching.routes
     refuse_untrainable(config, teaching.student)
@@ -96,9 +102,9 @@ def check(config: PipelineConfig) -> Inputs:
     config = dated(config, tokenizer)
     files = {d: _prompts_file(d, c, by_name[routes[d][0].teacher.name]) for d, c in config.domains.items()}
     every = load_training(config, files, tokenizer)
-    exams = load_exams(config, tokenizer)
+    exams = load_exams(config, tokenizer, samples=exam.samples)
     refuse_leaks(exams, every)
-    check_tasks(config.evaluate.lm_eval)
+    check_tasks(exam.lm_eval)
     prompts: dict[str, list[Prompt]] = {}
     notices: list[str] = []
     for domain, file in files.items():

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 
 from opd.cluster import ray_session
 from opd.config import PipelineConfig
+from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError
 from opd.signals import interrupt
 from pipelines.preflight import check_teachers
+from pipelines.specs import pool_spec
 from teachers.flight.access import Endpoint
 from teachers.flight.server import PoolServer, make_hello
 from teachers.pool import Pool
@@ -25,7 +27,7 @@ def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], wa
 
     Raises: OpdError before anything starts; RunError if a teacher does not load or the address cannot be had.
     """
-    if config.teachers.engine == "flight":
+    if isinstance(config.teachers, FlightTeachers):
         raise ConfigError.at(
             "teachers.engine",
             found="flight",
@@ -36,11 +38,11 @@ def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], wa
     teaching = check_teachers(config)
     for warning in teaching.warnings:
         warn(f"warning: {warning}")
-    vocab_size = teaching.student.vocab_size
-    with ray_session(config.cluster, config.teachers.workers), _stoppable():
-        pool = Pool(config, teaching.routes, vocab_size)
+    spec = pool_spec(config, teaching.student.vocab_size)
+    with ray_session(config.cluster, config.teachers.scoring_workers), _stoppable():
+        pool = Pool(spec, teaching.routes)
         pool.wait_ready()
-        hello = make_hello(config, teaching.routes, vocab_size, pool)
+        hello = make_hello(spec.scorer, teaching.routes, pool)
         server = PoolServer(pool, hello, door, timeout_s=config.cluster.phase_timeout_s, say=warn)
         say(f"{config.name}: {', '.join(teaching.routes)} served at {door.url(server.port)}")
         try:

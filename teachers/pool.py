@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from opd import cluster
-from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.payloads import answer_class
 from opd.rollouts.vllm import ENGINE_ENV
 from opd.stream.heads import HeadSource
 from opd.stream.targets import Expected, TargetStream
 from opd.types import LayoutProof, Rollout, Teacher, WeightedTeacher
-from teachers.scorers import ScorerOptions, Server
+from teachers.scorers import ScorerOptions
 from teachers.weights import base_key, weight_key
 from teachers.worker import Group, TeacherWorker
 
@@ -26,28 +25,49 @@ AHEAD = 2
 with `teachers.queue` this bounds the bytes that are scored and not yet trained."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+    """What a pool is started with."""
+
+    engine: str
+    """What scores: a name in `teachers.scorers.SCORERS`."""
+    scorer: ScorerOptions
+    """What every worker's scorer is made with."""
+    workers: int = 1
+    """Scoring workers; each teacher's rows of a step go to one of them."""
+    gpus: float = 0
+    """GPUs of each worker; 0: the CPU."""
+    kv_cache_gib: int = 1
+    """Key-value cache of engine `vllm` on the CPU, whole GiB."""
+    max_quarantined: float
+    """Share of a step's responses that may be left out before the run stops."""
+    start_timeout_s: float
+    """Deadline for a teacher to be loaded and to answer for the first time."""
+    timeout_s: float
+    """Deadline of every other call."""
+
+
 class Pool:
     """Implements `opd.interfaces.TeacherPool`."""
 
-    def __init__(self, config: PipelineConfig, routes: Routes, vocab_size: int) -> None:
-        """`vocab_size` is the tokenizer's."""
+    def __init__(self, spec: PoolSpec, routes: Routes) -> None:
         self._routes = {domain: tuple(assigned) for domain, assigned in routes.items()}
-        self._timeout_s = config.cluster.phase_timeout_s
-        self._start_timeout_s = config.cluster.start_timeout_s
-        self._max_quarantined = config.teachers.max_quarantined
-        self._gpus = config.cluster.teacher_gpus
-        self._env = cluster.worker_env(config.teachers.workers) | ({} if self._gpus else {"CUDA_VISIBLE_DEVICES": ""})
-        if config.teachers.engine == "vllm":
-            self._env |= ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(config.teachers.kv_cache_gib)}
-        self._engine = config.teachers.engine
-        self._options = scorer_options(config, vocab_size)
-        self._workers = [self._spawn(index) for index in range(config.teachers.workers)]
+        self._timeout_s = spec.timeout_s
+        self._start_timeout_s = spec.start_timeout_s
+        self._max_quarantined = spec.max_quarantined
+        self._gpus = spec.gpus
+        self._env = cluster.worker_env(spec.workers) | ({} if spec.gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        if spec.engine == "vllm":
+            self._env |= ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
+        self._engine = spec.engine
+        self._options = spec.scorer
+        self._workers = [self._spawn(index) for index in range(spec.workers)]
         self._stopped = False
         self._described: dict[str, tuple[Teacher, HeadSource]] = {}
         """By the teacher's weights: one teacher that has them, and its output head, without a handle."""
         self.layouts: dict[str, LayoutProof] = {}
         """By teacher's name, how its rows share a forward pass; proven in `wait_ready`."""
-        self._sends_heads = answer_class(config.teachers.payload).SENDS_HEADS
+        self._sends_heads = answer_class(spec.scorer.payload).SENDS_HEADS
 
     def wait_ready(self) -> None:
         """Try every teacher once. Raises: RunError if one does not load or answer."""
@@ -180,25 +200,6 @@ def expected_rows(domains: Collection[str], routes: Routes, heads: Mapping[str, 
         domain: {a.teacher.name: Expected(weight=a.weight, head=heads.get(a.teacher.name, "")) for a in routes[domain]}
         for domain in sorted(domains)
     }
-
-
-def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
-    """What a pipeline says about scoring."""
-    return ScorerOptions(
-        dtype=config.teachers.dtype,
-        payload=config.teachers.payload,
-        top_k=config.objective.top_k,
-        vocab_size=vocab_size,
-        memory_bytes=config.teachers.memory,
-        max_model_len=config.rollout.max_model_len,
-        gpu_memory_utilization=config.teachers.gpu_memory_utilization,
-        servers={
-            name: Server(base_url=server.base_url, model=server.model)
-            for name, server in config.teachers.servers.items()
-        },
-        api_key_env=config.teachers.api_key_env,
-        server_timeout_s=config.teachers.server_timeout_s,
-    )
 
 
 def share_out(groups: Sequence[Group], workers: int) -> list[list[Group]]:

@@ -21,7 +21,7 @@ from opd.config.sections import (
     TrainerConfig,
 )
 from opd.config.strict import Name, Strict
-from opd.config.teachers import TeachersConfig
+from opd.config.teachers import OpenAITeachers, TeachersConfig, TransformersTeachers, changed_teachers
 from opd.settings import apply_overrides, found_in, keys_of, load_yaml, validate
 
 
@@ -63,7 +63,7 @@ class PipelineConfig(Strict):
     domains: dict[Name, DomainConfig] = Field(..., min_length=1)
     """On which prompts, scored by which experts."""
     rollout: RolloutConfig = RolloutConfig()
-    teachers: TeachersConfig = TeachersConfig()
+    teachers: TeachersConfig = TransformersTeachers()
     objective: AnyObjective = Field(default_factory=default_objective)
     trainer: TrainerConfig
     schedule: ScheduleConfig = ScheduleConfig()
@@ -89,7 +89,7 @@ class PipelineConfig(Strict):
     @model_validator(mode="after")
     def _every_expert_has_a_server(self) -> PipelineConfig:
         named = self.experts.use if isinstance(self.experts, RegisteredExperts) else list(self.experts)
-        if self.teachers.engine != "openai" or named == "all":  # the registry's names are not known here
+        if not isinstance(self.teachers, OpenAITeachers) or named == "all":  # the registry's names are not known here
             return self
         served = self.teachers.servers
         for wrong, found in (
@@ -175,8 +175,10 @@ def _round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
     data = config.model_dump(exclude={"rounds"}) | {"seed": config.seed + index}
     if isinstance(config.rounds, list):
         for key, value in config.rounds[index].model_dump(exclude_defaults=True).items():
-            section = key in ("rollout", "teachers", "objective", "trainer")
-            data[key] = {**data[key], **value} if section and "kind" not in value else value
+            section = key in ("rollout", "objective", "trainer") and "kind" not in value
+            if key == "teachers":
+                value = changed_teachers(data[key], value)
+            data[key] = {**data[key], **value} if section else value
     return data
 
 
@@ -185,7 +187,7 @@ def overlaps(config: PipelineConfig) -> bool:
     if config.schedule.overlap != "auto":
         return config.schedule.overlap
     gpus = config.cluster.trainer_gpus or config.cluster.teacher_gpus
-    return bool(gpus) or config.teachers.engine in ("openai", "flight")
+    return bool(gpus) or config.teachers.elsewhere
 
 
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from opd.config.strict import DType, Strict
 
 
 class RolloutConfig(Strict):
     engine: Literal["vllm"] = "vllm"
-    """What writes."""
+    """What writes: vLLM, an engine in each rollout worker."""
     workers: int = Field(1, ge=1)
     """Rollout engines; prompts are dealt out among them."""
     dtype: DType = "float32"
@@ -34,7 +35,7 @@ class RolloutConfig(Strict):
 
 class TrainerConfig(Strict):
     zero_stage: Literal[3] = 3
-    """DeepSpeed ZeRO stage: parameters, gradients and optimiser state are sharded over the ranks."""
+    """DeepSpeed ZeRO stage: parameters, gradients and optimiser state are sharded over the ranks. Only 3 is there."""
     ranks: int = Field(2, ge=1)
     """Data-parallel trainer processes. On GPUs each needs one of its own: on a shared GPU set 1."""
     dtype: DType = "float32"
@@ -70,6 +71,17 @@ class TrainerConfig(Strict):
     about 1 % of the gradient over 128 micro-batches."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    @field_validator("zero_stage", mode="before")
+    @classmethod
+    def _sharded_weights(cls, stage: Any) -> Any:
+        if stage != 3:
+            raise PydanticCustomError(
+                "zero_stage",
+                "3: checkpoints, weight push and export are made for ranks that hold a shard of every weight, and under "
+                "stages 1 and 2 each holds the whole model",
+            )
+        return stage
 
 
 class ScheduleConfig(Strict):

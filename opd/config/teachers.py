@@ -1,13 +1,14 @@
-"""The section `teachers`: what scores, where, and what it sends."""
+"""The section `teachers`: what scores, where, and what it sends. One class for each `engine`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ByteSize, Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.address import LOOPBACK, parse_url, without_secret
@@ -47,25 +48,18 @@ def _url_problem(url: str) -> str | None:
     return None
 
 
-class TeachersConfig(Strict):
-    engine: Literal["transformers", "vllm", "openai", "flight"] = "transformers"
-    """What scores: the model's body under transformers, many rows packed into one forward pass; a vLLM engine in the
-    worker; `openai`: servers elsewhere that speak the OpenAI completions API with vLLM's prompt log-probs; `flight`: an
-    `opd teachers serve` elsewhere, to which `workers` and `memory` are left."""
-    address: str | None = None
-    """Engine `flight`: who serves the teachers, `grpc+tls://HOST:PORT`; on this machine `grpc://127.0.0.1:PORT` too."""
-    tls_root_certs: Path | None = None
-    """Engine `flight`: PEM file with the certificates to trust; wanted with `grpc+tls`."""
-    token_file: Path | None = None
-    """Engine `flight`: file with the server's token, readable by its owner only; default: OPD_TEACHERS_TOKEN."""
-    workers: int = Field(1, ge=1)
-    """Scoring workers; each teacher's rows of a step go to one of them."""
+class Teachers(Strict):
+    """What the section has with every engine."""
+
+    elsewhere: ClassVar[bool] = False
+    """True if the teachers' models run outside of this cluster."""
+
+    engine: str
     payload: PayloadName = "hidden_states"
     """What is sent per response token: the last hidden state after the final norm, from which any objective but `top_k`
     can be computed; the sampled token's log-prob; or the likeliest tokens' log-probs (`objective.k` of them)."""
-    memory: ByteSize = Field("8GiB", validate_default=True, gt=0)
-    """Teachers kept in memory by each scoring worker, one read ahead among them, least recently used out; the one in use
-    always stays. Engine `vllm` holds one and reads the next from its files."""
+    dtype: DType = "float32"
+    """Teachers compute in it, and hidden states and heads are sent in it; a server computes in its own."""
     queue: ByteSize = Field("256MiB", validate_default=True, gt=0)
     """Scored rows that may wait for the trainer while it overlaps with the teachers (`schedule.overlap`), over all scoring
     workers, and two more parts of about a mebibyte for each; what the next micro-batch needs is always let in."""
@@ -74,18 +68,65 @@ class TeachersConfig(Strict):
     expert, the token carries no loss: the expert has nothing to say about it but "never"."""
     max_quarantined: float = Field(0.001, ge=0, le=1)
     """Share of a step's responses that may be left out because a teacher's states are not finite, before the run stops."""
-    dtype: DType = "float32"
-    """Teachers compute in it, and hidden states and heads are sent in it; a server computes in its own."""
+
+    @property
+    def scoring_workers(self) -> int:
+        """Processes of this merge that score."""
+        return 0
+
+
+class _WithWorkers(Teachers):
+    workers: int = Field(1, ge=1)
+    """Scoring workers; each teacher's rows of a step go to one of them."""
+
+    @property
+    def scoring_workers(self) -> int:
+        return self.workers
+
+
+class TransformersTeachers(_WithWorkers):
+    engine: Literal["transformers"] = "transformers"
+    """The scoring workers run the model's body under transformers, many rows packed into one forward pass."""
+    memory: ByteSize = Field("8GiB", validate_default=True, gt=0)
+    """Teachers kept in memory by each scoring worker, one read ahead among them, least recently used out; the one in use
+    always stays."""
+
+
+class VLLMTeachers(_WithWorkers):
+    engine: Literal["vllm"]
+    """A vLLM engine in each scoring worker. It holds one teacher, and reads the next from its files."""
     kv_cache_gib: int = Field(1, ge=1)
-    """Key-value cache of engine `vllm` on a CPU, whole GiB."""
+    """Key-value cache of an engine on a CPU, whole GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """Share of a GPU's memory that engine `vllm` may take."""
+    """Share of a GPU's memory that an engine may take."""
+
+
+class OpenAITeachers(_WithWorkers):
+    elsewhere: ClassVar[bool] = True
+
+    engine: Literal["openai"]
+    """The scoring workers ask servers elsewhere that speak the OpenAI completions API with vLLM's prompt log-probs."""
+    payload: Literal["sampled_logprobs", "top_k"]
+    """What is sent per response token: the sampled token's log-prob, or the likeliest tokens' log-probs (`objective.k` of
+    them). A server sends no hidden states."""
     servers: dict[Name, ServerConfig] = {}
-    """By expert's name: who serves it. Engine `openai` needs one for each expert."""
+    """By expert's name: who serves it. Each expert needs one."""
     api_key_env: str | None = None
     """Environment variable that holds the servers' key; set it where the scoring workers run."""
     server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
     """Deadline of one request to a server; it is made up to four times."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_hidden_states(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("payload", "hidden_states") == "hidden_states":
+            raise PydanticCustomError(
+                "payload",
+                "sampled_logprobs or top_k, with objective.kind sampled or top_k: a server sends no hidden states; "
+                "engine transformers or vllm does",
+                {"where": "teachers.payload", "found": "hidden_states with teachers.engine openai"},
+            )
+        return data
 
     @field_validator("api_key_env")
     @classmethod
@@ -99,36 +140,29 @@ class TeachersConfig(Strict):
             )
         return name
 
-    @model_validator(mode="after")
-    def _servers_only_with_openai(self) -> TeachersConfig:
-        unused = [key for key in ("servers", "api_key_env") if getattr(self, key)] if self.engine != "openai" else []
-        if unused:
-            raise PydanticCustomError(
-                "servers",
-                "engine: openai, or no {key}",
-                {
-                    "key": unused[0],
-                    "where": f"teachers.{unused[0]}",
-                    "found": f"set, with teachers.engine {self.engine}",
-                },
-            )
-        if self.engine == "openai" and self.payload == "hidden_states":
-            raise PydanticCustomError(
-                "payload",
-                "sampled_logprobs or top_k, with objective.kind sampled or top_k: a server sends no hidden states; "
-                "engine transformers or vllm does",
-                {"where": "teachers.payload", "found": "hidden_states with teachers.engine openai"},
-            )
-        return self
+
+class FlightTeachers(Teachers):
+    elsewhere: ClassVar[bool] = True
+
+    engine: Literal["flight"]
+    """An `opd teachers serve` elsewhere scores, with workers and memory of its own."""
+    address: str
+    """Who serves the teachers, `grpc+tls://HOST:PORT`; on this machine `grpc://127.0.0.1:PORT` too."""
+    tls_root_certs: Path | None = None
+    """PEM file with the certificates to trust; wanted with `grpc+tls`."""
+    token_file: Path | None = None
+    """File with the server's token, readable by its owner only; default: OPD_TEACHERS_TOKEN."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_address(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("address") is None:
+            raise _teachers_error("address", None, "grpc+tls://HOST:PORT, or grpc:// on this machine")
+        return data
 
     @model_validator(mode="after")
-    def _an_address_for_flight(self) -> TeachersConfig:
-        if self.engine != "flight":
-            for key in ("address", "tls_root_certs", "token_file"):
-                if getattr(self, key) is not None:
-                    raise _teachers_error(key, getattr(self, key), "nothing, or teachers.engine flight")
-            return self
-        url = parse_url(self.address or "")
+    def _a_safe_address(self) -> FlightTeachers:
+        url = parse_url(self.address)
         if url is None:
             raise _teachers_error("address", self.address, "grpc+tls://HOST:PORT, or grpc:// on this machine")
         scheme, address = url
@@ -140,6 +174,69 @@ class TeachersConfig(Strict):
             wanted = "a PEM file, for grpc+tls" if scheme == "grpc+tls" else "nothing, grpc:// has no certificates"
             raise _teachers_error("tls_root_certs", self.tls_root_certs, wanted)
         return self
+
+
+ENGINES: dict[str, type[Teachers]] = {
+    "transformers": TransformersTeachers,
+    "vllm": VLLMTeachers,
+    "openai": OpenAITeachers,
+    "flight": FlightTeachers,
+}
+"""The classes that `teachers.engine` names."""
+SECRET = ("servers", "api_key_env")
+"""Keys that may hold a password, which must not be printed."""
+
+
+def without_other_engines(data: Any) -> Any:
+    """The section without keys that only other engines have and that say what goes without saying, as a file has that was
+    written out for another engine.
+
+    Raises: PydanticCustomError for an engine that is none, or a key of another engine that says something: it would be
+    ignored.
+    """
+    if not isinstance(data, Mapping):
+        return data
+    engine = data.get("engine", "transformers")
+    if not isinstance(engine, str) or engine not in ENGINES:
+        raise _teachers_error("engine", repr(engine), f"one of: {', '.join(ENGINES)}")
+    kept = {}
+    for key, value in data.items():
+        having = [name for name, cls in ENGINES.items() if key in cls.model_fields]
+        if engine in having or not having:
+            kept[key] = value
+        elif not _is_default(ENGINES[having[0]], key, value):
+            shown = "set" if key in SECRET else without_secret(str(value))
+            wanted = f"nothing, or teachers.engine {' or '.join(having)}"
+            raise _teachers_error(key, f"{shown}, with teachers.engine {engine}", wanted)
+    return kept
+
+
+def changed_teachers(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The section with some keys changed. Another engine takes over the keys that it has too."""
+    engine = changes.get("engine", data["engine"])
+    known = ENGINES[engine].model_fields if isinstance(engine, str) and engine in ENGINES else data
+    return {key: value for key, value in data.items() if key in known} | changes
+
+
+def _is_default(owner: type[Teachers], key: str, value: Any) -> bool:
+    field = owner.model_fields[key]
+    read = TypeAdapter(field.annotation).validate_python(field.default) if isinstance(field.default, str) else None
+    return value == field.default or (read is not None and value == read)
+
+
+def _engine(value: Any) -> str:
+    engine = value.get("engine", "transformers") if isinstance(value, Mapping) else getattr(value, "engine", "")
+    return f"~{engine}"
+
+
+TeachersConfig = Annotated[
+    Annotated[TransformersTeachers, Tag("~transformers")]
+    | Annotated[VLLMTeachers, Tag("~vllm")]
+    | Annotated[OpenAITeachers, Tag("~openai")]
+    | Annotated[FlightTeachers, Tag("~flight")],
+    Discriminator(_engine, custom_error_type="teachers", custom_error_message="a mapping with the keys of one engine"),
+    BeforeValidator(without_other_engines),
+]
 
 
 def _teachers_error(key: str, found: object, wanted: str) -> PydanticCustomError:

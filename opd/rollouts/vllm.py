@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from opd import cluster
-from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.interfaces import Decoder
 from opd.rollouts.worker import EngineOptions, Request, Sampled, VLLMWorker
@@ -30,45 +29,53 @@ Weights = Callable[[], AbstractContextManager[Path]]
 """Gives the weights that the engines hold as a Hugging Face directory, for as long as one reads it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSpec:
+    """What rollout engines are started with."""
+
+    engine: EngineOptions
+    """What every worker's engine is started with: the model first of all."""
+    stop_token_ids: tuple[int, ...]
+    """Token ids that end a response."""
+    untrained: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Domain -> token ids that carry no loss where the student writes them."""
+    workers: int = 1
+    """Engines; requests are dealt out among them."""
+    gpus: float = 0
+    """GPUs of each engine; 0: the CPU."""
+    kv_cache_gib: int = 1
+    """Key-value cache of an engine on the CPU, whole GiB."""
+    seed: int = 0
+    """Decides, with the sample id, what is sampled."""
+    temperature: float = 1.0
+    """At which responses are sampled."""
+    max_new_tokens: int
+    """Longest response."""
+    max_answer_tokens: int
+    """Longest answer in an exam."""
+    start_timeout_s: float
+    """Deadline for an engine to be up with its model loaded."""
+    timeout_s: float
+    """Deadline of every other call."""
+
+
 class VLLMRolloutEngine:
     """Implements `opd.interfaces.RolloutEngine`."""
 
-    def __init__(
-        self,
-        config: PipelineConfig,
-        model_dir: Path,
-        vocab_size: int,
-        stop_token_ids: Sequence[int],
-        tokenizer: Decoder,
-        untrained: Mapping[str, frozenset[int]] = MappingProxyType({}),
-    ) -> None:
-        """`vocab_size` is the tokenizer's; `untrained`: by domain, token ids that carry no loss where the student writes
-        them."""
-        self._vocab_size = vocab_size
-        self._untrained = untrained
-        self._config = config
+    def __init__(self, spec: RolloutSpec, tokenizer: Decoder) -> None:
+        self._spec = spec
         self._tokenizer = tokenizer
-        self._timeout_s = config.cluster.phase_timeout_s
-        self._start_timeout_s = config.cluster.start_timeout_s
-        rollout, gpus = config.rollout, config.cluster.rollout_gpus
-        options = EngineOptions(
-            model_dir=model_dir.absolute(),
-            dtype=rollout.dtype,
-            max_model_len=rollout.max_model_len,
-            max_num_seqs=rollout.max_num_seqs,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            vocab_size=vocab_size,
-            sleep=rollout.sleep,
-        )
-        env = cluster.worker_env(rollout.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(rollout.kv_cache_gib)}
-        if not gpus:
+        model_dir = spec.engine.model_dir
+        options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker has another directory
+        env = cluster.worker_env(spec.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
+        if not spec.gpus:
             env |= {"CUDA_VISIBLE_DEVICES": ""}
 
         def spawn(index: int) -> Any:
-            return cluster.spawn(VLLMWorker, options, tuple(stop_token_ids), name=_name(index), env=env, gpus=gpus)
+            return cluster.spawn(VLLMWorker, options, spec.stop_token_ids, name=_name(index), env=env, gpus=spec.gpus)
 
         self._spawn = spawn
-        self._workers = [spawn(index) for index in range(rollout.workers)]
+        self._workers = [spawn(index) for index in range(spec.workers)]
         self._restarted: list[str] = []
         """Since the last rollouts."""
         self._weights: Weights = lambda: nullcontext(model_dir)
@@ -76,26 +83,26 @@ class VLLMRolloutEngine:
     def wait_ready(self) -> None:
         """Block until every engine is up. Raises: RunError past the deadline."""
         probe = [[[0, 0]]]  # two tokens of one sequence: the smallest request there is
-        cluster.call(self._workers, "logprobs", [probe] * len(self._workers), timeout_s=self._start_timeout_s)
+        cluster.call(self._workers, "logprobs", [probe] * len(self._workers), timeout_s=self._spec.start_timeout_s)
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
-        limit, room = self._config.rollout.max_new_tokens, self._config.rollout.max_model_len
+        limit, room = self._spec.max_new_tokens, self._spec.engine.max_model_len
         sample_ids = _sample_ids(prompts, step)
         fitting = [(p, s) for p, s in zip(prompts, sample_ids, strict=True) if _fits(p, room)]
         requests = [
             Request(
                 token_ids=p.token_ids,
                 max_tokens=min(limit, room - len(p.token_ids)),
-                temperature=self._config.rollout.temperature,
-                seed=_seed(self._config.seed, sample_id),
+                temperature=self._spec.temperature,
+                seed=_seed(self._spec.seed, sample_id),
             )
             for p, sample_id in fitting
         ]
         sampled = self._generate(requests)
         for sample_id, out in zip((s for _, s in fitting), sampled, strict=True):
-            _refuse_unknown(sample_id, out.token_ids, self._vocab_size)
+            _refuse_unknown(sample_id, out.token_ids, self._spec.engine.vocab_size)
         rollouts = [
-            _rollout(p, s, step, policy_version, out, self._untrained.get(p.domain, frozenset()))
+            _rollout(p, s, step, policy_version, out, self._spec.untrained.get(p.domain, frozenset()))
             for (p, s), out in zip(fitting, sampled, strict=True)
         ]
         restarted, self._restarted = tuple(self._restarted), []
@@ -106,15 +113,14 @@ class VLLMRolloutEngine:
         )
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
-        limit = self._config.evaluate.max_new_tokens or self._config.rollout.max_new_tokens
-        room = self._config.rollout.max_model_len
+        limit, room = self._spec.max_answer_tokens, self._spec.engine.max_model_len
         asked = [(p, i) for p in prompts for i in range(n)]
         requests = [
             Request(
                 token_ids=p.token_ids,
                 max_tokens=min(limit, room - len(p.token_ids)),
                 temperature=temperature,
-                seed=_seed(self._config.seed, f"answer/{p.id}#{i}") if temperature else None,
+                seed=_seed(self._spec.seed, f"answer/{p.id}#{i}") if temperature else None,
             )
             for p, i in asked
             if _fits(p, room)
@@ -152,7 +158,7 @@ class VLLMRolloutEngine:
         restarted: set[int] = set()
         while True:
             try:
-                return cluster.wait(self._workers, refs, method, timeout_s=self._timeout_s)
+                return cluster.wait(self._workers, refs, method, timeout_s=self._spec.timeout_s)
             except cluster.WorkerDied as error:
                 if error.actor not in self._workers or self._workers.index(error.actor) in restarted:
                     raise
@@ -162,7 +168,7 @@ class VLLMRolloutEngine:
                 self._workers[index] = self._spawn(index)
                 with self._weights() as model_dir:
                     cluster.call(
-                        [self._workers[index]], "load", [[model_dir.absolute()]], timeout_s=self._start_timeout_s
+                        [self._workers[index]], "load", [[model_dir.absolute()]], timeout_s=self._spec.start_timeout_s
                     )
                 (refs[index],) = cluster.submit([self._workers[index]], method, [argument_lists[index]])
 

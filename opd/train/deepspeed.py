@@ -5,50 +5,65 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from opd import cluster
-from opd.config import PipelineConfig, sync_tolerance
 from opd.layouts import prove_layout
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
 from opd.train.plan import RowSize, plan_micro_batches
-from opd.train.rank import RankResult, RankWork, TrainerRank
-from opd.train.schedule import learning_rate
+from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
+from opd.train.schedule import LearningRate
 from opd.train.totals import refuse_gap, refuse_impossible_means, row_weights
-from opd.train.zero import RankOptions
 from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, WrittenFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """What a trainer is started with."""
+
+    rank: RankOptions
+    """What every rank is started with; there are `rank.world_size` of them."""
+    rate: LearningRate
+    """Learning rate of every step."""
+    domain_weights: Mapping[str, float]
+    """Domain -> loss weight of its tokens; 1 for one that is not named."""
+    micro_batch_tokens: int
+    """Prompt and response tokens that a rank pushes through the model at a time."""
+    queue_bytes: int
+    """Scored rows that may wait for the trainer, in bytes."""
+    tolerance: float
+    """Largest mean difference from the engine's log-probs of the sampled tokens, nats, before the run stops."""
+    gpus: float = 0
+    """GPUs of each rank; 0: the CPU."""
+    one_machine: bool = True
+    """True if all ranks are on this machine."""
+    start_timeout_s: float
+    """Deadline for all ranks to hold their shards; that of every other call is `rank.timeout_s`."""
 
 
 class DeepSpeedTrainer:
     """Implements `opd.interfaces.Trainer`."""
 
-    def __init__(self, config: PipelineConfig, vocab_size: int) -> None:
-        self._config = config.trainer
-        self._objective = config.objective
-        self._domain_weights = {name: domain.loss_weight for name, domain in config.domains.items()}
-        self._timeout_s = config.cluster.phase_timeout_s
-        self._queue_bytes = config.teachers.queue
-        options = _rank_options(config, vocab_size)
-        env = cluster.worker_env(config.trainer.ranks)
-        if not config.cluster.trainer_gpus:
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._spec = spec
+        self._objective = spec.rank.objective
+        self._timeout_s = spec.rank.timeout_s
+        options = replace(spec.rank, model_dir=spec.rank.model_dir.absolute())  # a worker has another directory
+        env = cluster.worker_env(options.world_size)
+        if not spec.gpus:
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         self._ranks = [
-            cluster.spawn(
-                TrainerRank, options, rank, name=f"trainer rank {rank}", env=env, gpus=config.cluster.trainer_gpus
-            )
-            for rank in range(config.trainer.ranks)
+            cluster.spawn(TrainerRank, options, rank, name=f"trainer rank {rank}", env=env, gpus=spec.gpus)
+            for rank in range(options.world_size)
         ]
-        self._starting = self._submit_start(config.cluster.address == cluster.LOCAL, config.cluster.start_timeout_s)
-        self._start_timeout_s = config.cluster.start_timeout_s
-        self._tolerance = sync_tolerance(config)
-        self._student = config.student.model
+        self._starting = self._submit_start(spec.one_machine, spec.start_timeout_s)
         self.layout = LayoutProof(layout="packed", tried={})
         """How rows are laid out; proven in `wait_ready`."""
 
@@ -63,8 +78,8 @@ class DeepSpeedTrainer:
 
         Raises: RunError past the deadline, or if its rows see each other in every layout.
         """
-        cluster.wait(self._ranks, self._starting, "start", timeout_s=self._start_timeout_s)
-        self.layout = prove_layout(self._layout_error, f"student {self._student}")
+        cluster.wait(self._ranks, self._starting, "start", timeout_s=self._spec.start_timeout_s)
+        self.layout = prove_layout(self._layout_error, f"{self._spec.rank.name} {self._spec.rank.model_dir}")
         self._call("use_layout", [[self.layout.layout]] * len(self._ranks))
 
     def _layout_error(self, layout: str) -> float:
@@ -79,9 +94,9 @@ class DeepSpeedTrainer:
         give no gradient, and the optimiser divides by the share that is left: the loss is a mean over what was scored.
         Raises: RunError if a rank fails or the loss is none.
         """
-        lr = learning_rate(step, self._config)
+        lr = self._spec.rate.at(step)
         skipped = StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
-        weights = row_weights(rollouts, self._objective.weighting, self._domain_weights)
+        weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights)
         if not weights:
             targets.collect()
             return skipped
@@ -89,7 +104,7 @@ class DeepSpeedTrainer:
         baselines = whole_step_baselines(targets) if self._objective.wants_baseline else None
         works = _works(step, lr, plan, weights, baselines)
         self._submit("begin_step", [[work, dict(targets.heads)] for work in works])
-        feed = Feed(targets, plan, queue_bytes=self._queue_bytes)
+        feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         running: deque[tuple[int, list[Any]]] = deque()
 
         def finish_oldest() -> bool:
@@ -113,14 +128,14 @@ class DeepSpeedTrainer:
         report = _report(step, lr, results)
         if not self._objective.IS_ESTIMATE:
             refuse_impossible_means(step, self._objective.kind, report.domains)
-        refuse_gap(step, report.domains, self._tolerance)
+        refuse_gap(step, report.domains, self._spec.tolerance)
         return replace(report, early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
 
     def _plan(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
         """As `plan_micro_batches`, for the layout that was proven."""
         sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
         padded = self.layout.layout == "padded"
-        return plan_micro_batches(sizes, len(self._ranks), self._config.micro_batch_tokens, padded=padded)
+        return plan_micro_batches(sizes, len(self._ranks), self._spec.micro_batch_tokens, padded=padded)
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._call("logprobs", [[token_ids]] * len(self._ranks))[0]
@@ -144,27 +159,6 @@ class DeepSpeedTrainer:
 
     def _call(self, method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
         return cluster.call(self._ranks, method, argument_lists, timeout_s=self._timeout_s)
-
-
-def _rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
-    trainer = config.trainer
-    return RankOptions(
-        model_dir=config.student.model.absolute(),
-        dtype=trainer.dtype,
-        world_size=trainer.ranks,
-        objective=config.objective,
-        vocab_size=vocab_size,
-        temperature=config.rollout.temperature,
-        adam_betas=(trainer.adam_beta1, trainer.adam_beta2),
-        adam_epsilon=trainer.adam_epsilon,
-        weight_decay=trainer.weight_decay,
-        max_grad_norm=trainer.max_grad_norm,
-        grad_accum_dtype=trainer.grad_accum_dtype,
-        gradient_checkpointing=trainer.gradient_checkpointing,
-        head_memory_bytes=trainer.head_memory,
-        timeout_s=config.cluster.phase_timeout_s,
-        lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
-    )
 
 
 def _works(

@@ -1,33 +1,28 @@
-"""One DeepSpeed rank. Runs in a Ray actor; knows nothing of Ray. Every method is called on all ranks at once."""
+"""One rank of the trainer: the distillation step. Runs in a Ray actor; every method is called on all ranks at once."""
 
 from __future__ import annotations
 
-import math
-import os
-import socket
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from opd.config.objectives import ObjectiveConfig
 from opd.devices import to_device
 from opd.errors import RunError
-from opd.files import storing
-from opd.layouts import LAYOUTS, layout_error, predict_positions
-from opd.model_weights import persistent_buffers, to_files
+from opd.model_weights import attention_of
 from opd.stream.heads import Head, HeadSource
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import MicroBatch, gather_samples, micro_batch
-from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
+from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
-from opd.train.zero import RankOptions, start_engine
-from opd.types import DomainStats, PositionStats, WrittenFile
+from opd.train.zero import ZeroEngine, ZeroOptions
+from opd.types import DomainStats, PositionStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,49 +51,28 @@ class RankResult:
     positions: dict[int, PositionStats]
 
 
-class TrainerRank:
-    """Holds a shard of the student and of AdamW's state."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions(ZeroOptions):
+    """What a rank of the distilling trainer is started with."""
+
+    model_dir: Path
+    """Hugging Face directory of the student."""
+    objective: ObjectiveConfig
+    """What is minimised."""
+    temperature: float
+    """At which responses are sampled."""
+    head_memory_bytes: int
+    """Budget of the teachers' heads that stay on this rank."""
+
+
+class TrainerRank(ZeroEngine):
+    """The distillation step on a ZeRO engine that holds the student."""
+
+    _options: RankOptions
 
     def __init__(self, options: RankOptions, rank: int) -> None:
-        self._options = options
-        self._rank = rank
-        self._dtype = getattr(torch, options.dtype)
+        super().__init__(options, rank, partial(_load_student, options))
         self._heads: OrderedDict[str, Head] = OrderedDict()
-        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._saving: Future[tuple[WrittenFile, ...]] | None = None
-        self._layout = "packed"
-
-    def meeting_point(self, address: str) -> tuple[str, int]:
-        """`address`, which is this machine's, and a port that is free there; rank 0's is where all ranks meet."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, int(probe.getsockname()[1])
-
-    def start(self, address: str, port: int) -> None:
-        """Join the other ranks and shard the student. Nothing else may be called before."""
-        os.environ.update(
-            RANK=str(self._rank),
-            LOCAL_RANK="0",
-            WORLD_SIZE=str(self._options.world_size),
-            MASTER_ADDR=address,
-            MASTER_PORT=str(port),
-        )
-        self._engine = start_engine(self._options)
-        self._device = self._engine.device
-
-    def layout_error(self, layout: str) -> float:
-        """How far a layout is from right for this student, see `opd.layouts.layout_error`."""
-        student = self._engine.module
-        return layout_error(
-            lambda packed: student.hidden(to_device(packed, self._device)),
-            layout,
-            self._options.vocab_size,
-            self._dtype,
-        )
-
-    def use_layout(self, layout: str) -> None:
-        """Lay sequences out like this from now on."""
-        self._layout = layout
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
@@ -120,10 +94,9 @@ class TrainerRank:
         heads = {key: self._head(step.heads[key]) for key in needed}
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
         weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
-        self._engine.set_gradient_accumulation_boundary(index == len(step.work.micro_batches) - 1)
         scaled_N = (weight_N * self._options.world_size).to(self._device)
-        loss, stats = self._engine(to_device(batch, self._device), heads, scaled_N)
-        self._engine.backward(loss)
+        last = index == len(step.work.micro_batches) - 1
+        stats = self.add_gradients(to_device(batch, self._device), heads, scaled_N, last=last)
         step.totals.add(batch, weight_N, to_device(stats, torch.device("cpu")))
 
     def finish_step(self, share: float) -> RankResult:
@@ -133,116 +106,10 @@ class TrainerRank:
         """
         work, totals = self._step.work, self._step.totals
         del self._step
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = work.lr
-        optimizer = self._engine.optimizer
-        if share != 1:
-            optimizer.override_loss_scale(share)  # what DeepSpeed divides gradients by before it clips them
-        self._engine.step()
-        optimizer.custom_loss_scaler = False  # left on, it would multiply the next step's loss by the share
-        grad_norm = float(self._engine.get_global_grad_norm())
-        if self._options.lends_memory:
-            torch.cuda.empty_cache()
-        if not math.isfinite(grad_norm):
-            raise RunError(
-                f"step {work.step}: gradient norm {grad_norm}: the student's weights or the learning rate broke"
-            )
+        grad_norm = self.take_step(work.step, work.lr, share)
         return RankResult(
             loss=totals.loss / share, grad_norm=grad_norm, domains=totals.domains, positions=totals.positions
         )
-
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """[sequence][token - 1] log-prob of every token after the first, from the current weights."""
-        packed = LAYOUTS[self._layout](sequences)
-        predict_N = predict_positions(packed, [(1, len(s)) for s in sequences])
-        token_N = torch.tensor([t for s in sequences for t in s[1:]])
-        with torch.no_grad():
-            student = self._engine.module
-            hidden_N_D = student.hidden(to_device(packed, self._device))[predict_N]
-            logprob_N = student.loss_head(hidden_N_D, None, (), None, token_N.to(self._device))
-        return [part.tolist() for part in logprob_N.cpu().split([len(s) - 1 for s in sequences])]
-
-    def export(self, path: Path) -> None:
-        """Gather the weights, one parameter at a time, and let rank 0 write config and safetensors into `path`."""
-        from huggingface_hub import save_torch_state_dict
-
-        lm, state = self._engine.module.lm, {}
-        for name, weight in self._gathered():
-            if self._rank == 0:
-                state[name] = weight
-        if self._rank == 0:
-            state |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(lm)}
-            with storing(path):
-                save_torch_state_dict(to_files(lm, state), path, max_shard_size="5GB")
-                lm.config.save_pretrained(path)
-
-    def begin_save(self, path: Path) -> None:
-        """Copy this rank's float32 weights and Adam moments; a thread writes them into `path` while the run goes on."""
-        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
-
-        if not self._adam_state():
-            self._create_moments(0)  # no step has been taken yet: what AdamW would begin with
-        tensors = {}
-        for name, param in self._engine.module.lm.named_parameters():
-            kept = part_sizes(param.ds_numel, self._options.world_size)[self._rank]
-            local = {"param": safe_get_local_fp32_param(param)} | {
-                k: safe_get_local_optimizer_state(param, k) for k in MOMENTS
-            }
-            tensors.update(
-                {f"{kind}/{name}": t[:kept].to("cpu", torch.float32, copy=True) for kind, t in local.items()}
-            )
-        self._saving = self._disk.submit(
-            write_shard, path, self._rank, self._options.world_size, tensors, int(self._adam_state()["step"])
-        )
-
-    def saved(self, wait_s: float) -> tuple[WrittenFile, ...] | None:
-        """The files of the last `begin_save`, or None if they are not there after `wait_s`. Raises: StorageError."""
-        assert self._saving is not None
-        wait([self._saving], timeout=wait_s)
-        return self._saving.result() if self._saving.done() else None
-
-    def load(self, path: Path) -> None:
-        """Restore what `begin_save` wrote, by whatever number of ranks: each reads its parts from all their files."""
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-        optimizer = self._engine.optimizer
-        optimizer.checkpoint_event_prologue()  # small parameters live whole on every rank: back into shards
-        with Shards(path) as shards:
-            self._create_moments(shards.adam_step)
-            for name, param in self._engine.module.lm.named_parameters():
-                size = param.ds_tensor.numel()
-
-                def part(kind: str, name: str = name, numel: int = param.ds_numel, size: int = size) -> Tensor:
-                    return shards.part(f"{kind}/{name}", numel, self._rank * size, size)
-
-                weights = part("param")
-                safe_set_local_fp32_param(param, weights)
-                param.ds_tensor.data.copy_(weights)
-                for kind in MOMENTS:
-                    safe_set_local_optimizer_state(param, part(kind), kind)
-        optimizer.checkpoint_event_epilogue()  # and whole again
-
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        from deepspeed import zero
-
-        for name, param in self._engine.module.lm.named_parameters():
-            with zero.GatheredParameters([param]):
-                yield name, param.detach().to("cpu", self._dtype, copy=True) if self._rank == 0 else param
-
-    def _flat_groups(self) -> list[Tensor]:
-        return self._engine.optimizer.fp32_partitioned_groups_flat
-
-    def _adam_state(self) -> Mapping[str, Any]:
-        """AdamW's of the first group; empty before the first step."""
-        return self._engine.optimizer.optimizer.state.get(self._flat_groups()[0], {})
-
-    def _create_moments(self, adam_step: int) -> None:
-        # torch's AdamW creates its state in the first step; a restored one must exist before.
-        for flat in self._flat_groups():
-            self._engine.optimizer.optimizer.state[flat] = {
-                "step": torch.tensor(float(adam_step)),
-                **{kind: torch.zeros_like(flat) for kind in MOMENTS},
-            }
 
     def _head(self, source: HeadSource) -> Head:
         """The head on this device, in the type it was sent, kept while the least recently used ones make room."""
@@ -253,6 +120,20 @@ class TrainerRank:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
         return self._heads[key]
+
+
+def _load_student(options: RankOptions) -> Student:
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(
+        options.model_dir,
+        dtype=getattr(torch, options.dtype),
+        attn_implementation=attention_of(options.model_dir),
+        trust_remote_code=False,
+    )
+    loss = options.objective
+    known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
+    return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)
 
 
 class _Step:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from opd.config.sections import TrainerConfig
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRate:
+    """Linear warm-up, then a constant rate, or linear or cosine decay."""
 
-def learning_rate(step: int, config: TrainerConfig) -> float:
-    """Rate of optimiser step `step` (from 1): linear warm-up, then constant, linear or cosine decay."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.lr_scheduler_type == "constant":
-        return config.lr
-    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    shape = 1 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+    peak: float
+    """Rate at the end of the warm-up."""
+    steps: int
+    """Optimiser steps of the whole run; the decay ends with the last one."""
+    warmup_steps: int = 0
+    """Steps in which the rate rises from 0 to `peak`."""
+    decay: str = "constant"
+    """What follows: constant, linear or cosine."""
+    floor: float = 0.0
+    """Where linear and cosine decay end, as a share of `peak`."""
+
+    def at(self, step: int) -> float:
+        """Rate of optimiser step `step`, from 1."""
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.decay == "constant":
+            return self.peak
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        shape = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.peak * (self.floor + (1 - self.floor) * shape)

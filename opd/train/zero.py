@@ -1,52 +1,250 @@
-"""The DeepSpeed engine of one rank: ZeRO-3 around the student."""
+"""A DeepSpeed engine of one rank: ZeRO-3 around any module that gives a loss.
+
+It knows weights, gradients, AdamW and checkpoints; what the loss is about is the module's own business. A rank of a
+trainer is a `ZeroEngine` with a step of its own on top, and runs in a Ray actor, of which it knows nothing. Every method
+is called on all ranks at once.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils.deterministic
-from torch import nn
+from torch import Tensor, nn
 
-from opd.config.objectives import ObjectiveConfig
-from opd.model_weights import attention_of
+from opd.devices import to_device
+from opd.errors import RunError
+from opd.files import storing
+from opd.layouts import LAYOUTS, layout_error, predict_positions
+from opd.model_weights import persistent_buffers, to_files
 from opd.train.builds import clear_dead_locks
-from opd.train.student import Student
+from opd.train.optimizer import AdamWOptions, adamw
+from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
+from opd.types import WrittenFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions:
-    """What a rank is started with; plain values, so they cross process boundaries."""
+class ZeroOptions:
+    """What a ZeRO engine is started with, whatever its loss; plain values, so they cross process boundaries."""
 
-    model_dir: Path
-    dtype: str
+    name: str
+    """What errors call the model, such as `student`."""
     world_size: int
-    objective: ObjectiveConfig
+    """Ranks that share the model."""
+    stage: Literal[3] = 3
+    """DeepSpeed's ZeRO stage: each rank holds a shard of every weight, and saving, loading and the export are made for
+    that."""
+    dtype: str
+    """Compute type; the optimiser's copy of the weights is float32."""
     vocab_size: int
     """Ids that the tokenizer knows; rows of a head beyond them are padding."""
-    temperature: float
-    """At which responses are sampled."""
-    adam_betas: tuple[float, float]
-    adam_epsilon: float
-    weight_decay: float
+    adamw: AdamWOptions
+    """The optimiser but for its rate, which every step brings."""
     max_grad_norm: float
+    """Gradients are scaled down to this global norm."""
     grad_accum_dtype: str
     """Type in which gradients are summed over micro-batches and ranks."""
     gradient_checkpointing: bool
-    head_memory_bytes: int
-    """Budget of the teachers' heads that stay on this rank."""
+    """Recompute activations in the backward pass."""
     timeout_s: float
+    """Deadline of what the ranks do together."""
     lends_memory: bool = False
     """Give what torch keeps of a GPU's memory back after each step: an engine on that GPU wakes up next."""
 
 
-def start_engine(options: RankOptions) -> Any:
+class ZeroEngine:
+    """Holds a shard of a model and of AdamW's state, and trains it by the loss of the module around it."""
+
+    def __init__(self, options: ZeroOptions, rank: int, build: Callable[[], nn.Module]) -> None:
+        """`build` makes the module once the ranks have met. Its `lm` is the transformers model that is trained, saved and
+        exported; its forward gives the loss and whatever else the step wants; `hidden` and `logprobs` are those of
+        `opd.train.student.Student`."""
+        self._options = options
+        self._rank = rank
+        self._build = build
+        self._dtype = getattr(torch, options.dtype)
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: Future[tuple[WrittenFile, ...]] | None = None
+        self._layout = "packed"
+
+    def meeting_point(self, address: str) -> tuple[str, int]:
+        """`address`, which is this machine's, and a port that is free there; rank 0's is where all ranks meet."""
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, int(probe.getsockname()[1])
+
+    def start(self, address: str, port: int) -> None:
+        """Join the other ranks and shard the model. Nothing else may be called before."""
+        os.environ.update(
+            RANK=str(self._rank),
+            LOCAL_RANK="0",
+            WORLD_SIZE=str(self._options.world_size),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+        )
+        self._engine = _start(self._options, self._build)
+        self._device = self._engine.device
+
+    # What the model says
+
+    def layout_error(self, layout: str) -> float:
+        """How far a layout is from right for this model, see `opd.layouts.layout_error`."""
+        module = self._engine.module
+        return layout_error(
+            lambda packed: module.hidden(to_device(packed, self._device)),
+            layout,
+            self._options.vocab_size,
+            self._dtype,
+        )
+
+    def use_layout(self, layout: str) -> None:
+        """Lay sequences out like this from now on."""
+        self._layout = layout
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """[sequence][token - 1] log-prob of every token after the first, from the current weights."""
+        packed = LAYOUTS[self._layout](sequences)
+        predict_N = predict_positions(packed, [(1, len(s)) for s in sequences])
+        token_N = torch.tensor([t for s in sequences for t in s[1:]])
+        with torch.no_grad():
+            logprob_N = self._engine.module.logprobs(
+                to_device(packed, self._device), predict_N, token_N.to(self._device)
+            )
+        return [part.tolist() for part in logprob_N.cpu().split([len(s) - 1 for s in sequences])]
+
+    # One optimiser step
+
+    def add_gradients(self, *inputs: Any, last: bool) -> Any:
+        """Add the gradients of one micro-batch; returns what the module gives beside the loss.
+
+        DeepSpeed averages gradients over ranks. `last` says that the optimiser steps after this micro-batch.
+        """
+        self._engine.set_gradient_accumulation_boundary(last)
+        loss, found = self._engine(*inputs)
+        self._engine.backward(loss)
+        return found
+
+    def take_step(self, step: int, lr: float, share: float = 1.0) -> float:
+        """Step the optimiser with the gradients that were added, divided by `share`; returns their norm.
+
+        Raises: RunError on a non-finite gradient.
+        """
+        optimizer = self._engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if share != 1:
+            optimizer.override_loss_scale(share)  # what DeepSpeed divides gradients by before it clips them
+        self._engine.step()
+        optimizer.custom_loss_scaler = False  # left on, it would multiply the next step's loss by the share
+        grad_norm = float(self._engine.get_global_grad_norm())
+        if self._options.lends_memory:
+            torch.cuda.empty_cache()
+        if not math.isfinite(grad_norm):
+            raise RunError(
+                f"step {step}: gradient norm {grad_norm}: the {self._options.name}'s weights or the learning rate broke"
+            )
+        return grad_norm
+
+    # Weights and state
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and weight, one gathered at a time: on rank 0 a copy on the CPU, on others of no use once the next is asked
+        for."""
+        from deepspeed import zero
+
+        for name, param in self._engine.module.lm.named_parameters():
+            with zero.GatheredParameters([param]):
+                yield name, param.detach().to("cpu", self._dtype, copy=True) if self._rank == 0 else param
+
+    def export(self, path: Path) -> None:
+        """Gather the weights, one parameter at a time, and let rank 0 write config and safetensors into `path`."""
+        from huggingface_hub import save_torch_state_dict
+
+        lm, state = self._engine.module.lm, {}
+        for name, weight in self.weights():
+            if self._rank == 0:
+                state[name] = weight
+        if self._rank == 0:
+            state |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(lm)}
+            with storing(path):
+                save_torch_state_dict(to_files(lm, state), path, max_shard_size="5GB")
+                lm.config.save_pretrained(path)
+
+    def begin_save(self, path: Path) -> None:
+        """Copy this rank's float32 weights and Adam moments; a thread writes them into `path` while the run goes on."""
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        if not self._adam_state():
+            self._create_moments(0)  # no step has been taken yet: what AdamW would begin with
+        tensors = {}
+        for name, param in self._engine.module.lm.named_parameters():
+            kept = part_sizes(param.ds_numel, self._options.world_size)[self._rank]
+            local = {"param": safe_get_local_fp32_param(param)} | {
+                k: safe_get_local_optimizer_state(param, k) for k in MOMENTS
+            }
+            tensors.update(
+                {f"{kind}/{name}": t[:kept].to("cpu", torch.float32, copy=True) for kind, t in local.items()}
+            )
+        self._saving = self._disk.submit(
+            write_shard, path, self._rank, self._options.world_size, tensors, int(self._adam_state()["step"])
+        )
+
+    def saved(self, wait_s: float) -> tuple[WrittenFile, ...] | None:
+        """The files of the last `begin_save`, or None if they are not there after `wait_s`. Raises: StorageError."""
+        assert self._saving is not None
+        wait([self._saving], timeout=wait_s)
+        return self._saving.result() if self._saving.done() else None
+
+    def load(self, path: Path) -> None:
+        """Restore what `begin_save` wrote, by whatever number of ranks: each reads its parts from all their files."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        optimizer = self._engine.optimizer
+        optimizer.checkpoint_event_prologue()  # small parameters live whole on every rank: back into shards
+        with Shards(path) as shards:
+            self._create_moments(shards.adam_step)
+            for name, param in self._engine.module.lm.named_parameters():
+                size = param.ds_tensor.numel()
+
+                def part(kind: str, name: str = name, numel: int = param.ds_numel, size: int = size) -> Tensor:
+                    return shards.part(f"{kind}/{name}", numel, self._rank * size, size)
+
+                weights = part("param")
+                safe_set_local_fp32_param(param, weights)
+                param.ds_tensor.data.copy_(weights)
+                for kind in MOMENTS:
+                    safe_set_local_optimizer_state(param, part(kind), kind)
+        optimizer.checkpoint_event_epilogue()  # and whole again
+
+    def _flat_groups(self) -> list[Tensor]:
+        return self._engine.optimizer.fp32_partitioned_groups_flat
+
+    def _adam_state(self) -> Mapping[str, Any]:
+        """AdamW's of the first group; empty before the first step."""
+        return self._engine.optimizer.optimizer.state.get(self._flat_groups()[0], {})
+
+    def _create_moments(self, adam_step: int) -> None:
+        # torch's AdamW creates its state in the first step; a restored one must exist before.
+        for flat in self._flat_groups():
+            self._engine.optimizer.optimizer.state[flat] = {
+                "step": torch.tensor(float(adam_step)),
+                **{kind: torch.zeros_like(flat) for kind in MOMENTS},
+            }
+
+
+def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
+    """DeepSpeed's engine around what `build` gives, once all ranks have met."""
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
-    from transformers import AutoModelForCausalLM
 
     clear_dead_locks()
     if not torch.cuda.is_available():
@@ -56,23 +254,13 @@ def start_engine(options: RankOptions) -> Any:
         timeout=timedelta(seconds=options.timeout_s),
         verbose=False,
     )
-    lm = AutoModelForCausalLM.from_pretrained(
-        options.model_dir,
-        dtype=getattr(torch, options.dtype),
-        attn_implementation=attention_of(options.model_dir),
-        trust_remote_code=False,
-    )
-    loss = options.objective
-    known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
-    student = Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)
-    _without_chance(student, options.gradient_checkpointing)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(student, options.weight_decay), lr=0.0, betas=options.adam_betas, eps=options.adam_epsilon
-    )
-    together = gathered_together(lm)
+    module: Any = build()
+    _without_chance(module, options.gradient_checkpointing)
+    optimizer = adamw(module, options.adamw, lr=0.0)  # each step sets its own rate
+    together = gathered_together(module.lm)
     if together:
-        set_z3_leaf_modules(lm, together)
-    engine, *_ = deepspeed.initialize(model=student, optimizer=optimizer, config=_deepspeed_config(options))
+        set_z3_leaf_modules(module.lm, together)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_deepspeed_config(options))
     return engine
 
 
@@ -101,35 +289,25 @@ def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:
     return list({type(layer): None for layer in layers if any(odd(module) for module in layer.modules())})
 
 
-def _without_chance(student: Student, gradient_checkpointing: bool) -> None:
+def _without_chance(module: Any, gradient_checkpointing: bool) -> None:
     """No dropout, no router noise: the loss is that of the policy that wrote the tokens, and the engine has neither.
 
     Layers recompute their activations only in training mode; what they hold stays in evaluation mode.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    student.eval()
+    module.eval()
     if gradient_checkpointing:
-        student.lm.gradient_checkpointing_enable()
-        for module in student.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True
-
-
-def parameter_groups(student: Student, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay on matrices only, as usual: not on norms and biases."""
-    params = list(student.parameters())
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [g for g in groups if g["params"]]
+        module.lm.gradient_checkpointing_enable()
+        for layer in module.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = True
 
 
 _DEEPSPEED_NAME = {"float32": "fp32", "bfloat16": "bf16"}
 
 
-def _deepspeed_config(options: RankOptions) -> dict[str, Any]:
+def _deepspeed_config(options: ZeroOptions) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -137,7 +315,7 @@ def _deepspeed_config(options: RankOptions) -> dict[str, Any]:
         "bf16": {"enabled": options.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
         "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
-        "zero_optimization": {"stage": 3, "overlap_comm": False},
+        "zero_optimization": {"stage": options.stage, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }

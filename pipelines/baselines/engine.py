@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from opd.cluster import ray_session
 from opd.config import PipelineConfig
 from opd.rollouts.vllm import VLLMRolloutEngine
+from pipelines.build import start_rollouts
 from pipelines.preflight import Inputs
 
 
@@ -15,9 +16,6 @@ from pipelines.preflight import Inputs
 def rollout_engine(config: PipelineConfig, inputs: Inputs) -> Iterator[VLLMRolloutEngine]:
     """An engine that holds the student; stopped on exit. Raises: RunError if it does not come up."""
     with ray_session(config.cluster, config.rollout.workers):
-        student = inputs.student
-        engine = VLLMRolloutEngine(
-            config, config.student.model, student.vocab_size, student.eos_token_ids, inputs.tokenizer
-        )
+        engine = start_rollouts(config, inputs)
         engine.wait_ready()
         yield engine

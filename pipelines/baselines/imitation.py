@@ -28,6 +28,7 @@ from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
 from pipelines.preflight import Inputs
+from pipelines.specs import imitation_spec
 
 PILOT_SAMPLES = 1000
 """Responses from which the mean length is estimated."""
@@ -208,10 +209,7 @@ def _fit(
     imitate(
         model,
         examples,
-        config.trainer,
-        micro_batch=shape.micro_batch,
-        accumulate=shape.accumulate,
-        seed=config.seed,
+        imitation_spec(config, shape.micro_batch, shape.accumulate),
         scratch=staging,
         report=lambda step, loss: tell(f"step {step}/{config.trainer.steps}  loss {loss:.4f}"),
     )

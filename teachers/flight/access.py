@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opd.address import LOOPBACK, Address, parse_address
-from opd.config.teachers import TeachersConfig
 from opd.errors import ConfigError
 
 TOKEN_VARIABLE = "OPD_TEACHERS_TOKEN"
@@ -58,9 +57,9 @@ def endpoint(listen: str, tls_cert: Path | None, tls_key: Path | None, token_fil
     return Endpoint(address=address, tls=tls, token=token)
 
 
-def read_roots(config: TeachersConfig) -> bytes | None:
+def read_roots(file: Path | None) -> bytes | None:
     """The certificates that a client trusts; None without TLS. Raises: ConfigError."""
-    return None if config.tls_root_certs is None else _read(config.tls_root_certs, "teachers.tls_root_certs")
+    return None if file is None else _read(file, "teachers.tls_root_certs")
 
 
 def read_token(file: Path | None) -> str | None:

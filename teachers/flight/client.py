@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +16,6 @@ from blake3 import blake3
 from pyarrow import flight
 
 from opd import cluster
-from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.losses.rule import LogitRule
 from opd.payloads import answer_class
@@ -34,7 +35,7 @@ from teachers.flight.protocol import (
     parse,
     rollout_batches,
 )
-from teachers.pool import Routes, expected_rows, refuse_unknown_domains, scorer_options
+from teachers.pool import Routes, expected_rows, refuse_unknown_domains
 
 RETRY_WAITS_S = (1.0, 4.0)
 """Pauses between the attempts when the server cannot be reached or the connection breaks."""
@@ -46,27 +47,53 @@ HEAD_DTYPES = {"float32": "float32", "bfloat16": "int16"}
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightSpec:
+    """Where teachers are served, and what this side wants of them."""
+
+    address: str
+    """The server's: `grpc+tls://HOST:PORT`, or `grpc://HOST:PORT` on this machine."""
+    tls_root_certs: Path | None = None
+    """PEM file with the certificates to trust; None without TLS."""
+    token_file: Path | None = None
+    """File with the server's token; None: OPD_TEACHERS_TOKEN."""
+    payload: str
+    """What is sent per response token."""
+    dtype: str
+    """Type of the hidden states and heads that are sent."""
+    top_k: int = 0
+    """Tokens of a `top_k` payload."""
+    vocab_size: int
+    """Ids that the tokenizer knows."""
+    max_quarantined: float
+    """Share of a step's responses that may be left out before the run stops."""
+    start_timeout_s: float
+    """Deadline for the server's first answers."""
+    timeout_s: float
+    """Deadline of a step's answer."""
+
+
 class FlightPool:
     """Implements `opd.interfaces.TeacherPool`: asks an `opd teachers serve` and believes nothing it can check."""
 
-    def __init__(self, config: PipelineConfig, routes: Routes, vocab_size: int) -> None:
-        """`vocab_size` is the tokenizer's. Connects at the first call. Raises: ConfigError for token or certificates."""
-        self._address = config.teachers.address
+    def __init__(self, spec: FlightSpec, routes: Routes) -> None:
+        """Connects at the first call. Raises: ConfigError for token or certificates."""
+        self._address = spec.address
         self._routes = routes
-        self._options = scorer_options(config, vocab_size)
-        self._timeout_s = config.cluster.phase_timeout_s
-        self._start_timeout_s = config.cluster.start_timeout_s
-        self._max_quarantined = config.teachers.max_quarantined
-        token = read_token(config.teachers.token_file)
+        self._options = spec
+        self._timeout_s = spec.timeout_s
+        self._start_timeout_s = spec.start_timeout_s
+        self._max_quarantined = spec.max_quarantined
+        token = read_token(spec.token_file)
         self._headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
         self._client = flight.FlightClient(
-            self._address, tls_root_certs=read_roots(config.teachers), generic_options=CHANNEL_OPTIONS
+            self._address, tls_root_certs=read_roots(spec.tls_root_certs), generic_options=CHANNEL_OPTIONS
         )
         self._identity = ""
         self._served: dict[tuple[str, str], ServedTeacher] = {}
         self.layouts: dict[str, LayoutProof] = {}
         """Empty: the server proves its own."""
-        self._sends_heads = answer_class(config.teachers.payload).SENDS_HEADS
+        self._sends_heads = answer_class(spec.payload).SENDS_HEADS
         self._heads: dict[str, HeadSource] = {}
 
     def wait_ready(self) -> None:

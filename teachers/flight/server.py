@@ -14,7 +14,6 @@ from blake3 import blake3
 from pyarrow import flight
 
 from opd import __version__, cluster
-from opd.config import PipelineConfig
 from opd.errors import OpdError, RunError
 from opd.stream.targets import TargetStream
 from teachers.flight.access import Endpoint
@@ -32,7 +31,8 @@ from teachers.flight.protocol import (
     read_rollouts,
     slices,
 )
-from teachers.pool import Pool, Routes, scorer_options
+from teachers.pool import Pool, Routes
+from teachers.scorers import ScorerOptions
 
 MAX_MESSAGE = 1000
 """Characters of an error that travel: it goes into a header, which gRPC bounds at 8 KiB."""
@@ -150,16 +150,15 @@ class PoolServer(flight.FlightServerBase):
             raise flight.FlightServerError(message, message.encode()) from None
 
 
-def make_hello(config: PipelineConfig, routes: Routes, vocab_size: int, pool: Pool) -> Hello:
-    """What a pool that is ready serves."""
-    options = scorer_options(config, vocab_size)
+def make_hello(options: ScorerOptions, routes: Routes, pool: Pool) -> Hello:
+    """What a pool that is ready, and was made with these options, serves."""
     described = {a.teacher.name: pool.head_of(a.teacher) for part in routes.values() for a in part}
     return Hello(
         release=__version__,
         payload=options.payload,
         dtype=options.dtype,
         top_k=options.top_k,
-        vocab_size=vocab_size,
+        vocab_size=options.vocab_size,
         domains={
             domain: tuple(
                 ServedTeacher(

@@ -41,7 +41,7 @@ class ScorerOptions:
     """Tokens of a `top_k` payload."""
     vocab_size: int
     """Ids that the tokenizer knows; rows of a head beyond them are padding and have no probability."""
-    memory_bytes: int
+    memory_bytes: int = 8 << 30
     """Budget of the teachers kept in memory; engine `transformers`."""
     max_model_len: int = 512
     """Prompt and response tokens of the longest rollout; engine `vllm`, like the next one."""

@@ -18,6 +18,7 @@ from opd.settings import validate
 from opd.sync.shared_memory import SharedMemorySync
 from opd.train.deepspeed import DeepSpeedTrainer
 from opd.types import Prompt, Rollout, Segment, Teacher, WeightedTeacher
+from pipelines.specs import pool_spec, rollout_spec, trainer_spec
 from teachers.pool import Pool
 
 Make = Callable[..., Path]
@@ -96,19 +97,19 @@ def rollouts(num: int = 16, *, seed: int = 0) -> list[Rollout]:
 def start_pool(cfg: PipelineConfig, teachers: Mapping[str, Path]) -> Pool:
     by_domain = {d: Teacher(name=f"{d}-expert", model_dir=p) for d, p in teachers.items()}
     routes = {d: (WeightedTeacher(teacher=t, weight=1.0),) for d, t in by_domain.items()}
-    pool = Pool(cfg, routes, VOCABULARY)
+    pool = Pool(pool_spec(cfg, VOCABULARY), routes)
     pool.wait_ready()
     return pool
 
 
 def start_trainer(cfg: PipelineConfig, vocab_size: int = VOCABULARY) -> DeepSpeedTrainer:
-    trainer = DeepSpeedTrainer(cfg, vocab_size)
+    trainer = DeepSpeedTrainer(trainer_spec(cfg, vocab_size))
     trainer.wait_ready()
     return trainer
 
 
 def start_engine(cfg: PipelineConfig, model_dir: Path, tokenizer: Any) -> VLLMRolloutEngine:
-    engine = VLLMRolloutEngine(cfg, model_dir, VOCABULARY, (EOS,), tokenizer)
+    engine = VLLMRolloutEngine(rollout_spec(cfg, model_dir, VOCABULARY, (EOS,)), tokenizer)
     engine.wait_ready()
     return engine
 

@@ -23,6 +23,7 @@ from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.settings import validate
 from opd.stream.schema import read_stream
 from opd.types import Prompt, Rollout
+from pipelines.specs import rollout_spec
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 76
@@ -77,7 +78,7 @@ def config(student: Path, temperature: float, max_new_tokens: int = 48) -> Pipel
 
 
 def start(cfg: PipelineConfig, model_dir: Path, tokenizer: Any) -> VLLMRolloutEngine:
-    engine = VLLMRolloutEngine(cfg, model_dir, VOCABULARY, (2,), tokenizer)
+    engine = VLLMRolloutEngine(rollout_spec(cfg, model_dir, VOCABULARY, (2,)), tokenizer)
     engine.wait_ready()
     return engine
 

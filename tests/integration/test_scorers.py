@@ -25,6 +25,7 @@ from opd.settings import validate
 from opd.stream.heads import head_tensor
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers.openai import OpenAIScorer
@@ -86,7 +87,7 @@ def start_pool(engine: str, payload: str, left: Path, right: Path, *, dtype: str
     )  # fmt: skip
     teachers = {"left": Teacher(name="left", model_dir=left), "right": Teacher(name="right", model_dir=right)}
     routes = {d: (WeightedTeacher(teacher=t, weight=1.0),) for d, t in teachers.items()}
-    pool = Pool(config, routes, more.pop("vocab_size", VOCABULARY))
+    pool = Pool(pool_spec(config, more.pop("vocab_size", VOCABULARY)), routes)
     assert not more
     pool.wait_ready()
     return pool

@@ -31,6 +31,7 @@ from opd.stream.heads import head_tensor
 from opd.stream.schema import TargetRow, read_stream
 from opd.stream.targets import TargetStream
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from tests.conftest import read_rows
 
@@ -286,7 +287,7 @@ def pool(ray: None, tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any) -
         "d0": (WeightedTeacher(teacher=left, weight=0.75), WeightedTeacher(teacher=right, weight=0.25)),
         "d1": (WeightedTeacher(teacher=right, weight=1.0),),
     }
-    made = Pool(config, routes, len(tiny_tokenizer))
+    made = Pool(pool_spec(config, len(tiny_tokenizer)), routes)
     made.wait_ready()
     yield made
     made.stop()

@@ -44,6 +44,7 @@ from opd.sync.shared_memory import SharedMemorySync
 from opd.types import DomainStats, Prompt, Rollout, Segment, Teacher, WrittenFile
 from pipelines.check import template_findings
 from pipelines.preflight import Inputs
+from pipelines.specs import pool_spec, rollout_spec, trainer_spec
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "bad_inputs.md"
@@ -490,7 +491,7 @@ def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
     b.in_process.replace = Rank
     b.data["trainer"]["ranks"] = 1
     b.data["objective"] = {"kind": objective}
-    return DeepSpeedTrainer(PipelineConfig.model_validate(b.data), 76)
+    return DeepSpeedTrainer(trainer_spec(PipelineConfig.model_validate(b.data), 76))
 
 
 def no_parts() -> Any:
@@ -567,7 +568,8 @@ def engine(b: Bench, **rollout_settings: Any) -> tuple[VLLMRolloutEngine, list[A
 
     b.in_process.replace = Worker
     b.data["rollout"] = {"max_model_len": 16, "max_new_tokens": 6} | rollout_settings
-    return VLLMRolloutEngine(PipelineConfig.model_validate(b.data), b.root / "base", 76, (2,), SimpleNamespace()), asked
+    spec = rollout_spec(PipelineConfig.model_validate(b.data), b.root / "base", 76, (2,))
+    return VLLMRolloutEngine(spec, SimpleNamespace()), asked
 
 
 def prompt(i: int, tokens: int) -> Prompt:
@@ -873,7 +875,7 @@ def dead_or_hung_worker(b: Bench) -> None:
 
     inputs = b.starts()
     b.in_process.replace = Dies
-    pool = Pool(PipelineConfig.model_validate(b.data), inputs.routes, 76)
+    pool = Pool(pool_spec(PipelineConfig.model_validate(b.data), 76), inputs.routes)
     pool.wait_ready()
     with pytest.raises(RunError, match="teacher worker 0: the worker died during `next_part`"):
         pool.score([rollout()]).collect()

@@ -10,21 +10,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from experts.sft import IGNORED, Example, imitate
-from opd.config.sections import TrainerConfig
+from experts.sft import IGNORED, Example, ImitationSpec, imitate
+from opd.train.optimizer import AdamWOptions
+from opd.train.schedule import LearningRate
 
-SETTINGS = TrainerConfig(
-    steps=4,
-    samples_per_step=6,
-    lr=1e-3,
-    warmup_steps=2,
-    lr_scheduler_type="cosine",
-    min_lr_ratio=0.1,
-    adam_beta1=0.8,
-    adam_beta2=0.9,
-    weight_decay=0.3,
-    max_grad_norm=0.5,
-)
+SETTINGS: dict[str, Any] = {
+    "adamw": AdamWOptions(betas=(0.8, 0.9), epsilon=1e-8, weight_decay=0.3),
+    "rate": LearningRate(peak=1e-3, steps=4, warmup_steps=2, decay="cosine", floor=0.1),
+    "max_grad_norm": 0.5,
+    "dtype": "float32",
+    "gradient_checkpointing": False,
+    "seed": 1,
+}
 RATES = (5e-4, 1e-3, 5.5e-4, 1e-4)
 """Half the warm-up, its end, the middle of the cosine, its floor."""
 
@@ -73,10 +70,7 @@ def test_it_trains_as_a_plain_loop_does(
     imitate(
         found,
         data,
-        SETTINGS,
-        micro_batch=micro_batch,
-        accumulate=accumulate,
-        seed=1,
+        ImitationSpec(**SETTINGS, micro_batch=micro_batch, accumulate=accumulate),
         scratch=tmp_path,
         report=lambda step, _: reported.append(step),
     )

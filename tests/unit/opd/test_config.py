@@ -651,6 +651,57 @@ def test_servers_that_nobody_asks_are_refused(engine: str, key: str, value: Any)
     assert message.startswith(f"p.yaml: teachers.{key}\n") and f"teachers.engine {engine}" in message
 
 
+IGNORED = {
+    ("vllm", "memory"): ("2GiB", "2GiB", ["transformers"]),
+    ("transformers", "kv_cache_gib"): (4, "4", ["vllm"]),
+    ("transformers", "server_timeout_s"): (5, "5", ["openai"]),
+    ("flight", "workers"): (2, "2", ["transformers", "vllm", "openai"]),
+    ("flight", "memory"): ("2GiB", "2GiB", ["transformers"]),
+    ("vllm", "address"): ("grpc://me:hunter2@localhost:1", "grpc://localhost:1", ["flight"]),
+    ("flight", "api_key_env"): ("sk-hunter2", "set", ["openai"]),
+}
+"""(engine, key that it ignores): a value, what is shown of it, engines that have the key."""
+
+
+@pytest.mark.parametrize(("engine", "key"), IGNORED)
+def test_a_key_that_the_engine_ignores_is_refused_with_those_that_have_it(engine: str, key: str) -> None:
+    value, shown, having = IGNORED[engine, key]
+    address = {"address": "grpc://localhost:1"} if engine == "flight" else {}
+    message = refusal(changed("teachers", address | {"engine": engine, key: value}))
+    assert message.startswith(f"p.yaml: teachers.{key}\n  found:  {shown}, with teachers.engine {engine}\n"), message
+    assert f"nothing, or teachers.engine {' or '.join(having)}" in message
+    assert "hunter2" not in message
+
+
+def test_a_misspelt_key_is_told_from_one_of_another_engine() -> None:
+    message = refusal(changed("teachers", {"engine": "vllm", "kv_cache_gb": 1}))
+    assert "teachers.kv_cache_gb\n" in message and "did you mean `kv_cache_gib`?" in message
+
+
+@pytest.mark.parametrize("engine", ["openia", "", None, 3, ["vllm"]])
+def test_an_engine_that_is_none_is_refused_with_those_there_are(engine: Any) -> None:
+    message = refusal(changed("teachers", {"engine": engine}))
+    assert message.startswith("p.yaml: teachers.engine\n") and "transformers, vllm, openai, flight" in message
+
+
+def test_a_section_written_out_for_another_engine_is_taken_where_it_says_nothing() -> None:
+    """As the run directories of older releases have it, with every key of every engine."""
+    written = validate(PipelineConfig, VALID, "p.yaml").teachers.model_dump(mode="json")
+    others = {"address": None, "token_file": None, "servers": {}, "api_key_env": None, "kv_cache_gib": 1}
+    assert validate(PipelineConfig, changed("teachers", written | others), "p.yaml").teachers.model_dump() == written
+    for memory in ("8GiB", 8 << 30):
+        elsewhere = written | {"memory": memory, "engine": "flight", "address": "grpc://localhost:1"}
+        kept = validate(PipelineConfig, changed("teachers", elsewhere), "p.yaml").teachers
+        assert set(kept.model_dump()) == {*written, "address", "tls_root_certs", "token_file"} - {"memory", "workers"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 0, "two"])
+def test_a_stage_under_which_ranks_hold_the_whole_model_is_refused(stage: Any) -> None:
+    message = refusal(changed("trainer.zero_stage", stage))
+    assert message.startswith(f"p.yaml: trainer.zero_stage\n  found:  {stage!r}\n  wanted: 3: "), message
+    assert "a shard of every weight" in message
+
+
 # Secrets, and files made to do harm
 
 
@@ -751,6 +802,28 @@ def test_a_round_says_what_is_other() -> None:
     assert (second.seed, fourth.seed) == (1, 3)
     kept = config.model_dump(mode="json")
     assert validate(PipelineConfig, kept, "p.yaml") == config, "as the run directory keeps it"
+
+
+def test_a_round_may_have_another_engine() -> None:
+    teachers = {"memory": "2GiB", "workers": 3, "dtype": "bfloat16"}
+    flight = {"engine": "flight", "address": "grpc://localhost:1"}
+    rounds = [
+        {},
+        {"teachers": flight},
+        {"teachers": {"engine": "vllm", "kv_cache_gib": 2}},
+        {"teachers": {"workers": 4}},
+    ]
+    config = validate(PipelineConfig, changed("teachers", teachers) | {"rounds": rounds}, "p.yaml")
+    first, elsewhere, vllm, more = (one.teachers for one in rounds_of(config))
+    assert (first.scoring_workers, elsewhere.scoring_workers, vllm.scoring_workers, more.scoring_workers) == (
+        3,
+        0,
+        3,
+        4,
+    )
+    assert [one.dtype for one in (first, elsewhere, vllm, more)] == ["bfloat16"] * 4
+    assert (elsewhere.address, vllm.kv_cache_gib) == ("grpc://localhost:1", 2)  # type: ignore[union-attr]
+    assert first.memory == more.memory == 2 << 30  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

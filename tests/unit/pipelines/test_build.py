@@ -1,4 +1,4 @@
-"""Every engine that a pipeline may name has a pool."""
+"""Every engine and schedule that a pipeline may name is there."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from typing import Any, get_args
 import pytest
 
 from opd.config import PipelineConfig
-from opd.config.teachers import TeachersConfig
+from opd.config.sections import RolloutConfig, ScheduleConfig
+from opd.config.teachers import ENGINES
 from pipelines import build
-from pipelines.build import POOLS, num_workers
-from teachers.flight.client import FlightPool
+from pipelines.build import POOLS, ROLLOUT_ENGINES, SCHEDULES, num_workers
+from teachers.scorers import SCORERS
 
 
 def test_every_engine_has_a_pool() -> None:
-    engines = get_args(TeachersConfig.model_fields["engine"].annotation)
-    assert set(POOLS) == set(engines)
-    assert [engine for engine in engines if POOLS[engine] is FlightPool] == ["flight"]
+    assert set(POOLS) == set(ENGINES)
+    assert [engine for engine in ENGINES if POOLS[engine] is POOLS["flight"]] == ["flight"]
+    assert set(ENGINES) - {"flight"} == set(SCORERS)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "known"), [(RolloutConfig, "engine", ROLLOUT_ENGINES), (ScheduleConfig, "mode", SCHEDULES)]
+)
+def test_every_name_that_a_key_takes_stands_for_something(section: Any, key: str, known: dict[str, Any]) -> None:
+    assert set(get_args(section.model_fields[key].annotation)) == set(known)
 
 
 def test_teachers_elsewhere_need_no_workers_here() -> None:
@@ -31,7 +39,7 @@ def test_teachers_elsewhere_need_no_workers_here() -> None:
         "teachers": {"workers": 5},
     }
     assert num_workers(PipelineConfig.model_validate(data)) == 10
-    elsewhere = {"engine": "flight", "address": "grpc://localhost:1", "workers": 5}
+    elsewhere = {"engine": "flight", "address": "grpc://localhost:1"}
     assert num_workers(PipelineConfig.model_validate(data | {"teachers": elsewhere})) == 5
 
 
@@ -57,7 +65,7 @@ def test_an_engine_that_shares_its_gpu_is_up_before_others_take_of_it(
 
         return start
 
-    monkeypatch.setattr(build, "VLLMRolloutEngine", starts("engine"))
+    monkeypatch.setitem(ROLLOUT_ENGINES, "vllm", starts("engine"))
     monkeypatch.setattr(build, "DeepSpeedTrainer", starts("trainer"))
     monkeypatch.setitem(POOLS, "transformers", starts("pool"))
     data = {

@@ -11,6 +11,7 @@ import pytest
 
 from opd.checkpoints import Checkpoint
 from opd.config import PipelineConfig
+from opd.config.teachers import ENGINES
 from opd.errors import RunDirError
 from pipelines.resume import (
     SAME_BUT_FOR_ROUNDING,
@@ -143,9 +144,7 @@ def test_every_pattern_names_a_key() -> None:
                   teachers__servers={"e": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}},
                   objective__kind="sampled")  # fmt: skip
     keys = changed_keys({}, full | {"registry": "/r"})
-    keys |= dict.fromkeys(
-        ["teachers.address", "teachers.tls_root_certs", "teachers.token_file", "teachers.api_key_env"], (None, None)
-    )
+    keys |= {f"teachers.{key}": (None, None) for engine in ENGINES.values() for key in engine.model_fields}
     for pattern in (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING):
         assert any(fnmatchcase(key, pattern) for key in keys), pattern
 

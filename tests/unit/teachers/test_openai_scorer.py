@@ -20,6 +20,7 @@ from opd.errors import RunError
 from opd.losses.rule import IDENTITY
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers import openai as product
@@ -405,9 +406,8 @@ def test_the_pool_tries_every_server_before_the_first_step(
             "servers": {"rev": {"base_url": served.url, "model": "expert"}},
         },
     }
-    pool = Pool(
-        PipelineConfig.model_validate(config), {"reverse": (WeightedTeacher(teacher=teacher, weight=1.0),)}, VOCABULARY
-    )
+    routes = {"reverse": (WeightedTeacher(teacher=teacher, weight=1.0),)}
+    pool = Pool(pool_spec(PipelineConfig.model_validate(config), VOCABULARY), routes)
     pool.wait_ready()
     assert len(served.requests) == 1
     targets = pool.score([rollout(0), rollout(1)])

@@ -18,6 +18,7 @@ from opd.stream.heads import head_tensor
 from opd.stream.schema import Stream, read_stream
 from opd.stream.targets import TargetStream
 from opd.types import Teacher, WeightedTeacher
+from pipelines.specs import pool_spec
 from teachers.pool import AHEAD, Pool, share_out
 from teachers.scorers import transformers as transformers_scorer
 from teachers.worker import Group, TeacherWorker
@@ -44,7 +45,7 @@ def pool(teachers: dict[str, Teacher], workers: int, **changes: Any) -> Pool:
             "teachers": {"workers": workers} | changes,
         }
     )
-    made = Pool(config, alone(teachers), VOCABULARY)
+    made = Pool(pool_spec(config, VOCABULARY), alone(teachers))
     made.wait_ready()
     return made
 

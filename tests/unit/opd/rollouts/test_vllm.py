@@ -15,6 +15,7 @@ from opd.errors import RunError
 from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed, _segments
 from opd.rollouts.worker import Request, Sampled, _sampled
 from opd.types import Prompt
+from pipelines.specs import rollout_spec
 
 ROOM, LIMIT = 16, 6
 VOCABULARY = 100
@@ -62,7 +63,7 @@ def engine(
             "rollout": {"workers": workers, "max_model_len": ROOM, "max_new_tokens": LIMIT} | rollout,
         }
     )
-    return VLLMRolloutEngine(config, Path("base"), VOCABULARY, (2,), Letters(), untrained or {})
+    return VLLMRolloutEngine(rollout_spec(config, Path("base"), VOCABULARY, (2,), untrained), Letters())
 
 
 def prompt(i: int, length: int = 3) -> Prompt:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from opd.config import PipelineConfig
-from opd.train import deepspeed, rank
+from opd.train import rank
 from opd.train.rank import RankWork
 from opd.train.totals import Totals
+from pipelines.specs import rank_options
 
 
 def options(*, sleep: bool, trainer_gpus: float, rollout_gpus: float = 0.4) -> rank.RankOptions:
@@ -25,7 +26,7 @@ def options(*, sleep: bool, trainer_gpus: float, rollout_gpus: float = 0.4) -> r
         "trainer": {"steps": 4, "samples_per_step": 2, "ranks": 1},
         "cluster": {"rollout_gpus": rollout_gpus, "trainer_gpus": trainer_gpus},
     }
-    return deepspeed._rank_options(PipelineConfig.model_validate(data), vocab_size=76)
+    return rank_options(PipelineConfig.model_validate(data), 76)
 
 
 def test_it_is_asked_of_ranks_on_gpus_beside_engines_that_sleep() -> None:

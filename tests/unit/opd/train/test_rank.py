@@ -25,9 +25,11 @@ from opd.stream.schema import TargetRow, write_stream
 from opd.stream.targets import Part
 from opd.train import deepspeed, rank, zero
 from opd.train.batch import gather_samples, leave_one_out, micro_batch
+from opd.train.optimizer import parameter_groups
 from opd.train.rank import RankResult, RankWork
 from opd.train.totals import Totals
 from opd.types import DomainStats, PositionStats, Rollout, Segment
+from pipelines.specs import rank_options, trainer_spec
 from tests.rows import changed, make_row
 
 WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25})
@@ -117,7 +119,7 @@ def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
 
 def test_weight_decay_is_for_matrices_alone() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    groups = zero.parameter_groups(model, 0.1)  # type: ignore[arg-type]
+    groups = parameter_groups(model, 0.1)
     assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in groups] == [(0.1, [2]), (0.0, [1, 1, 1])]
 
 
@@ -128,7 +130,7 @@ def test_a_head_shared_by_body_and_loss_is_trained_once(tiny_model_dir: Path) ->
 
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     student = Student(lm, ReverseKL(), chunk=16, vocab_size=76)
-    params = [p for g in zero.parameter_groups(student, 0.0) for p in g["params"]]
+    params = [p for g in parameter_groups(student, 0.0) for p in g["params"]]
     assert len(params) == len({id(p) for p in params}) == len(list(lm.parameters()))
     assert student.loss_head.weight is lm.get_input_embeddings().weight
 
@@ -233,7 +235,7 @@ def test_heads_are_fetched_when_they_are_needed_and_kept_within_the_budget(
     )  # fmt: skip
     owner = Owner()
     heads = [source_at(owner, key) for key in "abc"]
-    one = rank.TrainerRank(deepspeed._rank_options(config(head_memory=budget), vocab_size=76), 0)
+    one = rank.TrainerRank(rank_options(config(head_memory=budget), 76), 0)
     one._engine, one._device = StillEngine(tiny_model_dir), torch.device("cpu")
     stream = np.frombuffer(write_stream(rows, "float32"), dtype=np.uint8)
     take_step(one, work, heads, stream)
@@ -243,7 +245,7 @@ def test_heads_are_fetched_when_they_are_needed_and_kept_within_the_budget(
 
 def test_of_the_heads_that_stay_the_one_unused_for_longest_goes_first(in_process: Any) -> None:
     owner = Owner()
-    one = rank.TrainerRank(deepspeed._rank_options(config(head_memory=2 * HEAD_BYTES), vocab_size=76), 0)
+    one = rank.TrainerRank(rank_options(config(head_memory=2 * HEAD_BYTES), 76), 0)
     one._device = torch.device("cpu")
     rules = dict.fromkeys("ab", IDENTITY) | {"c": LogitRule(scale=2.0)}
     for key in "abacab":  # c drives out b, for a was used after it; b then drives out c
@@ -389,7 +391,7 @@ class Targets:
 
 def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
     in_process.replace = FakeRank
-    trainer = deepspeed.DeepSpeedTrainer(config(), vocab_size=9)
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(), 9))
     report = trainer.train_step(1, [rollout("a"), rollout("b")], Targets("a", "b"))  # type: ignore[arg-type]
     assert (report.loss, report.grad_norm, report.lr, report.skipped) == (1.0, 2.0, 0.5, False)
     assert report.logprob_gap == pytest.approx(6.0 / 6)
@@ -416,7 +418,7 @@ def test_the_layout_is_the_first_that_is_right_on_every_rank(in_process: Any) ->
     chosen = {}
     in_process.replace = FakeRank
     for ranks in (1, 2):
-        trainer = deepspeed.DeepSpeedTrainer(config(ranks=ranks), vocab_size=9)
+        trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(ranks=ranks), 9))
         trainer.wait_ready()
         chosen[ranks] = trainer.layout
         assert {made.layout for made in trainer._ranks} == {trainer.layout.layout}
@@ -430,7 +432,7 @@ def test_the_layout_is_the_first_that_is_right_on_every_rank(in_process: Any) ->
 def test_engine_and_trainer_that_differ_on_what_was_sampled_stop_the_run(in_process: Any) -> None:
     in_process.replace = FakeRank
     for tolerance, ok in ((1.01, True), (0.99, False)):  # the rank says 3 nats over 3 tokens
-        trainer = deepspeed.DeepSpeedTrainer(config(tolerance=tolerance, ranks=1), vocab_size=9)
+        trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(tolerance=tolerance, ranks=1), 9))
         targets: Any = Targets("a", "b")
         if ok:
             assert trainer.train_step(1, [rollout("a"), rollout("b")], targets).logprob_gap == pytest.approx(1)
@@ -457,7 +459,7 @@ def test_a_mean_below_zero_stops_a_divergence_and_no_estimate(kind: str, stops: 
 
 def test_micro_batches_begin_before_the_last_row_is_scored(in_process: Any) -> None:
     in_process.replace = FakeRank
-    trainer = deepspeed.DeepSpeedTrainer(config(ranks=1, micro_batch_tokens=16), vocab_size=9)
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(ranks=1, micro_batch_tokens=16), 9))
     rollouts = [dataclasses.replace(rollout(i), prompt_ids=(1,) * 14) for i in "abcd"]
     report = trainer.train_step(1, rollouts, Targets("a", "c", "b", "d"))  # type: ignore[arg-type]
     (fake,) = in_process.workers
@@ -469,7 +471,7 @@ def test_micro_batches_begin_before_the_last_row_is_scored(in_process: Any) -> N
 
 def test_what_cannot_be_scored_is_left_out_of_the_mean(in_process: Any) -> None:
     in_process.replace = FakeRank
-    trainer = deepspeed.DeepSpeedTrainer(config(ranks=1, micro_batch_tokens=16), vocab_size=9)
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(ranks=1, micro_batch_tokens=16), 9))
     rollouts = [dataclasses.replace(rollout(i), prompt_ids=(1,) * 14) for i in "abcd"]
     trainer.train_step(1, rollouts, Targets("a", "b", "c", "d", broken=("b",)))  # type: ignore[arg-type]
     (fake,) = in_process.workers
@@ -479,7 +481,7 @@ def test_what_cannot_be_scored_is_left_out_of_the_mean(in_process: Any) -> None:
 
 def test_a_step_of_which_nothing_could_be_scored_is_skipped(in_process: Any) -> None:
     in_process.replace = FakeRank
-    trainer = deepspeed.DeepSpeedTrainer(config(ranks=1), vocab_size=9)
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(ranks=1), 9))
     report = trainer.train_step(1, [rollout("a")], Targets("a", broken=("a",)))  # type: ignore[arg-type]
     assert report.skipped and in_process.workers[0].rounds == []
 
@@ -487,7 +489,7 @@ def test_a_step_of_which_nothing_could_be_scored_is_skipped(in_process: Any) -> 
 def test_with_a_baseline_no_round_begins_before_every_row_is_there(in_process: Any) -> None:
     in_process.replace = FakeRank
     data = config(ranks=1, micro_batch_tokens=16).model_dump(mode="json") | SAMPLED_WITH_BASELINE
-    trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(PipelineConfig.model_validate(data), 9))
     rollouts = [dataclasses.replace(rollout(i), prompt_ids=(1,) * 14) for i in "ab"]
     targets = Targets("a", "b", handle=lambda i: logprob_part(i, [-1.0, -2.0]))
     report = trainer.train_step(1, rollouts, targets)  # type: ignore[arg-type]
@@ -501,7 +503,7 @@ def test_the_weights_follow_the_objective_and_the_domains(in_process: Any) -> No
     data = config().model_dump(mode="json")
     data["domains"] = {"d": {}, "e": {"loss_weight": 3.0}}
     data["objective"]["normalize"] = "sequence_mean"
-    trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(PipelineConfig.model_validate(data), 9))
     rollouts = [rollout("a"), dataclasses.replace(rollout("b"), domain="e")]
     trainer.train_step(1, rollouts, Targets("a", "b"))  # type: ignore[arg-type]
     weights = {i: w for fake in in_process.workers for work, _ in fake.works for i, w in work.weights.items()}
@@ -511,7 +513,7 @@ def test_the_weights_follow_the_objective_and_the_domains(in_process: Any) -> No
 def test_a_sampled_tokens_weight_does_not_hold_its_own_responses_length(in_process: Any) -> None:
     in_process.replace = FakeRank
     data = config().model_dump(mode="json") | {"objective": {"kind": "sampled"}}
-    trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(PipelineConfig.model_validate(data), 9))
     short, long = rollout("a"), rollout("b")
     num = len(short.response_ids)
     long = dataclasses.replace(
@@ -527,7 +529,7 @@ def test_a_sampled_tokens_weight_does_not_hold_its_own_responses_length(in_proce
 def test_a_step_without_trained_tokens_is_skipped_and_says_so(rollouts: list[Rollout], in_process: Any) -> None:
     in_process.replace = FakeRank
     targets: Any = Targets(*(r.sample_id for r in rollouts))
-    report = deepspeed.DeepSpeedTrainer(config(), vocab_size=9).train_step(3, rollouts, targets)
+    report = deepspeed.DeepSpeedTrainer(trainer_spec(config(), 9)).train_step(3, rollouts, targets)
     assert report.skipped
     assert targets.arrived, "the log wants them all the same"
     assert report.step == 3
@@ -565,12 +567,11 @@ def test_ranks_meet_where_the_cluster_reaches_rank_0(
         def getsockname(self) -> tuple[str, int]:
             return met_at, 4711
 
-    monkeypatch.setattr(rank.socket, "socket", Socket)
+    monkeypatch.setattr(zero.socket, "socket", Socket)
     in_process.replace = Rank
     two = config(ranks=2)
-    deepspeed.DeepSpeedTrainer(
-        two.model_copy(update={"cluster": two.cluster.model_copy(update={"address": address})}), vocab_size=9
-    )
+    elsewhere = two.model_copy(update={"cluster": two.cluster.model_copy(update={"address": address})})
+    deepspeed.DeepSpeedTrainer(trainer_spec(elsewhere, 9))
     assert started == [met_at, met_at]
 
 
@@ -665,7 +666,7 @@ def one_rank(model_dir: Path, objective: dict[str, Any], payload: str = "hidden_
     from opd.train.student import Student
 
     data = config().model_dump(mode="json") | {"objective": objective, "teachers": {"payload": payload}}
-    options = deepspeed._rank_options(PipelineConfig.model_validate(data), vocab_size=76)
+    options = rank_options(PipelineConfig.model_validate(data), 76)
     lm = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     made = rank.TrainerRank(dataclasses.replace(options, world_size=1), 0)
     made._engine = PlainEngine(Student(lm, options.objective.build(), chunk=4, vocab_size=76))

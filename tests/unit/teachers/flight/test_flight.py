@@ -28,6 +28,7 @@ from opd.stream.heads import HeadSource
 from opd.stream.schema import PartRecord, TargetRow, read_stream, write_stream
 from opd.stream.targets import Part
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from pipelines.specs import flight_spec, pool_spec, scorer_options
 from teachers.flight import client as flight_client
 from teachers.flight import protocol
 from teachers.flight.access import Endpoint, endpoint
@@ -83,14 +84,14 @@ def config(*, workers: int = 2, objective: dict[str, Any] | None = None, phase_s
             "domains": {"d": {}},
             "trainer": {"steps": 1, "samples_per_step": 2},
             "objective": objective or {},
-            "teachers": {"workers": workers} | teachers,
+            "teachers": ({} if teachers.get("engine") == "flight" else {"workers": workers}) | teachers,
             "cluster": {"start_timeout_s": phase_s, "phase_timeout_s": phase_s},
         }
     )
 
 
 def local_pool(routes: Routes, **changes: Any) -> Pool:
-    pool = Pool(config(**changes), routes, VOCABULARY)
+    pool = Pool(pool_spec(config(**changes), VOCABULARY), routes)
     pool.wait_ready()
     return pool
 
@@ -119,7 +120,7 @@ def serve() -> Iterator[Callable[..., Served]]:
         **changes: Any,
     ) -> Served:
         door, said = door or endpoint("127.0.0.1:0", None, None, None), []
-        told = make_hello(config(**changes), routes, VOCABULARY, pool).model_copy(update=hello or {})
+        told = make_hello(scorer_options(config(**changes), VOCABULARY), routes, pool).model_copy(update=hello or {})
         server = PoolServer(pool, told, door, timeout_s=busy_s, say=said.append)
         running.append(server)
         return Served(server, door.url(server.port), said)
@@ -130,7 +131,7 @@ def serve() -> Iterator[Callable[..., Served]]:
 
 
 def remote(url: str, routes: Routes, *, ready: bool = True, **changes: Any) -> FlightPool:
-    pool = FlightPool(config(engine="flight", address=url, **changes), routes, VOCABULARY)
+    pool = FlightPool(flight_spec(config(engine="flight", address=url, **changes), VOCABULARY), routes)
     if ready:
         pool.wait_ready()
     return pool

@@ -1,0 +1,37 @@
+"""AdamW as every trainer of this project sets it up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWOptions:
+    """What the optimiser is set up with."""
+
+    betas: tuple[float, float]
+    """Decay of the first and of the second moment."""
+    epsilon: float
+    """Added to the root of the second moment."""
+    weight_decay: float
+    """On matrices only."""
+
+
+def adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch.optim.AdamW:
+    """AdamW over all parameters of `module`."""
+    groups = parameter_groups(module, options.weight_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=options.betas, eps=options.epsilon)
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay on matrices only, as usual: not on norms and biases."""
+    params = list(module.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [g for g in groups if g["params"]]

@@ -1,0 +1,188 @@
+"""A pipeline's settings as each engine takes them: the only place where an engine's spec is made of a `PipelineConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opd.cluster import LOCAL
+from opd.config import PipelineConfig, sync_tolerance
+from opd.config.sections import TrainerConfig
+from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
+from opd.rollouts.vllm import RolloutSpec
+from opd.rollouts.worker import EngineOptions
+from opd.train.deepspeed import TrainerSpec
+from opd.train.optimizer import AdamWOptions
+from opd.train.rank import RankOptions
+from opd.train.schedule import LearningRate
+from teachers.flight.client import FlightSpec
+from teachers.pool import PoolSpec
+from teachers.scorers import ScorerOptions, Server
+
+if TYPE_CHECKING:
+    from experts.sft import ImitationSpec
+
+
+def rollout_spec(
+    config: PipelineConfig,
+    model_dir: Path,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+    untrained: Mapping[str, frozenset[int]] | None = None,
+) -> RolloutSpec:
+    """Rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's."""
+    rollout = config.rollout
+    return RolloutSpec(
+        engine=EngineOptions(
+            model_dir=model_dir,
+            dtype=rollout.dtype,
+            max_model_len=rollout.max_model_len,
+            max_num_seqs=rollout.max_num_seqs,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            vocab_size=vocab_size,
+            sleep=rollout.sleep,
+        ),
+        stop_token_ids=tuple(stop_token_ids),
+        untrained=untrained or {},
+        workers=rollout.workers,
+        gpus=config.cluster.rollout_gpus,
+        kv_cache_gib=rollout.kv_cache_gib,
+        seed=config.seed,
+        temperature=rollout.temperature,
+        max_new_tokens=rollout.max_new_tokens,
+        max_answer_tokens=config.evaluate.max_new_tokens or rollout.max_new_tokens,
+        start_timeout_s=config.cluster.start_timeout_s,
+        timeout_s=config.cluster.phase_timeout_s,
+    )
+
+
+def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
+    """The trainer of the pipeline's student; `vocab_size` is the tokenizer's."""
+    return TrainerSpec(
+        rank=rank_options(config, vocab_size),
+        rate=learning_rate(config.trainer),
+        domain_weights={name: domain.loss_weight for name, domain in config.domains.items()},
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        queue_bytes=config.teachers.queue,
+        tolerance=sync_tolerance(config),
+        gpus=config.cluster.trainer_gpus,
+        one_machine=config.cluster.address == LOCAL,
+        start_timeout_s=config.cluster.start_timeout_s,
+    )
+
+
+def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
+    """What one rank of the trainer is started with."""
+    trainer = config.trainer
+    return RankOptions(
+        name="student",
+        model_dir=config.student.model,
+        world_size=trainer.ranks,
+        stage=trainer.zero_stage,
+        dtype=trainer.dtype,
+        vocab_size=vocab_size,
+        objective=config.objective,
+        temperature=config.rollout.temperature,
+        adamw=adamw_options(trainer),
+        max_grad_norm=trainer.max_grad_norm,
+        grad_accum_dtype=trainer.grad_accum_dtype,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        head_memory_bytes=trainer.head_memory,
+        timeout_s=config.cluster.phase_timeout_s,
+        lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
+    )
+
+
+def learning_rate(trainer: TrainerConfig) -> LearningRate:
+    """The rate of each of the pipeline's steps."""
+    return LearningRate(
+        peak=trainer.lr,
+        steps=trainer.steps,
+        warmup_steps=trainer.warmup_steps,
+        decay=trainer.lr_scheduler_type,
+        floor=trainer.min_lr_ratio,
+    )
+
+
+def imitation_spec(config: PipelineConfig, micro_batch: int, accumulate: int) -> ImitationSpec:
+    """Training on given text with the merge's optimiser and schedule, in steps of `micro_batch * accumulate` examples."""
+    from experts.sft import ImitationSpec
+
+    return ImitationSpec(
+        adamw=adamw_options(config.trainer),
+        rate=learning_rate(config.trainer),
+        max_grad_norm=config.trainer.max_grad_norm,
+        dtype=config.trainer.dtype,
+        gradient_checkpointing=config.trainer.gradient_checkpointing,
+        micro_batch=micro_batch,
+        accumulate=accumulate,
+        seed=config.seed,
+    )
+
+
+def adamw_options(trainer: TrainerConfig) -> AdamWOptions:
+    """The pipeline's optimiser."""
+    return AdamWOptions(
+        betas=(trainer.adam_beta1, trainer.adam_beta2),
+        epsilon=trainer.adam_epsilon,
+        weight_decay=trainer.weight_decay,
+    )
+
+
+def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
+    """A pool with scoring workers of its own; `vocab_size` is the tokenizer's."""
+    teachers = config.teachers
+    return PoolSpec(
+        engine=teachers.engine,
+        scorer=scorer_options(config, vocab_size),
+        workers=teachers.scoring_workers,
+        gpus=config.cluster.teacher_gpus,
+        kv_cache_gib=teachers.kv_cache_gib if isinstance(teachers, VLLMTeachers) else 1,
+        max_quarantined=teachers.max_quarantined,
+        start_timeout_s=config.cluster.start_timeout_s,
+        timeout_s=config.cluster.phase_timeout_s,
+    )
+
+
+def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
+    """What a scoring worker needs to know; of the engines' own keys those that this one has."""
+    teachers = config.teachers
+    own: dict[str, Any] = {}
+    if isinstance(teachers, TransformersTeachers):
+        own = {"memory_bytes": teachers.memory}
+    elif isinstance(teachers, VLLMTeachers):
+        own = {"gpu_memory_utilization": teachers.gpu_memory_utilization}
+    elif isinstance(teachers, OpenAITeachers):
+        servers = {name: Server(base_url=one.base_url, model=one.model) for name, one in teachers.servers.items()}
+        own = {
+            "servers": servers,
+            "api_key_env": teachers.api_key_env,
+            "server_timeout_s": teachers.server_timeout_s,
+        }
+    return ScorerOptions(
+        dtype=teachers.dtype,
+        payload=teachers.payload,
+        top_k=config.objective.top_k,
+        vocab_size=vocab_size,
+        max_model_len=config.rollout.max_model_len,
+        **own,
+    )
+
+
+def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
+    """Teachers that are served elsewhere; `vocab_size` is the tokenizer's."""
+    teachers = config.teachers
+    assert isinstance(teachers, FlightTeachers)
+    return FlightSpec(
+        address=teachers.address,
+        tls_root_certs=teachers.tls_root_certs,
+        token_file=teachers.token_file,
+        payload=teachers.payload,
+        dtype=teachers.dtype,
+        top_k=config.objective.top_k,
+        vocab_size=vocab_size,
+        max_quarantined=teachers.max_quarantined,
+        start_timeout_s=config.cluster.start_timeout_s,
+        timeout_s=config.cluster.phase_timeout_s,
+    )

@@ -1,0 +1,118 @@
+"""Engines take specs of their own, and every key that is about an engine reaches its spec."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experts.sft import ImitationSpec
+from opd.config import PipelineConfig
+from opd.config.sections import RolloutConfig, TrainerConfig
+from opd.config.teachers import ENGINES
+from opd.rollouts.vllm import RolloutSpec
+from opd.train.deepspeed import TrainerSpec
+from opd.train.optimizer import AdamWOptions
+from opd.train.rank import RankOptions
+from opd.train.schedule import LearningRate
+from opd.train.zero import ZeroOptions
+from pipelines.specs import flight_spec, imitation_spec, pool_spec, rollout_spec, trainer_spec
+from teachers.flight.client import FlightSpec
+from teachers.pool import PoolSpec
+
+ROOT = Path(__file__).parents[3]
+SPECS = [
+    RolloutSpec, TrainerSpec, RankOptions, ZeroOptions, AdamWOptions, LearningRate, PoolSpec, FlightSpec, ImitationSpec,
+]  # fmt: skip
+SERVER = {"base_url": "http://127.0.0.1:8000/v1", "model": "m"}
+ELSEWHERE = {"engine", "zero_stage", "samples_per_step", "mask_tokens"}
+"""Keys that say which engine, that take one value only, or that decide what an engine is asked."""
+ROLLOUT = {
+    "workers": 2, "dtype": "bfloat16", "max_new_tokens": 5, "temperature": 0.5, "max_model_len": 64, "max_num_seqs": 3,
+    "kv_cache_gib": 2, "gpu_memory_utilization": 0.5, "sleep": True,
+}  # fmt: skip
+TRAINER = {
+    "ranks": 3, "dtype": "bfloat16", "steps": 9, "lr": 0.5, "warmup_steps": 1, "lr_scheduler_type": "linear",
+    "min_lr_ratio": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.5, "adam_epsilon": 0.5, "weight_decay": 0.5,
+    "max_grad_norm": 0.5, "micro_batch_tokens": 99, "head_memory": 99, "grad_accum_dtype": "bfloat16",
+    "gradient_checkpointing": True,
+}  # fmt: skip
+TEACHERS = {
+    "payload": "top_k", "dtype": "bfloat16", "queue": 99, "max_quarantined": 0.5, "workers": 2, "memory": 99,
+    "kv_cache_gib": 2, "gpu_memory_utilization": 0.5, "servers": {"e": SERVER | {"model": "other"}},
+    "api_key_env": "KEY", "server_timeout_s": 9, "address": "grpc://localhost:2", "tls_root_certs": "ca.pem",
+    "token_file": "token",
+}  # fmt: skip
+"""A value that is no default for every other key."""
+OWN: dict[str, dict[str, Any]] = {
+    "transformers": {},
+    "vllm": {},
+    "openai": {"payload": "sampled_logprobs", "servers": {"e": SERVER}},
+    "flight": {"address": "grpc://localhost:1"},
+}
+
+
+def config(**sections: Any) -> PipelineConfig:
+    data: dict[str, Any] = {
+        "name": "n",
+        "student": {"model": "base"},
+        "experts": {"e": {"model": "m", "domain": "d"}},
+        "domains": {"d": {"loss_weight": 3.0}},
+        "rollout": sections.pop("rollout", {}),
+        "trainer": {"steps": 4, "samples_per_step": 2} | sections.pop("trainer", {}),
+        "cluster": {"rollout_gpus": 1, "trainer_gpus": 1},
+    }
+    return PipelineConfig.model_validate(data | sections)
+
+
+def specs(config: PipelineConfig) -> list[Any]:
+    teachers = flight_spec(config, 76) if config.teachers.engine == "flight" else pool_spec(config, 76)
+    return [rollout_spec(config, Path("base"), 76, (2,)), trainer_spec(config, 76), teachers]
+
+
+@pytest.mark.parametrize(
+    ("section", "known", "values"), [("rollout", RolloutConfig, ROLLOUT), ("trainer", TrainerConfig, TRAINER)]
+)
+def test_every_key_of_an_engine_reaches_its_spec(section: str, known: Any, values: dict[str, Any]) -> None:
+    assert set(known.model_fields) == set(values) | ELSEWHERE & set(known.model_fields)
+    before = specs(config())
+    for key, value in values.items():
+        assert specs(config(**{section: {key: value}})) != before, key
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_key_of_a_teachers_engine_reaches_its_spec(engine: str) -> None:
+    def made(**changes: Any) -> list[Any]:
+        teachers = {"engine": engine} | OWN[engine] | changes
+        kinds = {"hidden_states": "reverse_kl", "sampled_logprobs": "sampled", "top_k": "top_k"}
+        objective = {"kind": kinds[teachers.get("payload", "hidden_states")]}
+        return specs(config(teachers=teachers, objective=objective))
+
+    before = made()
+    for key in set(ENGINES[engine].model_fields) - ELSEWHERE:
+        more = {"address": "grpc+tls://h:1"} if key == "tls_root_certs" else {}
+        assert made(**{key: TEACHERS[key]}, **more) != before, key
+
+
+def test_a_baseline_is_trained_as_the_merge_is() -> None:
+    made = config(trainer={"lr": 0.5, "lr_scheduler_type": "cosine", "max_grad_norm": 0.25}, seed=7)
+    spec, merge = imitation_spec(made, 3, 2), trainer_spec(made, 76)
+    assert (spec.adamw, spec.rate, spec.max_grad_norm) == (merge.rank.adamw, merge.rate, merge.rank.max_grad_norm)
+    assert (spec.micro_batch, spec.accumulate, spec.seed) == (3, 2, 7)
+
+
+def test_no_engine_knows_the_pipeline() -> None:
+    files = [p for name in ("opd", "teachers", "experts") for p in (ROOT / name).rglob("*.py")]
+    assert [p for p in files if p.parent.name != "config" and "PipelineConfig" in p.read_text(encoding="utf-8")] == []
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_field_of_a_spec_says_what_it_is(spec: type) -> None:
+    (made,) = ast.parse(inspect.getsource(spec)).body
+    assert isinstance(made, ast.ClassDef)
+    for field, after in zip(made.body, [*made.body[1:], None], strict=True):
+        if isinstance(field, ast.AnnAssign):
+            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(field)
