@@ -22,6 +22,8 @@ from opd.config.sections import ClusterConfig
 from opd.errors import RunError
 from opd.rollouts.vllm import ENGINE_ENV
 from opd.settings import validate
+from opd.payloads.hidden_states import HiddenStates
+from opd.payloads.top_k import TopTokens
 from opd.stream.heads import head_tensor
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
@@ -130,13 +132,13 @@ def mean_gap(
     gaps = []
     for row in rows:
         want_R_V = plain(models[row.teacher], row, vocab_size)
-        if row.answer.hidden_size:
+        if isinstance(row.answer, HiddenStates):
             states = torch.frombuffer(bytearray(row.answer.hidden), dtype=getattr(torch, dtype)).view(
                 -1, row.answer.hidden_size
             )
             found = (states.float() @ heads[row.answer.head].float().T).log_softmax(-1)
             gaps.append((found - want_R_V).abs().flatten())
-        elif row.answer.topk_ids:
+        elif isinstance(row.answer, TopTokens):
             ids = torch.tensor(row.answer.topk_ids).view(len(row.response_ids), -1)
             found = torch.tensor(row.answer.topk_logprobs).view(ids.shape)
             assert ids.shape[1] == TOP_K and all(len(set(r)) == TOP_K for r in ids.tolist())

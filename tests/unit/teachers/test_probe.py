@@ -50,18 +50,18 @@ def changed(teacher: Teacher, path: Path, scale: float) -> Teacher:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_the_registered_teacher_is_known_again(payload: str, dtype: str, teacher: Teacher) -> None:
-    key, rule, file = worker(payload, dtype).describe(teacher)
-    assert file is not None
-    head_V_D = file.read()
-    assert head_V_D is not None and head_key(head_V_D, rule) == key
+    head = worker(payload, dtype).describe(teacher)
+    assert head.file is not None
+    head_V_D = head.file.read()
+    assert head_V_D is not None and head_key(head_V_D, head.rule) == head.key
 
 
 def test_the_head_of_an_untied_model_lies_under_its_own_name(make_model_dir: Any, tmp_path: Path) -> None:
     untied = Teacher(name="untied", model_dir=make_model_dir(tmp_path / "untied", seed=5, tie=False))
-    key, rule, file = worker("hidden_states").describe(untied)
-    assert file is not None and file.names == ("lm_head.weight",)
-    head_V_D = file.read()
-    assert head_V_D is not None and head_key(head_V_D, rule) == key
+    head = worker("hidden_states").describe(untied)
+    assert head.file is not None and head.file.names == ("lm_head.weight",)
+    head_V_D = head.file.read()
+    assert head_V_D is not None and head_key(head_V_D, head.rule) == head.key
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
