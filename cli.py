@@ -135,7 +135,7 @@ def merge(
 
     config = None if pipeline is None else load_pipeline(find(pipeline), overrides)
     from pipelines import rounds
-    from pipelines.merge import Interrupted
+    from pipelines.merge.run import Interrupted
 
     try:
         if resume is not None:
@@ -183,7 +183,7 @@ def evaluate(
     """How well models answer: held-out prompts of a pipeline's domains, with intervals, and public tasks."""
     if bool(models) == bool(matrix) or (matrix and (pipeline or compare or lm_eval)):
         raise typer.BadParameter("give MODELs, or --matrix alone (with --domains and --set)")
-    from pipelines.examine import examine_matrix, examine_models
+    from pipelines.evaluation.command import examine_matrix, examine_models
 
     named = domains.split(",") if domains else None
     if matrix:
@@ -216,7 +216,7 @@ def check(
 
     config = load_pipeline(find(pipeline), overrides)
     from pipelines.check import check_pipeline, table_rows
-    from pipelines.memory import table_rows as memory_rows
+    from pipelines.inputs.memory import table_rows as memory_rows
 
     checked = check_pipeline(config, samples, _say)
     _print_table(config.name, CHECK_COLUMNS, table_rows(checked))
@@ -305,7 +305,7 @@ def baseline(
         root = run_dir or Path("runs") / f"{config.name}-baselines"
     jobs = plan(config, root, methods, shares, seed)
     from pipelines.baselines.run import compute
-    from pipelines.merge import Interrupted
+    from pipelines.merge.run import Interrupted
 
     try:
         results = compute(jobs, _say, keep_models)
@@ -339,7 +339,7 @@ def compare(
     config = load_pipeline(find(pipeline), overrides)
     root = run_dir or Path("runs") / f"{config.name}-compare"
     from pipelines.baselines import compare as comparing
-    from pipelines.merge import Interrupted
+    from pipelines.merge.run import Interrupted
 
     try:
         rows = comparing.compare(config, root, numbers, methods, shares, _say)

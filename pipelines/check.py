@@ -25,10 +25,9 @@ from opd.interfaces import Evaluator, RolloutEngine
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, Rollout, Segment, Teacher
 from pipelines.compare import Comparer, Comparison
-from pipelines.gpu_memory import refuse_crowded_gpus
-from pipelines.memory import Need, estimate, fix, machine_bytes
-from pipelines.memory import problem as problem_of_memory
-from pipelines.preflight import Inputs, check, load_tokenizer
+from pipelines.inputs.gpu_memory import refuse_crowded_gpus
+from pipelines.inputs.memory import Need, estimate, fix, machine_bytes, shortage
+from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs
 
 Tell = Callable[[str], None]
 Route = tuple[str, Teacher]
@@ -112,7 +111,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     """
     short = EvaluateConfig(samples=samples, max_new_tokens=config.evaluate.max_new_tokens)  # one greedy answer each
     config = config.model_copy(update={"evaluate": short})
-    inputs = check(config)
+    inputs = read_inputs(config)
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")
     student = inputs.student
@@ -280,7 +279,7 @@ def judge_student(itself: Comparison) -> Iterator[Finding]:
         yield Finding(level="fail", domain="", message=why, fix=fix)
 
 
-def table_rows(report: CheckReport) -> list[tuple[str, ...]]:
+def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
     """Domain, expert, both accuracies, overlap, KL, share of a guess's NLL, verdict; `-` where nothing was measured."""
 
     def shown(value: float | None, form: str) -> str:
@@ -392,7 +391,7 @@ def _garbled(one: Measured, why: str) -> Finding:
 
 def memory_findings(config: PipelineConfig, needs: Sequence[Need], limit: int) -> Iterator[Finding]:
     """What `opd merge` would refuse."""
-    found = problem_of_memory(config, needs, limit)
+    found = shortage(config, needs, limit)
     if found is not None:
         yield Finding(level="fail", domain="", message=f"the merge needs {found}", fix=fix(needs))
 

@@ -6,8 +6,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
+from opd.run_dir import RunPaths
 from opd.signals import end_at_once, postponed
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -19,6 +21,17 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(NAMES[signal.Signals(number)])
         self.number = number
+
+
+class Interrupted(Exception):
+    """A merge finished its step after a signal, and left a checkpoint of `step` in its run directory `root`."""
+
+    def __init__(self, step: int, root: Path, number: int) -> None:
+        super().__init__(
+            f"stopped after step {step}, checkpoint written; go on with `opd merge --resume {RunPaths(root).whole}`"
+        )
+        self.number = number
+        """Of the signal."""
 
 
 class Interrupts:

@@ -12,7 +12,7 @@ from opd.cluster import ray_session
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.signals import interrupt
-from pipelines.preflight import check_teachers
+from pipelines.inputs.read import read_teachers
 from teachers.flight.access import Endpoint
 from teachers.flight.server import PoolServer, make_hello
 from teachers.pool import Pool
@@ -33,7 +33,7 @@ def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], wa
             fix="serve the pipeline with --set teachers={}, or one without teachers.address",
         )
     _refuse_taken(door)
-    teaching = check_teachers(config)
+    teaching = read_teachers(config)
     for warning in teaching.warnings:
         warn(f"warning: {warning}")
     vocab_size = teaching.student.vocab_size

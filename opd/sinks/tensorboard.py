@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from opd.run_dir import RunPaths
 from opd.sinks.scalars import scalars
 
 
@@ -16,7 +17,7 @@ class TensorBoardSink:
     def __init__(self, wanted: bool, run_dir: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=done + 1)
+        self._writer = SummaryWriter(str(RunPaths(run_dir).tensorboard), purge_step=done + 1)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """On disk before it returns, so that a killed run shows what it did."""

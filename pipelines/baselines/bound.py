@@ -14,12 +14,12 @@ from experts.model_dir import weight_hashes
 from opd.config import load_pipeline
 from opd.evaluation.baselines import BaselineResult
 from opd.report.stale import other_budget
+from opd.run_dir import RunPaths
 from pipelines.baselines.jobs import Job
-from pipelines.build import RunPaths
-from pipelines.manifest import manifest_of, read_manifest
-from pipelines.preflight import Inputs
-from pipelines.results import trained
-from pipelines.resume import identity, refuse_changed_inputs
+from pipelines.inputs.read import Inputs
+from pipelines.merge.changes import identity, refuse_changed_inputs
+from pipelines.merge.manifest import manifest_of, read_manifest
+from pipelines.merge.results import trained
 
 NOT_OF_A_MODEL = ("logging",)
 """Sections of a pipeline that no result depends on."""
@@ -57,7 +57,7 @@ def bound(job: Job, result: BaselineResult, inputs: Inputs) -> BaselineResult:
 
 def drop_other_merge(job: Job) -> None:
     """A shorter merge that was planned with other steps, as when the whole merge was shorter, must not be gone on with."""
-    paths = RunPaths(job.shorter_run)
+    paths = job.shorter_run
     if paths.pipeline.exists() and load_pipeline(paths.pipeline).trainer != job.config.trainer:
         shutil.rmtree(paths.root)
 

@@ -23,14 +23,14 @@ from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text
 from opd.report import headroom
-from pipelines import merge as merging
+from opd.run_dir import EXAMS, ComparisonPaths, RunPaths
 from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan, refuse_rounds
 from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
-from pipelines.build import RunPaths
-from pipelines.preflight import check
-from pipelines.results import trained
-from pipelines.template_date import on_day
+from pipelines.inputs.read import read_inputs
+from pipelines.inputs.template_date import on_day
+from pipelines.merge import run as merging
+from pipelines.merge.results import trained
 
 FORMAT = 1
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -39,7 +39,7 @@ COLUMNS = ("method", "share", "response tokens", "mean accuracy", "headroom", "a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class SeedMean:
     """A mean over seeds with its 95 % interval."""
 
     mean: float
@@ -48,13 +48,13 @@ class Measured:
     by_seed: tuple[float, ...]
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Measured:
+    def of(cls, values: Sequence[float]) -> SeedMean:
         """Student's t interval; of one value the value itself."""
         mean = fmean(values)
         half = T_QUANTILES[len(values) - 2] * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
         return cls(mean=mean, low=mean - half, high=mean + half, by_seed=tuple(values))
 
-    def overlaps(self, other: Measured) -> bool:
+    def overlaps(self, other: SeedMean) -> bool:
         return self.low <= other.high and other.low <= self.high
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One method at one share."""
 
     method: str
@@ -71,9 +71,9 @@ class Row:
     """None for merges of weights."""
     tokens: float | None
     """Response tokens trained on, mean over seeds."""
-    accuracy: Measured
+    accuracy: SeedMean
     """Mean over domains."""
-    headroom: Measured | None
+    headroom: SeedMean | None
     """Mean over the domains where the expert is better than the student; None if there is none."""
     verdict: str = ""
     """`tie`, `better` or `worse` than on-policy distillation at the same share, merges of weights than at all of it;
@@ -81,7 +81,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seed:
+class _OneSeed:
     """What one seed's run directory says."""
 
     before: Evaluation
@@ -98,26 +98,24 @@ def compare(
     methods: Sequence[str],
     shares: Sequence[float],
     tell: Callable[[str], None],
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """Compute what is missing, write the three files, return the table.
 
     Raises: OpdError before any compute, RunError during it; Interrupted after Ctrl-C in a merge.
     """
     refuse_rounds(config)
-    inputs = check(config)
+    paths, inputs = ComparisonPaths(root), read_inputs(config)
     check_methods(config, inputs, methods)  # now, and not after hours of the first merge
-    config = on_day(config, _day(root) or inputs.template_date)
-    for seed in seeds:
-        _refuse_another_merge(config.model_copy(update={"seed": seed}), root / f"seed-{seed}")
-    found = [
-        _one_seed(
-            config.model_copy(update={"seed": seed}), root / f"seed-{seed}", methods, shares, seed == seeds[0], tell
-        )
-        for seed in seeds
-    ]
+    config = on_day(config, _day(paths) or inputs.template_date)
+    merges = [(config.model_copy(update={"seed": seed}), paths.seed(seed)) for seed in seeds]
+    for seeded, its in merges:
+        _refuse_another_merge(seeded, its)
+    # Merges of weights that the seed has no part in are made once.
+    again = [m for m in methods if m not in WEIGHT_METHODS or WEIGHT_METHODS[m].random]
+    found = [_one_seed(*one, methods if one is merges[0] else again, shares, tell) for one in merges]
     rows = table(found)
-    before = Measured.of([fmean(one.before.accuracy.values()) for one in found])
-    expert = Measured.of([fmean(one.expert.accuracy.values()) for one in found])
+    before = SeedMean.of([fmean(one.before.accuracy.values()) for one in found])
+    expert = SeedMean.of([fmean(one.expert.accuracy.values()) for one in found])
     data = {
         "format": FORMAT,
         "name": config.name,
@@ -127,69 +125,61 @@ def compare(
         "merges": [one.merge for one in found],
         "rows": [asdict(row) for row in rows],
     }
-    atomic_write_text(root / "comparison.json", json.dumps(data, indent=1))
-    atomic_write_text(root / "comparison.md", markdown(before, expert, rows))
-    draw(rows, root / "comparison.svg")
+    atomic_write_text(paths.numbers, json.dumps(data, indent=1))
+    atomic_write_text(paths.table, markdown(before, expert, rows))
+    draw(rows, paths.picture)
     return rows
 
 
-def _day(root: Path) -> date | None:
+def _day(paths: ComparisonPaths) -> date | None:
     """The day of the seeds that are there: all of a comparison are asked with one date."""
-    known = [load_pipeline(file).student.template_date for file in sorted(root.glob("seed-*/pipeline.yaml"))]
-    return known[0] if known else None
+    known = [load_pipeline(one.pipeline) for one in paths.seeds() if one.pipeline.exists()]
+    return known[0].student.template_date if known else None
 
 
 def _one_seed(
     config: PipelineConfig,
-    root: Path,
+    paths: RunPaths,
     methods: Sequence[str],
     shares: Sequence[float],
-    first: bool,
     tell: Callable[[str], None],
-) -> _Seed:
-    paths = RunPaths(root)
+) -> _OneSeed:
+    name = paths.root.name
     if not paths.report.exists():
-        tell(f"{root.name}: the merge")
-        if root.exists():
-            merging.resume(root)
-        else:
-            merging.start(config, root)
-    # Merges of weights that the seed has no part in are made once.
-    chosen = [m for m in methods if first or m not in WEIGHT_METHODS or WEIGHT_METHODS[m].random]
+        tell(f"{name}: the merge")
+        merging.start_or_resume(config, paths.root)
     jobs = [
         job
-        for method in chosen
-        for job in plan(config, root, [method], shares if method in TRAINED_METHODS else None, None)
+        for method in methods
+        for job in plan(config, paths.root, [method], shares if method in TRAINED_METHODS else None, None)
     ]
-    results = compute(jobs, lambda line: tell(f"{root.name}: {line}"))
-    before, expert, after = (
-        Evaluation.load(paths.evaluation / f"{name}.json") for name in ("before", "expert", "after")
-    )
+    results = compute(jobs, lambda line: tell(f"{name}: {line}"))
+    before, expert, after = (Evaluation.load(paths.exam(name)) for name in EXAMS)
     steps, tokens = trained(paths.metrics)
     merge = {"seed": config.seed, "steps": steps, "tokens": tokens, "weights": next(iter(after.weights.values()), "")}
-    return _Seed(before=before, expert=expert, merge=merge, results=results)
+    return _OneSeed(before=before, expert=expert, merge=merge, results=results)
 
 
-def _refuse_another_merge(config: PipelineConfig, root: Path) -> None:
+def _refuse_another_merge(config: PipelineConfig, paths: RunPaths) -> None:
     """Results of two pipelines must not end up in one table; whether files changed is seen to by a resume."""
-    if not root.exists():
+    if not paths.root.exists():
         return
-    stored = load_pipeline(RunPaths(root).pipeline)
-    parts = ("seed", "trainer", "rollout", "objective", "teachers", "evaluate")
-    others = [name for name in parts if getattr(stored, name) != getattr(config, name)]
+    stored = load_pipeline(paths.pipeline)
+    sections = ("seed", "trainer", "rollout", "objective", "teachers", "evaluate")
+    others = [name for name in sections if getattr(stored, name) != getattr(config, name)]
     others += ["domains"] if set(stored.domains) != set(config.domains) else []
     if others:
         raise RunDirError.at(
-            root,
+            paths.root,
             found=f"a merge with other settings: {', '.join(others)}",
             wanted="the merge of this pipeline, begun earlier",
             fix="give another --run-dir, or remove this directory",
         )
 
 
-def table(seeds: Sequence[_Seed]) -> list[Row]:
+def table(seeds: Sequence[_OneSeed]) -> list[ComparisonRow]:
     """A row for each method and share, methods in their order, larger shares first."""
-    groups: dict[tuple[str, float | None], list[tuple[_Seed, BaselineResult]]] = {}
+    groups: dict[tuple[str, float | None], list[tuple[_OneSeed, BaselineResult]]] = {}
     for seed in seeds:
         for result in seed.results:
             groups.setdefault((result.method, result.token_share), []).append((seed, result))
@@ -198,38 +188,38 @@ def table(seeds: Sequence[_Seed]) -> list[Row]:
     return [_judged(rows[key], rows.get(("opd", 1.0 if key[1] is None else key[1]))) for key in order]
 
 
-def _row(group: Sequence[tuple[_Seed, BaselineResult]]) -> Row:
+def _row(group: Sequence[tuple[_OneSeed, BaselineResult]]) -> ComparisonRow:
     results = [result for _, result in group]
     gains = [_mean_headroom(seed, result) for seed, result in group]
     tokens = [result.tokens for result in results if result.tokens is not None]
-    return Row(
+    return ComparisonRow(
         method=results[0].method,
         label=" / ".join(dict.fromkeys(result.label for result in results)),
         share=results[0].token_share,
         tokens=fmean(tokens) if tokens else None,
-        accuracy=Measured.of([result.accuracy for result in results]),
-        headroom=Measured.of([gain for gain in gains if gain is not None]) if None not in gains else None,
+        accuracy=SeedMean.of([result.accuracy for result in results]),
+        headroom=SeedMean.of([gain for gain in gains if gain is not None]) if None not in gains else None,
     )
 
 
-def _mean_headroom(seed: _Seed, result: BaselineResult) -> float | None:
+def _mean_headroom(seed: _OneSeed, result: BaselineResult) -> float | None:
     before, expert = seed.before.accuracy, seed.expert.accuracy
     shares = [headroom(before[d], score.accuracy, expert[d]) for d, score in result.scores.items()]
     known = [share for share in shares if share is not None]
     return fmean(known) if known else None
 
 
-def _judged(row: Row, opd: Row | None) -> Row:
+def _judged(row: ComparisonRow, opd: ComparisonRow | None) -> ComparisonRow:
     if opd is None or row.method == "opd" or len(opd.accuracy.by_seed) == 1:
         return row  # of one seed it is not known how much chance there is
     if row.accuracy.overlaps(opd.accuracy):
         verdict = "tie"
     else:
         verdict = "better" if row.accuracy.mean > opd.accuracy.mean else "worse"
-    return Row(**{**{name: getattr(row, name) for name in Row.__slots__}, "verdict": verdict})
+    return ComparisonRow(**{**{name: getattr(row, name) for name in ComparisonRow.__slots__}, "verdict": verdict})
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: ComparisonRow) -> tuple[str, ...]:
     """In the order of `COLUMNS`."""
     return (
         row.label,
@@ -241,14 +231,14 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def markdown(before: Measured, expert: Measured, rows: Sequence[Row]) -> str:
+def markdown(before: SeedMean, expert: SeedMean, rows: Sequence[ComparisonRow]) -> str:
     """The table, with what it starts from and aims at."""
     lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(cells, rows)]
     note = f"Mean accuracy of the student before: {before.mean:.3f}; of the experts: {expert.mean:.3f}."
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[ComparisonRow], path: Path) -> None:
     """Accuracy by share of the training, methods without training as levels."""
     import matplotlib
 

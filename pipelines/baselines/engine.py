@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from opd.cluster import ray_session
 from opd.config import PipelineConfig
 from opd.rollouts.vllm import VLLMRolloutEngine
-from pipelines.preflight import Inputs
+from pipelines.inputs.read import Inputs
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from opd.prompts import MixedPrompts, read_prompt_lines, split_samples
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
-from pipelines.preflight import Inputs
+from pipelines.inputs.read import Inputs
 
 PILOT_SAMPLES = 1000
 """Responses from which the mean length is estimated."""

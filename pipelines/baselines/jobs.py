@@ -16,10 +16,9 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunDirError
 from opd.metrics import MetricsFile
-from opd.rounds import PLAN, directory
+from opd.run_dir import RunPaths
 from pipelines.baselines.weights import WEIGHT_METHODS
-from pipelines.build import RunPaths
-from pipelines.resume import accept_changes
+from pipelines.merge.changes import accept_changes
 
 TRAINED_METHODS = {"off_policy": "Off-policy", "mixed_sft": "Mixed SFT", "opd": "On-policy"}
 """Method -> label: those that train, and have shares of the merge's training."""
@@ -47,21 +46,21 @@ class Job:
 
     @property
     def result(self) -> Path:
-        return self.root / "baselines" / f"{self.name}.json"
+        return RunPaths(self.root).baseline(self.name)
 
     @property
     def model(self) -> Path:
-        return self.root / "baselines" / "models" / self.name
+        return RunPaths(self.root).baseline_model(self.name)
 
     @property
-    def shorter_run(self) -> Path:
-        """Of method `opd`, if it is not the run directory's own merge."""
-        return self.root / "baselines" / "runs" / self.name
+    def shorter_run(self) -> RunPaths:
+        """The merge of method `opd`, if it is not the run directory's own."""
+        return RunPaths(self.root).baseline_run(self.name)
 
     @property
     def merge(self) -> RunPaths:
-        """Of method `opd`."""
-        return RunPaths(self.root if self.own_run else self.shorter_run)
+        """The merge of method `opd`."""
+        return RunPaths(self.root) if self.own_run else self.shorter_run
 
 
 def parse_methods(text: str) -> list[str]:
@@ -190,12 +189,12 @@ def open_run(root: Path, overrides: list[str] | None = None) -> PipelineConfig:
     Raises: RunDirError, ConfigError.
     """
     paths = RunPaths(root)
-    if (root / PLAN).exists():
+    if paths.rounds.exists():
         raise RunDirError.at(
             root,
             found="a merge in several rounds",
             wanted="one round, which other methods can be compared with",
-            fix=f"give the run directory of a round, such as {directory(root, 1)}",
+            fix=f"give the run directory of a round, such as {paths.round(1).root}",
         )
     if not paths.pipeline.exists() or not paths.metrics.exists():
         missing = paths.metrics if paths.pipeline.exists() else paths.pipeline

@@ -20,18 +20,17 @@ from opd.evaluation.evaluator import DomainExam, EngineEvaluator
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import replace_dir
 from opd.rollouts.vllm import VLLMRolloutEngine
-from pipelines import merge as merging
+from opd.run_dir import RunPaths
 from pipelines.baselines.bound import bound, drop_other_merge, outdated, refuse_other_inputs
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
 from pipelines.baselines.jobs import TRAINED_METHODS, Job
 from pipelines.baselines.mergekit import environment, merge_weights
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
-from pipelines.preflight import Inputs, check
-from pipelines.results import trained
+from pipelines.inputs.read import Inputs, read_inputs
+from pipelines.merge import run as merging
+from pipelines.merge.results import trained
 
-AFTER = "after.json"
-"""Evaluation of a merge's result."""
 MERGED_BYTES = 2 << 30
 """Merged models that lie on disk at a time, beside the best of each method; one in any case."""
 
@@ -43,18 +42,18 @@ def compute(jobs: Sequence[Job], tell: Callable[[str], None], keep_models: bool 
     Raises: OpdError before any compute; RunError if one fails (those before it are on disk); Interrupted after Ctrl-C in
     a merge.
     """
-    inputs = check(jobs[0].config)  # shares have no part in what is checked
+    inputs = read_inputs(jobs[0].config)  # shares have no part in what is checked
     refuse_other_inputs(jobs[0].root, jobs[0], inputs)
     todo = [job for job in jobs if not _found(job, inputs, tell)]
     if todo:
         completions = check_methods(todo[0].config, inputs, [job.method for job in todo])
         _refuse_unfinished(todo)
-        with _locked(todo[0].root / "baselines"):
+        with _locked(RunPaths(todo[0].root)):
             for job, result in _compute(todo, inputs, completions, tell):
                 bound(job, result, inputs).save(job.result)
                 tell(f"{job.name}: mean accuracy {result.accuracy:.3f} after {result.wall_s:.0f} s")
                 if not keep_models:
-                    for path in (job.model, job.shorter_run):
+                    for path in (job.model, job.shorter_run.root):
                         shutil.rmtree(path, ignore_errors=True)
     return [BaselineResult.load(job.result) for job in jobs]
 
@@ -90,7 +89,7 @@ def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]
 
 def _refuse_unfinished(jobs: Sequence[Job]) -> None:
     for job in jobs:
-        if job.own_run and not (job.merge.evaluation / AFTER).exists():
+        if job.own_run and not job.merge.exam("after").exists():
             raise RunDirError.at(
                 job.root,
                 found="a merge that is not finished",
@@ -231,11 +230,8 @@ def _merge_on_policy(job: Job) -> _Found:
     paths = job.merge
     drop_other_merge(job)
     if not paths.report.exists():
-        if paths.root.exists():
-            merging.resume(paths.root)
-        else:
-            merging.start(job.config, paths.root)
-    after = Evaluation.load(paths.evaluation / AFTER)
+        merging.start_or_resume(job.config, paths.root)
+    after = Evaluation.load(paths.exam("after"))
     _, tokens = trained(paths.metrics)
     return _Found(scores=after.scores, tokens=tokens, weights=next(iter(after.weights.values()), ""))
 
@@ -256,15 +252,15 @@ def _named(tell: Callable[[str], None], job: Job) -> Callable[[str], None]:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(paths: RunPaths) -> Iterator[None]:
     """One `opd baseline` per run directory; the lock goes with the process, however it ends."""
-    (directory / "models").mkdir(parents=True, exist_ok=True)
+    paths.baseline_models.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(directory / ".lock", timeout=0):
+        with FileLock(paths.baselines_lock, timeout=0):
             yield
     except Timeout:
         raise RunDirError.at(
-            directory,
+            paths.baselines,
             found="another `opd baseline` at work in it",
             wanted="one at a time",
             fix="wait for it or stop it",

@@ -16,8 +16,8 @@ from opd.errors import ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.types import Prompt
 from pipelines.baselines.mergekit import Recipe
-from pipelines.exams import refuse_unjudgeable
-from pipelines.preflight import Inputs
+from pipelines.inputs.prompts import refuse_unjudgeable
+from pipelines.inputs.read import Inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""What `opd evaluate` does with its arguments: which pipeline, which models, and the answer as data and as tables."""
+"""What `opd evaluate` does with its options: which pipeline, which models, and what comes out as data and as tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,98 +16,102 @@ from opd.evaluation.evaluator import MERGED
 from opd.evaluation.harness import TaskScores
 from opd.evaluation.scores import FORMAT, Evaluation
 from opd.files import atomic_write_text
-from pipelines.build import RunPaths
+from opd.run_dir import RunPaths
 from pipelines.catalog import find
-from pipelines.evaluate import (
-    Matrix,
-    Tell,
-    compare_rows,
-    evaluate_matrix,
-    evaluate_models,
-    lm_eval_models,
-    matrix_rows,
-    score_columns,
-    score_rows,
-    with_all_domains,
-)
-from pipelines.resume import refused_keys
+from pipelines.evaluation.lm_eval import lm_eval_models
+from pipelines.evaluation.matrix import Matrix, evaluate_matrix
+from pipelines.evaluation.models import Tell, evaluate_models, with_all_domains
+from pipelines.evaluation.tables import matrix_rows, score_columns, score_rows, side_by_side_rows
+from pipelines.merge.changes import refused_keys
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 """Title, headings, rows."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateOptions:
+    """What one call of `opd evaluate` asks for: `models`, or a `matrix`."""
+
+    models: tuple[Path, ...] = ()
+    """Models, or run directories with one."""
+    matrix: str | None = None
+    """A run directory or a pipeline, every model of which takes every exam."""
+    pipeline: str | None = None
+    """Whose exams the models take; None: that of the run which the first model comes from."""
+    domains: tuple[str, ...] | None = None
+    """None: all that have an exam."""
+    tasks: tuple[str, ...] = ()
+    """Public tasks beside those of the pipeline."""
+    overrides: tuple[str, ...] = ()
+    side_by_side: bool = False
+    """One table with a column for each model."""
+
+
 @dataclass(frozen=True, slots=True)
-class Examined:
-    """The answer to one call of `opd evaluate`."""
+class EvaluateOutput:
+    """What comes out of one call of `opd evaluate`."""
 
     data: dict[str, Any]
     """For `--json` and `--output`."""
     tables: list[Table]
 
 
-def examine_models(
-    models: Sequence[Path],
-    pipeline: str | None,
-    domains: Sequence[str] | None,
-    tasks: Sequence[str],
-    overrides: list[str] | None,
-    compare: bool,
-    tell: Tell,
-) -> Examined:
-    """Models on a pipeline's exams, on its public tasks and on `tasks`; on `tasks` alone if there is no pipeline.
+def evaluate(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
+    """Do what is asked for. Raises: OpdError before any compute, RunError during it."""
+    return _models(options, tell) if options.matrix is None else _matrix(options, options.matrix, tell)
 
-    `compare` puts the models side by side in one table. Raises: OpdError before any compute, RunError during it.
-    """
-    dirs = [path / "model" if _is_run(path) else path for path in models]
-    file = find(pipeline) if pipeline is not None else _pipeline_of(dirs[0])
-    config = None if file is None else with_all_domains(load_pipeline(file, overrides))
-    if config is None and not tasks:
+
+def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
+    """Models on a pipeline's exams, on its public tasks and on those asked for; on these alone if there is no pipeline."""
+    dirs = [RunPaths(path).model if RunPaths(path).exists else path for path in options.models]
+    file = find(options.pipeline) if options.pipeline is not None else _pipeline_of(dirs[0])
+    config = None if file is None else with_all_domains(load_pipeline(file, list(options.overrides)))
+    if config is None and not options.tasks:
         raise ConfigError.at(
             "--pipeline",
             found=f"nothing, and {dirs[0]} is not in a run directory",
             wanted="a pipeline, for its domains and verifiers, or --lm-eval TASK",
             fix="give --pipeline FILE, or the name of a shipped one",
         )
-    settings = _with_tasks(config, tasks)
+    settings = _with_tasks(config, options.tasks)
     harness.check_tasks(settings)
-    found = {} if config is None else evaluate_models(config, dirs, domains, tell)
+    found = {} if config is None else evaluate_models(config, dirs, options.domains, tell)
     public: dict[str, TaskScores] = {}
     if settings.tasks:
         public = lm_eval_models(settings, dirs, "auto" if config is None else config.rollout.dtype, tell)
-    return Examined(_as_json(config, found, public), [*_tables(found, compare), *_public_tables(public)])
+    return EvaluateOutput(
+        _as_json(config, found, public), [*_tables(found, options.side_by_side), *_public_tables(public)]
+    )
 
 
-def examine_matrix(where: str, domains: Sequence[str] | None, overrides: list[str] | None, tell: Tell) -> Examined:
-    """Everyone on every domain, for a pipeline or for a run directory, into which `evaluation/matrix.json` goes.
-
-    Raises: OpdError before any compute, RunError during it.
-    """
-    run_dir = Path(where) if _is_run(Path(where)) else None
-    config = load_pipeline(find(where) if run_dir is None else run_dir / "pipeline.yaml", overrides)
-    other = [] if run_dir is None else _other_keys(config, run_dir)
+def _matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:
+    """Everyone on every domain, for a pipeline or for a run directory, which gets the file of it."""
+    paths = RunPaths(Path(where)) if RunPaths(Path(where)).exists else None
+    config = load_pipeline(find(where) if paths is None else paths.pipeline, list(options.overrides))
+    other = [] if paths is None else _other_keys(config, paths)
     if other:
         tell(f"evaluation/matrix.json is not written: {', '.join(other)} differ from the run's")
-    matrix = evaluate_matrix(config, None if run_dir is None else run_dir / "model", domains, tell)
-    if run_dir is not None:
-        matrix = _of_the_run(matrix, RunPaths(run_dir))
+    matrix = evaluate_matrix(config, None if paths is None else paths.model, options.domains, tell)
+    if paths is not None:
+        matrix = _with_training(matrix, paths)
     data = matrix.as_json()
-    if run_dir is not None and domains is None and not other:
-        (run_dir / "evaluation").mkdir(exist_ok=True)
-        atomic_write_text(run_dir / "evaluation" / "matrix.json", json.dumps(data, indent=1))
+    if paths is not None and options.domains is None and not other:
+        paths.evaluation.mkdir(exist_ok=True)
+        atomic_write_text(paths.matrix, json.dumps(data, indent=1))
     names = tuple(next(iter(matrix.models.values())).scores)
     columns = ("model (* teaches it)", *names, "own", "others")
-    return Examined(data, [(f"{config.name}: accuracy", columns, matrix_rows(matrix))])
+    return EvaluateOutput(data, [(f"{config.name}: accuracy", columns, matrix_rows(matrix))])
 
 
-def _other_keys(config: PipelineConfig, run_dir: Path) -> list[str]:
-    """Those with which this is no exam of the run."""
-    own = load_pipeline(run_dir / "pipeline.yaml")
+def _other_keys(config: PipelineConfig, paths: RunPaths) -> list[str]:
+    """Keys of the pipeline that make this another exam than the run's."""
+    own = load_pipeline(paths.pipeline)
     return refused_keys(own.model_dump(mode="json"), config.model_dump(mode="json"))
 
 
-def _of_the_run(matrix: Matrix, paths: RunPaths) -> Matrix:
-    """With the steps and tokens of the merged model, if it is the one that the run's own exam was of."""
-    after, merged = paths.evaluation / "after.json", matrix.models.get(MERGED)
+def _with_training(matrix: Matrix, paths: RunPaths) -> Matrix:
+    """The matrix with the steps and tokens of the merged model, if it is the one that the run's own exam was of."""
+    after, merged = paths.exam("after"), matrix.models.get(MERGED)
     if merged is None or not after.exists():
         return matrix
     own = Evaluation.load(after)
@@ -116,18 +120,13 @@ def _of_the_run(matrix: Matrix, paths: RunPaths) -> Matrix:
     return replace(matrix, models={**matrix.models, MERGED: replace(merged, step=own.step, tokens=own.tokens)})
 
 
-def _is_run(path: Path) -> bool:
-    """Whether it is a run directory of `opd merge`; a pipeline alone may lie anywhere."""
-    return (path / "manifest.json").is_file() and (path / "pipeline.yaml").is_file()
-
-
 def _pipeline_of(model: Path) -> Path | None:
     """The pipeline of the run whose model it is."""
-    root = model.absolute().parent
-    return root / "pipeline.yaml" if _is_run(root) else None
+    paths = RunPaths(model.absolute().parent)
+    return paths.pipeline if paths.exists else None
 
 
-def _with_tasks(config: PipelineConfig | None, tasks: Sequence[str]) -> LMEvalConfig:
+def _with_tasks(config: PipelineConfig | None, tasks: tuple[str, ...]) -> LMEvalConfig:
     settings = LMEvalConfig() if config is None else config.evaluate.lm_eval
     return settings.model_copy(update={"tasks": list(dict.fromkeys([*settings.tasks, *tasks]))})
 
@@ -143,11 +142,11 @@ def _as_json(
     return data | {"models": {name: asdict(one) for name, one in found.items()}, "lm_eval": dict(public)}
 
 
-def _tables(found: Mapping[str, Evaluation], compare: bool) -> list[Table]:
-    if compare and found:
-        return [("accuracy (95 % interval)", ("domain", *found), compare_rows(found))]
+def _tables(found: Mapping[str, Evaluation], side_by_side: bool) -> list[Table]:
+    if side_by_side and found:
+        return [("accuracy (95 % interval)", ("domain", *found), side_by_side_rows(found))]
     return [(name, score_columns(one), score_rows(one)) for name, one in found.items()]
 
 
 def _public_tables(public: Mapping[str, TaskScores]) -> list[Table]:
-    return [("lm-evaluation-harness", ("task", "metric", *public), harness.table_rows(public))] if public else []
+    return [("lm-evaluation-harness", ("task", "metric", *public), harness.task_rows(public))] if public else []

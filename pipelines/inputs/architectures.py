@@ -18,7 +18,7 @@ from experts.model_dir import ModelInfo, weight_tensors
 from opd.config import PipelineConfig
 from opd.errors import ModelError
 from opd.rollouts.served import refusal
-from pipelines.routes import Expert
+from pipelines.inputs.routes import Expert
 
 
 def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:

@@ -5,7 +5,7 @@
     rollout engine    its share, whatever it needs of it; with rollout.sleep only while it writes
 
 vLLM takes its share of the whole GPU whoever else is on it, so where roles share a GPU, shares and needs must add up. An
-upper estimate like that of `pipelines/memory.py`. Placement is Ray's: a fraction goes to the GPU with the least room for it.
+upper estimate like that of `pipelines/inputs/memory.py`. Placement is Ray's: a fraction goes to the GPU with the least room for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
-from pipelines.memory import (
+from pipelines.inputs.memory import (
     BYTES,
     gathered_bytes,
     heads_bytes,
@@ -27,7 +27,7 @@ from pipelines.memory import (
     scoring_bytes,
     trainer_state_bytes,
 )
-from pipelines.preflight import Inputs
+from pipelines.inputs.read import Inputs
 
 GIB = 1 << 30
 CONTEXT = 600 << 20

@@ -7,7 +7,7 @@
     processes         libraries and code, Ray, the driver with its prompts
 
 An upper estimate: phases take turns, so not all of it is in use at one time. What a role keeps on a GPU is not counted here
-but in `pipelines/gpu_memory.py`.
+but in `pipelines/inputs/gpu_memory.py`.
 P stands for a model's parameters, T for tokens of a pass, V for ids, D for the hidden width.
 """
 
@@ -23,7 +23,7 @@ from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo, weight_tensors
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
-from pipelines.preflight import Inputs
+from pipelines.inputs.read import Inputs
 
 MIB = 1 << 20
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -71,7 +71,7 @@ def machine_bytes() -> int:
     return min([psutil.virtual_memory().total, *limits])
 
 
-def problem(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str | None:
+def shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str | None:
     """The sum in words if it is more than `limit`; None if it fits, or if other machines share the load."""
     total = sum(need.nbytes for need in needs)
     if total <= limit or config.cluster.address != LOCAL:
@@ -90,7 +90,7 @@ def fix(needs: Sequence[Need]) -> str:
 def refuse_too_large(config: PipelineConfig, inputs: Inputs) -> None:
     """Raises: ConfigError with the sum if the merge does not fit into this machine."""
     needs = estimate(config, inputs)
-    found = problem(config, needs, machine_bytes())
+    found = shortage(config, needs, machine_bytes())
     if found is not None:
         raise ConfigError.at(
             "memory",
@@ -100,7 +100,7 @@ def refuse_too_large(config: PipelineConfig, inputs: Inputs) -> None:
         )
 
 
-def table_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
+def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
     """What, GiB, keys; the sum and what the machine has at the end."""
     rows = [(need.what, _gib(need.nbytes), need.knobs) for need in needs]
     return [*rows, ("together", _gib(sum(n.nbytes for n in needs)), ""), ("this machine", _gib(machine_bytes()), "")]

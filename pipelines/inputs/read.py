@@ -25,10 +25,10 @@ from opd.evaluation.harness import check_tasks
 from opd.lora import ADAPTER_WEIGHTS
 from opd.sinks import refuse_missing
 from opd.types import Probe, Prompt, Teacher, WeightedTeacher
-from pipelines.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
-from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
-from pipelines.routes import Expert, route_domains
-from pipelines.template_date import dated
+from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
+from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings
+from pipelines.inputs.routes import Expert, route_domains
+from pipelines.inputs.template_date import dated
 from teachers.flight.access import read_roots, read_token
 
 
@@ -69,7 +69,7 @@ class Teaching:
     warnings: tuple[str, ...]
 
 
-def check_teachers(config: PipelineConfig) -> Teaching:
+def read_teachers(config: PipelineConfig) -> Teaching:
     """Read and check student and experts. Raises: OpdError for the first thing that is wrong."""
     student = inspect_student(config)
     by_name = _experts(config)
@@ -82,13 +82,13 @@ def check_teachers(config: PipelineConfig) -> Teaching:
     return Teaching(student=student, experts=by_name, routes=routes, warnings=(*warnings, *notices))
 
 
-def check(config: PipelineConfig) -> Inputs:
+def read_inputs(config: PipelineConfig) -> Inputs:
     """Read and check everything a pipeline names. Raises: OpdError (a ValueError) for the first thing that is wrong."""
     refuse_missing(config.logging)
     if config.teachers.engine == "flight":
         read_token(config.teachers.token_file)
         read_roots(config.teachers)
-    teaching = check_teachers(config)
+    teaching = read_teachers(config)
     by_name, routes = teaching.experts, teaching.routes
     refuse_untrainable(config, teaching.student)
     refuse_unmeasurable(config, {domain: by_name[part[0].teacher.name] for domain, part in routes.items()})
@@ -118,13 +118,13 @@ def check(config: PipelineConfig) -> Inputs:
     )
 
 
-def check_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:
+def read_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:
     """Of every round, as if its student were the first one: a merge does not change what is checked. Raises: OpdError."""
     found: dict[str, Inputs] = {}
     keys = [config.model_dump_json(exclude={"seed"}) for config in configs]  # the seed is no part of what is checked
     for key, config in zip(keys, configs, strict=True):
         if key not in found:
-            found[key] = check(config)
+            found[key] = read_inputs(config)
     return [found[key] for key in keys]
 
 

@@ -9,8 +9,8 @@ import yaml
 from opd import __version__
 from opd.config import PipelineConfig
 from opd.lora import ADAPTER_WEIGHTS
-from pipelines.preflight import Inputs
-from pipelines.routes import Expert
+from pipelines.inputs.read import Inputs
+from pipelines.inputs.routes import Expert
 
 
 def model_card(config: PipelineConfig, inputs: Inputs) -> str:

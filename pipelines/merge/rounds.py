@@ -1,6 +1,6 @@
 """Merges one after the other, each from the student that the one before left; a pipeline of one round is one merge.
 
-    RUN_DIR/round-1/, round-2/ ...   a run directory of `pipelines.merge` each     RUN_DIR/model/   that of the last round
+    RUN_DIR/round-1/, round-2/ ...   a run directory of `pipelines.merge.run` each     RUN_DIR/model/   that of the last round
     RUN_DIR/rounds.json              what each round works on, by content, as it was before the first began
     RUN_DIR/evaluation/              the very first student, the last model and the experts, on the domains of all rounds
 
@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,80 +26,111 @@ from opd.evaluation.scores import Evaluation, combined
 from opd.files import atomic_write_text, replace_dir, sweep
 from opd.metrics import steps_and_tokens
 from opd.report import build_report, read_run, write_report
-from opd.rounds import FORMAT, PLAN, directory
-from pipelines import merge
-from pipelines.build import RunPaths
-from pipelines.evaluate import evaluate_models, lm_eval_text, lm_eval_weights, read_lm_eval
-from pipelines.gpu_memory import refuse_crowded_gpus
-from pipelines.interrupts import interrupts
-from pipelines.manifest import manifest_of, resolved, write_inputs
-from pipelines.memory import refuse_too_large
-from pipelines.preflight import Inputs, check, check_rounds
-from pipelines.resume import accept_changes, refuse_changed_inputs, unrecorded
-from pipelines.template_date import as_recorded, on_day
+from opd.run_dir import EXAMS, RunPaths
+from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
+from pipelines.evaluation.models import evaluate_models
+from pipelines.inputs.gpu_memory import refuse_crowded_gpus
+from pipelines.inputs.memory import refuse_too_large
+from pipelines.inputs.read import Inputs, read_inputs, read_rounds
+from pipelines.inputs.template_date import as_recorded, on_day
+from pipelines.interrupts import Interrupted, interrupts
+from pipelines.merge import run as merging
+from pipelines.merge.changes import accept_changes, refuse_changed_inputs, unrecorded
+from pipelines.merge.directory import locked, new_directory, refuse_existing
+from pipelines.merge.manifest import manifest_of, resolved, write_inputs
+from pipelines.merge.run import Run
 
+FORMAT = 1
+"""Of `rounds.json`."""
 Tell = Callable[[str], None]
 Facts = dict[str, Any]
 """The manifest of a round, and its `teachers`: the digest of each domain's leading teacher."""
 
 
-def start(config: PipelineConfig, root: Path, tell: Tell) -> dict[str, Any]:
-    """Run all rounds in `root`, which must not exist. Returns the report.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """A merge in several rounds, checked."""
 
-    Raises: as `pipelines.merge.start`; what is wrong with a later round is told before the first begins.
+    config: PipelineConfig
+    """The pipeline with all its rounds."""
+    configs: list[PipelineConfig]
+    """A pipeline for each round."""
+    root: Path
+    plan: list[Facts]
+    """What each round works on; of an interrupted run as it was recorded when the run began."""
+    resume_from: str | None
+    """The checkpoint of the round under way to go on from; None for a run that begins."""
+    tell: Tell
+
+    def carry_out(self) -> dict[str, Any]:
+        """Take all rounds to their end. Returns the report. Raises: as `pipelines.merge.run.Run.carry_out`."""
+        with locked(RunPaths(self.root)):
+            if self.resume_from is None:
+                return _go_on(self, self.plan, checkpoints.LATEST)
+            sweep(self.root)
+            return _go_on(self, _checked_again(self), self.resume_from)
+
+
+def begin(config: PipelineConfig, root: Path, tell: Tell) -> Run | Rounds:
+    """A new merge, whose run directory `root` must not exist; from here on it can be resumed.
+
+    Raises: OpdError before anything is written; what is wrong with a later round is told before the first begins.
     """
     if config.rounds == 1:
-        return merge.start(config, root)
-    merge.refuse_existing(root)
+        return merging.begin(config, root)
+    refuse_existing(root)
     configs = rounds_of(config)
     inputs = _check_all(configs)
     configs = [on_day(one, inputs[0].template_date) for one in configs]
     plan = [_facts(one, found) for one, found in zip(configs, inputs, strict=True)]
-    temporary = merge.new_directory(root)
+    temporary = new_directory(root)
     _write(RunPaths(temporary), config, inputs[0], plan)
     replace_dir(temporary, root)
-    with merge.locked(root):
-        return _go_on(configs, root, plan, checkpoints.LATEST, tell)
+    return Rounds(config=config, configs=configs, root=root, plan=plan, resume_from=None, tell=tell)
 
 
-def resume(
-    root: Path,
-    config: PipelineConfig | None,
-    overrides: list[str] | None,
-    wanted: str,
-    tell: Tell,
-) -> dict[str, Any]:
-    """Go on in the round that was interrupted, or with the next one. As `pipelines.merge.resume`."""
-    if not (root / PLAN).exists():
-        return merge.resume(root, config, overrides, wanted)
-    recorded = _read_plan(root)
-    config = config or load_pipeline(RunPaths(root).pipeline, overrides)
-    config = as_recorded(config, recorded[0]["config"], root / PLAN)
+def reopen(
+    root: Path, config: PipelineConfig | None, overrides: list[str] | None, wanted: str, tell: Tell
+) -> Run | Rounds:
+    """An interrupted merge, to go on in its round or with the next one. As `pipelines.merge.run.reopen`."""
+    paths = RunPaths(root)
+    if not paths.rounds.exists():
+        return merging.reopen(root, config, overrides, wanted)
+    recorded = _read_plan(paths.rounds)
+    config = config or load_pipeline(paths.pipeline, overrides)
+    config = as_recorded(config, recorded[0]["config"], paths.rounds)
     configs = rounds_of(config)
     if len(configs) != len(recorded):
         raise RunDirError.at(
-            root / PLAN,
+            paths.rounds,
             found=f"a pipeline of {len(configs)} rounds",
             wanted=f"{len(recorded)}, as when the run began",
             fix="put `rounds` back; for further rounds start a new merge from this run's model",
         )
-    with merge.locked(root):
-        sweep(root)
-        first = _num_finished(configs, root)
-        inputs = _check_all(configs[first:])
-        found = [_facts(one, its) for one, its in zip(configs[first:], inputs, strict=True)]
-        changes = []
-        for before, now in zip(recorded[first:], found, strict=True):
-            refuse_changed_inputs(before, now, root / PLAN)
-            changes += unrecorded(before) + accept_changes(before["config"], now["config"], root / PLAN)
-        if changes:
-            _write(RunPaths(root), config, inputs[0], [*recorded[:first], *found])
-        return _go_on(configs, root, [*recorded[:first], *found], wanted, tell)
+    return Rounds(config=config, configs=configs, root=root, plan=recorded, resume_from=wanted, tell=tell)
+
+
+def _checked_again(run: Rounds) -> list[Facts]:
+    """The plan with what is found now of the rounds that are left; on disk too, if anything was changed.
+
+    Raises: OpdError, and then nothing is written.
+    """
+    paths, first = RunPaths(run.root), _num_finished(run.configs, run.root)
+    inputs = _check_all(run.configs[first:])
+    found = [_facts(one, its) for one, its in zip(run.configs[first:], inputs, strict=True)]
+    changes = []
+    for before, now in zip(run.plan[first:], found, strict=True):
+        refuse_changed_inputs(before, now, paths.rounds)
+        changes += unrecorded(before) + accept_changes(before["config"], now["config"], paths.rounds)
+    plan = [*run.plan[:first], *found]
+    if changes:
+        _write(paths, run.config, inputs[0], plan)
+    return plan
 
 
 def _check_all(configs: Sequence[PipelineConfig]) -> list[Inputs]:
     """What the rounds work on, which has to fit into this machine. Raises: OpdError."""
-    inputs = check_rounds(configs)
+    inputs = read_rounds(configs)
     for config, its in zip(configs, inputs, strict=True):
         refuse_too_large(config, its)
         refuse_crowded_gpus(config, its)
@@ -124,7 +155,7 @@ def _write(paths: RunPaths, config: PipelineConfig, inputs: Inputs, plan: Sequen
             "models": {**plan[0]["models"], "experts": sizes},
         },
     )
-    atomic_write_text(paths.root / PLAN, json.dumps({"format": FORMAT, "rounds": plan}, indent=1))
+    atomic_write_text(paths.rounds, json.dumps({"format": FORMAT, "rounds": plan}, indent=1))
 
 
 def _rounds_key(config: PipelineConfig, plan: Sequence[Facts]) -> Any:
@@ -144,9 +175,8 @@ def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def _read_plan(root: Path) -> list[Facts]:
+def _read_plan(file: Path) -> list[Facts]:
     """Raises: RunDirError if it is damaged or of another release."""
-    file = root / PLAN
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         number, rounds = data["format"], data["rounds"]
@@ -168,58 +198,57 @@ def _read_plan(root: Path) -> list[Facts]:
 def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
     """Rounds at the beginning that are finished."""
     for index, config in enumerate(configs):
-        paths = RunPaths(directory(root, index + 1))
+        paths = RunPaths(root).round(index + 1)
         measured = not config.evaluate.lm_eval.tasks or MERGED in read_lm_eval(paths.lm_eval)
         if not paths.report.exists() or not measured:
             return index
     return len(configs)
 
 
-def _go_on(
-    configs: Sequence[PipelineConfig], root: Path, plan: Sequence[Facts], wanted: str, tell: Tell
-) -> dict[str, Any]:
+def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str) -> dict[str, Any]:
     """The rounds that are left, and what is made of all of them."""
-    finished = _num_finished(configs, root)
+    configs, whole, num = run.configs, RunPaths(run.root), len(run.configs)
+    finished = _num_finished(configs, run.root)
     if wanted not in (checkpoints.LATEST, checkpoints.LATEST_VALID) and (
-        finished == len(configs) or not directory(root, finished + 1).exists()
+        finished == num or not whole.round(finished + 1).root.exists()
     ):
         raise RunDirError.at(
             f"--resume-from {wanted}",
-            found=f"{finished} of {len(configs)} rounds finished, and none under way",
+            found=f"{finished} of {num} rounds finished, and none under way",
             wanted="a round that was interrupted, to go back in",
             fix="leave the option out",
         )
     with interrupts() as signals:
-        for index in range(finished, len(configs)):
-            config, paths = configs[index], RunPaths(directory(root, index + 1))
+        for index in range(finished, num):
+            config, paths = configs[index], whole.round(index + 1)
             if index:
-                student = RunPaths(directory(root, index)).model
-                config = config.model_copy(update={"student": config.student.model_copy(update={"model": student})})
+                student = config.student.model_copy(update={"model": whole.round(index).model})
+                config = config.model_copy(update={"student": student})
             if paths.root.exists():
-                tell(f"round {index + 1} of {len(configs)}: going on")
-                merge.resume(paths.root, config, None, wanted)
+                run.tell(f"round {index + 1} of {num}: going on")
+                merging.resume(paths.root, config, None, wanted)
             elif index:
-                tell(f"round {index + 1} of {len(configs)}: from the model of round {index}")
-                _begin(config, root, index, plan, tell)
+                run.tell(f"round {index + 1} of {num}: from the model of round {index}")
+                _begin(config, whole, index, plan, run.tell)
             else:
-                tell(f"round 1 of {len(configs)}")
-                merge.start(config, paths.root)
-            if signals.asked() and index + 1 < len(configs):
-                raise merge.Interrupted(config.trainer.steps, root, signals.number)
-        return _finish(configs, root, plan, tell)
+                run.tell(f"round 1 of {num}")
+                merging.start(config, paths.root)
+            if signals.asked() and index + 1 < num:
+                raise Interrupted(config.trainer.steps, run.root, signals.number)
+        return _finish(run, plan)
 
 
-def _begin(config: PipelineConfig, root: Path, index: int, plan: Sequence[Facts], tell: Tell) -> None:
-    """Start round `index`, from 0 and not the first, with what the one before measured. Raises: as `merge.start`."""
-    before = RunPaths(directory(root, index))
-    facts = _facts(config, check(config))
-    refuse_changed_inputs(plan[index] | {"student": facts["student"]}, facts, root / PLAN)
+def _begin(config: PipelineConfig, whole: RunPaths, index: int, plan: Sequence[Facts], tell: Tell) -> None:
+    """Start round `index`, from 0 and not the first, with what the one before measured. Raises: as `start`."""
+    before = whole.round(index)
+    facts = _facts(config, read_inputs(config))
+    refuse_changed_inputs(plan[index] | {"student": facts["student"]}, facts, whole.rounds)
     if before.checkpoints.exists() or before.targets.exists():
         tell(f"round {index} is finished: its checkpoints are deleted, its model stays")
         shutil.rmtree(before.checkpoints, ignore_errors=True)
         shutil.rmtree(before.targets, ignore_errors=True)
     known = known_evaluations(before, plan[index - 1], facts)
-    merge.start(config, directory(root, index + 1), known)
+    merging.start(config, whole.round(index + 1).root, known)
 
 
 def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, str]:
@@ -231,11 +260,11 @@ def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, s
     experts = [domain for domain in exams if before["teachers"][domain] == now["teachers"][domain]]
     known = {}
     for name, source, model, domains in (("before", "after", BEFORE, exams), ("expert", "expert", EXPERT, experts)):
-        found = _only(Evaluation.load(paths.evaluation / f"{source}.json"), model, domains)
+        found = _only(Evaluation.load(paths.exam(source)), model, domains)
         if found.scores:
             if model == BEFORE:
                 found = replace(found, step=0, tokens=0)  # of the next round
-            known[f"{name}.json"] = found.as_text()
+            known[paths.exam(name).name] = found.as_text()
     public = read_lm_eval(paths.lm_eval)
     if public:
         weights = lm_eval_weights(paths.lm_eval)
@@ -263,40 +292,29 @@ def _only(found: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
     )
 
 
-def _finish(configs: Sequence[PipelineConfig], root: Path, plan: Sequence[Facts], tell: Tell) -> dict[str, Any]:
+def _finish(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
     """Model, evaluations and report of the whole. The report is written last: it says that all is there."""
-    paths = RunPaths(root)
-    _take_model(RunPaths(directory(root, len(configs))).model, paths.model)
+    configs, paths = run.configs, RunPaths(run.root)
+    rounds = [paths.round(index + 1) for index in range(len(configs))]
+    _take_model(rounds[-1].model, paths.model)
     paths.evaluation.mkdir(exist_ok=True)
-    before, expert, after = (
-        [
-            Evaluation.load(RunPaths(directory(root, i + 1)).evaluation / f"{name}.json") for i in range(len(configs))
-        ]
-        for name in ("before", "expert", "after")
-    )  # fmt: skip
-    combined(expert, EXPERT).save(paths.evaluation / "expert.json")
-    for name, measured, in_rounds, model in (
-        ("before", before, configs, configs[0].student.model),
-        ("after", after[::-1], configs[::-1], paths.model),
+    measured = {name: [Evaluation.load(one.exam(name)) for one in rounds] for name in EXAMS}
+    combined(measured["expert"], EXPERT).save(paths.exam("expert"))
+    for name, found, in_rounds, model in (
+        ("before", measured["before"], configs, configs[0].student.model),
+        ("after", measured["after"][::-1], configs[::-1], paths.model),
     ):
-        if not (paths.evaluation / f"{name}.json").exists():  # else a finished run is resumed
-            found = _elsewhere(measured, in_rounds, model, tell)
-            steps, tokens = steps_and_tokens(read_run(root).records) if name == "after" else (0, 0)
-            replace(found, step=steps, tokens=tokens).save(paths.evaluation / f"{name}.json")
-    run = read_run(root)
+        if not paths.exam(name).exists():  # else a finished run is resumed
+            whole = _elsewhere(found, in_rounds, model, run.tell)
+            steps, tokens = steps_and_tokens(read_run(run.root).records) if name == "after" else (0, 0)
+            replace(whole, step=steps, tokens=tokens).save(paths.exam(name))
+    files = read_run(run.root)
     # Not the run's own: without a report it counts as unfinished, and so has no exam of its end.
-    of_all = {
-        name: Evaluation.load(paths.evaluation / f"{name}.json").accuracy for name in ("before", "expert", "after")
-    }
-    report = build_report(
-        name=configs[0].name,
-        **of_all,
-        records=run.records,
-        wall_s=sum(one.stored["wall_s"] for one in run.rounds if one.stored),
-        versions=plan[-1]["versions"],
-    )
+    exams = {name: Evaluation.load(paths.exam(name)).accuracy for name in EXAMS}
+    wall_s = sum(one.stored["wall_s"] for one in files.rounds if one.stored)
+    report = build_report(configs[0].name, exams, files.records, wall_s=wall_s, versions=plan[-1]["versions"])
     atomic_write_text(paths.report, json.dumps(report, indent=2))
-    return write_report(root)
+    return write_report(run.root)
 
 
 def _elsewhere(
@@ -315,7 +333,7 @@ def _elsewhere(
 
 def _take_model(source: Path, target: Path) -> None:
     """The files once more under another name, without a second copy of their bytes where the file system can do that."""
-    temporary = target.with_name(".tmp-model")
+    temporary = target.with_name(f".tmp-{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(source, temporary, copy_function=_link)
     replace_dir(temporary, target)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 import pipelines.baselines.run
 import pipelines.check
-import pipelines.merge
+import pipelines.merge.run
 from cli import app
 from experts.registry import Registry
 from opd import __version__
@@ -31,8 +31,8 @@ from opd.evaluation.scores import DomainScore
 from pipelines.baselines.jobs import Job
 from pipelines.check import CheckReport, Finding, Measured
 from pipelines.compare import Comparison
-from pipelines.interrupts import Stopped
-from pipelines.memory import Need
+from pipelines.inputs.memory import Need
+from pipelines.interrupts import Interrupted, Stopped
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -61,7 +61,7 @@ def no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any) -> dict[str, Any]:
         raise AssertionError("the run started")
 
-    monkeypatch.setattr(pipelines.merge, "_supervise", started)
+    monkeypatch.setattr(pipelines.merge.run, "_session", started)
 
 
 def refused(result: Result, *words: str | Path) -> None:
@@ -326,19 +326,19 @@ def test_a_resume_with_another_pipeline_shows_what_differs(started: Path, world:
 
 def test_a_resume_may_change_what_decides_nothing(started: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(pipelines.merge, "_supervise", lambda *args: ran.append(args) or REPORT)
+    monkeypatch.setattr(pipelines.merge.run, "_session", lambda *args: ran.append(args) or REPORT)
     result = opd("merge", "--resume", started, "--set", "trainer.ranks=1")
     assert result.exit_code == 0, result.output
-    run, checkpoint, notices = ran[0]
+    run, checkpoint, notices, _ = ran[0]
     assert (run.config.trainer.ranks, checkpoint) == (1, None)
     assert notices[0] == "trainer.ranks: 2 before, 1 now"
     # From now on these are the run's own.
     assert opd("merge", "--resume", started).exit_code == 0
-    run, _, notices = ran[1]
+    run, _, notices, _ = ran[1]
     assert (run.config.trainer.ranks, notices) == (1, [])
     world.data["trainer"]["ranks"] = 1
     assert opd("merge", world.write(), "--resume", started).exit_code == 0
-    assert ran[2][-1] == []
+    assert ran[2][2] == []
 
 
 def test_a_resume_from_a_checkpoint_that_is_not_there_is_refused(started: Path) -> None:
@@ -350,11 +350,11 @@ def test_a_resume_from_a_checkpoint_that_is_not_there_is_refused(started: Path) 
 
 def test_a_resume_names_other_versions(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(pipelines.merge, "_supervise", lambda *args: ran.append(args) or REPORT)
+    monkeypatch.setattr(pipelines.merge.run, "_session", lambda *args: ran.append(args) or REPORT)
     recorded = json.loads((started / "manifest.json").read_text())["versions"]
     edit(started / "manifest.json", versions=recorded | {"torch": "1.0"})
     assert opd("merge", "--resume", started).exit_code == 0
-    (notice,) = ran[0][-1]
+    (notice,) = ran[0][2]
     assert notice.startswith(f"torch 1.0 when the run began, {recorded['torch']} now")
 
 
@@ -423,8 +423,8 @@ def test_arguments_that_contradict_each_other(args: list[str], world: Any) -> No
         (KeyboardInterrupt(), 130, ["stopped by Ctrl-C"]),
         (Stopped(signal.SIGINT), 130, ["stopped by Ctrl-C"]),
         (Stopped(signal.SIGTERM), 143, ["stopped by SIGTERM"]),
-        (pipelines.merge.Interrupted(5, Path("runs/two"), signal.SIGTERM), 143, ["opd merge --resume runs/two"]),
-        (pipelines.merge.Interrupted(5, Path("runs/two"), 2), 130, ["after step 5", "opd merge --resume runs/two"]),
+        (Interrupted(5, Path("runs/two"), signal.SIGTERM), 143, ["opd merge --resume runs/two"]),
+        (Interrupted(5, Path("runs/two"), 2), 130, ["after step 5", "opd merge --resume runs/two"]),
     ],
 )
 def test_how_a_run_ends(
@@ -433,7 +433,7 @@ def test_how_a_run_ends(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(pipelines.merge, "_supervise", fails)
+    monkeypatch.setattr(pipelines.merge.run, "_session", fails)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == code
     assert all(word in result.stderr for word in words), result.stderr
@@ -443,7 +443,7 @@ def test_a_bug_of_ours_keeps_its_traceback(world: Any, monkeypatch: pytest.Monke
     def fails(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(pipelines.merge, "_supervise", fails)
+    monkeypatch.setattr(pipelines.merge.run, "_session", fails)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)
@@ -464,7 +464,7 @@ REPORT = {
 
 
 def test_a_merge_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines.merge, "_supervise", lambda *_: REPORT)
+    monkeypatch.setattr(pipelines.merge.run, "_session", lambda *_: REPORT)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 0
     assert re.search(r"reverse +│ +0\.25 +│ +1\.00 +│ +0\.75 +│ +67 %", result.stdout)
@@ -476,7 +476,7 @@ def test_a_merge_in_rounds_prints_what_each_gained(world: Any, monkeypatch: pyte
         {"round": 1, "steps": 2, "mean_gain": 0.25, "mean_headroom": 1 / 3, "mean_headroom_in_round": 1 / 3},
         {"round": 2, "steps": 2, "mean_gain": -0.05, "mean_headroom": None, "mean_headroom_in_round": 0.5},
     ]
-    monkeypatch.setattr("pipelines.rounds._go_on", lambda *_: REPORT | {"rounds": rows})
+    monkeypatch.setattr("pipelines.merge.rounds._go_on", lambda *_: REPORT | {"rounds": rows})
     world.data["rounds"] = 2
     result = opd("merge", world.write())
     assert result.exit_code == 0, result.output

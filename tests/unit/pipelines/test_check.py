@@ -14,7 +14,6 @@ import pytest
 from opd.config import load_pipeline
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.types import Completion, Prompt, Rollout, RolloutBatch, Segment, Teacher
-from pipelines import preflight
 from pipelines.check import (
     CheckReport,
     Finding,
@@ -23,10 +22,11 @@ from pipelines.check import (
     judge,
     judge_student,
     measure,
-    table_rows,
+    teacher_rows,
     template_findings,
 )
 from pipelines.compare import Comparison
+from pipelines.inputs.read import read_inputs
 
 FINE = Comparison(kl=0.3, overlap=0.8, prompt_nll=5.0, answer_nll=0.2)
 VOCABULARY = 76
@@ -175,7 +175,7 @@ def test_the_table_has_a_row_for_each_teacher_and_the_worst_of_its_domain() -> N
     report = CheckReport(vocab_size=VOCABULARY, measured=rows, findings=tuple(judged(*rows)), memory=())
     assert report.failed
     nll = f"{0.2 / math.log(VOCABULARY):.2f}"
-    assert table_rows(report) == [
+    assert teacher_rows(report) == [
         ("sort", "a", "0.10", "0.05", "80%", "0.300", nll, "fail"),
         ("odd", "b", "-", "-", "80%", "0.300", nll, "warn"),
         ("ends", "c", "0.10", "0.90", "80%", "0.300", nll, "ok"),
@@ -242,7 +242,7 @@ def measured_with(
             return FINE
         return special.get(teacher.name, FINE)
 
-    itself, rows = measure(config, preflight.check(config), engine, engine, compare, lambda line: None)
+    itself, rows = measure(config, read_inputs(config), engine, engine, compare, lambda line: None)
     assert itself == FINE
     return rows, calls
 
@@ -332,8 +332,8 @@ def test_another_chat_template_is_shown(world: Any) -> None:
     template = world.root / "up" / "chat_template.jinja"
     original = template.read_text()
     template.write_text(original.replace("content", "text"))
-    (finding,) = template_findings(preflight.check(load_pipeline(world.write())))
+    (finding,) = template_findings(read_inputs(load_pipeline(world.write())))
     assert (finding.level, finding.domain) == ("warn", "upper")
     assert "message['content']" in finding.message and "message['text']" in finding.message
     template.unlink()
-    assert list(template_findings(preflight.check(load_pipeline(world.write())))) == []
+    assert list(template_findings(read_inputs(load_pipeline(world.write())))) == []

@@ -14,7 +14,7 @@ from opd.errors import PromptError, RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
 from pipelines.baselines import compare as comparing
-from pipelines.baselines.compare import Measured, compare
+from pipelines.baselines.comparison import SeedMean, compare
 from pipelines.baselines.jobs import Job
 
 
@@ -23,17 +23,17 @@ def scores(**accuracy: float) -> dict[str, DomainScore]:
 
 
 def test_an_interval_is_students_t() -> None:
-    found = Measured.of([0.90, 0.92, 0.97])
+    found = SeedMean.of([0.90, 0.92, 0.97])
     # By hand: mean 0.93, standard deviation sqrt(0.0013), t(2) 4.303.
     assert found.mean == pytest.approx(0.93)
     assert found.high - found.mean == pytest.approx(4.303 * 0.0013**0.5 / 3**0.5, rel=1e-3)
     assert found.mean - found.low == pytest.approx(found.high - found.mean)
     assert str(found) == "0.930 ± 0.090"
-    assert str(Measured.of([0.25])) == "0.250"
+    assert str(SeedMean.of([0.25])) == "0.250"
 
 
 def test_intervals_that_touch_overlap() -> None:
-    first, second, third = (Measured(mean=m, low=m - 0.1, high=m + 0.1, by_seed=(m,)) for m in (0.5, 0.65, 0.75))
+    first, second, third = (SeedMean(mean=m, low=m - 0.1, high=m + 0.1, by_seed=(m,)) for m in (0.5, 0.65, 0.75))
     assert first.overlaps(second)
     assert second.overlaps(first)
     assert not first.overlaps(third)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import pipelines.evaluate
+import pipelines.evaluation.models
 from cli import app
 from opd.evaluation.scores import Evaluation
 from opd.rollouts.worker import Request, Sampled
@@ -50,7 +50,7 @@ def no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any) -> Any:
         raise AssertionError("the engine started")
 
-    monkeypatch.setattr(pipelines.evaluate, "ray_session", started)
+    monkeypatch.setattr(pipelines.evaluation.models, "ray_session", started)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def engine(in_process: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
     def no_ray(*_: Any) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(pipelines.evaluate, "ray_session", no_ray)
+    monkeypatch.setattr(pipelines.evaluation.models, "ray_session", no_ray)
     monkeypatch.setattr(Parrot, "tokenizer", tiny_tokenizer)
     in_process.replace = Parrot
     return in_process

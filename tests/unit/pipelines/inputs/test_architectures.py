@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from opd.config import load_pipeline
 from opd.errors import ModelError
 from opd.rollouts.served import CPU_ATTENTION, _architectures, _supported_sizes, refusal
-from pipelines.preflight import check, check_teachers
+from pipelines.inputs.read import read_inputs, read_teachers
 
 Make = Callable[..., Path]
 
@@ -36,12 +36,12 @@ def edit(file: Path, **changes: object) -> None:
 
 def refused(world: Any) -> str:
     with pytest.raises(ModelError) as error:
-        check(load_pipeline(world.write()))
+        read_inputs(load_pipeline(world.write()))
     return str(error.value)
 
 
 def test_mixtures_pass(mixtures: Any) -> None:
-    assert check(load_pipeline(mixtures.write())).student.architecture == "Glm4MoeForCausalLM"
+    assert read_inputs(load_pipeline(mixtures.write())).student.architecture == "Glm4MoeForCausalLM"
 
 
 def test_heads_that_vllm_has_no_kernel_for(world: Any) -> None:
@@ -50,7 +50,7 @@ def test_heads_that_vllm_has_no_kernel_for(world: Any) -> None:
     message = refused(world)
     assert "config.json: head_dim" in message and "attention heads of 16" in message and "one of 32, 64" in message
     world.data["cluster"] = {"rollout_gpus": 1}
-    check(load_pipeline(world.write()))
+    read_inputs(load_pipeline(world.write()))
 
 
 def test_an_expert_with_such_heads_is_refused_if_it_sits_an_exam(world: Any) -> None:
@@ -58,7 +58,7 @@ def test_an_expert_with_such_heads_is_refused_if_it_sits_an_exam(world: Any) -> 
     edit(world.root / "up" / "config.json", num_attention_heads=4, num_key_value_heads=4, head_dim=16)
     assert str(world.root / "up") in refused(world)
     world.data["domains"]["upper"].pop("eval")
-    check(load_pipeline(world.write()))
+    read_inputs(load_pipeline(world.write()))
 
 
 def test_an_architecture_that_transformers_does_not_know(world: Any) -> None:
@@ -95,7 +95,7 @@ def test_an_adapter_of_a_mixtures_experts(mixtures: Any, make_adapter: Make) -> 
         make_adapter(mixtures.root / name, mixtures.root / "base", targets=targets)
         mixtures.data["experts"]["rev"] = {"model": name, "base": "base", "domain": "reverse"}
         if name == "attention":
-            check(load_pipeline(mixtures.write()))
+            read_inputs(load_pipeline(mixtures.write()))
     message = refused(mixtures)
     assert "expert `rev`" in message
     assert "an adapter of model.layers.1.mlp.experts.0.up_proj, which is no linear module" in message
@@ -108,7 +108,7 @@ def test_experts_that_are_scored_elsewhere_need_no_engine_here(mixtures: Any) ->
     mixtures.data["teachers"] = {"engine": "openai", "payload": "sampled_logprobs", "servers": servers}
     mixtures.data["objective"] = {"kind": "sampled"}
     edit(mixtures.root / "up" / "config.json", num_hidden_layers=3)
-    check_teachers(load_pipeline(mixtures.write()))
+    read_teachers(load_pipeline(mixtures.write()))
 
 
 GATED = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 64}

@@ -10,9 +10,9 @@ import pytest
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
-from pipelines import gpu_memory, memory
-from pipelines.gpu_memory import CONTEXT, Role, gpu_sizes, phases, place, refuse_crowded_gpus, roles
-from pipelines.preflight import Inputs, check
+from pipelines.inputs import gpu_memory, memory
+from pipelines.inputs.gpu_memory import CONTEXT, Role, gpu_sizes, phases, place, refuse_crowded_gpus, roles
+from pipelines.inputs.read import Inputs, read_inputs
 
 GIB = 1 << 30
 PARAMETERS = 87_104
@@ -23,7 +23,7 @@ ONE_GPU = {"rollout_gpus": 0.3, "teacher_gpus": 0.3, "trainer_gpus": 0.4}
 @pytest.fixture
 def inputs(world: Any) -> tuple[PipelineConfig, Inputs]:
     config = load_pipeline(world.write())
-    return config, check(config)
+    return config, read_inputs(config)
 
 
 def changed(config: PipelineConfig, **sections: Any) -> PipelineConfig:

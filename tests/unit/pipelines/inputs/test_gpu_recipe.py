@@ -11,11 +11,11 @@ import yaml
 
 from opd.config import PipelineConfig
 from opd.settings import validate
-from pipelines import gpu_memory
-from pipelines.gpu_memory import place, refuse_crowded_gpus, roles
-from pipelines.preflight import check
+from pipelines.inputs import gpu_memory
+from pipelines.inputs.gpu_memory import place, refuse_crowded_gpus, roles
+from pipelines.inputs.read import read_inputs
 
-PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[4] / "docs" / "gpu.md"
 
 
 def recipes() -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def test_it_is_one_gpu_and_fits_there(world: Any, monkeypatch: pytest.MonkeyPatc
     kept = {key: world.data[key] for key in ("student", "experts", "domains")}
     recipe["rollout"] |= {"max_model_len": 64, "max_new_tokens": 8}
     config = validate(PipelineConfig, recipe | kept, PAGE)
-    inputs = check(config)
+    inputs = read_inputs(config)
     assert len(place(roles(config, inputs))) == 1
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [24 << 30])
     assert refuse_crowded_gpus(config, inputs) == []

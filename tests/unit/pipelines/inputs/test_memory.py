@@ -9,9 +9,9 @@ import pytest
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
-from pipelines import memory
-from pipelines.memory import Need, estimate, fix, machine_bytes, problem, refuse_too_large, table_rows
-from pipelines.preflight import Inputs, check
+from pipelines.inputs import memory
+from pipelines.inputs.memory import Need, estimate, fix, machine_bytes, need_rows, refuse_too_large, shortage
+from pipelines.inputs.read import Inputs, read_inputs
 
 PARAMETERS, VOCABULARY, WIDTH = 87_104, 76, 64
 """Of the tiny model: 76 * 64 + 2 * (4 * 64² + 3 * 64 * 128 + 2 * 64) + 64."""
@@ -20,7 +20,7 @@ PARAMETERS, VOCABULARY, WIDTH = 87_104, 76, 64
 @pytest.fixture
 def given(world: Any) -> tuple[PipelineConfig, Inputs]:
     config = load_pipeline(world.write())
-    return config, check(config)
+    return config, read_inputs(config)
 
 
 def lines(given: tuple[PipelineConfig, Inputs], **sections: dict[str, Any]) -> dict[str, int]:
@@ -96,7 +96,7 @@ def test_adapters_share_their_base(world: Any, make_adapter: Any) -> None:
         make_adapter(world.root / f"{name}-lora", world.root / "base", seed=len(name))
         world.data["experts"][name]["model"] = f"{name}-lora"
     config = load_pipeline(world.write())
-    inputs = check(config)
+    inputs = read_inputs(config)
     adapters = sum(expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter)
     assert adapters
     assert lines((config, inputs))["teachers: weights"] == 4 * (PARAMETERS + adapters)
@@ -142,20 +142,20 @@ NEEDS = [
 
 def test_the_sum_is_refused_with_its_parts_and_keys_largest_first(given: Any) -> None:
     config = given[0]
-    found = problem(config, NEEDS, (9 << 29) - 1)
+    found = shortage(config, NEEDS, (9 << 29) - 1)
     assert (
         found == "about 4.50 GiB of memory for a machine with 4.50: 3.00 large + 1.00 medium + 0.50 small + 0.00 none"
     )
     assert fix(NEEDS) == "lower c.d, e.f, a.b"
-    assert problem(config, NEEDS, 9 << 29) is None
-    assert table_rows(NEEDS)[1] == ("large", "3.00", "c.d, e.f")
-    assert table_rows(NEEDS)[-2:] == [("together", "4.50", ""), ("this machine", f"{machine_bytes() / 2**30:.2f}", "")]
+    assert shortage(config, NEEDS, 9 << 29) is None
+    assert need_rows(NEEDS)[1] == ("large", "3.00", "c.d, e.f")
+    assert need_rows(NEEDS)[-2:] == [("together", "4.50", ""), ("this machine", f"{machine_bytes() / 2**30:.2f}", "")]
 
 
 def test_other_machines_are_not_judged_by_this_one(given: Any) -> None:
     config = given[0]
     remote = config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": "10.0.0.1:6379"})})
-    assert problem(remote, NEEDS, 1) is None
+    assert shortage(remote, NEEDS, 1) is None
 
 
 def test_a_merge_that_does_not_fit_is_refused(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from opd.config import load_pipeline
 from opd.errors import ConfigError, PromptError
-from pipelines.exams import is_held_out
-from pipelines.preflight import check
+from pipelines.inputs.prompts import is_held_out
+from pipelines.inputs.read import read_inputs
 
 
 def add(file: Path, *prompts: object) -> None:
@@ -22,12 +22,12 @@ def add(file: Path, *prompts: object) -> None:
 
 def refusal(world: Any, kind: type[Exception] = PromptError) -> str:
     with pytest.raises(kind) as error:
-        check(load_pipeline(world.write()))
+        read_inputs(load_pipeline(world.write()))
     return str(error.value)
 
 
 def texts(world: Any, prompts: Any) -> list[str]:
-    inputs = check(load_pipeline(world.write()))
+    inputs = read_inputs(load_pipeline(world.write()))
     return [inputs.tokenizer.decode(p.token_ids) for p in prompts(inputs)]
 
 
@@ -59,7 +59,7 @@ def test_prompts_are_the_same_if_their_tokens_are(world: Any) -> None:
 def test_only_the_questions_that_are_asked_matter(world: Any) -> None:
     add(world.root / "upper.jsonl", "upp FFF=")
     world.data["evaluate"] = {"samples": 5}
-    assert len(check(load_pipeline(world.write())).exams["upper"].prompts) == 5
+    assert len(read_inputs(load_pipeline(world.write())).exams["upper"].prompts) == 5
 
 
 def test_messages_without_a_role_are_refused_as_such_and_not_as_a_leak(world: Any) -> None:
@@ -73,7 +73,7 @@ def test_messages_without_a_role_are_refused_as_such_and_not_as_a_leak(world: An
 def test_prompts_without_text_are_no_leak(world: Any) -> None:
     for name in ("upper.jsonl", "upper-eval.jsonl"):
         add(world.root / name, " ")
-    assert check(load_pipeline(world.write())).warnings == (
+    assert read_inputs(load_pipeline(world.write())).warnings == (
         "upper.jsonl: 1 of 7 prompts have no text and are left out: upper/6",
         "1 of the 7 questions of upper have no text; they count as wrong",
     )
@@ -81,7 +81,7 @@ def test_prompts_without_text_are_no_leak(world: Any) -> None:
 
 def test_questions_without_room_for_an_answer_are_told(world: Any) -> None:
     add(world.root / "upper-eval.jsonl", "a" * 31, "a" * 32, "a" * 99)
-    assert check(load_pipeline(world.write())).warnings == (
+    assert read_inputs(load_pipeline(world.write())).warnings == (
         "2 of the 9 questions of upper leave no room for an answer in rollout.max_model_len = 32; they count as wrong",
     )
 

@@ -1,4 +1,4 @@
-"""What preflight makes of inputs that are all right, and the refusals that need no command line."""
+"""What is read where all inputs are right, and the refusals that need no command line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from opd.errors import ConfigError, ModelError, OpdError, PromptError
 from opd.evaluation.verifiers.exact import ExactMatch
 from opd.files import blake3_file
 from opd.settings import validate
-from pipelines import preflight
-from pipelines.exams import load_exams
-from pipelines.preflight import check, inspect_student, load_tokenizer
+from pipelines.inputs.prompts import load_exams
+from pipelines.inputs.read import inspect_student, load_tokenizer, read_inputs
 
 
 def config(world: Any) -> PipelineConfig:
@@ -40,7 +39,7 @@ def register(world: Any, **prompts: Path | None) -> Registry:
 
 
 def test_inputs_by_domain(world: Any) -> None:
-    inputs = check(config(world))
+    inputs = read_inputs(config(world))
     assert list(inputs.teachers) == list(inputs.prompts) == list(inputs.exams) == ["reverse", "upper"]
     assert {d: (t.name, inputs.experts[t.name].domain, t.model_dir) for d, t in inputs.teachers.items()} == {
         "reverse": ("rev", "reverse", world.root / "rev"),
@@ -56,19 +55,19 @@ def test_inputs_by_domain(world: Any) -> None:
 
 def test_the_order_of_experts_does_not_matter(world: Any) -> None:
     world.data["experts"] = dict(reversed(world.data["experts"].items()))
-    assert list(check(config(world)).teachers) == ["reverse", "upper"]
+    assert list(read_inputs(config(world)).teachers) == ["reverse", "upper"]
 
 
 def test_exams_are_the_first_prompts(world: Any) -> None:
     world.data["evaluate"] = {"samples": 2}
-    inputs = check(config(world))
+    inputs = read_inputs(config(world))
     assert [p.id for p in inputs.exams["reverse"].prompts] == ["reverse/0", "reverse/1"]
     assert len(inputs.prompts["reverse"]) == 6
 
 
 def test_a_domain_without_an_exam_is_trained_but_not_scored(world: Any) -> None:
     del world.data["domains"]["upper"]["eval"]
-    inputs = check(config(world))
+    inputs = read_inputs(config(world))
     assert list(inputs.exams) == ["reverse"]
     assert list(inputs.prompts) == ["reverse", "upper"]
 
@@ -85,14 +84,14 @@ def test_exams_of_the_named_domains_only(world: Any) -> None:
 def test_registered_experts(use: Any, world: Any) -> None:
     register(world)
     world.data["experts"] = {"use": use}
-    inputs = check(config(world))
+    inputs = read_inputs(config(world))
     assert {d: t.name for d, t in inputs.teachers.items()} == {"reverse": "rev", "upper": "up"}
 
 
 def test_registered_experts_carry_their_probe(world: Any) -> None:
-    assert {t.probe for t in check(config(world)).teachers.values()} == {None}
+    assert {t.probe for t in read_inputs(config(world)).teachers.values()} == {None}
     registry = register(world)
-    for name, teacher in ((t.name, t) for t in check(config(world)).teachers.values()):
+    for name, teacher in ((t.name, t) for t in read_inputs(config(world)).teachers.values()):
         record = registry.get(name).probe
         assert record is not None and teacher.probe == record.probe
 
@@ -102,7 +101,7 @@ def test_a_registered_adapter_carries_its_probe(world: Any, make_adapter: Callab
     record = Registry(world.root / "registry").add("rev", adapter, "reverse", world.root / "reverse.jsonl").probe
     Registry(world.root / "registry").add("up", world.root / "up", "upper", world.root / "upper.jsonl")
     world.data["experts"] = {"use": "all"}
-    teacher = check(config(world)).teachers["reverse"]
+    teacher = read_inputs(config(world)).teachers["reverse"]
     assert record is not None and teacher.probe == record.probe and teacher.adapter_dir == adapter
 
 
@@ -110,26 +109,26 @@ def test_prompts_default_to_those_the_expert_was_registered_with(world: Any) -> 
     register(world)
     for domain in world.data["domains"].values():
         del domain["prompts"]
-    assert len(check(config(world)).prompts["upper"]) == 6
+    assert len(read_inputs(config(world)).prompts["upper"]) == 6
 
 
 def test_the_pipelines_own_registry_comes_before_the_environments(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     register(world)
     (world.root / "registry").rename(world.root / "elsewhere")
     with pytest.raises(OpdError, match="no such expert"):
-        check(config(world))
+        read_inputs(config(world))
     monkeypatch.setenv("OPD_REGISTRY", str(world.root / "elsewhere"))
-    assert len(check(config(world)).experts) == 2
+    assert len(read_inputs(config(world)).experts) == 2
     monkeypatch.setenv("OPD_REGISTRY", str(world.root / "nowhere"))
     world.data["registry"] = "elsewhere"
-    assert len(check(config(world)).experts) == 2
+    assert len(read_inputs(config(world)).experts) == 2
 
 
 def test_an_expert_used_twice_is_refused(world: Any) -> None:
     register(world)
     world.data["experts"]["use"] = ["rev", "up", "rev"]
     with pytest.raises(OpdError, match="`rev` twice"):
-        check(config(world))
+        read_inputs(config(world))
 
 
 def test_a_registered_expert_whose_weights_changed_is_refused(world: Any) -> None:
@@ -139,7 +138,7 @@ def test_a_registered_expert_whose_weights_changed_is_refused(world: Any) -> Non
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(ModelError) as error:
-        check(config(world))
+        read_inputs(config(world))
     assert "expert rev" in str(error.value)
     assert str(file) in str(error.value)
 
@@ -148,13 +147,13 @@ def test_registered_experts_leave_no_domain_out(world: Any) -> None:
     register(world)
     world.data["experts"]["use"] = ["rev"]
     with pytest.raises(ConfigError, match=r"domains\.upper\n  found:  no expert .*rev → reverse"):
-        check(config(world))
+        read_inputs(config(world))
 
 
 def test_all_of_an_empty_registry(world: Any) -> None:
     world.data["experts"] = {"use": "all"}
     with pytest.raises(ConfigError, match="no expert"):
-        check(config(world))
+        read_inputs(config(world))
 
 
 # LoRA experts
@@ -170,7 +169,7 @@ def adapters(world: Any, make_adapter: Callable[..., Path]) -> Any:
 
 
 def test_an_inline_adapter_is_a_teacher_with_a_base(adapters: Any) -> None:
-    inputs = check(config(adapters))
+    inputs = read_inputs(config(adapters))
     teacher = inputs.teachers["upper"]
     assert (teacher.model_dir, teacher.adapter_dir) == (adapters.root / "base", adapters.root / "up")
     assert inputs.experts["up"].info == inputs.student
@@ -192,7 +191,7 @@ def test_digests_tell_adapters_apart_and_bases_together(adapters: Any, expert_di
     world.data["experts"] = experts
     world.data["domains"] |= {d: {"prompts": "upper.jsonl"} for d in "cwo"}
     world.data["trainer"]["samples_per_step"] = 5
-    found = {e.teacher.name: e.teacher for e in check(config(world)).experts.values()}
+    found = {e.teacher.name: e.teacher for e in read_inputs(config(world)).experts.values()}
     assert found["copy"].model_dir == world.root / "moved"
     assert found["copy"].digest == found["up"].digest
     assert len({t.digest for t in found.values()}) == 4
@@ -203,7 +202,7 @@ def test_digests_tell_adapters_apart_and_bases_together(adapters: Any, expert_di
 def test_bases_of_several_adapters_are_hashed_once(adapters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
     monkeypatch.setattr(model_dir, "blake3_file", lambda file: read.append(file) or blake3_file(file))
-    check(config(adapters))
+    read_inputs(config(adapters))
     weights = [file.name for file in read if file.suffix == ".safetensors"]
     assert weights == ["model.safetensors"] * 2, "once as the student, once as the base of both experts"
 
@@ -212,18 +211,18 @@ def test_the_base_of_an_adapter_is_what_has_to_fit_the_student(adapters: Any, ma
     make_model_dir(adapters.root / "permuted", permute_vocab=True)
     adapters.data["experts"]["up"]["base"] = "permuted"
     with pytest.raises(ModelError, match=r"`up`.*permuted/tokenizer\.json\n.*permuted ids"):
-        check(config(adapters))
+        read_inputs(config(adapters))
 
 
 def test_a_base_for_a_full_model_is_refused(world: Any) -> None:
     world.data["experts"]["up"]["base"] = "base"
     with pytest.raises(ModelError, match="up\n  found:  a full model, and the base base\n"):
-        check(config(world))
+        read_inputs(config(world))
 
 
 def test_registered_adapters_and_a_base_that_changed(adapters: Any) -> None:
     register(adapters)
-    teachers = check(config(adapters)).teachers
+    teachers = read_inputs(config(adapters)).teachers
     assert [t.adapter_dir for t in teachers.values()] == [adapters.root / "rev", adapters.root / "up"]
     assert len({t.base_digest for t in teachers.values()} | {""}) == 2
     file = adapters.root / "base" / "model.safetensors"
@@ -231,7 +230,7 @@ def test_registered_adapters_and_a_base_that_changed(adapters: Any) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(ModelError) as error:
-        check(config(adapters))
+        read_inputs(config(adapters))
     assert str(error.value).startswith(f"expert rev\n  found:  {file}: changed weight file")
 
 
@@ -242,7 +241,7 @@ def test_registered_adapters_and_a_base_that_changed(adapters: Any) -> None:
 def test_an_expert_without_a_domain_of_its_own_is_refused(domain: str, world: Any) -> None:
     world.data["experts"]["third"] = {"model": "up", "domain": domain}
     with pytest.raises(ConfigError) as error:
-        check(config(world))
+        read_inputs(config(world))
     assert str(error.value).startswith("experts.third.domain\n")
     assert ("which up has already" if domain == "upper" else "reverse, upper") in str(error.value)
 
@@ -258,19 +257,19 @@ def test_a_context_longer_than_the_models_is_refused(world: Any) -> None:
 @pytest.mark.parametrize("who", ["base", "up"])
 def test_capped_logits_are_fine(who: str, world: Any) -> None:
     edit(world.root / who / "config.json", final_logit_softcapping=30.0)
-    assert check(config(world)).warnings == ()
+    assert read_inputs(config(world)).warnings == ()
 
 
 def test_another_chat_template_is_a_warning(world: Any) -> None:
     (world.root / "up" / "chat_template.jinja").write_text("other")
-    (warning,) = check(config(world)).warnings
+    (warning,) = read_inputs(config(world)).warnings
     assert "`up`" in warning
 
 
 def test_experts_may_be_wider_and_untied(world: Any, make_model_dir: Any) -> None:
     shutil.rmtree(world.root / "up")
     make_model_dir(world.root / "up", seed=5, hidden=96, heads=3, layers=1, tie=False)
-    inputs = check(config(world))
+    inputs = read_inputs(config(world))
     assert (inputs.experts["up"].info.hidden_size, inputs.student.hidden_size) == (96, 64)
     assert inputs.warnings == ()
 
@@ -278,14 +277,14 @@ def test_experts_may_be_wider_and_untied(world: Any, make_model_dir: Any) -> Non
 def test_a_few_prompts_longer_than_the_context_are_left_to_the_run(world: Any) -> None:
     file = world.root / "upper.jsonl"
     file.write_text(file.read_text() + json.dumps({"prompt": "a" * 500}) + "\n")
-    inputs = check(config(world))
+    inputs = read_inputs(config(world))
     assert max(len(p.token_ids) for p in inputs.prompts["upper"]) == 500
 
 
 def test_a_domain_of_nothing_but_long_prompts_is_refused(world: Any) -> None:
     (world.root / "upper.jsonl").write_text(json.dumps({"prompt": "a" * 32}) + "\n")
     with pytest.raises(PromptError, match=r"upper\.jsonl\n.*32 tokens"):
-        check(config(world))
+        read_inputs(config(world))
 
 
 def test_preflight_writes_nothing(world: Any) -> None:
@@ -294,14 +293,14 @@ def test_preflight_writes_nothing(world: Any) -> None:
 
     pipeline = config(world)
     before = tree()
-    check(pipeline)
+    read_inputs(pipeline)
     assert tree() == before
 
 
 def test_an_unknown_verifier_is_refused_with_the_known_ones(world: Any) -> None:
     world.data["domains"]["upper"]["eval"]["verifier"] = "exact_mach"
     with pytest.raises(ConfigError) as error:
-        check(validate(PipelineConfig, world.data, "p.yaml"))
+        read_inputs(validate(PipelineConfig, world.data, "p.yaml"))
     assert "domains.upper.eval.verifier" in str(error.value)
     assert "exact_mach" in str(error.value)
     assert "exact_match" in str(error.value)
@@ -317,30 +316,30 @@ def test_an_exam_whose_scorer_would_run_code_is_refused(world: Any) -> None:
     ):
         file.write_text(json.dumps({"prompt": "a", "metadata": metadata}) + "\n")
         with pytest.raises(PromptError, match=r"upper-eval\.jsonl: prompt upper/0\n") as error:
-            check(config(world))
+            read_inputs(config(world))
         assert word in str(error.value)
 
 
 def test_weights_that_nobody_looked_at_are_looked_at_once(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    monkeypatch.setattr(preflight, "check_finite", lambda path, names: looked.append(path.name))
-    check(config(world))
+    monkeypatch.setattr("pipelines.inputs.read.check_finite", lambda path, names: looked.append(path.name))
+    read_inputs(config(world))
     assert sorted(looked) == ["base", "rev", "up"]
     register(world)
     looked.clear()
-    check(config(world))
+    read_inputs(config(world))
     assert looked == ["base"], "experts were looked at when they were registered"
 
 
 def test_tokens_that_a_teacher_never_writes_are_masked_in_its_domains(world: Any) -> None:
     world.data["domains"]["upper"]["teachers"] = {"up": 0.5, "rev": 0.5}
     world.data["teachers"] = {"mask_tokens": {"rev": ["a", "<eos>"]}}
-    inputs = check(config(world))
+    inputs = read_inputs(config(world))
     ids = frozenset(inputs.tokenizer.convert_tokens_to_ids(t) for t in ("a", "<eos>"))
     assert len(ids) == 2
     assert inputs.untrained == {"reverse": ids, "upper": ids}
     world.data["teachers"] = {"mask_tokens": {"up": ["a"]}}
-    assert [len(v) for v in check(config(world)).untrained.values()] == [0, 1]
+    assert [len(v) for v in read_inputs(config(world)).untrained.values()] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -356,5 +355,5 @@ def test_tokens_that_a_teacher_never_writes_are_masked_in_its_domains(world: Any
 def test_masks_of_no_expert_or_no_token_are_refused(world: Any, masks: Any, words: list[str]) -> None:
     world.data["teachers"] = {"mask_tokens": masks}
     with pytest.raises(ConfigError) as error:
-        check(config(world))
+        read_inputs(config(world))
     assert all(word in str(error.value) for word in words)

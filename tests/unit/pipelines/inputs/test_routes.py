@@ -13,8 +13,8 @@ from opd.errors import ConfigError
 from opd.losses import OBJECTIVES
 from opd.settings import validate
 from opd.types import Teacher
-from pipelines.preflight import check
-from pipelines.routes import MIXABLE, Expert, route_domains
+from pipelines.inputs.read import read_inputs
+from pipelines.inputs.routes import MIXABLE, Expert, route_domains
 
 EXPERTS = {"algebra": "math", "proofs": "math2", "code": "code"}
 """Expert -> its own domain."""
@@ -196,7 +196,7 @@ def test_two_experts_of_one_domain_need_weights(info: Any) -> None:
 
 def test_the_student_is_measured_against_the_heaviest(world: Any) -> None:
     world.data["domains"]["reverse"]["teachers"] = {"rev": 1, "up": 3}
-    inputs = check(load_pipeline(world.write()))
+    inputs = read_inputs(load_pipeline(world.write()))
     assert [(a.teacher.name, a.weight) for a in inputs.routes["reverse"]] == [("up", 0.75), ("rev", 0.25)]
     assert {d: t.name for d, t in inputs.teachers.items()} == {"reverse": "up", "upper": "up"}
     assert set(inputs.experts) == {"rev", "up"}

@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 import cli
 from opd.config import load_pipeline
 from opd.errors import RunDirError, RunError
-from pipelines import merge, rounds, template_date
-from pipelines.preflight import check
+from pipelines.inputs import template_date
+from pipelines.inputs.read import read_inputs
+from pipelines.merge import rounds
+from pipelines.merge import run as merging
 
 STUDENT_FILES = [
     "config.json",
@@ -40,13 +42,13 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_ray(*_: Any) -> None:
         raise RunError("it would start now")
 
-    monkeypatch.setattr(merge, "ray_session", no_ray)
+    monkeypatch.setattr(merging, "ray_session", no_ray)
 
 
 def begin(world: Any) -> Path:
     root: Path = world.root / "run"
     with pytest.raises(RunError, match="it would start now"):
-        rounds.start(load_pipeline(world.write()), root, print)
+        rounds.begin(load_pipeline(world.write()), root, print).carry_out()
     return root
 
 
@@ -68,7 +70,7 @@ def test_a_student_with_an_edited_file_is_refused(name: str, world: Any) -> None
         file.write_text("{}" if file.suffix == ".json" else "")
     root = begin(world)
     with pytest.raises(RunError, match="it would start now"):
-        merge.resume(root)
+        merging.resume(root)
     add_a_space(file)
     result = CliRunner().invoke(cli.app, ["merge", "--resume", str(root)])
     assert result.exit_code == 2
@@ -81,11 +83,11 @@ def test_a_file_that_came_or_went_is_refused(world: Any) -> None:
     root = begin(world)
     (world.root / "base" / "added_tokens.json").write_text("{}")
     with pytest.raises(RunDirError, match=r"student changed since the run began: added_tokens.json"):
-        merge.resume(root)
+        merging.resume(root)
     (world.root / "base" / "added_tokens.json").unlink()
     (world.root / "base" / "generation_config.json").unlink()
     with pytest.raises(RunDirError, match=r"student changed since the run began: generation_config.json"):
-        merge.resume(root)
+        merging.resume(root)
 
 
 @pytest.mark.usefixtures("stopped")
@@ -99,13 +101,13 @@ def test_an_experts_config_is_bound_and_what_nobody_reads_of_it_is_not(
     for name in ("chat_template.jinja", "generation_config.json", "tokenizer_config.json"):
         add_a_space(world.root / "rev" / name)
     with pytest.raises(RunError, match="it would start now"):
-        merge.resume(root)
+        merging.resume(root)
     add_a_space(world.root / "rev" / "config.json")
     add_a_space(world.root / "up-base" / "config.json")
     with pytest.raises(
         RunDirError, match=r"experts changed since the run began: rev \(config.json\), up \(config.json"
     ):
-        merge.resume(root)
+        merging.resume(root)
 
 
 @pytest.mark.usefixtures("stopped")
@@ -115,7 +117,7 @@ def test_an_expert_that_ends_otherwise_is_refused_by_its_end_tokens(world: Any) 
     file = world.root / "rev" / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": [2, 3]}))
     with pytest.raises(ValueError, match="eos_token_id"):
-        merge.resume(root)
+        merging.resume(root)
 
 
 @pytest.mark.usefixtures("stopped")
@@ -139,18 +141,18 @@ def test_a_run_of_the_release_before_goes_on_with_a_warning_and_is_bound_from_th
     del old["config"]["student"]["template_date"]
     (root / "manifest.json").write_text(json.dumps(old))
     said: list[list[str]] = []
-    monkeypatch.setattr(merge, "_supervise", lambda run, checkpoint, notices: said.append(notices) or {})
+    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, notices, signals: said.append(notices) or {})
     add_a_space(world.root / "base" / "config.json")
-    merge.resume(root)
+    merging.resume(root)
     (notice,) = said[0]
     assert "recorded hashes of weights only" in notice and "may not change from here" in notice
     new = manifest_of(root)
     assert new["format"] == 3 and new["identity"] == old["identity"], "its checkpoints stay its own"
-    merge.resume(root)
+    merging.resume(root)
     assert said[1] == []
     add_a_space(world.root / "base" / "config.json")
     with pytest.raises(RunDirError, match=r"student changed since the run began: config.json"):
-        merge.resume(root)
+        merging.resume(root)
 
 
 @pytest.mark.usefixtures("stopped")
@@ -158,10 +160,10 @@ def test_rounds_are_bound_alike(world: Any) -> None:
     world.data["rounds"] = 2
     root = begin(world)
     with pytest.raises(RunError, match="it would start now"):
-        rounds.resume(root, None, None, "latest", print)
+        rounds.reopen(root, None, None, "latest", print).carry_out()
     add_a_space(world.root / "base" / "tokenizer_config.json")
     with pytest.raises(RunDirError, match=r"student changed since the run began: tokenizer_config.json"):
-        rounds.resume(root, None, None, "latest", print)
+        rounds.reopen(root, None, None, "latest", print).carry_out()
 
 
 # The day of the prompts
@@ -198,13 +200,15 @@ def tokens(found: Any) -> list[tuple[int, ...]]:
 
 @pytest.mark.usefixtures("stopped")
 def test_a_run_keeps_the_day_on_which_it_began(world: Any, calendar: type[Calendar]) -> None:
-    first = check(load_pipeline(world.write()))
+    first = read_inputs(load_pipeline(world.write()))
     assert first.tokenizer.decode(first.prompts["upper"][0].token_ids) == "upp aaa=20.11.2026="
     root = begin(world)
     assert yaml.safe_load((root / "pipeline.yaml").read_text())["student"]["template_date"] == "2026-11-20"
     calendar.now = date(2026, 11, 21)
-    assert tokens(check(load_pipeline(root / "pipeline.yaml"))) == tokens(first), "so does `opd evaluate` of the run"
-    assert tokens(check(load_pipeline(world.write()))) != tokens(first), "a new run has its own day"
+    assert tokens(read_inputs(load_pipeline(root / "pipeline.yaml"))) == tokens(first), (
+        "so does `opd evaluate` of the run"
+    )
+    assert tokens(read_inputs(load_pipeline(world.write()))) != tokens(first), "a new run has its own day"
 
 
 @pytest.mark.usefixtures("stopped")
@@ -214,13 +218,13 @@ def test_a_resume_on_another_day_has_the_same_prompts(
     root = begin(world)
     calendar.now = date(2026, 11, 21)
     runs: list[Any] = []
-    monkeypatch.setattr(merge, "_supervise", lambda run, checkpoint, notices: runs.append((run, notices)) or {})
-    merge.resume(root)
-    merge.resume(root, load_pipeline(world.write()))  # a file that says no day
+    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, notices, _: runs.append((run, notices)) or {})
+    merging.resume(root)
+    merging.resume(root, load_pipeline(world.write()))  # a file that says no day
     for run, notices in runs:
         assert run.inputs.template_date == date(2026, 11, 20) and notices == []
     with pytest.raises(RunDirError, match=r"student.template_date +2026-11-20 +2026-11-21"):
-        merge.resume(root, overrides=["student.template_date=2026-11-21"])
+        merging.resume(root, overrides=["student.template_date=2026-11-21"])
 
 
 @pytest.mark.usefixtures("stopped")
@@ -231,7 +235,7 @@ def test_every_round_has_the_day_of_the_first(world: Any, calendar: type[Calenda
     plan = json.loads((root / "rounds.json").read_text())["rounds"]
     assert [one["config"]["student"]["template_date"] for one in plan] == ["2026-11-20"] * 2
     with pytest.raises(RunError, match="it would start now"):
-        rounds.resume(root, None, None, "latest", print)
+        rounds.reopen(root, None, None, "latest", print).carry_out()
     begun = yaml.safe_load((root / "round-1" / "pipeline.yaml").read_text())
     assert begun["student"]["template_date"] == "2026-11-20"
 
@@ -245,7 +249,7 @@ def test_a_template_without_a_date_has_none(world: Any) -> None:
 @pytest.mark.usefixtures("stopped")
 def test_the_day_may_be_said(world: Any, calendar: type[Calendar]) -> None:
     world.data["student"]["template_date"] = "2024-07-26"
-    found = check(load_pipeline(world.write()))
+    found = read_inputs(load_pipeline(world.write()))
     assert found.tokenizer.decode(found.prompts["upper"][0].token_ids).endswith("=26.07.2024=")
     world.data["student"]["template_date"] = "yesterday"
     result = CliRunner().invoke(cli.app, ["merge", str(world.write())])

@@ -9,8 +9,8 @@ from typing import Any
 from blake3 import blake3
 
 from opd.config import load_pipeline
-from pipelines.card import model_card
-from pipelines.preflight import check
+from pipelines.inputs.read import read_inputs
+from pipelines.merge.card import model_card
 
 
 def digest(file: Path) -> str:
@@ -21,7 +21,7 @@ def test_an_adapter_is_shown_by_its_own_hash_and_its_base(world: Any, make_adapt
     adapter = make_adapter(world.root / "adapter", world.root / "base")
     world.data["experts"]["rev"]["model"] = "adapter"
     pipeline = load_pipeline(world.write())
-    rows = [line for line in model_card(pipeline, check(pipeline)).splitlines() if line.startswith("| ")]
+    rows = [line for line in model_card(pipeline, read_inputs(pipeline)).splitlines() if line.startswith("| ")]
     own, base, up = (digest(p) for p in (adapter / "adapter_model.safetensors", *models(world, "base", "up")))
     assert rows[1:] == [f"| reverse | rev | LoRA `{own}` on `base` `{base}` |", f"| upper | up | `{up}` |"]
 

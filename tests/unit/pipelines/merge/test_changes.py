@@ -12,7 +12,7 @@ import pytest
 from opd.checkpoints import Checkpoint
 from opd.config import PipelineConfig
 from opd.errors import RunDirError
-from pipelines.resume import (
+from pipelines.merge.changes import (
     SAME_BUT_FOR_ROUNDING,
     SAME_WEIGHTS,
     accept_changes,

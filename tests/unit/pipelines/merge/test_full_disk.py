@@ -17,14 +17,14 @@ from opd.config import load_pipeline
 from opd.config.sections import CheckpointConfig
 from opd.errors import StorageError
 from opd.files import storing
+from opd.run_dir import RunPaths
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, TargetRow, write_stream
 from opd.stream.targets import Expected, TargetStream
 from opd.train.shards import write_shard
 from opd.types import Prompt, Rollout, RolloutBatch, Segment, WrittenFile
-from pipelines.build import RunPaths
-from pipelines.merge import Run, _export, _says_what_is_intact
-from pipelines.preflight import check
+from pipelines.inputs.read import read_inputs
+from pipelines.merge.run import Run, _export, _says_what_is_intact
 
 FULL = "could not be written: No space left on device"
 
@@ -115,7 +115,7 @@ def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) 
 
 def test_the_export_leaves_the_checkpoint_and_the_model_before(run: RunPaths, world: Any) -> None:
     config, rank = load_pipeline(world.write()), OneRank()
-    merge = Run(config=config, inputs=check(config), paths=run, identity={})
+    merge = Run(config=config, inputs=read_inputs(config), paths=run, identity={})
     saver = checkpoints(run, rank)
     saver.save(2, 2)
     saver.committed(wait=True)

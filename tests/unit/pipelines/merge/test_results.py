@@ -13,11 +13,11 @@ from opd.config import load_pipeline
 from opd.evaluation.scores import DomainScore, Evaluation, combined
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
-from pipelines.build import RunPaths
-from pipelines.evaluate import lm_eval_text
-from pipelines.merge import Run, _before_and_experts
-from pipelines.preflight import as_teacher, check
-from pipelines.results import of_merged, take_back, trained
+from opd.run_dir import RunPaths
+from pipelines.evaluation.models import lm_eval_text
+from pipelines.inputs.read import as_teacher, read_inputs
+from pipelines.merge.results import of_merged, take_back, trained
+from pipelines.merge.run import Run, _before_and_experts
 
 SCORE = DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=6)
 
@@ -60,7 +60,7 @@ def ended(tmp_path: Path) -> RunPaths:
 
 def test_a_merge_that_goes_on_has_no_end_any_more(ended: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     pages: list[Path] = []
-    monkeypatch.setattr("pipelines.results.write_report", lambda root: pages.append(root) or {})
+    monkeypatch.setattr("pipelines.merge.results.write_report", lambda root: pages.append(root) or {})
     take_back(ended, 20, 40)
     assert names(ended) == ["before.json", "expert.json", "lm-eval.json", "step-000010.json", "step-000020.json"]
     assert Evaluation.load(ended.evaluation / "step-000020.json") == exam(step=20, tokens=200), "a point on its way"
@@ -74,14 +74,14 @@ def test_a_merge_that_goes_on_has_no_end_any_more(ended: RunPaths, monkeypatch: 
 def test_what_an_older_release_measured_is_of_the_steps_in_its_report(
     ended: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.results.write_report", lambda root: {})
+    monkeypatch.setattr("pipelines.merge.results.write_report", lambda root: {})
     exam().save(ended.evaluation / "after.json")
     take_back(ended, 20, 40)
     assert Evaluation.load(ended.evaluation / "step-000020.json").step == 20
 
 
 def test_a_merge_that_goes_back_forgets_what_came_later(ended: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.results.write_report", lambda root: {})
+    monkeypatch.setattr("pipelines.merge.results.write_report", lambda root: {})
     take_back(ended, 5, 20)
     assert names(ended) == ["before.json", "expert.json", "lm-eval.json"]
 
@@ -115,7 +115,7 @@ class Measuring:
     """An engine and an evaluator that write down whom they are asked for."""
 
     def __init__(self, paths: RunPaths, shown: Any) -> None:
-        self.reporter = RunReporter(MetricsFile(paths.metrics), paths.evaluation, shown)
+        self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
         self.engine = self.evaluator = self
         self.asked: list[str] = []
 
@@ -131,7 +131,7 @@ def test_student_and_experts_are_measured_again_if_the_file_is_of_others(world: 
     config = load_pipeline(world.write())
     paths = RunPaths(world.root / "run")
     paths.root.mkdir()
-    run = Run(config=config, inputs=check(config), paths=paths, identity={})
+    run = Run(config=config, inputs=read_inputs(config), paths=paths, identity={})
     shown: Any = type("Shown", (), {"say": lambda self, line: None})()
 
     def measure() -> list[str]:

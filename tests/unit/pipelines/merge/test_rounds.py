@@ -23,9 +23,13 @@ from opd.files import blake3_file
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.report import build_report, write_report
+from opd.run_dir import RunPaths
 from opd.types import WrittenFile
-from pipelines import merge, rounds
 from pipelines.baselines import jobs
+from pipelines.evaluation.lm_eval import lm_eval_merge
+from pipelines.interrupts import Interrupted
+from pipelines.merge import rounds
+from pipelines.merge import run as merging
 
 # By how often its weights were trained; experts are much better than that.
 STUDENT = {0: 0.2, 1: 0.5, 2: 0.6, 3: 0.7}
@@ -44,7 +48,7 @@ class OneFile:
 
 
 class Engines:
-    """In place of `merge._session`: real files, made-up weights and accuracies.
+    """In place of `merging._session`: real files, made-up weights and accuracies.
 
     Training adds 1 to the weights, so that a model tells how many rounds it has behind it.
     """
@@ -57,15 +61,15 @@ class Engines:
         self.signals_at = ""
         """The event at which somebody presses Ctrl-C."""
 
-    def session(self, run: merge.Run, checkpoint: Any, notices: Any, signals: Any) -> dict[str, Any]:
+    def session(self, run: merging.Run, checkpoint: Any, notices: Any, signals: Any) -> dict[str, Any]:
         config, inputs, paths = run.config, run.inputs, run.paths
         self._name, self._signals = paths.root.name, signals
         self.load(config.student.model)
         shown: Any = SimpleNamespace(say=lambda line: None)
-        self.reporter = RunReporter(MetricsFile(paths.metrics), paths.evaluation, shown)
+        self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
         self.engine = self.evaluator = self
         parts: Any = self
-        before, expert = merge._before_and_experts(parts, run, shown)
+        before, expert = merging._before_and_experts(parts, run, shown)
         self.event(f"train from {checkpoint.step if checkpoint else 0}")
         MetricsFile(paths.metrics).rewind(0)
         for step in range(1, config.trainer.steps + 1):
@@ -89,11 +93,9 @@ class Engines:
         after = self.evaluate(list(inputs.exams), model="merged")
         self.reporter.evaluation("after", after)
         report = build_report(
-            name=config.name,
-            before=before.accuracy,
-            expert=expert.accuracy,
-            after=after.accuracy,
-            records=MetricsFile(paths.metrics).read(),
+            config.name,
+            {"before": before.accuracy, "expert": expert.accuracy, "after": after.accuracy},
+            MetricsFile(paths.metrics).read(),
             wall_s=7.0,
             versions={},
         )
@@ -135,7 +137,7 @@ def scores(accuracy: Mapping[str, float]) -> dict[str, DomainScore]:
 def engines(world: Any, monkeypatch: pytest.MonkeyPatch) -> Engines:
     world.data["rounds"] = 2
     found = Engines(world.root / "base")
-    monkeypatch.setattr(merge, "_session", found.session)
+    monkeypatch.setattr(merging, "_session", found.session)
     monkeypatch.setattr("opd.report.page.render", lambda *_: "")
     return found
 
@@ -148,8 +150,8 @@ def run(world: Any) -> Callable[..., dict[str, Any]]:
         said.clear()
         root = world.root / "run"
         if resumed:
-            return rounds.resume(root, None, overrides, wanted, said.append)
-        return rounds.start(load_pipeline(world.write()), root, said.append)
+            return rounds.reopen(root, None, overrides, wanted, said.append).carry_out()
+        return rounds.begin(load_pipeline(world.write()), root, said.append).carry_out()
 
     return go
 
@@ -260,7 +262,7 @@ def test_ctrl_c_in_the_last_step_of_a_round_does_not_begin_the_next(
 ) -> None:
     engines.signals_at = "round-1: trained"
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(merge.Interrupted, match=f"after step 2, .*--resume {world.root / 'run'}`") as stopped:
+    with pytest.raises(Interrupted, match=f"after step 2, .*--resume {world.root / 'run'}`") as stopped:
         run()
     assert stopped.value.number == signal.SIGINT and signal.getsignal(signal.SIGINT) == before
     assert engines.events == ROUND_1
@@ -270,10 +272,10 @@ def test_ctrl_c_in_the_last_step_of_a_round_does_not_begin_the_next(
 
 def test_an_interruption_names_the_whole_run(world: Any) -> None:
     (world.root / "rounds.json").touch()
-    assert f"--resume {world.root}`" in str(merge.Interrupted(3, world.root / "round-2", 2))
-    assert f"--resume {world.root / 'other'}`" in str(merge.Interrupted(3, world.root / "other", 2))
+    assert f"--resume {world.root}`" in str(Interrupted(3, world.root / "round-2", 2))
+    assert f"--resume {world.root / 'other'}`" in str(Interrupted(3, world.root / "other", 2))
     (world.root / "rounds.json").unlink()
-    assert f"--resume {world.root / 'round-2'}`" in str(merge.Interrupted(3, world.root / "round-2", 2))
+    assert f"--resume {world.root / 'round-2'}`" in str(Interrupted(3, world.root / "round-2", 2))
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -284,7 +286,7 @@ def test_the_model_is_whole_with_and_without_hard_links(
         raise OSError("no hard links here")
 
     if not links:
-        monkeypatch.setattr("pipelines.rounds.os.link", refused)
+        monkeypatch.setattr("pipelines.merge.rounds.os.link", refused)
     source, target = tmp_path / "round-2" / "model", tmp_path / "model"
     source.mkdir(parents=True)
     (source / "config.json").write_text("new")
@@ -344,7 +346,7 @@ def test_inputs_that_change_while_a_round_goes_on_end_before_the_next(
         run(resumed=True)
     with pytest.raises(RunDirError, match="experts changed"):
         config = load_pipeline(world.root / "run" / "round-1" / "pipeline.yaml")
-        rounds._begin(config, world.root / "run", 1, plan["rounds"], said.append)
+        rounds._begin(config, RunPaths(world.root / "run"), 1, plan["rounds"], said.append)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -475,19 +477,20 @@ def test_public_tasks_of_the_student_before_are_those_of_the_last_round(
     engines: Engines, run: Callable[..., Any], world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
-    monkeypatch.setattr("pipelines.preflight.check_tasks", lambda config: None)
+    monkeypatch.setattr("pipelines.inputs.read.check_tasks", lambda config: None)
     monkeypatch.setattr(
-        "pipelines.evaluate.run_tasks", lambda settings, path, dtype: ran.append(str(path)) or {"t": {"acc": len(ran)}}
+        "pipelines.evaluation.lm_eval.run_tasks",
+        lambda settings, path, dtype: ran.append(str(path)) or {"t": {"acc": len(ran)}},
     )
     session = engines.session
 
-    def with_tasks(run: merge.Run, *rest: Any) -> Any:
+    def with_tasks(run: merging.Run, *rest: Any) -> Any:
         report = session(run, *rest)
         engines.event("tasks")
-        merge.lm_eval_merge(run.config, run.paths.model, run.paths.lm_eval)
+        lm_eval_merge(run.config, run.paths.model, run.paths.lm_eval)
         return report
 
-    monkeypatch.setattr(merge, "_session", with_tasks)
+    monkeypatch.setattr(merging, "_session", with_tasks)
     world.data["evaluate"] = {"lm_eval": ["gsm8k"]}
     engines.fail_at = "round-1: tasks"  # the report is there, the tasks are not
     with pytest.raises(RunError, match="killed"):

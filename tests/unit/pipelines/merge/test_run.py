@@ -14,7 +14,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import pipelines.evaluate
 from experts.adapter import whole_model
 from opd.checkpoints import CheckpointStore
 from opd.cluster import WorkerDied
@@ -25,15 +24,16 @@ from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import blake3_file
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
+from opd.run_dir import RunPaths
 from opd.settings import validate
 from opd.types import Teacher, WrittenFile
-from pipelines import merge, preflight
-from pipelines.build import RunPaths
-from pipelines.evaluate import lm_eval_merge
-from pipelines.manifest import manifest_of, resolved
-from pipelines.merge import Run, _before_and_experts, _refuse_fewer_steps
-from pipelines.preflight import check
-from pipelines.resume import refuse_changed_inputs
+from pipelines.evaluation import lm_eval
+from pipelines.evaluation.lm_eval import lm_eval_merge
+from pipelines.inputs.read import read_inputs
+from pipelines.merge import run as merging
+from pipelines.merge.changes import refuse_changed_inputs
+from pipelines.merge.manifest import manifest_of, resolved
+from pipelines.merge.run import Run, _before_and_experts, _refuse_fewer_steps
 
 
 @pytest.fixture
@@ -75,22 +75,22 @@ def test_a_resume_needs_neither_the_current_directory_nor_a_guess(
     mixed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config = load_pipeline(mixed.write())
-    data = resolved(config, check(config))
+    data = resolved(config, read_inputs(config))
     assert {n: e["base"] for n, e in data["experts"].items()} == {"rev": None, "up": str(mixed.root / "base")}
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    again = check(validate(PipelineConfig, data, "pipeline.yaml"))
+    again = read_inputs(validate(PipelineConfig, data, "pipeline.yaml"))
     assert again.teachers["upper"].adapter_dir == mixed.root / "adapters" / "up"
 
 
 def test_a_resume_with_another_adapter_is_refused(mixed: Any) -> None:
     config = load_pipeline(mixed.write())
-    before = manifest_of(config, check(config))
+    before = manifest_of(config, read_inputs(config))
     assert "adapter" not in before["experts"]["rev"]
-    refuse_changed_inputs(before, manifest_of(config, check(config)), mixed.root / "manifest.json")
+    refuse_changed_inputs(before, manifest_of(config, read_inputs(config)), mixed.root / "manifest.json")
     file = mixed.root / "adapters" / "up" / "adapter_config.json"
     file.write_text(file.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     with pytest.raises(RunDirError, match="experts changed since the run began: up"):
-        refuse_changed_inputs(before, manifest_of(config, check(config)), mixed.root / "manifest.json")
+        refuse_changed_inputs(before, manifest_of(config, read_inputs(config)), mixed.root / "manifest.json")
 
 
 def test_a_run_cannot_end_before_its_checkpoint(world: Any) -> None:
@@ -122,10 +122,10 @@ def interrupted(world: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     def no_ray(*_: Any) -> None:
         raise RunError("it would start now")
 
-    monkeypatch.setattr(merge, "ray_session", no_ray)
+    monkeypatch.setattr(merging, "ray_session", no_ray)
     root: Path = world.root / "run"
     with pytest.raises(RunError, match="it would start now"):
-        merge.start(load_pipeline(world.write()), root)
+        merging.start(load_pipeline(world.write()), root)
     identity = json.loads((root / "manifest.json").read_text())["identity"]
     trainer: Any = OneFile()
     store = CheckpointStore(
@@ -150,7 +150,7 @@ def recorded(run: Path) -> list[int]:
 def test_a_resume_goes_on_from_the_newest_and_sweeps(interrupted: Path) -> None:
     for _ in range(2):
         with pytest.raises(RunError, match="it would start now"):
-            merge.resume(interrupted)
+            merging.resume(interrupted)
     assert names(interrupted / "checkpoints") == ["step-000001", "step-000002"]
     assert recorded(interrupted) == [1, 2]
 
@@ -158,15 +158,15 @@ def test_a_resume_goes_on_from_the_newest_and_sweeps(interrupted: Path) -> None:
 def test_a_damaged_checkpoint_stops_a_resume_until_it_is_told_to_pass_over_it(interrupted: Path) -> None:
     (interrupted / "checkpoints" / "step-000002" / "rank-0.safetensors").write_bytes(b"wEights")
     with pytest.raises(RunDirError, match=r"step-000002/rank-0.safetensors\n"):
-        merge.resume(interrupted)
+        merging.resume(interrupted)
     assert names(interrupted / "checkpoints") == ["step-000001", "step-000002"]
     assert recorded(interrupted) == [1, 2]
     with pytest.raises(RunError, match="it would start now"):
-        merge.resume(interrupted, wanted="latest-valid")
+        merging.resume(interrupted, wanted="latest-valid")
     assert names(interrupted / "checkpoints") == ["step-000001", "superseded-step-000002"]
     assert recorded(interrupted) == [1]
     with pytest.raises(RunError, match="it would start now"):
-        merge.resume(interrupted)  # nothing remembers the damaged one
+        merging.resume(interrupted)  # nothing remembers the damaged one
 
 
 def test_a_checkpoint_from_elsewhere_is_refused(interrupted: Path) -> None:
@@ -175,25 +175,25 @@ def test_a_checkpoint_from_elsewhere_is_refused(interrupted: Path) -> None:
     data["identity"]["experts"]["up"] = "0" * 64
     file.write_text(json.dumps(data))
     with pytest.raises(RunDirError, match="a checkpoint of another run: expert up differ"):
-        merge.resume(interrupted)
+        merging.resume(interrupted)
 
 
 def test_fewer_steps_than_the_checkpoint_has_are_refused(interrupted: Path) -> None:
     with pytest.raises(RunDirError, match="1, with a checkpoint of step 2"):
-        merge.resume(interrupted, overrides=["trainer.steps=1"])
+        merging.resume(interrupted, overrides=["trainer.steps=1"])
     with pytest.raises(RunError, match="it would start now"):
-        merge.resume(interrupted)  # what was refused did not become the run's own
+        merging.resume(interrupted)  # what was refused did not become the run's own
 
 
 # Evaluations of a run
 
 
 def test_a_resume_finds_local_tasks_and_verifiers_from_anywhere(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "check_tasks", lambda config: None)
+    monkeypatch.setattr("pipelines.inputs.read.check_tasks", lambda config: None)
     world.data["evaluate"] = {"lm_eval": ["gsm8k", "tasks/mine.yaml"]}
     world.data["domains"]["upper"]["eval"]["verifier"] = {"kind": "regex", "pattern": "(.*)"}
     config = load_pipeline(world.write())
-    data = yaml.safe_load(yaml.safe_dump(resolved(config, check(config))))
+    data = yaml.safe_load(yaml.safe_dump(resolved(config, read_inputs(config))))
     again = validate(PipelineConfig, data, "pipeline.yaml")
     assert again.evaluate.lm_eval.tasks == ["gsm8k", str(world.root / "tasks" / "mine.yaml")]
     assert again.domains["upper"].eval.verifier == config.domains["upper"].eval.verifier  # type: ignore[union-attr]
@@ -203,7 +203,7 @@ class Measuring:
     """An engine, an evaluator and a reporter that write down what they are asked for."""
 
     def __init__(self, paths: RunPaths, shown: Any) -> None:
-        self.reporter = RunReporter(MetricsFile(paths.metrics), paths.evaluation, shown)
+        self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
         self.engine = self.evaluator = self
         self.asked: list[str] = []
 
@@ -219,7 +219,7 @@ class Measuring:
 def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
     config = load_pipeline(world.write())
     paths = RunPaths(world.root / "run")
-    run = Run(config=config, inputs=check(config), paths=paths, identity={})
+    run = Run(config=config, inputs=read_inputs(config), paths=paths, identity={})
     paths.root.mkdir()
     shown: Any = type("Shown", (), {"say": lambda self, line: None})()
 
@@ -247,7 +247,7 @@ def test_public_tasks_are_run_for_the_student_before_and_the_merged_model(
 ) -> None:
     ran: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        pipelines.evaluate,
+        lm_eval,
         "run_tasks",
         lambda settings, path, dtype: ran.append((str(path), dtype)) or {"gsm8k": {"acc,none": 0.5}},
     )
@@ -284,8 +284,8 @@ def test_a_death_that_a_step_cannot_mend_starts_all_again_from_the_last_checkpoi
             raise WorkerDied(f"trainer rank 0: death {len(seen)}")
         return {"steps": 2}
 
-    monkeypatch.setattr(merge, "_session", session)
-    assert merge.resume(interrupted) == {"steps": 2}
+    monkeypatch.setattr(merging, "_session", session)
+    assert merging.resume(interrupted) == {"steps": 2}
     assert [step for step, _ in seen] == [2] * sessions
     for number, (_, notices) in enumerate(seen[1:], start=1):
         assert notices == [f"trainer rank 0: death {number}", f"starting all workers again, {number} of 3 times"]
@@ -298,9 +298,9 @@ def test_too_many_deaths_end_the_run_with_the_last_one(interrupted: Path, monkey
         died.append(1)
         raise WorkerDied(f"rollout worker 0: death {len(died)}")
 
-    monkeypatch.setattr(merge, "_session", session)
+    monkeypatch.setattr(merging, "_session", session)
     with pytest.raises(RunError, match="death 2"):
-        merge.resume(interrupted, overrides=["cluster.max_restarts=1"])
+        merging.resume(interrupted, overrides=["cluster.max_restarts=1"])
     assert len(died) == 2
 
 
@@ -311,19 +311,19 @@ def test_another_failure_is_not_tried_again(interrupted: Path, monkeypatch: pyte
         tried.append(1)
         raise RunError("step 3: gradient norm nan")
 
-    monkeypatch.setattr(merge, "_session", session)
+    monkeypatch.setattr(merging, "_session", session)
     with pytest.raises(RunError, match="gradient norm nan"):
-        merge.resume(interrupted)
+        merging.resume(interrupted)
     assert len(tried) == 1
 
 
 def test_a_run_records_how_it_was_called_and_what_it_is_made_of(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "_supervise", lambda *_: {})
+    monkeypatch.setattr(merging, "_session", lambda *_: {})
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/opd", "merge", "pipeline.yaml", "--set", "name=a b"])
-    merge.start(load_pipeline(world.write()), world.root / "run")
+    merging.start(load_pipeline(world.write()), world.root / "run")
     manifest = json.loads((world.root / "run" / "manifest.json").read_text())
     assert manifest["command"] == "opd merge pipeline.yaml --set 'name=a b'"
     weights = load_file(world.root / "base" / "model.safetensors")
     assert manifest["models"]["student"]["parameters"] == sum(t.numel() for t in weights.values())
     assert set(manifest["models"]["experts"]) == {"rev", "up"}
-    assert merge.resume(world.root / "run") == {}, "neither is compared"
+    assert merging.resume(world.root / "run") == {}, "neither is compared"
