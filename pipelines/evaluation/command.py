@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,17 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 class EvaluateOptions:
     """What one call of `opd evaluate` asks for: `models`, or a `matrix`."""
 
-    models: tuple[Path, ...] = ()
+    models: Sequence[Path] = ()
     """Models, or run directories with one."""
     matrix: str | None = None
     """A run directory or a pipeline, every model of which takes every exam."""
     pipeline: str | None = None
     """Whose exams the models take; None: that of the run which the first model comes from."""
-    domains: tuple[str, ...] | None = None
+    domains: Sequence[str] | None = None
     """None: all that have an exam."""
-    tasks: tuple[str, ...] = ()
+    tasks: Sequence[str] = ()
     """Public tasks beside those of the pipeline."""
-    overrides: tuple[str, ...] = ()
+    overrides: list[str] | None = None
     side_by_side: bool = False
     """One table with a column for each model."""
 
@@ -65,7 +65,7 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     """Models on a pipeline's exams, on its public tasks and on those asked for; on these alone if there is no pipeline."""
     dirs = [RunPaths(path).model if RunPaths(path).exists else path for path in options.models]
     file = find(options.pipeline) if options.pipeline is not None else _pipeline_of(dirs[0])
-    config = None if file is None else with_all_domains(load_pipeline(file, list(options.overrides)))
+    config = None if file is None else with_all_domains(load_pipeline(file, options.overrides))
     if config is None and not options.tasks:
         raise ConfigError.at(
             "--pipeline",
@@ -87,7 +87,7 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
 def _matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:
     """Everyone on every domain, for a pipeline or for a run directory, which gets the file of it."""
     paths = RunPaths(Path(where)) if RunPaths(Path(where)).exists else None
-    config = load_pipeline(find(where) if paths is None else paths.pipeline, list(options.overrides))
+    config = load_pipeline(find(where) if paths is None else paths.pipeline, options.overrides)
     other = [] if paths is None else _other_keys(config, paths)
     if other:
         tell(f"evaluation/matrix.json is not written: {', '.join(other)} differ from the run's")
@@ -126,7 +126,7 @@ def _pipeline_of(model: Path) -> Path | None:
     return paths.pipeline if paths.exists else None
 
 
-def _with_tasks(config: PipelineConfig | None, tasks: tuple[str, ...]) -> LMEvalConfig:
+def _with_tasks(config: PipelineConfig | None, tasks: Sequence[str]) -> LMEvalConfig:
     settings = LMEvalConfig() if config is None else config.evaluate.lm_eval
     return settings.model_copy(update={"tasks": list(dict.fromkeys([*settings.tasks, *tasks]))})
 
