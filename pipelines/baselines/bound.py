@@ -10,7 +10,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from experts.bound_files import model_digest
-from experts.model_dir import weight_hashes
+from experts.weight_files import weight_hashes
 from opd.config import load_pipeline
 from opd.evaluation.baselines import BaselineResult
 from opd.report.stale import other_budget

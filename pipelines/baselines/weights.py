@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experts.model_dir import ModelInfo, weight_tensors
+from experts.model_dir import ModelInfo
+from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
 from opd.errors import ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam

@@ -1,7 +1,7 @@
 """`opd check`: whether a merge is worth starting. Its experts know their domains, and nothing is garbled or swapped.
 
-    preflight ─→ the student: answers ─┬─→ compare: every teacher on the student's tokens and its domain's answers
-                                       └─→ each expert's answers ─→ rivals, where one does not stand out ─→ judge
+    inputs ─→ the student: answers ─┬─→ compare: every teacher on the student's tokens and its domain's answers
+                                    └─→ each expert's answers ─→ rivals, where one does not stand out ─→ judge
 
 One rollout engine and one process with the student and a teacher; minutes before hours.
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 import difflib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 from experts.adapter import whole_model
 from opd import cluster
@@ -24,7 +23,8 @@ from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, Rollout, Segment, Teacher
-from pipelines.compare import Comparer, Comparison
+from pipelines.check.comparison import Comparer, Comparison
+from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, is_guess, judge, judge_student, problem
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import Need, estimate, fix, machine_bytes, shortage
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs
@@ -36,51 +36,7 @@ Compare = Callable[[Teacher, Sequence[Rollout], Sequence[Rollout]], Comparison]
 
 COMPARED = 8
 """Responses, and texts, of each domain that student and teachers are compared on."""
-MASTERED = 0.99
-"""Accuracy from which there is nothing left to learn."""
-CLEAR = 0.2
-"""Difference of accuracies that is no accident of a few dozen prompts."""
-FAR_APART = 0.3
-"""Least share of tokens where student and teacher rank the same one first."""
-GARBLED = 0.9
-"""Share of ln V from which a teacher does no better than a guess among all tokens."""
-SAME = 1e-4
-"""Largest KL of a model to itself, nats: rounding."""
 DIFF_LINES, DIFF_WIDTH = 4, 100
-SHOWN_ANSWER = 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Something that is wrong, or worth a look."""
-
-    level: Literal["fail", "warn"]
-    domain: str
-    """Empty: the whole pipeline."""
-    message: str
-    fix: str
-    """What to change, in terms of the pipeline's keys."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One teacher of one domain."""
-
-    domain: str
-    expert: str
-    leads: bool
-    """True for the domain's heaviest teacher; the others need not know the domain."""
-    student_accuracy: float | None
-    """None: the domain has no exam."""
-    expert_accuracy: float | None
-    """None: no exam, not the heaviest, or broken."""
-    compared: Comparison
-    knows_another: bool = False
-    """True if it only does better than a guess on another domain than this; tried where it does not on this one."""
-    frequent: tuple[str, float] = ("", 0.0)
-    """The exam's most frequent right answer, and the share of the questions that it answers."""
-    rivals: Mapping[str, float] = field(default_factory=dict)
-    """Accuracy of other experts on this domain; measured only where this one does not stand out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +44,7 @@ class CheckReport:
     """All that was measured, and what follows from it."""
 
     vocab_size: int
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredTeacher, ...]
     """In the order of the pipeline's domains, of each the heaviest teacher first."""
     findings: tuple[Finding, ...]
     memory: tuple[Need, ...]
@@ -105,9 +61,9 @@ class CheckReport:
 
 
 def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckReport:
-    """Preflight, then a look at what the experts can do, on `samples` held-out prompts per domain.
+    """Read the inputs, then look at what the experts can do, on `samples` held-out prompts per domain.
 
-    Raises: OpdError for what preflight refuses, before any compute; RunError if a worker fails.
+    Raises: OpdError for inputs that a merge refuses, before any compute; RunError if a worker fails.
     """
     short = EvaluateConfig(samples=samples, max_new_tokens=config.evaluate.max_new_tokens)  # one greedy answer each
     config = config.model_copy(update={"evaluate": short})
@@ -144,26 +100,47 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     return CheckReport(vocab_size=student.vocab_size, measured=tuple(measured), findings=findings, memory=tuple(needs))
 
 
+def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
+    """Domain, expert, both accuracies, overlap, KL, share of a guess's NLL, verdict; `-` where nothing was measured."""
+
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    return [
+        (
+            one.domain,
+            one.expert,
+            shown(one.student_accuracy, ".2f"),
+            shown(one.expert_accuracy, ".2f"),
+            shown(one.compared.overlap, ".0%"),
+            shown(one.compared.kl, ".3f"),
+            shown(one.compared.guessing(report.vocab_size), ".2f"),
+            report.verdict(one.domain),
+        )
+        for one in report.measured
+    ]
+
+
 # Measuring
 
 
 def measure(
     config: PipelineConfig, inputs: Inputs, engine: RolloutEngine, evaluator: Evaluator, compare: Compare, tell: Tell
-) -> tuple[Comparison, list[Measured]]:
+) -> tuple[Comparison, list[MeasuredTeacher]]:
     """The student against itself, and every teacher of every domain. The engine holds the student to begin with."""
     before = evaluator.evaluate(model=BEFORE).accuracy
     responses, texts = _responses(inputs, engine), _texts(config, inputs)
     tell(f"the student answered the exams of {len(before)} domains")
     student = Teacher(name="student", model_dir=config.student.model.absolute())
     itself = compare(student, [r for rows in responses.values() for r in rows[:1]], [])
-    routed = [(domain, part.teacher) for domain, assigned in inputs.routes.items() for part in assigned]
+    routed = [(domain, one.teacher) for domain, assigned in inputs.routes.items() for one in assigned]
     teachers = [teacher for _, teacher in routed]
     vocab_size = inputs.student.vocab_size
     rows = {}
     for domain, teacher in sorted(routed, key=lambda route: teachers.index(route[1])):  # each is loaded once
         compared = compare(teacher, responses[domain], texts[domain])
-        others = [texts[d] for d in texts if d != domain] if _is_guess(compared.guessing(vocab_size)) else []
-        rows[domain, teacher] = Measured(
+        others = [texts[d] for d in texts if d != domain] if is_guess(compared.guessing(vocab_size)) else []
+        rows[domain, teacher] = MeasuredTeacher(
             domain=domain,
             expert=teacher.name,
             leads=teacher == inputs.teachers[domain],
@@ -171,16 +148,16 @@ def measure(
             expert_accuracy=None,
             compared=compared,
             frequent=_most_frequent(inputs, domain),
-            knows_another=any(not _is_guess(compare(teacher, [], other).guessing(vocab_size)) for other in others),
+            knows_another=any(not is_guess(compare(teacher, [], other).guessing(vocab_size)) for other in others),
         )
     tell(f"{len(rows)} teachers compared with the student, token by token")
-    rows |= _examine(rows, engine, evaluator, vocab_size, tell)
+    rows |= _with_exams(rows, engine, evaluator, vocab_size, tell)
     return itself, [rows[route] for route in routed]
 
 
-def _examine(
-    rows: Mapping[Route, Measured], engine: RolloutEngine, evaluator: Evaluator, vocab_size: int, tell: Tell
-) -> dict[Route, Measured]:
+def _with_exams(
+    rows: Mapping[Route, MeasuredTeacher], engine: RolloutEngine, evaluator: Evaluator, vocab_size: int, tell: Tell
+) -> dict[Route, MeasuredTeacher]:
     """The rows that get an exam, with accuracies: those of heaviest teachers that are in order."""
     sound = [route for route, one in rows.items() if not problem(one, vocab_size)]
     leading = [route for route in sound if rows[route].leads and rows[route].student_accuracy is not None]
@@ -205,11 +182,6 @@ def _most_frequent(inputs: Inputs, domain: str) -> tuple[str, float]:
     answers = [prompt.answer for prompt in inputs.exams[domain].prompts] if domain in inputs.exams else [""]
     ((answer, count),) = Counter(answers).most_common(1)
     return (answer, count / len(answers)) if answer else ("", 0.0)  # some verifiers need none
-
-
-def is_doubtful(student: float, expert: float) -> bool:
-    """No clear gain, and room for another expert to do clearly better."""
-    return expert - student < CLEAR and expert <= 1 - CLEAR
 
 
 def _accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[Route]) -> dict[Route, float]:
@@ -266,127 +238,7 @@ def _texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:
     return by_domain
 
 
-# Judging
-
-
-def judge_student(itself: Comparison) -> Iterator[Finding]:
-    """A model is no distance away from itself: else trainer and scorer compute differently, and no merge is sound."""
-    why = itself.broken
-    if not why and itself.kl is not None and not itself.kl <= SAME:  # NaN is not
-        why = f"the student scored by itself: KL {itself.kl:.1e} nats, at most {SAME} wanted; trainer and scorer differ"
-    if why:
-        fix = "see whether student.model is whole; if it is, its architecture is computed wrongly: please report it"
-        yield Finding(level="fail", domain="", message=why, fix=fix)
-
-
-def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
-    """Domain, expert, both accuracies, overlap, KL, share of a guess's NLL, verdict; `-` where nothing was measured."""
-
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    return [
-        (
-            one.domain,
-            one.expert,
-            shown(one.student_accuracy, ".2f"),
-            shown(one.expert_accuracy, ".2f"),
-            shown(one.compared.overlap, ".0%"),
-            shown(one.compared.kl, ".3f"),
-            shown(one.compared.guessing(report.vocab_size), ".2f"),
-            report.verdict(one.domain),
-        )
-        for one in report.measured
-    ]
-
-
-def judge(measured: Sequence[Measured], vocab_size: int) -> Iterator[Finding]:
-    """Everything that the figures say, in the order of the domains."""
-    for one in measured:
-        why = problem(one, vocab_size)
-        if why:
-            yield _garbled(one, why)
-            continue
-        if one.leads:
-            yield from _judge_accuracy(one)
-        overlap = one.compared.overlap
-        if overlap is not None and overlap < FAR_APART:
-            yield Finding(
-                level="warn",
-                domain=one.domain,
-                message=f"expert `{one.expert}` and the student rank the same token first on {overlap:.0%} of the "
-                f"student's tokens, less than {FAR_APART:.0%}: far apart",
-                fix="begin with a larger trainer.warmup_steps and a smaller trainer.lr, or with a student that is nearer "
-                "to the expert (the base that it was trained from); look at the prompts' form (chat template)",
-            )
-
-
-def problem(one: Measured, vocab_size: int) -> str:
-    """Why a teacher is not worth an exam; empty if it is. One that knows another domain is whole, but misplaced."""
-    share = one.compared.guessing(vocab_size)
-    if one.compared.broken or one.knows_another or not _is_guess(share):
-        return one.compared.broken
-    return f"NLL of its own domain is {share:.2f} of a blind guess's, ln {vocab_size}, and no better on any other"
-
-
-def _is_guess(share: float | None) -> bool:
-    return share is not None and not share < GARBLED  # NaN is not
-
-
-def _judge_accuracy(one: Measured) -> Iterator[Finding]:
-    student, expert = one.student_accuracy, one.expert_accuracy
-    if student is None or expert is None:
-        yield Finding(
-            level="warn",
-            domain=one.domain,
-            message="not measured: the domain has no `eval`",
-            fix=f"set domains.{one.domain}.eval: {{prompts: HELD_OUT.jsonl, verifier: exact_match}}",
-        )
-        return
-    rival = max(one.rivals, key=lambda name: one.rivals[name], default=None)
-    if min(student, expert) >= MASTERED:
-        yield Finding(
-            level="warn",
-            domain=one.domain,
-            message=f"nothing to learn: student {student:.2f}, expert `{one.expert}` {expert:.2f}",
-            fix=f"leave domains.{one.domain} out, or keep it so that it is not forgotten; harder prompts would tell more",
-        )
-    elif rival is not None and one.rivals[rival] - expert >= CLEAR:
-        yield Finding(
-            level="fail",
-            domain=one.domain,
-            message=f"expert `{one.expert}` scores {expert:.2f} on {one.domain}, `{rival}` scores "
-            f"{one.rivals[rival]:.2f}: swapped?",
-            fix=f"set domains.{one.domain}.teachers: {rival}, or correct the model or domain of `{one.expert}`",
-        )
-    elif expert <= student:
-        yield Finding(
-            level="fail",
-            domain=one.domain,
-            message=f"expert `{one.expert}` scores {expert:.2f} on {one.domain}, the student {student:.2f}: "
-            "nothing to learn from it",
-            fix=f"leave domains.{one.domain} out or train the expert longer; if it should know better, look at the "
-            "prompts' form (chat template), domains.*.eval.verifier and evaluate.max_new_tokens",
-        )
-    answer, share = one.frequent
-    if share >= CLEAR and expert - share < CLEAR:
-        yield Finding(
-            level="warn",
-            domain=one.domain,
-            message=f"always answering {answer[:SHOWN_ANSWER]!r} would score {share:.2f} on {one.domain}, expert "
-            f"`{one.expert}` scores {expert:.2f}: has it learned more than this answer?",
-            fix=f"give domains.{one.domain} prompts whose answers vary more, or train the expert longer; what the merge "
-            "gains here says little",
-        )
-
-
-def _garbled(one: Measured, why: str) -> Finding:
-    return Finding(
-        level="fail",
-        domain=one.domain,
-        message=f"expert `{one.expert}`: {why}: garbled weights?",
-        fix=f"copy or save the model of experts.{one.expert} again, and see what `opd experts verify {one.expert}` says",
-    )
+# Findings about the inputs
 
 
 def memory_findings(config: PipelineConfig, needs: Sequence[Need], limit: int) -> Iterator[Finding]:
@@ -397,10 +249,10 @@ def memory_findings(config: PipelineConfig, needs: Sequence[Need], limit: int) -
 
 
 def template_findings(inputs: Inputs) -> Iterator[Finding]:
-    """Experts whose chat template says something else than the student's. Preflight has refused other end tokens."""
+    """Experts whose chat template says something else than the student's. Other end tokens were refused before."""
     ours = inputs.student.chat_template_hash
     for domain, assigned in inputs.routes.items():
-        for name in (part.teacher.name for part in assigned):
+        for name in (one.teacher.name for one in assigned):
             info = inputs.experts[name].info
             if None in (ours, info.chat_template_hash) or ours == info.chat_template_hash:
                 continue

@@ -27,11 +27,10 @@ def check(
 
     config = load_pipeline(find(pipeline), overrides)
     from pipelines.check import measure
-    from pipelines.check.judge import teacher_rows
     from pipelines.inputs.memory import need_rows
 
     checked = measure.check_pipeline(config, samples, say)
-    print_table(config.name, TEACHER_COLUMNS, teacher_rows(checked))
+    print_table(config.name, TEACHER_COLUMNS, measure.teacher_rows(checked))
     print_table("memory of the merge", MEMORY_COLUMNS, need_rows(checked.memory))
     for finding in checked.findings:
         say(f"{finding.level}: {finding.domain + ': ' if finding.domain else ''}{finding.message}", err=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 from experts.adapter import inspect_expert
 from experts.bound_files import model_digest
-from experts.model_dir import weight_hashes
+from experts.weight_files import weight_hashes
 from opd.config import PipelineConfig
 from opd.config.evaluate import LMEvalConfig
 from opd.evaluation.evaluator import BEFORE, MERGED

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from experts.adapter import AdapterInfo
-from experts.model_dir import ModelInfo, weight_tensors
+from experts.model_dir import ModelInfo
+from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
 from opd.errors import ModelError
 from opd.rollouts.served import refusal

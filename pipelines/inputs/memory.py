@@ -19,7 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo, weight_tensors
+from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo
+from experts.weight_files import weight_tensors
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.errors import ConfigError

@@ -15,8 +15,9 @@ from experts.adapter import AdapterInfo, inspect_expert
 from experts.bound_files import model_digest
 from experts.checks import check_fits
 from experts.finite import check_finite
-from experts.model_dir import Hashes, ModelInfo, inspect_model
+from experts.model_dir import ModelInfo, inspect_model
 from experts.registry import Manifest, Registry, default_root
+from experts.weight_files import Hashes
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig, ExpertConfig, RegisteredExperts
 from opd.errors import ConfigError, ModelError, PromptError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from experts.bound_files import model_digest
-from experts.model_dir import weight_hashes
+from experts.weight_files import weight_hashes
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text

@@ -43,7 +43,7 @@ from opd.run_dir import RunPaths
 from opd.stream.targets import refuse_many_broken
 from opd.sync.shared_memory import SharedMemorySync
 from opd.types import DomainStats, Prompt, Rollout, Segment, Teacher, WrittenFile
-from pipelines.check import template_findings
+from pipelines.check.measure import template_findings
 from pipelines.inputs.read import Inputs
 from pipelines.merge.directory import locked
 

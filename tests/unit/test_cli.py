@@ -19,7 +19,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import pipelines.baselines.run
-import pipelines.check
+import pipelines.check.measure
 import pipelines.merge.run
 from cli import app
 from experts.registry import Registry
@@ -29,8 +29,9 @@ from opd.errors import RunError, StorageError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore
 from pipelines.baselines.jobs import Job
-from pipelines.check import CheckReport, Finding, Measured
-from pipelines.compare import Comparison
+from pipelines.check.comparison import Comparison
+from pipelines.check.judge import Finding, MeasuredTeacher
+from pipelines.check.measure import CheckReport
 from pipelines.inputs.memory import Need
 from pipelines.interrupts import Interrupted, Stopped
 
@@ -524,7 +525,7 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
     level: Any, fix_up: bool, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = Comparison(kl=1.25, overlap=0.5, answer_nll=1.0)
-    measured = Measured(
+    measured = MeasuredTeacher(
         domain="upper", expert="up", leads=True, student_accuracy=0.25, expert_accuracy=0.2, compared=compared
     )
     findings = (
@@ -539,7 +540,7 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
         memory = (Need(what="all of it", nbytes=3 << 29, knobs="trainer.ranks"),)
         return CheckReport(vocab_size=76, measured=(measured,), findings=findings, memory=memory)
 
-    monkeypatch.setattr(pipelines.check, "check_pipeline", found)
+    monkeypatch.setattr(pipelines.check.measure, "check_pipeline", found)
     more = ["--samples", "5", "--set", "seed=3"] + ["--fix-up"] * fix_up
     result = opd("check", "pipeline.yaml", *more)
     assert result.exit_code == (1 if level == "fail" else 0)

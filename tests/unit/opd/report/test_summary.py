@@ -79,13 +79,13 @@ def test_the_numbers() -> None:
 
 
 def test_nothing_to_recover_is_null() -> None:
-    found = report(exams=dict.fromkeys(EXAMS, {"a": 1.0}))
+    found = report(exams={name: {"a": 1.0} for name in EXAMS})
     assert found["mean_headroom"] is None
     assert found["worst_headroom"] is None
 
 
 def test_a_run_without_exams_and_records() -> None:
-    found = report(exams=dict.fromkeys(EXAMS, {}), records=[])
+    found = report(exams={name: {} for name in EXAMS}, records=[])
     assert (found["domains"], found["mean_headroom"], found["response_tokens_per_s"]) == ({}, None, 0.0)
     assert domain_rows(found) == []
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opd.types import Probe, Rollout, Segment, Teacher
-from pipelines.compare import Comparer, Comparison
+from pipelines.check.comparison import Comparer, Comparison
 
 
 def sequence(i: int, prompt: int, response: int) -> Rollout:

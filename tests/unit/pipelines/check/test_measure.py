@@ -14,32 +14,23 @@ import pytest
 from opd.config import load_pipeline
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.types import Completion, Prompt, Rollout, RolloutBatch, Segment, Teacher
-from pipelines.check import (
-    CheckReport,
-    Finding,
-    Measured,
-    is_doubtful,
-    judge,
-    judge_student,
-    measure,
-    teacher_rows,
-    template_findings,
-)
-from pipelines.compare import Comparison
+from pipelines.check.comparison import Comparison
+from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, judge, judge_student
+from pipelines.check.measure import CheckReport, measure, teacher_rows, template_findings
 from pipelines.inputs.read import read_inputs
 
 FINE = Comparison(kl=0.3, overlap=0.8, prompt_nll=5.0, answer_nll=0.2)
 VOCABULARY = 76
 
 
-def one(student: float | None, expert: float | None, **changes: Any) -> Measured:
-    base = Measured(
+def one(student: float | None, expert: float | None, **changes: Any) -> MeasuredTeacher:
+    base = MeasuredTeacher(
         domain="sort", expert="a", leads=True, student_accuracy=student, expert_accuracy=expert, compared=FINE
     )
     return replace(base, **changes)
 
 
-def judged(*measured: Measured) -> list[Finding]:
+def judged(*measured: MeasuredTeacher) -> list[Finding]:
     return list(judge(measured, VOCABULARY))
 
 
@@ -231,7 +222,7 @@ GARBLED = Comparison(kl=9.0, overlap=0.0, prompt_nll=5.0, answer_nll=5.0)
 
 def measured_with(
     world: Any, engine: FakeEngine, elsewhere: str = "", **special: Comparison
-) -> tuple[list[Measured], list[Any]]:
+) -> tuple[list[MeasuredTeacher], list[Any]]:
     """With every teacher in good order but the `special` ones, unless `elsewhere`; also what was compared."""
     config = load_pipeline(world.write())
     calls = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from experts import model_dir
+from experts import weight_files
 from experts.registry import Registry
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError, ModelError, OpdError, PromptError
@@ -201,7 +201,7 @@ def test_digests_tell_adapters_apart_and_bases_together(adapters: Any, expert_di
 
 def test_bases_of_several_adapters_are_hashed_once(adapters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    monkeypatch.setattr(model_dir, "blake3_file", lambda file: read.append(file) or blake3_file(file))
+    monkeypatch.setattr(weight_files, "blake3_file", lambda file: read.append(file) or blake3_file(file))
     read_inputs(config(adapters))
     weights = [file.name for file in read if file.suffix == ".safetensors"]
     assert weights == ["model.safetensors"] * 2, "once as the student, once as the base of both experts"
