@@ -140,12 +140,11 @@ def measure_experts(
     engine: RolloutEngine,
     evaluator: Evaluator,
     before: Mapping[str, float],
-    student_dir: Path,
     teachers: Mapping[str, Teacher],
     whole: Callable[[Teacher], AbstractContextManager[Path]],
     tell: Callable[[str], None],
 ) -> Evaluation:
-    """Each domain by its own teacher, as one evaluation; the engine holds the student again afterwards.
+    """Each domain by its own teacher, as one evaluation; the engine holds the last of them afterwards.
 
     `before`: the student's accuracies. `whole` gives the directory of a full model of a teacher while the engine reads it.
     """
@@ -159,5 +158,4 @@ def measure_experts(
             scores |= found.scores
             answers += found.answers
             tell(f"expert {teacher.name}: {scores[domain].accuracy:.3f} on {domain}, the student {before[domain]:.3f}")
-    engine.load(student_dir)
     return Evaluation(model=EXPERT, scores=scores, answers=answers)

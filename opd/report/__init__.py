@@ -13,11 +13,11 @@ __all__ = [
     "RunFiles",
     "baseline_rows",
     "build_report",
+    "domain_rows",
     "full_report",
     "headroom",
     "markdown_table",
     "read_run",
     "round_rows",
-    "domain_rows",
     "write_report",
 ]

@@ -28,7 +28,7 @@ MAX_SEEDS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class BaselineJob:
     """One result to be computed."""
 
     method: str
@@ -119,7 +119,7 @@ def scaled(config: PipelineConfig, share: float) -> PipelineConfig:
 
 def plan(
     config: PipelineConfig, root: Path, methods: Sequence[str], shares: Sequence[float] | None, seed: int | None
-) -> list[Job]:
+) -> list[BaselineJob]:
     """What to compute, in order; `shares` (default: all of it) and `seed` (default: the pipeline's) as given.
 
     Raises: ConfigError for several rounds, or shares of methods that train nothing; RunDirError for a run directory that has no metrics.
@@ -142,7 +142,7 @@ def plan(
             chosen = config if share is None else scaled(config, share)
             parts = [method, "" if share is None else f"-{share:g}", "" if own_seed else f"-seed-{seed}"]
             jobs.append(
-                Job(
+                BaselineJob(
                     method=method,
                     share=share,
                     config=chosen if seed is None else chosen.model_copy(update={"seed": seed}),

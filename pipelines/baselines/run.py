@@ -24,7 +24,7 @@ from opd.run_dir import RunPaths
 from pipelines.baselines.bound import bound, drop_other_merge, outdated, refuse_other_inputs
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
-from pipelines.baselines.jobs import TRAINED_METHODS, Job
+from pipelines.baselines.jobs import TRAINED_METHODS, BaselineJob
 from pipelines.baselines.mergekit import environment, merge_weights
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
 from pipelines.inputs.read import Inputs, read_inputs
@@ -35,7 +35,9 @@ MERGED_BYTES = 2 << 30
 """Merged models that lie on disk at a time, beside the best of each method; one in any case."""
 
 
-def compute(jobs: Sequence[Job], tell: Callable[[str], None], keep_models: bool = False) -> list[BaselineResult]:
+def compute(
+    jobs: Sequence[BaselineJob], tell: Callable[[str], None], keep_models: bool = False
+) -> list[BaselineResult]:
     """Every job's result: read where there is one of these inputs and this merge, else computed. The jobs are of one run
     directory and one seed.
 
@@ -58,7 +60,7 @@ def compute(jobs: Sequence[Job], tell: Callable[[str], None], keep_models: bool 
     return [BaselineResult.load(job.result) for job in jobs]
 
 
-def _found(job: Job, inputs: Inputs, tell: Callable[[str], None]) -> bool:
+def _found(job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> bool:
     """Whether there is a result that counts."""
     if not job.result.exists():
         return False
@@ -87,7 +89,7 @@ def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]
     return read_completions(config, inputs) if "mixed_sft" in methods else {}
 
 
-def _refuse_unfinished(jobs: Sequence[Job]) -> None:
+def _refuse_unfinished(jobs: Sequence[BaselineJob]) -> None:
     for job in jobs:
         if job.own_run and not job.merge.exam("after").exists():
             raise RunDirError.at(
@@ -99,8 +101,8 @@ def _refuse_unfinished(jobs: Sequence[Job]) -> None:
 
 
 def _compute(
-    jobs: Sequence[Job], inputs: Inputs, completions: Completions, tell: Callable[[str], None]
-) -> Iterator[tuple[Job, BaselineResult]]:
+    jobs: Sequence[BaselineJob], inputs: Inputs, completions: Completions, tell: Callable[[str], None]
+) -> Iterator[tuple[BaselineJob, BaselineResult]]:
     """Merges of weights first, which share one process of mergekit and one engine."""
     weights = [job for job in jobs if job.method in WEIGHT_METHODS]
     if weights:
@@ -112,7 +114,7 @@ def _compute(
         yield job, _result(job, found, time.monotonic() - began)
 
 
-def _result(job: Job, found: _Found, wall_s: float) -> BaselineResult:
+def _result(job: BaselineJob, found: _Found, wall_s: float) -> BaselineResult:
     label = {**{n: m.label for n, m in WEIGHT_METHODS.items()}, **TRAINED_METHODS}[job.method]
     return BaselineResult(
         method=job.method,
@@ -140,8 +142,8 @@ class _Found:
 
 
 def _merge_weights(
-    jobs: Sequence[Job], inputs: Inputs, tell: Callable[[str], None]
-) -> Iterator[tuple[Job, BaselineResult]]:
+    jobs: Sequence[BaselineJob], inputs: Inputs, tell: Callable[[str], None]
+) -> Iterator[tuple[BaselineJob, BaselineResult]]:
     """Candidates in the order of the jobs, a few at a time on disk; of each job the best so far stays in its place."""
     home, config = environment(tell), jobs[0].config
     merged = jobs[0].model.with_name(".tmp-merged")
@@ -154,23 +156,23 @@ def _merge_weights(
             for name, e in inputs.experts.items()
         ]
         for start in range(0, len(candidates), at_a_time):
-            part = candidates[start : start + at_a_time]
-            tell(f"weights: merges {start + 1} to {start + len(part)} of {len(candidates)}")
+            batch = candidates[start : start + at_a_time]
+            tell(f"weights: merges {start + 1} to {start + len(batch)} of {len(candidates)}")
             recipes = {
                 _candidate(job, strength): WEIGHT_METHODS[job.method].recipe(inputs.student, experts, strength)
-                for job, strength in part
+                for job, strength in batch
             }
             began = time.monotonic()
             merge_weights(recipes, merged, seed=config.seed, timeout_s=config.cluster.phase_timeout_s, home=home)
-            each_s = (time.monotonic() - began) / len(part)
-            for job, strength in part:
+            each_s = (time.monotonic() - began) / len(batch)
+            for job, strength in batch:
                 trials[job.name].add(engine, merged / _candidate(job, strength), strength, each_s)
                 if strength == WEIGHT_METHODS[job.method].strengths()[-1]:
                     yield job, trials[job.name].result(engine)
     shutil.rmtree(merged)
 
 
-def _candidate(job: Job, strength: float | None) -> str:
+def _candidate(job: BaselineJob, strength: float | None) -> str:
     """Name of a merged model; never one of mergekit's own words, such as a method's name."""
     return f"merged-{job.name}" if strength is None else f"merged-{job.name}-{strength:g}"
 
@@ -178,7 +180,7 @@ def _candidate(job: Job, strength: float | None) -> str:
 class _Trials:
     """The strengths of one method: the best on the validation prompts so far, of several the first."""
 
-    def __init__(self, job: Job, inputs: Inputs, tell: Callable[[str], None]) -> None:
+    def __init__(self, job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> None:
         self._job = job
         self._inputs = inputs
         self._tell = tell
@@ -212,7 +214,7 @@ class _Trials:
         return _result(self._job, found, self._wall_s + time.monotonic() - began)
 
 
-def _imitate(job: Job, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _Found:
+def _imitate(job: BaselineJob, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _Found:
     author = (
         file_author(job.config, completions)
         if job.method == "mixed_sft"
@@ -225,7 +227,7 @@ def _imitate(job: Job, inputs: Inputs, completions: Completions, tell: Callable[
     return _Found(scores=scores, tokens=tokens)
 
 
-def _merge_on_policy(job: Job) -> _Found:
+def _merge_on_policy(job: BaselineJob) -> _Found:
     """The run directory's own merge, or another one with fewer steps; one that was interrupted goes on."""
     paths = job.merge
     drop_other_merge(job)
@@ -239,7 +241,7 @@ def _merge_on_policy(job: Job) -> _Found:
 def _examine(
     engine: VLLMRolloutEngine,
     exams: Mapping[str, DomainExam],
-    job: Job,
+    job: BaselineJob,
     inputs: Inputs,
     tell: Callable[[str], None],
 ) -> Evaluation:
@@ -247,7 +249,7 @@ def _examine(
     return EngineEvaluator(engine, exams, job.config.evaluate, inputs.tokenizer, tell).evaluate(model=job.name)
 
 
-def _named(tell: Callable[[str], None], job: Job) -> Callable[[str], None]:
+def _named(tell: Callable[[str], None], job: BaselineJob) -> Callable[[str], None]:
     return lambda line: tell(f"{job.name}: {line}")
 
 

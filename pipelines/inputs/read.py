@@ -79,7 +79,9 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     for name, expert in by_name.items():
         warnings += check_fits(student, expert.info, name)
     routes, notices = route_domains(config, by_name)
-    refuse_unscorable(config, {a.teacher.name: by_name[a.teacher.name] for part in routes.values() for a in part})
+    refuse_unscorable(
+        config, {a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned}
+    )
     return Teaching(student=student, experts=by_name, routes=routes, warnings=(*warnings, *notices))
 
 
@@ -92,7 +94,7 @@ def read_inputs(config: PipelineConfig) -> Inputs:
     teaching = read_teachers(config)
     by_name, routes = teaching.experts, teaching.routes
     refuse_untrainable(config, teaching.student)
-    refuse_unmeasurable(config, {domain: by_name[part[0].teacher.name] for domain, part in routes.items()})
+    refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
     tokenizer = load_tokenizer(config.student.model)
     config = dated(config, tokenizer)
     files = {d: _prompts_file(d, c, by_name[routes[d][0].teacher.name]) for d, c in config.domains.items()}
@@ -108,7 +110,7 @@ def read_inputs(config: PipelineConfig) -> Inputs:
         _refuse_all_too_long(file, prompts[domain], config.rollout.max_model_len)
     return Inputs(
         student=teaching.student,
-        experts={a.teacher.name: by_name[a.teacher.name] for part in routes.values() for a in part},
+        experts={a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned},
         routes=routes,
         prompts=prompts,
         exams=exams,
@@ -215,7 +217,7 @@ def _untrained(
 ) -> dict[str, frozenset[int]]:
     """`teachers.mask_tokens` as ids, by domain. Raises: ConfigError for a name that is no expert's, or no token."""
     vocabulary = tokenizer.get_vocab()
-    names = sorted({a.teacher.name for part in routes.values() for a in part})
+    names = sorted({a.teacher.name for assigned in routes.values() for a in assigned})
     for name, tokens in config.teachers.mask_tokens.items():
         if name not in names:
             raise ConfigError.at(
@@ -234,7 +236,8 @@ def _untrained(
                 )
     never = {name: [vocabulary[t] for t in tokens] for name, tokens in config.teachers.mask_tokens.items()}
     return {
-        domain: frozenset(i for a in part for i in never.get(a.teacher.name, ())) for domain, part in routes.items()
+        domain: frozenset(i for a in assigned for i in never.get(a.teacher.name, ()))
+        for domain, assigned in routes.items()
     }
 
 

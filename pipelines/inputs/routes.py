@@ -52,7 +52,7 @@ def route_domains(
         routes[domain] = tuple(
             WeightedTeacher(teacher=experts[name].teacher, weight=shares[name] / total) for name in ordered
         )
-    _refuse_idle(config, experts, {a.teacher.name for part in routes.values() for a in part})
+    _refuse_idle(config, experts, {a.teacher.name for assigned in routes.values() for a in assigned})
     return routes, notices
 
 

@@ -31,9 +31,9 @@ def model_card(config: PipelineConfig, inputs: Inputs) -> str:
         "|---|---|---|",
     ]
     for domain, assigned in inputs.routes.items():
-        for part in assigned:
-            name = part.teacher.name
-            share = "" if part.weight == 1 else f" ({part.weight:.3g})"
+        for one in assigned:
+            name = one.teacher.name
+            share = "" if one.weight == 1 else f" ({one.weight:.3g})"
             lines.append(f"| {domain} | {name}{share} | {_weights_cell(inputs.experts[name])} |")
     return "\n".join(lines) + "\n"
 

@@ -127,7 +127,7 @@ def refuse_foreign(checkpoint: Checkpoint, ours: Mapping[str, Any]) -> None:
     """Raises: RunDirError naming what the checkpoint was trained from and the run was not."""
     theirs = checkpoint.identity
     experts = {name: ours["experts"].get(name) == digest for name, digest in theirs.get("experts", {}).items()}
-    other = [part for part in ("config", "student") if theirs.get(part) != ours[part]]
+    other = [key for key in ("config", "student") if theirs.get(key) != ours[key]]
     other += [f"expert {name}" for name, same in experts.items() if not same]
     other += [f"expert {name}" for name in ours["experts"] if name not in experts]
     if other:

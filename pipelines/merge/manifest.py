@@ -73,7 +73,7 @@ def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
         "student": inputs.student.weight_files | file_hashes(Path(inputs.student.path), STUDENT_FILES),
         "experts": {
             name: {
-                "domains": [d for d, part in inputs.routes.items() if name in [a.teacher.name for a in part]],
+                "domains": [d for d, assigned in inputs.routes.items() if name in [a.teacher.name for a in assigned]],
                 "weights": expert.info.weight_files,
                 "config": file_hashes(Path(expert.info.path), CONFIG_FILES),
                 **({"adapter": expert.adapter.files} if expert.adapter else {}),

@@ -302,19 +302,17 @@ def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Ev
         dict.fromkeys(inputs.exams, student),
         lambda domains: replace(measure_before(parts.evaluator, domains, shown.say), step=0, tokens=0),
     )
-    expert = once(
-        "expert",
-        {domain: teacher.digest for domain, teacher in inputs.teachers.items()},
-        lambda domains: measure_experts(
-            parts.engine,
-            parts.evaluator,
-            before.accuracy,
-            run.config.student.model,
-            {domain: inputs.teachers[domain] for domain in domains},
-            lambda teacher: whole_model(teacher, paths.scratch("expert")),
-            shown.say,
-        ),
-    )
+
+    def experts(domains: Sequence[str]) -> Evaluation:
+        teachers = {domain: inputs.teachers[domain] for domain in domains}
+        engine, scratch = parts.engine, paths.scratch("expert")
+        found = measure_experts(
+            engine, parts.evaluator, before.accuracy, teachers, lambda teacher: whole_model(teacher, scratch), shown.say
+        )
+        engine.load(run.config.student.model)
+        return found
+
+    expert = once("expert", {domain: teacher.digest for domain, teacher in inputs.teachers.items()}, experts)
     return before, expert
 
 

@@ -28,7 +28,7 @@ from opd.config import PipelineConfig
 from opd.errors import RunError, StorageError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore
-from pipelines.baselines.jobs import Job
+from pipelines.baselines.jobs import BaselineJob
 from pipelines.check.comparison import Comparison
 from pipelines.check.judge import Finding, MeasuredTeacher
 from pipelines.check.measure import CheckReport
@@ -585,7 +585,7 @@ def test_a_run_directory_has_its_own_pipeline(world: Any) -> None:
 
 
 def test_a_baseline_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute(jobs: list[Job], tell: object, keep_models: bool) -> list[BaselineResult]:
+    def compute(jobs: list[BaselineJob], tell: object, keep_models: bool) -> list[BaselineResult]:
         assert [(job.root, job.config.seed, keep_models) for job in jobs] == [(Path("runs/two-baselines"), 4, True)] * 2
         score = DomainScore(accuracy=0.25, stderr=0.1, low=0.1, high=0.4, questions=10)
         return [

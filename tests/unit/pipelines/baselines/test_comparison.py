@@ -15,7 +15,7 @@ from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
 from pipelines.baselines import compare as comparing
 from pipelines.baselines.comparison import SeedMean, compare
-from pipelines.baselines.jobs import Job
+from pipelines.baselines.jobs import BaselineJob
 
 
 def scores(**accuracy: float) -> dict[str, DomainScore]:
@@ -77,11 +77,11 @@ class FakeRuns:
         self.merges.append(f"resume {root.name}")
         (root / "report.json").write_text("{}")
 
-    def compute(self, jobs: Sequence[Job], tell: Any) -> list[BaselineResult]:
+    def compute(self, jobs: Sequence[BaselineJob], tell: Any) -> list[BaselineResult]:
         self.computed += [f"{job.root.name}/{job.name}" for job in jobs]
         return [self._result(job) for job in jobs]
 
-    def _result(self, job: Job) -> BaselineResult:
+    def _result(self, job: BaselineJob) -> BaselineResult:
         accuracy = ACCURACY[job.method, job.share][job.config.seed]
         return BaselineResult(
             method=job.method,
