@@ -287,7 +287,7 @@ def test_a_domain_of_nothing_but_long_prompts_is_refused(world: Any) -> None:
         read_inputs(config(world))
 
 
-def test_preflight_writes_nothing(world: Any) -> None:
+def test_reading_writes_nothing(world: Any) -> None:
     def tree() -> dict[Path, int]:
         return {p: p.stat().st_mtime_ns for p in world.root.rglob("*")}
 
