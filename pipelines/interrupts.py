@@ -31,7 +31,7 @@ class Interrupted(Exception):
             f"stopped after step {step}, checkpoint written; go on with `opd merge --resume {RunPaths(root).whole}`"
         )
         self.number = number
-        """Of the signal."""
+        """The number of the signal."""
 
 
 class Interrupts:
@@ -39,7 +39,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the first signal; 0 if none came."""
+        """The number of the first signal; 0 if none came."""
         self._ask: Callable[[str], None] | None = None
         self._ending = False
 

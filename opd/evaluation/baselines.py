@@ -20,7 +20,7 @@ class BaselineResult:
     """One method on all domains that have an exam."""
 
     method: str
-    """As in `opd baseline --method`."""
+    """The name that `opd baseline --method` takes."""
     label: str
     """Method and strength as a reader knows them, e.g. `TIES 0.5`."""
     strength: float | None = None
@@ -31,7 +31,7 @@ class BaselineResult:
     """Response tokens that were trained on; None as above."""
     seed: int
     scores: dict[str, DomainScore]
-    """By domain, on the exam that the merge is reported on."""
+    """Domain -> score, on the exam that the merge is reported on."""
     validation: dict[str, float] = field(default_factory=dict)
     """Strength (as text, JSON's keys are text) -> mean accuracy over the domains' validation prompts."""
     wall_s: float

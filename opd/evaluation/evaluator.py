@@ -18,9 +18,9 @@ from opd.interfaces import Evaluator, RolloutEngine
 from opd.types import Completion, Prompt, Teacher
 
 KEPT_QUESTIONS = 5
-"""Of each domain, the questions whose answers are kept to be read."""
+"""Questions of each domain whose answers are kept to be read."""
 KEPT_FAILURES = 20
-"""Of each domain, at most as many failed answers are kept beside those."""
+"""Failed answers of each domain that are kept beside those, at most."""
 
 BEFORE, EXPERT, MERGED = "student before", "expert", "merged"
 """Names of a merge's evaluations, for people."""
@@ -101,7 +101,7 @@ class EngineEvaluator:
         )
 
     def _score(self, answers: Sequence[Answer]) -> DomainScore:
-        """Of one domain; the answers to a question lie side by side."""
+        """The score of one domain; the answers to a question lie side by side."""
         n = self._settings.n
         scores = [[a.score for a in answers[i : i + n]] for i in range(0, len(answers), n)]
         low, high = interval(scores)

@@ -134,7 +134,7 @@ def _domain_keys(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[Plot]]:
-    """By section of the page."""
+    """Section of the page -> its plots."""
     gate = report.get("gate", {}).get("min_headroom")
     gains = []
     if report["domains"]:

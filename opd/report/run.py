@@ -36,7 +36,7 @@ class RunFiles:
     before: Evaluation | None
     expert: Evaluation | None
     after: Evaluation | None
-    """Of the end; None while the merge goes on."""
+    """The evaluation of the end; None while the merge goes on."""
     during: dict[int, Evaluation]
     """Step -> evaluation during the merge, in order."""
     matrix: dict[str, Evaluation]
@@ -44,10 +44,10 @@ class RunFiles:
     baselines: list[BaselineResult]
     """Other methods on the same experts and questions, one for each file."""
     rounds: list[RunFiles]
-    """Of a merge in several rounds, those that have begun; `records`, `during` and what was measured are then those of
+    """The rounds that have begun, of a merge in several; `records`, `during` and what was measured are then those of
     all rounds, with steps counted on."""
     planned_steps: int | None
-    """Of the whole merge; None where there is no pipeline."""
+    """Steps of the whole merge; None where there is no pipeline."""
 
     @property
     def finished(self) -> bool:

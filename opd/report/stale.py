@@ -65,7 +65,7 @@ def stale_matrix(run: RunFiles) -> str | None:
 
 
 def _same_model(one: Evaluation, other: Evaluation) -> bool:
-    """As far as both say it: an older release's exam is taken for one of the model beside it."""
+    """Whether both are of one model, as far as they say it: an older release's exam is taken for one of the model beside it."""
     common = one.weights.keys() & other.weights.keys()
     return all(one.weights[domain] == other.weights[domain] for domain in common)
 

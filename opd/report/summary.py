@@ -336,7 +336,7 @@ def _mean_interval(before: Evaluation, expert: Evaluation, scores: Mapping[str, 
 
 
 def _answers(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[str, float]]]:
-    """By domain and model: questions, mean_tokens, truncated, and `failed` verifiers."""
+    """Domain -> model -> questions, mean_tokens, truncated, and `failed` verifiers."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, evaluation in evaluations.items():
         for domain, score in evaluation.scores.items():

@@ -69,7 +69,7 @@ def _merge(job: BaselineJob) -> tuple[int, int] | None:
 
 
 def _inputs_digest(job: BaselineJob, inputs: Inputs) -> str:
-    """Of student, experts and prompts by content, and of the keys that decide what the method makes of them."""
+    """A digest of student, experts and prompts by content, and of the keys that decide what the method makes of them."""
     manifest = manifest_of(job.config, inputs)
     without = NOT_OF_A_MODEL + (ONLY_OF_TRAINING if job.share is None else ())
     config = {key: value for key, value in manifest["config"].items() if key not in without}

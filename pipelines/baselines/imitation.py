@@ -118,7 +118,7 @@ def file_author(config: PipelineConfig, completions: Completions) -> Iterator[Au
 
 
 def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
-    """Of every training prompt. Raises: PromptError."""
+    """The completion of every training prompt. Raises: PromptError."""
     from experts.sft import IGNORED, encode_line
 
     completions: Completions = {}

@@ -24,7 +24,7 @@ TRAINED_METHODS = {"off_policy": "Off-policy", "mixed_sft": "Mixed SFT", "opd": 
 """Method -> label: those that train, and have shares of the merge's training."""
 METHODS = (*WEIGHT_METHODS, *TRAINED_METHODS)
 MAX_SEEDS = 10
-"""Of a comparison."""
+"""The most that a comparison takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class BaselineJob:
 
     method: str
     share: float | None
-    """Of the merge's steps; None for merges of weights."""
+    """Share of the merge's steps; None for merges of weights."""
     config: PipelineConfig
     """With the share's steps, and the seed."""
     root: Path
@@ -122,7 +122,8 @@ def plan(
 ) -> list[BaselineJob]:
     """What to compute, in order; `shares` (default: all of it) and `seed` (default: the pipeline's) as given.
 
-    Raises: ConfigError for several rounds, or shares of methods that train nothing; RunDirError for a run directory that has no metrics.
+    Raises: ConfigError for several rounds, or shares of methods that train nothing; RunDirError for a run directory that
+    has no metrics.
     """
     refuse_rounds(config)
     trained = [method for method in methods if method in TRAINED_METHODS]

@@ -132,7 +132,7 @@ def _result(job: BaselineJob, found: _Found, wall_s: float) -> BaselineResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """As in `BaselineResult`."""
+    """What a method found; the fields are those of `BaselineResult`."""
 
     scores: dict[str, DomainScore]
     strength: float | None = None

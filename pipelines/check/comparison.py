@@ -127,7 +127,7 @@ class Comparer:
         return torch.cat(parts)
 
     def _nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
-        """Of prompts and of answers; the first token of a text is read only."""
+        """Mean NLL of prompts and of answers; the first token of a text is read only."""
         lengths = {t.sample_id: len(t.prompt_ids) - 1 for t in texts}
         whole = [_from_second_token(t) for t in texts if len(t.prompt_ids) + len(t.response_ids) > 1]
         prompts: list[float] = []

@@ -31,7 +31,7 @@ class Matrix:
     models: Mapping[str, Evaluation]
     """`student before`, every expert by name and, if there is one, `merged`; each on the same domains."""
     own: Mapping[str, tuple[str, ...]]
-    """By model: the domains that it teaches; those of the merged model are all."""
+    """Model -> the domains that it teaches; the merged model has all of them."""
 
     def as_json(self) -> dict[str, Any]:
         """What `evaluation/matrix.json` holds."""

@@ -91,7 +91,7 @@ def check_models(
 
 
 def with_all_domains(config: PipelineConfig) -> PipelineConfig:
-    """Of several rounds the domains of each, by the exam of the last that has it: a model has been through all of them."""
+    """The pipeline with the domains of all its rounds, each with the exam of the last round that has it."""
     domains = {name: domain for one in rounds_of(config) for name, domain in one.domains.items()}
     return config.model_copy(update={"domains": domains})
 

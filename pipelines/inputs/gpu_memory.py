@@ -40,13 +40,13 @@ class Role:
 
     what: str
     gpus: float
-    """As Ray hands them out."""
+    """GPUs that Ray hands out to the worker, or a share of one."""
     kept: int = 0
     """Bytes that stay for the whole run."""
     passing: int = 0
     """Bytes beside them while it computes."""
     share: float = 0.0
-    """Of the whole GPU, for a vLLM engine; what it holds is within it."""
+    """Share of the whole GPU that a vLLM engine takes; what it holds is within it."""
     share_key: str = ""
     sleeps: bool = False
     """Holds its share only while the others do not compute."""

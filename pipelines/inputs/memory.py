@@ -53,7 +53,7 @@ class Need:
 
     what: str
     nbytes: int
-    """Of all processes together, on this machine and outside of GPUs."""
+    """Bytes of all processes together, on this machine and outside of GPUs."""
     knobs: str
     """Keys of the pipeline that decide it."""
 
@@ -135,7 +135,7 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 
 def trainer_state_bytes(config: PipelineConfig, student: ModelInfo) -> int:
-    """Of all ranks together: compute copy, float32 master, both moments, gradients as they are summed.
+    """What all ranks hold together: compute copy, float32 master, both moments, gradients as they are summed.
 
     The float32 copy of these that the optimiser takes is smaller than what the writing of a checkpoint takes, and comes at
     another time.

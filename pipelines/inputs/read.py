@@ -39,18 +39,18 @@ class Inputs:
 
     student: ModelInfo
     experts: dict[str, Expert]
-    """By name: those that score a domain."""
+    """Name -> expert, for those that score a domain."""
     routes: dict[str, tuple[WeightedTeacher, ...]]
-    """By domain, the heaviest first."""
+    """Domain -> its teachers, the heaviest first."""
     prompts: dict[str, list[Prompt]]
     """Training prompts by domain."""
     exams: dict[str, DomainExam]
     untrained: dict[str, frozenset[int]]
-    """By domain: token ids that one of its teachers never writes."""
+    """Domain -> token ids that one of its teachers never writes."""
     tokenizer: Any
     warnings: tuple[str, ...]
     template_date: date | None = None
-    """By which the prompts were rendered; None where the student's chat template does not ask for a date."""
+    """The day that is written into the prompts; None where the student's chat template does not ask for a date."""
 
     @property
     def teachers(self) -> dict[str, Teacher]:
@@ -64,9 +64,9 @@ class Teaching:
 
     student: ModelInfo
     experts: dict[str, Expert]
-    """By name."""
+    """Name -> expert."""
     routes: dict[str, tuple[WeightedTeacher, ...]]
-    """As `Inputs.routes`."""
+    """The same as `Inputs.routes`."""
     warnings: tuple[str, ...]
 
 
@@ -122,7 +122,7 @@ def read_inputs(config: PipelineConfig) -> Inputs:
 
 
 def read_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:
-    """Of every round, as if its student were the first one: a merge does not change what is checked. Raises: OpdError."""
+    """The inputs of every round, read with the first student: a merge does not change what is checked. Raises: OpdError."""
     found: dict[str, Inputs] = {}
     keys = [config.model_dump_json(exclude={"seed"}) for config in configs]  # the seed is no part of what is checked
     for key, config in zip(keys, configs, strict=True):

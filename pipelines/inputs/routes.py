@@ -27,7 +27,7 @@ class Expert:
     info: ModelInfo
     """The model, of an adapter its base."""
     adapter: AdapterInfo | None = None
-    """Of a LoRA adapter; None for a full model."""
+    """The files of a LoRA adapter; None for a full model."""
     prompts: Path | None
     """File it was registered with."""
 

@@ -173,7 +173,7 @@ def unrecorded(recorded: Mapping[str, Any]) -> list[str]:
 
 
 def _weights_only(found: Mapping[str, Any]) -> dict[str, Any]:
-    """As an older release would have recorded it."""
+    """What an older release would have recorded."""
     student = {name: digest for name, digest in found["student"].items() if name.endswith(".safetensors")}
     experts = {
         name: {key: value for key, value in facts.items() if key != "config"}

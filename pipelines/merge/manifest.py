@@ -132,7 +132,7 @@ def _prompt_files(config: PipelineConfig, inputs: Inputs, name: str) -> list[Pat
 
 
 def versions() -> dict[str, str]:
-    """Of Python, this package and the engines: library -> version."""
+    """Library -> version, for Python, this package and the engines."""
     found = {"python": sys.version.split()[0], "opd-merge": __version__}
     for name in VERSIONED:
         try:

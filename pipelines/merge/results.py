@@ -67,7 +67,7 @@ def _but_merged(by_model: Mapping[str, T]) -> dict[str, T]:
 
 
 def _stored_steps(report: Path) -> int | None:
-    """Of a run whose evaluations do not say it, since an older release wrote them."""
+    """Steps of a run whose evaluations do not say it, since an older release wrote them."""
     if not report.exists():
         return None
     steps: int | None = json.loads(report.read_text(encoding="utf-8")).get("steps")

@@ -41,7 +41,7 @@ from pipelines.merge.manifest import manifest_of, resolved, write_inputs
 from pipelines.merge.run import Run
 
 FORMAT = 1
-"""Of `rounds.json`."""
+"""The format of `rounds.json`."""
 Tell = Callable[[str], None]
 Facts = dict[str, Any]
 """The manifest of a round, and its `teachers`: the digest of each domain's leading teacher."""

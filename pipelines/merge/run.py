@@ -63,7 +63,7 @@ class Run:
     inputs: Inputs
     paths: RunPaths
     identity: Mapping[str, Any]
-    """As `pipelines.merge.changes.identity` found it when the run began."""
+    """What `pipelines.merge.changes.identity` found when the run began."""
     notices: tuple[str, ...] = ()
     """What a person should know before the workers start."""
     resume_from: str | None = None
