@@ -24,7 +24,8 @@ from opd.stream.targets import Expected, TargetStream
 from opd.train.shards import write_shard
 from opd.types import Prompt, Rollout, RolloutBatch, Segment, WrittenFile
 from pipelines.inputs.read import read_inputs
-from pipelines.merge.run import Run, _export, _says_what_is_intact
+from pipelines.merge.directory import says_what_is_intact
+from pipelines.merge.run import Run, _export
 
 FULL = "could not be written: No space left on device"
 
@@ -72,7 +73,7 @@ def test_a_checkpoint_leaves_the_one_before(run: RunPaths) -> None:
     assert saver.committed(wait=True)
     rank.numel = 200_000
     saver.save(10, 10)
-    with pytest.raises(StorageError) as error, _says_what_is_intact(run):
+    with pytest.raises(StorageError) as error, says_what_is_intact(run):
         saver.committed(wait=False)
     assert FULL in str(error.value)
     assert "intact: checkpoint of step 5\n" in str(error.value)
@@ -124,7 +125,7 @@ def test_the_export_leaves_the_checkpoint_and_the_model_before(run: RunPaths, wo
     before = {p.name: p.read_bytes() for p in run.model.iterdir()}
     assert {"model.safetensors", "tokenizer.json", "README.md"} <= set(before)
     rank.numel = 200_000
-    with pytest.raises(StorageError, match=FULL) as error, _says_what_is_intact(run):
+    with pytest.raises(StorageError, match=FULL) as error, says_what_is_intact(run):
         _export(parts, merge)
     assert "intact: checkpoint of step 2\n" in str(error.value)
     assert {p.name: p.read_bytes() for p in run.model.iterdir()} == before
