@@ -14,7 +14,7 @@ from opd.evaluation.scores import DomainScore, Evaluation, combined
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.run_dir import RunPaths
-from pipelines.evaluation.models import lm_eval_text
+from pipelines.evaluation.lm_eval import lm_eval_text
 from pipelines.inputs.read import as_teacher, read_inputs
 from pipelines.merge.results import of_merged, take_back, trained
 from pipelines.merge.run import Run, _before_and_experts
