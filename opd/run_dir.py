@@ -44,7 +44,7 @@ class RunPaths:
     root: Path
 
     @property
-    def exists(self) -> bool:
+    def is_run(self) -> bool:
         """Whether `opd merge` made this directory; a pipeline alone may lie anywhere."""
         return self.manifest.is_file() and self.pipeline.is_file()
 

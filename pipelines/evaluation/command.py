@@ -63,7 +63,7 @@ def evaluate(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
 
 def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     """Models on a pipeline's exams, on its public tasks and on those asked for; on these alone if there is no pipeline."""
-    dirs = [RunPaths(path).model if RunPaths(path).exists else path for path in options.models]
+    dirs = [RunPaths(path).model if RunPaths(path).is_run else path for path in options.models]
     file = find(options.pipeline) if options.pipeline is not None else _pipeline_of(dirs[0])
     config = None if file is None else with_all_domains(load_pipeline(file, options.overrides))
     if config is None and not options.tasks:
@@ -86,7 +86,7 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
 
 def _matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:
     """Everyone on every domain, for a pipeline or for a run directory, which gets the file of it."""
-    paths = RunPaths(Path(where)) if RunPaths(Path(where)).exists else None
+    paths = RunPaths(Path(where)) if RunPaths(Path(where)).is_run else None
     config = load_pipeline(find(where) if paths is None else paths.pipeline, options.overrides)
     other = [] if paths is None else _other_keys(config, paths)
     if other:
@@ -123,7 +123,7 @@ def _with_training(matrix: Matrix, paths: RunPaths) -> Matrix:
 def _pipeline_of(model: Path) -> Path | None:
     """The pipeline of the run whose model it is."""
     paths = RunPaths(model.absolute().parent)
-    return paths.pipeline if paths.exists else None
+    return paths.pipeline if paths.is_run else None
 
 
 def _with_tasks(config: PipelineConfig | None, tasks: Sequence[str]) -> LMEvalConfig:

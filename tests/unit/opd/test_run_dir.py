@@ -66,9 +66,9 @@ def test_evaluations_on_the_way_are_in_order(tmp_path: Path) -> None:
 def test_a_directory_is_a_run_by_both_of_its_files(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.pipeline.touch()
-    assert not paths.exists, "a pipeline alone may lie anywhere"
+    assert not paths.is_run, "a pipeline alone may lie anywhere"
     paths.manifest.touch()
-    assert paths.exists
+    assert paths.is_run
 
 
 def test_a_round_belongs_to_the_whole(tmp_path: Path) -> None:
