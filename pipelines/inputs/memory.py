@@ -235,7 +235,7 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
         "sampled_logprobs": 4,
         "top_k": 8 * getattr(config.objective, "k", 0),
     }[config.teachers.payload]
-    opinions = max(len(assigned) for assigned in inputs.routes.values())
+    opinions = max(len(part) for part in inputs.routes.values())
     return [
         Need(what="new weights on their way", nbytes=2 * pushed, knobs="trainer.dtype"),
         # Once as the worker builds them, once in the object store.
@@ -249,7 +249,7 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 def _processes(config: PipelineConfig, inputs: Inputs) -> Need:
     workers = 0 if config.teachers.engine == "flight" else config.teachers.workers
-    prompts = PROMPT_TOKEN * sum(len(p.token_ids) for prompts in inputs.prompts.values() for p in prompts)
+    prompts = PROMPT_TOKEN * sum(len(p.token_ids) for part in inputs.prompts.values() for p in part)
     return Need(
         what="processes, Ray and prompts",
         nbytes=DRIVER_AND_RAY
