@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -16,6 +16,7 @@ from opd.evaluation.scores import FORMAT, Evaluation, combined
 from opd.metrics import MetricsFile
 from opd.run_dir import RunPaths
 
+T = TypeVar("T")
 STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "response_tokens_per_s", "versions")
 """Keys of a stored report that cannot be worked out again, and the accuracies where it lies alone."""
 
@@ -81,9 +82,9 @@ def read_run(root: Path) -> RunFiles:
         before=_evaluation(paths.exam("before")),
         expert=_evaluation(paths.exam("expert")),
         after=_evaluation(paths.exam("after")),
-        during={step: _parse_evaluation(_json(path), path) for step, path in paths.exams_by_step().items()},
+        during={step: _parsed(Evaluation.from_json, _json(path), path) for step, path in paths.exams_by_step().items()},
         matrix=_matrix(paths.matrix),
-        baselines=[_baseline(path) for path in paths.baseline_results()],
+        baselines=[_parsed(BaselineResult.from_json, _json(path), path) for path in paths.baseline_results()],
         rounds=[read_run(path) for path in rounds if path.exists()],
         planned_steps=sum(plan) if plan else pipeline.get("trainer", {}).get("steps"),
     )
@@ -168,7 +169,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 def _evaluation(path: Path) -> Evaluation | None:
     data = _json(path)
-    return None if data is None else _parse_evaluation(data, path)
+    return None if data is None else _parsed(Evaluation.from_json, data, path)
 
 
 def _matrix(path: Path) -> dict[str, Evaluation]:
@@ -180,22 +181,14 @@ def _matrix(path: Path) -> dict[str, Evaluation]:
         models = data["models"].items()
     except (KeyError, AttributeError) as error:
         raise _damaged(path, f"no models: {error}") from None
-    return {name: _parse_evaluation({"format": FORMAT, **model}, path) for name, model in models}
+    return {name: _parsed(Evaluation.from_json, {"format": FORMAT, **model}, path) for name, model in models}
 
 
-def _baseline(path: Path) -> BaselineResult:
-    data = _json(path)
+def _parsed(read: Callable[[Any], T], data: Any, path: Path) -> T:
+    """What `read` makes of a file's data."""
     _check_format(data, path)
     try:
-        return BaselineResult.from_json(data)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from None
-
-
-def _parse_evaluation(data: Any, path: Path) -> Evaluation:
-    _check_format(data, path)
-    try:
-        return Evaluation.from_json(data)
+        return read(data)
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
 

@@ -190,11 +190,11 @@ class _Trials:
         self._exams = validation_exams(job.config, inputs) if WEIGHT_METHODS[job.method].grid else {}
 
     def add(self, engine: VLLMRolloutEngine, model: Path, strength: float | None, merging_s: float) -> None:
-        """Examine a merged model, and put it in the job's place if it is the best. `merging_s`: what it took so far."""
+        """Evaluate a merged model, and put it in the job's place if it is the best. `merging_s`: what it took so far."""
         began = time.monotonic()
         if strength is not None:
             engine.load(model)
-            found = _examine(engine, self._exams, self._job, self._inputs, self._tell)
+            found = _evaluate(engine, self._exams, self._job, self._inputs, self._tell)
             self._validation[strength] = fmean(found.accuracy.values())
             self._tell(f"strength {strength:g}: {self._validation[strength]:.3f} on validation prompts")
         if strength is None or self._best is None or self._validation[strength] > self._validation[self._best]:
@@ -207,7 +207,7 @@ class _Trials:
         began = time.monotonic()
         engine.load(self._job.model)
         found = _Found(
-            scores=_examine(engine, self._inputs.exams, self._job, self._inputs, self._tell).scores,
+            scores=_evaluate(engine, self._inputs.exams, self._job, self._inputs, self._tell).scores,
             strength=self._best,
             validation={f"{strength:g}": value for strength, value in self._validation.items()},
         )
@@ -223,7 +223,7 @@ def _imitate(job: BaselineJob, inputs: Inputs, completions: Completions, tell: C
     tokens = train_off_policy(job.config, inputs, author, job.budget, job.model, tell)
     with rollout_engine(job.config, inputs) as engine:
         engine.load(job.model)
-        scores = _examine(engine, inputs.exams, job, inputs, tell).scores
+        scores = _evaluate(engine, inputs.exams, job, inputs, tell).scores
     return _Found(scores=scores, tokens=tokens)
 
 
@@ -238,7 +238,7 @@ def _merge_on_policy(job: BaselineJob) -> _Found:
     return _Found(scores=after.scores, tokens=tokens, weights=next(iter(after.weights.values()), ""))
 
 
-def _examine(
+def _evaluate(
     engine: VLLMRolloutEngine,
     exams: Mapping[str, DomainExam],
     job: BaselineJob,
