@@ -23,6 +23,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from opd.metrics import MetricsFile
+from opd.run_dir import RunPaths
 
 BARS = (("before", "student before", "#bbbbbb"), ("expert", "expert", "#4477aa"), ("after", "merged", "#228833"))
 BAR_WIDTH = 0.27
@@ -76,8 +77,8 @@ def draw_accuracies(axes: Axes, domains: Mapping[str, Mapping[str, Any]]) -> Non
 
 def make_figure(run_dir: Path, output: Path) -> None:
     """Draw the run and write a PNG. Raises: FileNotFoundError if the run has no report yet."""
-    report = json.loads((run_dir / "report.json").read_text(encoding="utf-8"))
-    curves = loss_curves(MetricsFile(run_dir / "metrics.jsonl").read())
+    report = json.loads(RunPaths(run_dir).report.read_text(encoding="utf-8"))
+    curves = loss_curves(MetricsFile(RunPaths(run_dir).metrics).read())
     width = 6 + max(5.0, 0.6 * len(report["domains"]))
     figure, (left, right) = plt.subplots(1, 2, figsize=(width, 4.8), layout="constrained")
     draw_losses(left, curves)

@@ -161,11 +161,9 @@ def report_example() -> str:
     """What `opd.report.build_report` makes of one domain and two steps."""
     records = [{"response_tokens": 1000, "phase_s": {"rollout": 0.5, "score": 0.25, "train": 0.75, "sync": 0.1}}] * 2
     report = build_report(
-        name="example",
-        before={"reverse": 0.4},
-        expert={"reverse": 1.0},
-        after={"reverse": 0.94},
-        records=records,
+        "example",
+        {"before": {"reverse": 0.4}, "expert": {"reverse": 1.0}, "after": {"reverse": 0.94}},
+        records,
         wall_s=31.5,
         versions={"python": "3.11.2", "opd-merge": "0.1.0", "torch": "2.13.0"},
     )

@@ -18,18 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from experts.json_files import read_json, refuse_custom_code, validated
-from experts.model_dir import (
-    EMBEDDINGS,
-    HEADS,
-    OTHER_FORMATS,
-    Hashes,
-    ModelInfo,
-    inspect_model,
-    refuse_no_directory,
-    weight_shards,
-    weight_tensors,
-)
+from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo, inspect_model
 from experts.safetensors_header import Tensor, data_start, read_header
+from experts.weight_files import OTHER_FORMATS, Hashes, refuse_no_directory, weight_shards, weight_tensors
 from opd.config.strict import Strict
 from opd.errors import ModelError
 from opd.files import blake3_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experts.model_dir import Tensor, read_header
+from experts.safetensors_header import Tensor, read_header
 from opd.errors import ModelError
 
 if TYPE_CHECKING:

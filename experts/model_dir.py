@@ -1,7 +1,6 @@
 """What a Hugging Face model directory holds, read without torch and without running anything that lies in it.
 
-    inspect_model ─┬─ weight_shards    which files a loader reads        model.safetensors or its index
-                   ├─ weight_tensors   names, shapes, dtypes, sizes      first bytes of each shard
+    inspect_model ─┬─ weight_tensors   names, shapes, dtypes, sizes      first bytes of each weight file
                    ├─ _read_config     architecture, sizes, custom code  config.json
                    ├─ token_map        id → token                        tokenizer.json
                    └─ weight_hashes    BLAKE3 of each weight file
@@ -12,7 +11,6 @@ Every refusal is a ModelError that names the file, and the field where there is 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,20 +20,12 @@ from blake3 import blake3
 from pydantic import AliasChoices, Field, NonNegativeInt
 
 from experts.json_files import Lenient, read_as, read_json, read_optional, refuse_custom_code, validated
-from experts.safetensors_header import Tensor, read_header
+from experts.safetensors_header import Tensor
+from experts.weight_files import Hashes, weight_hashes, weight_tensors
 from opd.config.strict import Strict
 from opd.errors import ModelError
 from opd.files import blake3_file
-from opd.lora import ADAPTER_CONFIG
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-Hashes = dict[Path, dict[str, str]]
-"""Directory → weight file → BLAKE3."""
-
-_TO_SAFETENSORS = "AutoModelForCausalLM.from_pretrained(dir{extra}).save_pretrained(out, safe_serialization=True)"
-OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
@@ -83,10 +73,6 @@ class ModelInfo(Strict):
     """BLAKE3 of the chat template's text; None without one."""
     weight_files: dict[str, str]
     """File name → BLAKE3 of every safetensors file; empty if hashing was not asked for."""
-
-
-class _Index(Lenient):
-    weight_map: dict[str, str] = Field(min_length=1)
 
 
 class _SpecialIds(Lenient):
@@ -192,127 +178,6 @@ def token_map(path: Path) -> dict[int, str]:
             f"{file}: model.vocab", found="no tokens", wanted="at least one", fix="save the tokenizer again"
         )
     return dict(sorted(tokens.items()))
-
-
-def weight_hashes(path: Path, known: Hashes | None = None) -> dict[str, str]:
-    """BLAKE3 of every safetensors file of the directory, also of those that no loader reads.
-
-    `known` is asked first and told afterwards: adapters that share a base share one reading of it. Raises: OSError.
-    """
-    known = {} if known is None else known
-    if path not in known:
-        known[path] = {file.name: blake3_file(file) for file in _files(path, ".safetensors")}
-    return known[path]
-
-
-def weight_tensors(path: Path) -> dict[str, Tensor]:
-    """The header's entry of every tensor that a loader reads. Raises: ModelError."""
-    return {name: tensor for shard in weight_shards(path) for name, tensor in read_header(shard).items()}
-
-
-def weight_shards(path: Path) -> list[Path]:
-    """The safetensors files that a loader reads. Raises: ModelError."""
-    refuse_no_directory(path)
-    _refuse_adapter(path)
-    names = [file.name for file in _files(path, ".safetensors")]
-    if (path / INDEX).is_file():
-        shards = _shards_of_index(path / INDEX)
-        # transformers would read model.safetensors, vLLM the shards of the index.
-        ambiguous = SINGLE in names and shards != [SINGLE]
-    else:
-        if not names:
-            _refuse_no_safetensors(path)
-        # Without an index transformers reads model.safetensors and vLLM every file.
-        shards = names
-        ambiguous = names != [SINGLE]
-    if ambiguous:
-        raise ModelError.at(
-            path,
-            found=f"weights {', '.join(names)}, {'an' if (path / INDEX).is_file() else 'no'} index",
-            wanted=f"{SINGLE} alone, or {INDEX} and the shards that it names",
-            fix="move the other files away or save the model again with save_pretrained",
-        )
-    return [path / name for name in shards]
-
-
-def _shards_of_index(index: Path) -> list[str]:
-    shards = sorted(set(read_as(_Index, index).weight_map.values()))
-    for name in shards:
-        if "/" in name or "\\" in name or not name.endswith(".safetensors"):
-            raise ModelError.at(
-                f"{index}: weight_map",
-                found=f"shard {name!r}",
-                wanted="the name of a .safetensors file in the same directory",
-                fix="save the model again with save_pretrained",
-            )
-        if not (index.parent / name).is_file():
-            raise ModelError.at(
-                index.parent / name,
-                found="no such file",
-                wanted=f"the shard that {index.name} names",
-                fix="copy the missing shard; the download or copy was not complete",
-            )
-    return shards
-
-
-def refuse_no_directory(path: Path) -> None:
-    """Raises: ModelError if it is a file or is not there, or if a link in it leads elsewhere."""
-    if not path.is_dir():
-        raise ModelError.at(
-            path,
-            found="a file" if path.is_file() else "no such directory",
-            wanted="a Hugging Face model directory",
-            fix="give the directory that holds config.json; paths are relative to the current directory",
-        )
-    _refuse_links_out(path)
-
-
-def _refuse_links_out(path: Path) -> None:
-    """A link in a directory that came from others could bring any file of this machine into the merged model.
-
-    The hub's cache is made of links: from `snapshots/REVISION/` to `blobs/` of the same repository.
-    """
-    root = path.resolve()
-    inside = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
-    for file in path.iterdir():
-        target = Path(os.path.realpath(file))  # unlike `resolve` it takes a loop, which is no file to whoever reads it
-        if file.is_symlink() and not any(target.is_relative_to(place) for place in inside):
-            raise ModelError.at(
-                file,
-                found=f"a link to {file.readlink()}, outside of the directory",
-                wanted="files that lie in the model's directory",
-                fix=f"if you trust it, copy the directory with what its links name: cp -rL {path} COPY",
-            )
-
-
-def _refuse_adapter(path: Path) -> None:
-    # Also beside full weights: transformers would load the adapter's base model instead of them.
-    if (path / ADAPTER_CONFIG).is_file():
-        raise ModelError.at(
-            path / ADAPTER_CONFIG,
-            found="a PEFT adapter",
-            wanted="a full model",
-            fix="merge it: AutoPeftModelForCausalLM.from_pretrained(dir).merge_and_unload().save_pretrained(out); "
-            "if the weights here are merged already, delete adapter_config.json",
-        )
-
-
-def _refuse_no_safetensors(path: Path) -> None:
-    others = [file.name for suffix in OTHER_FORMATS for file in _files(path, suffix)]
-    if not others:
-        raise ModelError.at(
-            path,
-            found="no weights",
-            wanted=f"{SINGLE} or {INDEX} with its shards",
-            fix="copy the weight files into the directory",
-        )
-    extra = f", gguf_file={others[0]!r}" if others[0].endswith(".gguf") else ""
-    raise ModelError.at(
-        path / others[0],
-        found=f"only {', '.join(others)}",
-        wanted="safetensors weights; the other formats may run code when loaded or need conversion",
-        fix=f"convert in a place you trust: {_TO_SAFETENSORS.format(extra=extra)}",
-    )
 
 
 def _read_config(path: Path) -> _Config:
@@ -446,7 +311,3 @@ def _hash_chat_template(path: Path, tokenizer: _TokenizerConfig) -> str | None:
 
 def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
-
-
-def _files(path: Path, suffix: str) -> list[Path]:
-    return sorted(file for file in path.iterdir() if file.name.endswith(suffix) and file.is_file())

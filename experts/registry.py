@@ -18,8 +18,9 @@ from pydantic import ValidationError
 
 from experts.adapter import AdapterInfo, adapter_hashes, inspect_adapter, inspect_expert
 from experts.finite import check_finite
-from experts.model_dir import Hashes, ModelInfo, inspect_model, weight_hashes
+from experts.model_dir import ModelInfo, inspect_model
 from experts.probe import ProbeRecord, take_probe
+from experts.weight_files import Hashes, weight_hashes
 from opd.config.strict import NAME_PATTERN, Name, Strict
 from opd.errors import ModelError, OpdError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir

@@ -1,6 +1,6 @@
 """Train the experts of one spec: a base, then one fine-tuned model per expert, one after the other in this process.
 
-    ExpertsSpec ─ _check ─→ lines, recipes ─ _train_base ─→ OUTPUT_DIR/base ─ _train_expert ─→ OUTPUT_DIR/NAME ─→ registry
+    ExpertsSpec ─ _check ─→ lines, records ─ _train_base ─→ OUTPUT_DIR/base ─ _train_expert ─→ OUTPUT_DIR/NAME ─→ registry
                  (all input, before any compute)          (or base.model)     (each whole or not there)
 
 A finished directory says in `training.json` how it was made; the same spec skips it, so an interrupted run goes on.
@@ -26,13 +26,13 @@ from opd.prompts import PromptLine, read_prompt_lines
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-RECIPE = "training.json"
+RECORD = "training.json"
 Progress = Callable[[str], None]
-Recipe = dict[str, Any]
+TrainingRecord = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainingJob:
     """One directory to be made."""
 
     name: str
@@ -40,7 +40,7 @@ class Job:
     lines: tuple[PromptLine, ...]
     train: TrainSettings | None
     """None: a base that keeps its random weights."""
-    recipe: Recipe
+    record: TrainingRecord
     """Everything that decides the weights, as it goes into `training.json`."""
 
     @property
@@ -57,7 +57,7 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
     """
     base_job = _base_job(spec)
     base_dir = base_job.directory if base_job else _existing_base(spec)
-    jobs = _expert_jobs(spec, base_job.recipe if base_job else {"weights": inspect_model(base_dir).weight_files})
+    jobs = _expert_jobs(spec, base_job.record if base_job else {"weights": inspect_model(base_dir).weight_files})
     registry = Registry(spec.registry) if spec.registry else None
     for job in [base_job, *jobs] if base_job else jobs:
         _check_unclaimed(job, registry)
@@ -71,13 +71,13 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
     return [job.directory for job in jobs]
 
 
-def _base_job(spec: ExpertsSpec) -> Job | None:
+def _base_job(spec: ExpertsSpec) -> TrainingJob | None:
     if spec.base.from_scratch is None:
         return None
     lines, hashes = _read(spec.base.data)
     train = spec.base.train if spec.base.data else None
-    recipe = {"seed": spec.seed, "data": hashes} | spec.base.model_dump(mode="json", include={"from_scratch", "train"})
-    return Job(name="base", directory=spec.output_dir / "base", lines=lines, train=train, recipe=recipe)
+    record = {"seed": spec.seed, "data": hashes} | spec.base.model_dump(mode="json", include={"from_scratch", "train"})
+    return TrainingJob(name="base", directory=spec.output_dir / "base", lines=lines, train=train, record=record)
 
 
 def _existing_base(spec: ExpertsSpec) -> Path:
@@ -85,11 +85,11 @@ def _existing_base(spec: ExpertsSpec) -> Path:
     return spec.base.model
 
 
-def _expert_jobs(spec: ExpertsSpec, base: Recipe) -> list[Job]:
+def _expert_jobs(spec: ExpertsSpec, base: TrainingRecord) -> list[TrainingJob]:
     jobs = []
     for name, expert in spec.experts.items():
         lines, hashes = _read([expert.data])
-        recipe = {
+        record = {
             "base": base,
             "seed": spec.seed,
             "data": hashes,
@@ -97,8 +97,10 @@ def _expert_jobs(spec: ExpertsSpec, base: Recipe) -> list[Job]:
             "train": expert.train.model_dump(mode="json"),
         }
         if spec.method == "lora":
-            recipe["lora"] = spec.lora.model_dump(mode="json")
-        jobs.append(Job(name=name, directory=spec.output_dir / name, lines=lines, train=expert.train, recipe=recipe))
+            record["lora"] = spec.lora.model_dump(mode="json")
+        jobs.append(
+            TrainingJob(name=name, directory=spec.output_dir / name, lines=lines, train=expert.train, record=record)
+        )
     return jobs
 
 
@@ -121,10 +123,10 @@ def _with_completions(path: Path) -> list[PromptLine]:
     return lines
 
 
-def _check_unclaimed(job: Job, registry: Registry | None) -> None:
+def _check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
     """The directory and the name are free, or ours. Raises: ConfigError, RegistryError."""
-    file = job.directory / RECIPE
-    if job.finished and (not file.is_file() or json.loads(file.read_text()) != job.recipe):
+    file = job.directory / RECORD
+    if job.finished and (not file.is_file() or json.loads(file.read_text()) != job.record):
         raise ConfigError.at(
             job.directory,
             found="a directory that this spec, with these settings and data, did not make",
@@ -140,7 +142,7 @@ def _check_unclaimed(job: Job, registry: Registry | None) -> None:
         )
 
 
-def _make_base(spec: ExpertsSpec, job: Job, progress: Progress) -> None:
+def _make_base(spec: ExpertsSpec, job: TrainingJob, progress: Progress) -> None:
     if job.finished:
         progress(f"{job.name}: finished before, kept")
         return
@@ -154,7 +156,7 @@ def _make_base(spec: ExpertsSpec, job: Job, progress: Progress) -> None:
     _save(model, tokenizer, job)
 
 
-def _make_expert(spec: ExpertsSpec, job: Job, base: Path, progress: Progress) -> None:
+def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Progress) -> None:
     if job.finished:
         progress(f"{job.name}: finished before, kept")
         return
@@ -178,7 +180,7 @@ def _make_expert(spec: ExpertsSpec, job: Job, base: Path, progress: Progress) ->
 
 
 def _fit_adapter(
-    spec: ExpertsSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job, progress: Progress
+    spec: ExpertsSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob, progress: Progress
 ) -> PreTrainedModel:
     """Train LoRA adapters on `model`; returns it with the adapters merged into its weights."""
     from peft import LoraConfig, get_peft_model
@@ -194,7 +196,12 @@ def _fit_adapter(
 
 
 def _fit(
-    model: Any, tokenizer: PreTrainedTokenizerBase, job: Job, train: TrainSettings, seed: int, progress: Progress
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    job: TrainingJob,
+    train: TrainSettings,
+    seed: int,
+    progress: Progress,
 ) -> None:
     from experts.sft import encode_lines, fine_tune
 
@@ -240,18 +247,18 @@ def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizer
     return model, tokenizer
 
 
-def _staging(job: Job) -> Path:
+def _staging(job: TrainingJob) -> Path:
     return job.directory.with_name(f".{job.name}.tmp")
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job) -> None:
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob) -> None:
     """Write the whole Hugging Face directory beside its place, then rename it."""
     staging = _staging(job)
     shutil.rmtree(staging, ignore_errors=True)  # of a run that was interrupted
     staging.mkdir(parents=True)
     model.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
-    atomic_write_text(staging / RECIPE, json.dumps(job.recipe, indent=2) + "\n")
+    atomic_write_text(staging / RECORD, json.dumps(job.record, indent=2) + "\n")
     replace_dir(staging, job.directory)
 
 

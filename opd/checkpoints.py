@@ -10,7 +10,6 @@ Until then nothing older is touched.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from opd.config.sections import CheckpointConfig
 from opd.errors import RunDirError, RunError
 from opd.files import blake3_file, replace_dir, storing
 from opd.interfaces import Trainer
+from opd.run_dir import step_name, step_of
 from opd.types import SavedCheckpoint
 
 MANIFEST = "checkpoint.json"
@@ -77,7 +77,7 @@ class CheckpointStore:
     def save(self, step: int, policy_version: int) -> None:
         """Let the trainer copy its state; at most one checkpoint is under way."""
         self._commit(wait=True)
-        temporary = self._root / f".tmp-{_name(step)}"
+        temporary = self._root / f".tmp-{step_name(step)}"
         shutil.rmtree(temporary, ignore_errors=True)
         with storing(temporary):
             temporary.mkdir(parents=True)
@@ -100,7 +100,7 @@ class CheckpointStore:
             if files is None:
                 if wait or not left_s:
                     raise RunError(
-                        f"{_name(writing.step)}: the trainer took longer than {self._timeout_s:.0f} s to write it "
+                        f"{step_name(writing.step)}: the trainer took longer than {self._timeout_s:.0f} s to write it "
                         "(cluster.phase_timeout_s)"
                     )
                 return
@@ -115,7 +115,7 @@ class CheckpointStore:
             }
             with storing(writing.path):
                 (writing.path / MANIFEST).write_text(json.dumps(manifest, indent=2))
-                replace_dir(writing.path, self._root / _name(writing.step))
+                replace_dir(writing.path, self._root / step_name(writing.step))
         except RunError:
             self._writing = None
             shutil.rmtree(writing.path, ignore_errors=True)  # room for what is to be written next
@@ -128,7 +128,7 @@ class CheckpointStore:
         every = self._keep.keep_every
         for step in steps[: -self._keep.keep]:
             if not every or step % every:
-                shutil.rmtree(self._root / _name(step))
+                shutil.rmtree(self._root / step_name(step))
         for path in self._root.glob("superseded-step-*"):
             if int(path.name.rpartition("-")[2]) <= newest:
                 shutil.rmtree(path)
@@ -136,8 +136,8 @@ class CheckpointStore:
 
 def steps_of(root: Path) -> list[int]:
     """Steps that have a committed checkpoint, whole or damaged since, the oldest first."""
-    names = [re.fullmatch(r"step-(\d{6,})", path.name) for path in root.glob("step-*")]
-    return sorted(int(match[1]) for match in names if match)
+    steps = [step_of(path.name) for path in root.glob("step-*")]
+    return sorted(step for step in steps if step is not None)
 
 
 def choose(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | None:
@@ -154,17 +154,17 @@ def choose(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | 
                 wanted=f"{LATEST}, {LATEST_VALID} or the step of a checkpoint",
                 fix="name one of these steps, or leave the option out",
             )
-        return verify(root / _name(int(wanted)))
+        return verify(root / step_name(int(wanted)))
     if not steps:
         return None
     if wanted == LATEST:
-        return verify(root / _name(steps[-1]))
+        return verify(root / step_name(steps[-1]))
     for step in reversed(steps):
         try:
-            return verify(root / _name(step))
+            return verify(root / step_name(step))
         except DamagedCheckpoint as error:
             where, found, *_ = str(error).split("\n")
-            say(f"{_name(step)} is passed over: {where}: {found.removeprefix('  found:').strip()}")
+            say(f"{step_name(step)} is passed over: {where}: {found.removeprefix('  found:').strip()}")
     raise RunDirError.at(
         root,
         found=f"{len(steps)} checkpoints, every one of them damaged",
@@ -195,7 +195,7 @@ def verify(path: Path) -> Checkpoint:
             )
         checkpoint = Checkpoint(path, data["step"], data["policy_version"], data["world_size"], data["identity"])
         files = {name: (facts["blake3"], facts["bytes"]) for name, facts in data["files"].items()}
-        if number != FORMAT or path.name != _name(checkpoint.step) or not files:
+        if number != FORMAT or path.name != step_name(checkpoint.step) or not files:
             raise ValueError(f"format {number}, step {checkpoint.step}, {len(files)} files")
     except RunDirError:
         raise
@@ -223,13 +223,9 @@ def supersede(root: Path, step: int) -> list[str]:
 
     They are deleted when the run has passed them. Returns their names. Raises: OSError.
     """
-    newer = [_name(s) for s in steps_of(root) if s > step]
+    newer = [step_name(s) for s in steps_of(root) if s > step]
     for name in newer:
         aside = root / f"superseded-{name}"
         shutil.rmtree(aside, ignore_errors=True)
         (root / name).rename(aside)
     return newer
-
-
-def _name(step: int) -> str:
-    return f"step-{step:06d}"

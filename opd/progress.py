@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from opd.evaluation.scores import Evaluation
 from opd.interfaces import Display, Sink
 from opd.metrics import MetricsFile
+from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 from opd.text import printable
 
@@ -69,18 +69,18 @@ MOSTLY_CUT = 0.9
 class RunReporter:
     """Implements `opd.interfaces.Reporter`: the metrics file, the evaluations' directory, other sinks and the display."""
 
-    def __init__(self, metrics: MetricsFile, evaluations: Path, shown: Display, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, metrics: MetricsFile, paths: RunPaths, shown: Display, sinks: Sequence[Sink] = ()) -> None:
         self._metrics = metrics
-        self._evaluations = evaluations
+        self._paths = paths
         self._shown = shown
         self._sinks = sinks
         self._told: set[str] = set()
         """Domains of which it was said that their responses are cut."""
 
     def evaluation(self, name: str, found: Evaluation) -> None:
-        """Store an evaluation as NAME.json. Raises: OSError."""
-        self._evaluations.mkdir(exist_ok=True)
-        found.save(self._evaluations / f"{name}.json")
+        """Store an evaluation in the run directory. Raises: OSError."""
+        self._paths.evaluation.mkdir(exist_ok=True)
+        found.save(self._paths.exam(name))
 
     def step(self, record: StepRecord) -> None:
         """Store one step's record, then show it."""

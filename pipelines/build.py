@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from opd import loop
@@ -18,11 +16,12 @@ from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.prompts import MixedPrompts, split_samples
 from opd.rollouts.vllm import VLLMRolloutEngine
+from opd.run_dir import RunPaths
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
 from opd.sync.shared_memory import probe_sequences
 from opd.train.deepspeed import DeepSpeedTrainer
-from pipelines.preflight import Inputs
+from pipelines.inputs.read import Inputs
 from pipelines.specs import flight_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
 from teachers.pool import Pool, Routes
@@ -49,53 +48,6 @@ POOLS: dict[str, Callable[[PipelineConfig, Routes, int], Pool | FlightPool]] = {
 
 SCHEDULES: dict[str, Callable[[Parts, Plan, Callable[[], bool]], int]] = {"sync": loop.run}
 """Takes a run's steps in the order that `schedule.mode` names."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunPaths:
-    """The run directory."""
-
-    root: Path
-
-    @property
-    def pipeline(self) -> Path:
-        return self.root / "pipeline.yaml"
-
-    @property
-    def manifest(self) -> Path:
-        return self.root / "manifest.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def layouts(self) -> Path:
-        return self.root / "layouts.json"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.root / "evaluation"
-
-    @property
-    def lm_eval(self) -> Path:
-        return self.evaluation / "lm-eval.json"
-
-    @property
-    def targets(self) -> Path:
-        return self.root / "targets"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.json"
 
 
 def num_workers(config: PipelineConfig) -> int:
@@ -141,7 +93,7 @@ def build(
             identity=identity,
             timeout_s=config.cluster.phase_timeout_s,
         ),
-        reporter=RunReporter(MetricsFile(paths.metrics), paths.evaluation, shown, sinks),
+        reporter=RunReporter(MetricsFile(paths.metrics), paths, shown, sinks),
     )
 
 

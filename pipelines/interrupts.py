@@ -6,8 +6,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
+from opd.run_dir import RunPaths
 from opd.signals import end_at_once, postponed
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -21,12 +23,23 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+class Interrupted(Exception):
+    """A merge finished its step after a signal, and left a checkpoint of `step` in its run directory `root`."""
+
+    def __init__(self, step: int, root: Path, number: int) -> None:
+        super().__init__(
+            f"stopped after step {step}, checkpoint written; go on with `opd merge --resume {RunPaths(root).whole}`"
+        )
+        self.number = number
+        """The number of the signal."""
+
+
 class Interrupts:
     """What came so far."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the first signal; 0 if none came."""
+        """The number of the first signal; 0 if none came."""
         self._ask: Callable[[str], None] | None = None
         self._ending = False
 

@@ -13,7 +13,7 @@ from opd.config import PipelineConfig
 from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError
 from opd.signals import interrupt
-from pipelines.preflight import check_teachers
+from pipelines.inputs.read import read_teachers
 from pipelines.specs import pool_spec
 from teachers.flight.access import Endpoint
 from teachers.flight.server import PoolServer, make_hello
@@ -35,7 +35,7 @@ def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], wa
             fix="serve the pipeline with --set teachers={}, or one without teachers.address",
         )
     _refuse_taken(door)
-    teaching = check_teachers(config)
+    teaching = read_teachers(config)
     for warning in teaching.warnings:
         warn(f"warning: {warning}")
     spec = pool_spec(config, teaching.student.vocab_size)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from opd.evaluation.scores import DomainScore
 from opd.files import atomic_write_text
@@ -18,7 +20,7 @@ class BaselineResult:
     """One method on all domains that have an exam."""
 
     method: str
-    """As in `opd baseline --method`."""
+    """The name that `opd baseline --method` takes."""
     label: str
     """Method and strength as a reader knows them, e.g. `TIES 0.5`."""
     strength: float | None = None
@@ -29,7 +31,7 @@ class BaselineResult:
     """Response tokens that were trained on; None as above."""
     seed: int
     scores: dict[str, DomainScore]
-    """By domain, on the exam that the merge is reported on."""
+    """Domain -> score, on the exam that the merge is reported on."""
     validation: dict[str, float] = field(default_factory=dict)
     """Strength (as text, JSON's keys are text) -> mean accuracy over the domains' validation prompts."""
     wall_s: float
@@ -55,12 +57,11 @@ class BaselineResult:
     @classmethod
     def load(cls, path: Path) -> BaselineResult:
         """Read what `save` wrote. Raises: OSError."""
-        data = json.loads(path.read_text(encoding="utf-8"))
-        assert data.pop("format") == FORMAT, f"{path}: another format"
-        scores = {domain: DomainScore(**score) for domain, score in data.pop("scores").items()}
-        return cls(scores=scores, **data)
+        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
 
-
-def read_baselines(run_dir: Path) -> list[BaselineResult]:
-    """Every result of a run directory, by file name. Raises: OSError."""
-    return [BaselineResult.load(path) for path in sorted((run_dir / "baselines").glob("*.json"))]
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BaselineResult:
+        """From a parsed file."""
+        assert data["format"] == FORMAT, f"baseline of format {data['format']}"
+        scores = {domain: DomainScore(**score) for domain, score in data["scores"].items()}
+        return cls(**{key: value for key, value in data.items() if key != "format"} | {"scores": scores})

@@ -18,9 +18,9 @@ from opd.interfaces import Evaluator, RolloutEngine
 from opd.types import Completion, Prompt, Teacher
 
 KEPT_QUESTIONS = 5
-"""Of each domain, the questions whose answers are kept to be read."""
+"""Questions of each domain whose answers are kept to be read."""
 KEPT_FAILURES = 20
-"""Of each domain, at most as many failed answers are kept beside those."""
+"""Failed answers of each domain that are kept beside those, at most."""
 
 BEFORE, EXPERT, MERGED = "student before", "expert", "merged"
 """Names of a merge's evaluations, for people."""
@@ -101,7 +101,7 @@ class EngineEvaluator:
         )
 
     def _score(self, answers: Sequence[Answer]) -> DomainScore:
-        """Of one domain; the answers to a question lie side by side."""
+        """The score of one domain; the answers to a question lie side by side."""
         n = self._settings.n
         scores = [[a.score for a in answers[i : i + n]] for i in range(0, len(answers), n)]
         low, high = interval(scores)
@@ -140,12 +140,11 @@ def measure_experts(
     engine: RolloutEngine,
     evaluator: Evaluator,
     before: Mapping[str, float],
-    student_dir: Path,
     teachers: Mapping[str, Teacher],
     whole: Callable[[Teacher], AbstractContextManager[Path]],
     tell: Callable[[str], None],
 ) -> Evaluation:
-    """Each domain by its own teacher, as one evaluation; the engine holds the student again afterwards.
+    """Each domain by its own teacher, as one evaluation; the engine holds the last of them afterwards.
 
     `before`: the student's accuracies. `whole` gives the directory of a full model of a teacher while the engine reads it.
     """
@@ -159,5 +158,4 @@ def measure_experts(
             scores |= found.scores
             answers += found.answers
             tell(f"expert {teacher.name}: {scores[domain].accuracy:.3f} on {domain}, the student {before[domain]:.3f}")
-    engine.load(student_dir)
     return Evaluation(model=EXPERT, scores=scores, answers=answers)

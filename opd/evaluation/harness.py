@@ -142,7 +142,7 @@ def read_results(data: Mapping[str, Any]) -> TaskScores:
     }
 
 
-def table_rows(models: Mapping[str, TaskScores]) -> list[tuple[str, ...]]:
+def task_rows(models: Mapping[str, TaskScores]) -> list[tuple[str, ...]]:
     """Task, metric, then for each model its value with the harness's standard error; `-` where there is none."""
     tasks = next(iter(models.values()))
     return [

@@ -63,7 +63,7 @@ class Evaluation:
     model: str
     """Who answered, in words a reader knows: a path, `student before`, `expert`."""
     scores: dict[str, DomainScore]
-    """By domain."""
+    """Domain -> score."""
     answers: tuple[Answer, ...] = ()
     """The first few of each domain, and of the others the first few whose verifier raised."""
     step: int | None = None
@@ -71,7 +71,7 @@ class Evaluation:
     tokens: int | None = None
     """Response tokens that it had been trained on in them; None as above, and on the way, where metrics.jsonl has them."""
     weights: dict[str, str] = field(default_factory=dict)
-    """By domain: digest of the model that answered (its config.json and weight files), where it lies on disk."""
+    """Domain -> digest of the model that answered (its config.json and weight files), where it lies on disk."""
 
     @property
     def accuracy(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ WIDEST = 0.5
 
 
 def standard_error(scores: Sequence[Sequence[float]]) -> float:
-    """Of the mean of all scores, clustered by question. `scores`: [question][answer] in 0..1, as many for each.
+    """The standard error of the mean of all scores, clustered by question. `scores`: [question][answer] in 0..1, as many for each.
 
     With equally many answers a question, the clustered estimate is the standard error of the questions' means. One
     question says nothing about how much questions differ: the largest value there can be is taken.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from opd.report.gate import Gate
 from opd.report.run import RunFiles, read_run
 from opd.report.summary import build_report, full_report, headroom
-from opd.report.tables import baseline_rows, markdown_table, round_rows, table_rows
+from opd.report.tables import baseline_rows, domain_rows, markdown_table, round_rows
 from opd.report.write import write_report
 
 __all__ = [
@@ -13,11 +13,11 @@ __all__ = [
     "RunFiles",
     "baseline_rows",
     "build_report",
+    "domain_rows",
     "full_report",
     "headroom",
     "markdown_table",
     "read_run",
     "round_rows",
-    "table_rows",
     "write_report",
 ]

@@ -1,147 +1,19 @@
-"""The plots of report.html: matplotlib draws, and its SVG takes its colours from the page, light or dark.
-
-A figure is drawn in placeholder colours, one for each colour variable of the page, and the SVG text then names the
-variable instead. Text stays text, in the page's font. Nothing refers to anything outside the page.
-"""
+"""The plots of report.html."""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
-from xml.etree import ElementTree
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
-SERIES = 10
-"""Colours for domains; the eleventh domain has the first's again, dashed."""
-DASHES = ("-", "--", ":", "-.")
-NAMES = ("ink", "muted", "grid", "before", "expert", "merged", "good", "bad", *(f"s{i}" for i in range(SERIES)))
-COLOURS = {name: f"#0a0b{index + 1:02x}" for index, name in enumerate(NAMES)}
-"""Variable of the page -> the placeholder that stands for it while drawing."""
+from opd.report.drawing import COLOURS, WIDTH, Plot, domain_style, plot, thousands
 
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar sign in a label is one
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "axes.titlesize": 9,
-    "axes.edgecolor": COLOURS["muted"],
-    "axes.labelcolor": COLOURS["muted"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": COLOURS["grid"],
-    "grid.linewidth": 0.7,
-    "xtick.color": COLOURS["muted"],
-    "ytick.color": COLOURS["muted"],
-    "xtick.labelcolor": COLOURS["muted"],
-    "ytick.labelcolor": COLOURS["muted"],
-    "text.color": COLOURS["ink"],
-    "lines.linewidth": 1.5,
-    "lines.solid_capstyle": "round",
-}
-WIDTH = 5.0
-"""Inches: about a phone's screen, so that text is not shrunk there."""
-HEIGHT = 2.9
 LONGEST_NAME = 32
 """Characters of a name beside an axis."""
-
-SVG = "http://www.w3.org/2000/svg"
-XLINK = "http://www.w3.org/1999/xlink"
-FONT = re.compile(r"font: ((?:\w+ )*?)([\d.]+px) [^;]*")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plot:
-    """One figure of the page."""
-
-    name: str
-    """Its HTML id, after `plot-`."""
-    title: str
-    svg: str
-    legend: tuple[tuple[str, str], ...] = ()
-    """Colour variable and what it stands for; empty where the page's list of domains is the legend."""
-    note: str = ""
-    wide: bool = False
-    """Too wide for half of the page; on a small screen it scrolls."""
-
-
-Draw = Callable[[Axes], None]
-
-
-def plot(name: str, title: str, draw: Draw, *, width: float = WIDTH, height: float = HEIGHT, **more: Any) -> Plot:
-    """Draw on one set of axes."""
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasSVG(figure)
-        draw(figure.add_subplot())
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    wide = width > WIDTH
-    return Plot(name=name, title=title, svg=themed(text.getvalue(), name, title, wide), wide=wide, **more)
-
-
-def themed(svg: str, name: str, title: str, wide: bool = False) -> str:
-    """The SVG of one figure for a page of several: its own ids, the page's colours and font, a name for readers.
-
-    A `wide` one is never shrunk.
-    """
-    ElementTree.register_namespace("", SVG)
-    ElementTree.register_namespace("xlink", XLINK)
-    root = ElementTree.fromstring(svg)
-    for parent in root.iter():
-        for child in list(parent):
-            if child.tag.endswith("metadata"):
-                parent.remove(child)
-    prefix = f"{name}-"
-    for element in root.iter():
-        for key, value in list(element.attrib.items()):
-            if key == "id":
-                value = prefix + value
-                series = re.fullmatch(r"domain-(\d+)", element.attrib[key])
-                if series:
-                    element.set("data-domain", series[1])
-            elif key == f"{{{XLINK}}}href":
-                value = value.replace("#", f"#{prefix}", 1)
-            elif key == "style":
-                value = FONT.sub(r"\1font-size: \2", value)
-            element.set(key, _coloured(value.replace("url(#", f"url(#{prefix}")))
-    width, _ = (root.attrib.pop(key) for key in ("width", "height"))
-    if wide:
-        root.set("style", f"min-width: {width}")
-    root.set("role", "img")
-    root.set("aria-label", title)
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _coloured(value: str) -> str:
-    for name, placeholder in COLOURS.items():
-        value = value.replace(placeholder, f"var(--{name})")
-    return value
-
-
-def domain_style(index: int) -> dict[str, Any]:
-    """Colour and dash of the domain of this number."""
-    return {"color": COLOURS[f"s{index % SERIES}"], "linestyle": DASHES[index // SERIES % len(DASHES)]}
-
-
-def thousands(value: float) -> str:
-    """12345 -> `12k`."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
-
 
 # What the merge gained
 

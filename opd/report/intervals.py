@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import hypot
 
 ROUNDS = 80
-"""Of the bisection: each halves what is left."""
+"""Rounds of the bisection: each halves what is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def difference(first: Estimate, second: Estimate) -> Estimate:
 
 
 def mean(estimates: Sequence[Estimate]) -> Estimate:
-    """Of at least one estimate."""
+    """The mean of at least one estimate."""
     return combine([(1 / len(estimates), e) for e in estimates])
 
 

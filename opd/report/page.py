@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.scores import Answer, Evaluation
 from opd.report import figures
-from opd.report.figures import DASHES, SERIES, Plot
+from opd.report.drawing import DASHES, SERIES, Plot, thousands
 from opd.report.run import RunFiles
 from opd.report.stale import stale_matrix
 
@@ -84,7 +84,7 @@ def render(report: Mapping[str, Any], run: RunFiles) -> str:
         "interval": percent_interval,
         "duration": duration,
         "shortened": shortened,
-        "thousands": figures.thousands,
+        "thousands": thousands,
     }
     folder = files("opd.report")
     script = folder.joinpath("page.js").read_text(encoding="utf-8")
@@ -134,7 +134,7 @@ def _domain_keys(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[Plot]]:
-    """By section of the page."""
+    """Section of the page -> its plots."""
     gate = report.get("gate", {}).get("min_headroom")
     gains = []
     if report["domains"]:
@@ -194,50 +194,32 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
     def of(key: str) -> dict[str, Sequence[float | None]]:
         return {name: curves[key].get(name, gap) for name in names}
 
+    cut = {"truncated": ("bad", curves["truncated"])}
     found = [
         figures.by_domain("loss", "Loss", step, tokens, of("loss"), log=True, label="nats a token"),
         figures.by_domain("length", "Length of the student's responses", step, tokens, of("length"), label="tokens"),
-        figures.lines(
-            "truncated",
-            "Responses cut at the token limit",
-            step,
-            tokens,
-            {"truncated": ("bad", curves["truncated"])},
-            percent=True,
-        ),
+        figures.lines("truncated", "Responses cut at the token limit", step, tokens, cut, percent=True),
+        *_entropy_plot(curves),
     ]
+    if any(v is not None for v in _mean_over_domains(curves["argmax_agreement"])):
+        title = "Tokens where student and expert have the same first choice"
+        found.append(figures.by_domain("agreement", title, step, tokens, of("argmax_agreement"), percent=True))
+    if curves["positions"]:
+        found.append(figures.positions(step, curves["positions"]))
+    return found
+
+
+def _entropy_plot(curves: Mapping[str, Any]) -> list[Plot]:
+    """Student and experts in one plot; none, where the records have no entropies."""
     student, experts = (_mean_over_domains(curves[key]) for key in ("student_entropy", "teacher_entropy"))
-    entropies = {
+    known = {
         label: (colour, curve)
         for label, colour, curve in (("student", "merged", student), ("experts", "expert", experts))
         if any(value is not None for value in curve)
     }
-    if entropies:
-        found.append(
-            figures.lines(
-                "entropy",
-                "Entropy of the next token",
-                step,
-                tokens,
-                entropies,
-                label="nats",
-                note="Mean over the domains, on the student's own responses.",
-            )
-        )
-    if any(v is not None for v in _mean_over_domains(curves["argmax_agreement"])):
-        found.append(
-            figures.by_domain(
-                "agreement",
-                "Tokens where student and expert have the same first choice",
-                step,
-                tokens,
-                of("argmax_agreement"),
-                percent=True,
-            )
-        )
-    if curves["positions"]:
-        found.append(figures.positions(step, curves["positions"]))
-    return found
+    note = "Mean over the domains, on the student's own responses."
+    title, step, tokens = "Entropy of the next token", curves["step"], curves["tokens"]
+    return [figures.lines("entropy", title, step, tokens, known, label="nats", note=note)] if known else []
 
 
 def _mean_over_domains(curves: Mapping[str, Sequence[float | None]]) -> list[float | None]:

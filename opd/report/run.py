@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from opd.errors import RunDirError
-from opd.evaluation.scores import FORMAT, DomainScore, Evaluation, combined
+from opd.evaluation.baselines import BaselineResult
+from opd.evaluation.scores import FORMAT, Evaluation, combined
 from opd.metrics import MetricsFile
-from opd.rounds import PLAN, directory
+from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 
+T = TypeVar("T")
 STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "response_tokens_per_s", "versions")
-"""Keys of a stored report that cannot be worked out again, and the accuracies of runs without evaluation files."""
-STEP_FILE = re.compile(r"step-(\d+)\.json")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineRun:
-    """Another method on the same experts and questions: one file under `baselines/`."""
-
-    method: str
-    label: str
-    """What the tables call it, e.g. `TIES 0.5`."""
-    token_share: float | None
-    """Tokens trained on, as a share of the merge's; None: not trained."""
-    tokens: int | None
-    seed: int
-    scores: dict[str, DomainScore]
-    """By domain."""
-    merge_steps: int | None
-    """Steps that the merge had taken when this was measured beside it; None: an older release measured it."""
-    merge_tokens: int | None
-    """Response tokens of those steps."""
+"""Keys of a stored report that cannot be worked out again, and the accuracies where it lies alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,22 +35,21 @@ class RunFiles:
     manifest: dict[str, Any]
     records: list[StepRecord]
     """metrics.jsonl, a dict for each step."""
-    baseline: dict[str, dict[str, float]]
-    """baseline.json: `before` and `expert`, accuracy by domain."""
     before: Evaluation | None
     expert: Evaluation | None
     after: Evaluation | None
-    """Of the end; None while the merge goes on."""
+    """The evaluation of the end; None while the merge goes on."""
     during: dict[int, Evaluation]
     """Step -> evaluation during the merge, in order."""
     matrix: dict[str, Evaluation]
     """Name of a model -> that model on every domain."""
-    baselines: list[BaselineRun]
+    baselines: list[BaselineResult]
+    """Other methods on the same experts and questions, one for each file."""
     rounds: list[RunFiles]
-    """Of a merge in several rounds, those that have begun; `records`, `during` and what was measured are then those of
+    """The rounds that have begun, of a merge in several; `records`, `during` and what was measured are then those of
     all rounds, with steps counted on."""
     planned_steps: int | None
-    """Of the whole merge; None where there is no pipeline."""
+    """Steps of the whole merge; None where there is no pipeline."""
 
     @property
     def finished(self) -> bool:
@@ -82,32 +62,31 @@ class RunFiles:
 
 def read_run(root: Path) -> RunFiles:
     """Raises: RunDirError if this is no run directory, or one of its files is damaged."""
-    if not (root / "pipeline.yaml").exists() and not (root / "report.json").exists():
+    paths = RunPaths(root)
+    if not paths.pipeline.exists() and not paths.report.exists():
         raise RunDirError.at(
             root,
-            found="neither pipeline.yaml nor report.json",
+            found=f"neither {paths.pipeline.name} nor {paths.report.name}",
             wanted="a run directory of `opd merge`",
             fix="check the path; `opd merge PIPELINE` makes one",
         )
-    evaluation = root / "evaluation"
-    text, pipeline = _pipeline(root / "pipeline.yaml")
-    plan = _plan(root / PLAN)
-    begun = [directory(root, i + 1) for i in range(len(plan)) if directory(root, i + 1).exists()]
+    text, pipeline = _pipeline(paths.pipeline)
+    plan = _plan(paths.rounds)
+    rounds = [paths.round(index + 1).root for index in range(len(plan))]
     found = RunFiles(
         root=root,
-        stored=_stored(root / "report.json"),
+        stored=_stored(paths.report),
         pipeline_text=text,
         pipeline=pipeline,
-        manifest=_json(root / "manifest.json") or {},
-        records=_records(root / "metrics.jsonl"),
-        baseline=_json(root / "baseline.json") or {},
-        before=_evaluation(evaluation / "before.json"),
-        expert=_evaluation(evaluation / "expert.json"),
-        after=_evaluation(evaluation / "after.json"),
-        during=_during(evaluation),
-        matrix=_matrix(evaluation / "matrix.json"),
-        baselines=[_baseline(path) for path in sorted((root / "baselines").glob("*.json"))],
-        rounds=[read_run(path) for path in begun],
+        manifest=_json(paths.manifest) or {},
+        records=_records(paths.metrics),
+        before=_evaluation(paths.exam("before")),
+        expert=_evaluation(paths.exam("expert")),
+        after=_evaluation(paths.exam("after")),
+        during={step: _parsed(Evaluation.from_json, _json(path), path) for step, path in paths.exams_by_step().items()},
+        matrix=_matrix(paths.matrix),
+        baselines=[_parsed(BaselineResult.from_json, _json(path), path) for path in paths.baseline_results()],
+        rounds=[read_run(path) for path in rounds if path.exists()],
         planned_steps=sum(plan) if plan else pipeline.get("trainer", {}).get("steps"),
     )
     return _of_its_steps(chained(found) if found.rounds else found)
@@ -191,16 +170,7 @@ def _records(path: Path) -> list[StepRecord]:
 
 def _evaluation(path: Path) -> Evaluation | None:
     data = _json(path)
-    return None if data is None else _parse_evaluation(data, path)
-
-
-def _during(directory: Path) -> dict[int, Evaluation]:
-    found = {}
-    for path in sorted(directory.glob("step-*.json")):
-        named = STEP_FILE.fullmatch(path.name)
-        if named:
-            found[int(named[1])] = _parse_evaluation(_json(path), path)
-    return dict(sorted(found.items()))
+    return None if data is None else _parsed(Evaluation.from_json, data, path)
 
 
 def _matrix(path: Path) -> dict[str, Evaluation]:
@@ -212,31 +182,14 @@ def _matrix(path: Path) -> dict[str, Evaluation]:
         models = data["models"].items()
     except (KeyError, AttributeError) as error:
         raise _damaged(path, f"no models: {error}") from None
-    return {name: _parse_evaluation({"format": FORMAT, **model}, path) for name, model in models}
+    return {name: _parsed(Evaluation.from_json, {"format": FORMAT, **model}, path) for name, model in models}
 
 
-def _baseline(path: Path) -> BaselineRun:
-    data = _json(path)
+def _parsed(read: Callable[[Any], T], data: Any, path: Path) -> T:
+    """What `read` makes of a file's data."""
     _check_format(data, path)
     try:
-        return BaselineRun(
-            method=data["method"],
-            label=data["label"],
-            token_share=data["token_share"],
-            tokens=data["tokens"],
-            seed=data["seed"],
-            scores={domain: DomainScore(**score) for domain, score in data["scores"].items()},
-            merge_steps=data.get("merge_steps"),
-            merge_tokens=data.get("merge_tokens"),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from None
-
-
-def _parse_evaluation(data: Any, path: Path) -> Evaluation:
-    _check_format(data, path)
-    try:
-        return Evaluation.from_json(data)
+        return read(data)
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
 

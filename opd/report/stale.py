@@ -6,10 +6,12 @@ would otherwise stand there as if it had had the same budget.
 
 from __future__ import annotations
 
+from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.scores import Evaluation
 from opd.metrics import steps_and_tokens
-from opd.report.run import BaselineRun, RunFiles
+from opd.report.run import RunFiles
+from opd.run_dir import RunPaths
 
 
 def unfinished(run: RunFiles) -> str | None:
@@ -26,7 +28,7 @@ def unfinished(run: RunFiles) -> str | None:
     return f"{done}; what stands under “merged” is the last evaluation so far, after step {measured[-1]}"
 
 
-def stale_baseline(one: BaselineRun, run: RunFiles) -> str | None:
+def stale_baseline(one: BaselineResult, run: RunFiles) -> str | None:
     """Why a baseline is none of this merge as it stands; None if it is. Merges of weights have no part in its steps."""
     steps, tokens = steps_and_tokens(run.records)
     if one.token_share is None or not steps:
@@ -63,12 +65,12 @@ def stale_matrix(run: RunFiles) -> str | None:
 
 
 def _same_model(one: Evaluation, other: Evaluation) -> bool:
-    """As far as both say it: an older release's exam is taken for one of the model beside it."""
+    """Whether both are of one model, as far as they say it: an older release's exam is taken for one of the model beside it."""
     common = one.weights.keys() & other.weights.keys()
     return all(one.weights[domain] == other.weights[domain] for domain in common)
 
 
-def _command(one: BaselineRun, run: RunFiles) -> str:
+def _command(one: BaselineResult, run: RunFiles) -> str:
     share = "" if one.token_share in (None, 1.0) else f" --share {one.token_share:g}"
     seed = "" if one.seed == run.pipeline.get("seed", 0) else f" --seed {one.seed}"
     return f"opd baseline {run.root} --method {one.method}{share}{seed}"
@@ -79,5 +81,7 @@ def notices(run: RunFiles) -> list[str]:
     found = {_command(one, run): (one.label, why) for one in run.baselines if (why := stale_baseline(one, run))}
     lines = [f"{label}: {why}; `{command}` measures it again" for command, (label, why) in found.items()]
     if why := stale_matrix(run):
-        lines.append(f"evaluation/matrix.json: {why}; `opd evaluate --matrix {run.root}` measures it again")
+        lines.append(
+            f"{RunPaths(run.root).matrix.relative_to(run.root)}: {why}; `opd evaluate --matrix {run.root}` measures it again"
+        )
     return lines

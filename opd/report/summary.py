@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
-from opd.report.run import STORED, BaselineRun, RunFiles
+from opd.report.run import STORED, RunFiles
 from opd.report.stale import notices, stale_baseline, unfinished
+from opd.run_dir import EXAMS
 from opd.step_record import DomainRecord, PositionRecord, StepRecord
 
 POINTS = 60
@@ -27,16 +29,17 @@ def headroom(before: float, after: float, expert: float) -> float | None:
 
 
 def build_report(
-    *,
     name: str,
-    before: Mapping[str, float],
-    expert: Mapping[str, float],
-    after: Mapping[str, float],
+    exams: Mapping[str, Mapping[str, float]],
     records: Sequence[StepRecord],
+    *,
     wall_s: float,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The report of a merge from its accuracies (0..1) and the records of `metrics.jsonl`."""
+    """The report of a merge from the records of `metrics.jsonl` and its accuracies (0..1) by domain.
+
+    `exams`: those of `before`, `expert` and `after`.
+    """
     tokens = sum(record.response_tokens for record in records)
     phase_s: dict[str, float] = {}
     for record in records:
@@ -46,7 +49,7 @@ def build_report(
     return {
         "name": name,
         "steps": len(records),
-        **_gains(before, expert, after),
+        **_gains(exams["before"], exams["expert"], exams["after"]),
         "wall_s": round(wall_s, 1),
         "phase_s": phase_s,
         "response_tokens": tokens,
@@ -94,7 +97,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     points = _evaluations(run)
     if points:
         report["evaluations"] = points
-    lengths = {name: found for name in ("before", "expert", "after") if (found := getattr(run, name))}
+    lengths = {name: found for name in EXAMS if (found := getattr(run, name))}
     if lengths:
         report["answers"] = _answers(lengths)
     if run.baselines:
@@ -159,25 +162,23 @@ def _so_far(
     run: RunFiles, before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float]
 ) -> dict[str, Any]:
     return build_report(
-        name=run.pipeline["name"],
-        before=before,
-        expert=expert,
-        after=after,
-        records=run.records,
+        run.pipeline["name"],
+        {"before": before, "expert": expert, "after": after},
+        run.records,
         wall_s=sum(record.seconds for record in run.records),
         versions=run.manifest.get("versions", {}),
     )
 
 
 def _accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Before, expert, after: evaluation files first, then what older runs have. `after` of a run that goes on is the
+    """Before, expert, after: the evaluation files, else the stored report. `after` of a run that goes on is the
     last evaluation so far."""
     stored = run.stored["domains"] if run.stored else {}
 
     def known(name: str, evaluation: Evaluation | None) -> dict[str, float]:
         if evaluation:
             return evaluation.accuracy
-        return run.baseline.get(name) or {domain: values[name] for domain, values in stored.items()}
+        return {domain: values[name] for domain, values in stored.items()}
 
     before, expert = known("before", run.before), known("expert", run.expert)
     if run.finished:
@@ -197,7 +198,7 @@ def _add_regressions(report: dict[str, Any]) -> None:
         values["regression"] = values["before"] - values["after"]
 
 
-def estimate(score: DomainScore) -> Estimate:
+def _estimate(score: DomainScore) -> Estimate:
     return Estimate(score.accuracy, score.low, score.high)
 
 
@@ -209,7 +210,7 @@ def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluatio
     """95 % intervals [low, high] beside each number; null for a headroom too small to be told from none."""
     shares = []
     for domain, values in report["domains"].items():
-        b, e, a = (estimate(x.scores[domain]) for x in (before, expert, after))
+        b, e, a = (_estimate(x.scores[domain]) for x in (before, expert, after))
         share = headroom_interval(b, a, e)
         values |= {
             "before_interval": _pair(b),
@@ -301,8 +302,6 @@ def _evaluations(run: RunFiles) -> list[dict[str, Any]]:
     found |= {step: (e.accuracy, e) for step, e in run.during.items() if step in tokens}
     if run.before:
         found[0] = (run.before.accuracy, run.before)
-    elif run.baseline:
-        found[0] = (run.baseline["before"], None)
     if run.after:
         found[last] = (run.after.accuracy, run.after)
     return [
@@ -312,8 +311,8 @@ def _evaluations(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def _mean_gain(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluation | None) -> dict[str, Any]:
-    before = run.before.accuracy if run.before else run.baseline.get("before", {})
-    expert = run.expert.accuracy if run.expert else run.baseline.get("expert", {})
+    before = run.before.accuracy if run.before else {}
+    expert = run.expert.accuracy if run.expert else {}
     known = {d: value for d, value in accuracy.items() if d in before and d in expert}
     found: dict[str, Any] = {"mean_headroom": _gains(before, expert, known)["mean_headroom"]}
     if scores and scores is not run.before and run.before and run.expert:
@@ -329,7 +328,7 @@ def mean_interval(run: RunFiles, scores: Mapping[str, DomainScore]) -> Estimate 
 
 def _mean_interval(before: Evaluation, expert: Evaluation, scores: Mapping[str, DomainScore]) -> Estimate | None:
     shares = [
-        headroom_interval(estimate(before.scores[d]), estimate(score), estimate(expert.scores[d]))
+        headroom_interval(_estimate(before.scores[d]), _estimate(score), _estimate(expert.scores[d]))
         for d, score in scores.items()
         if d in before.scores and d in expert.scores and expert.scores[d].accuracy > before.scores[d].accuracy
     ]
@@ -338,7 +337,7 @@ def _mean_interval(before: Evaluation, expert: Evaluation, scores: Mapping[str, 
 
 
 def _answers(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[str, float]]]:
-    """By domain and model: questions, mean_tokens, truncated, and `failed` verifiers."""
+    """Domain -> model -> questions, mean_tokens, truncated, and `failed` verifiers."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, evaluation in evaluations.items():
         for domain, score in evaluation.scores.items():
@@ -351,16 +350,16 @@ def _answers(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[
     return found
 
 
-def _by_method(baselines: Sequence[BaselineRun]) -> list[list[BaselineRun]]:
+def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]]:
     """Runs that differ in nothing but the seed."""
-    groups: dict[tuple[str, str, float], list[BaselineRun]] = {}
+    groups: dict[tuple[str, str, float], list[BaselineResult]] = {}
     for one in baselines:
         share = -1.0 if one.token_share is None else one.token_share
         groups.setdefault((one.method, one.label, share), []).append(one)
     return [groups[key] for key in sorted(groups)]
 
 
-def _baseline_row(group: Sequence[BaselineRun], run: RunFiles) -> dict[str, Any]:
+def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, Any]:
     """Means over the seeds. `interval` of one seed is that of its questions, of several the lowest and highest seed."""
     before, expert, _ = _accuracies(run)
     gains = [_gains(before, expert, {d: s.accuracy for d, s in one.scores.items() if d in before}) for one in group]

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 
-def table_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+def domain_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
     """Domain, student before, expert, merged, headroom recovered: one row a domain and a last one with the means."""
     domains = report["domains"]
     rows = [

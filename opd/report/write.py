@@ -11,6 +11,7 @@ from opd.files import atomic_write_text
 from opd.report.gate import Gate
 from opd.report.run import read_run
 from opd.report.summary import full_report
+from opd.run_dir import RunPaths
 
 
 def write_report(root: Path, output: Path | None = None, gate: Gate | None = None) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def write_report(root: Path, output: Path | None = None, gate: Gate | None = Non
                 fix="give a domain an `eval`" if run.finished else f"finish it with `opd merge --resume {root}`",
             )
         report["gate"] = gate.verdict(report)
-    page = output or root / "report.html"
+    page = output or RunPaths(root).page
     atomic_write_text(page, render(report, run))
     if run.finished:
         atomic_write_text(page.with_suffix(".json"), json.dumps(report, indent=2))

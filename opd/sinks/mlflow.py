@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from opd.errors import RunError
+from opd.run_dir import RunPaths
 from opd.sinks.run_id import kept_id
 from opd.sinks.scalars import scalars
 from opd.step_record import StepRecord
@@ -30,7 +31,7 @@ class MLflowSink:
         self._metric, self._refused = Metric, MlflowException
         self._client = MlflowClient(tracking_uri=uri)
         try:
-            self._id = kept_id(run_dir / "mlflow-run-id", lambda: self._create(run_dir.name))
+            self._id = kept_id(RunPaths(run_dir).mlflow_id, lambda: self._create(run_dir.name))
             self._client.update_run(self._id, status="RUNNING")
             history = self._client.get_metric_history(self._id, "step/loss")
         except MlflowException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 
+from opd.run_dir import RunPaths
 from opd.sinks.scalars import scalars
 from opd.step_record import StepRecord
 
@@ -15,7 +16,7 @@ class TensorBoardSink:
     def __init__(self, wanted: bool, run_dir: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=done + 1)
+        self._writer = SummaryWriter(str(RunPaths(run_dir).tensorboard), purge_step=done + 1)
 
     def step(self, record: StepRecord) -> None:
         """On disk before it returns, so that a killed run shows what it did."""

@@ -7,6 +7,7 @@ from types import TracebackType
 from uuid import uuid4
 
 from opd.errors import RunError
+from opd.run_dir import RunPaths
 from opd.sinks.run_id import kept_id
 from opd.sinks.scalars import scalars
 from opd.step_record import StepRecord
@@ -25,7 +26,7 @@ class WandbSink:
             self._run = wandb.init(
                 project=project,
                 name=run_dir.name,
-                id=kept_id(run_dir / "wandb" / "id", lambda: uuid4().hex[:12]),
+                id=kept_id(RunPaths(run_dir).wandb_id, lambda: uuid4().hex[:12]),
                 resume="allow",
                 dir=str(run_dir),
             )

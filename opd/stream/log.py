@@ -9,7 +9,6 @@ policy version, prompts), BLAKE3 and size of each, the order of the samples, who
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from opd import cluster
 from opd.errors import StorageError
 from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
+from opd.run_dir import step_name, step_of
 from opd.stream.schema import PartRecord, StreamError, TargetRow, read_stream
 from opd.stream.targets import Expected, TargetStream
 from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment, unknown_id
@@ -140,12 +140,12 @@ class ArrowTargetLog:
         return np.frombuffer(data, dtype=np.uint8)
 
     def _path(self, step: int) -> Path:
-        return self._root / f"step-{step:06d}"
+        return self._root / step_name(step)
 
     def _drop(self, unwanted: Callable[[int], bool]) -> None:
         for path in self._root.glob("step-*"):
-            match = re.fullmatch(r"step-(\d{6,})", path.name)
-            if match and unwanted(int(match[1])):
+            step = step_of(path.name)
+            if step is not None and unwanted(step):
                 shutil.rmtree(path)
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from blake3 import blake3
 
 from experts.bound_files import model_digest
-from experts.model_dir import weight_hashes
+from experts.weight_files import weight_hashes
 from opd.config import load_pipeline
 from opd.evaluation.baselines import BaselineResult
 from opd.report.stale import other_budget
-from pipelines.baselines.jobs import Job
-from pipelines.build import RunPaths
-from pipelines.manifest import manifest_of, read_manifest
-from pipelines.preflight import Inputs
-from pipelines.results import trained
-from pipelines.resume import identity, refuse_changed_inputs
+from opd.run_dir import RunPaths
+from pipelines.baselines.jobs import BaselineJob
+from pipelines.inputs.read import Inputs
+from pipelines.merge.changes import identity, refuse_changed_inputs
+from pipelines.merge.manifest import manifest_of, read_manifest
+from pipelines.merge.results import trained
 
 NOT_OF_A_MODEL = ("logging",)
 """Sections of a pipeline that no result depends on."""
@@ -27,7 +27,7 @@ ONLY_OF_TRAINING = ("objective", "schedule", "sync", "teachers", "trainer")
 """Sections that no merge of weights depends on."""
 
 
-def refuse_other_inputs(root: Path, job: Job, inputs: Inputs) -> None:
+def refuse_other_inputs(root: Path, job: BaselineJob, inputs: Inputs) -> None:
     """Baselines stand beside a merge of the same student, experts and prompts.
 
     Raises: RunDirError naming what changed since the merge of the run directory, if it has one, began.
@@ -37,7 +37,7 @@ def refuse_other_inputs(root: Path, job: Job, inputs: Inputs) -> None:
         refuse_changed_inputs(read_manifest(paths), manifest_of(job.config, inputs), paths.manifest)
 
 
-def outdated(job: Job, found: BaselineResult, inputs: Inputs) -> str | None:
+def outdated(job: BaselineJob, found: BaselineResult, inputs: Inputs) -> str | None:
     """Why a result has to be computed again; None if it need not be, as far as it says what it is of."""
     merge = _merge(job)
     before = (found.merge_steps, found.merge_tokens)
@@ -48,28 +48,28 @@ def outdated(job: Job, found: BaselineResult, inputs: Inputs) -> str | None:
     return None
 
 
-def bound(job: Job, result: BaselineResult, inputs: Inputs) -> BaselineResult:
+def bound(job: BaselineJob, result: BaselineResult, inputs: Inputs) -> BaselineResult:
     """The result with what it is of. Its model lies on disk; the exam of a merge says itself which one it was."""
     steps, tokens = _merge(job) or (None, None)
     weights = result.weights if job.method == "opd" else model_digest(job.model, weight_hashes(job.model))
     return replace(result, weights=weights, inputs=_inputs_digest(job, inputs), merge_steps=steps, merge_tokens=tokens)
 
 
-def drop_other_merge(job: Job) -> None:
+def drop_other_merge(job: BaselineJob) -> None:
     """A shorter merge that was planned with other steps, as when the whole merge was shorter, must not be gone on with."""
-    paths = RunPaths(job.shorter_run)
+    paths = job.shorter_run
     if paths.pipeline.exists() and load_pipeline(paths.pipeline).trainer != job.config.trainer:
         shutil.rmtree(paths.root)
 
 
-def _merge(job: Job) -> tuple[int, int] | None:
+def _merge(job: BaselineJob) -> tuple[int, int] | None:
     """Steps and response tokens of the run directory's merge; None if it has none."""
     paths = RunPaths(job.root)
     return trained(paths.metrics) if paths.pipeline.exists() else None
 
 
-def _inputs_digest(job: Job, inputs: Inputs) -> str:
-    """Of student, experts and prompts by content, and of the keys that decide what the method makes of them."""
+def _inputs_digest(job: BaselineJob, inputs: Inputs) -> str:
+    """A digest of student, experts and prompts by content, and of the keys that decide what the method makes of them."""
     manifest = manifest_of(job.config, inputs)
     without = NOT_OF_A_MODEL + (ONLY_OF_TRAINING if job.share is None else ())
     config = {key: value for key, value in manifest["config"].items() if key not in without}

@@ -9,7 +9,7 @@ from opd.cluster import ray_session
 from opd.config import PipelineConfig
 from opd.rollouts.vllm import VLLMRolloutEngine
 from pipelines.build import start_rollouts
-from pipelines.preflight import Inputs
+from pipelines.inputs.read import Inputs
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from experts.adapter import whole_model
 from opd.config import PipelineConfig
@@ -27,7 +28,7 @@ from opd.prompts import MixedPrompts, read_prompt_lines, split_samples
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
-from pipelines.preflight import Inputs
+from pipelines.inputs.read import Inputs
 from pipelines.specs import imitation_spec
 
 PILOT_SAMPLES = 1000
@@ -72,7 +73,7 @@ def train_off_policy(
         prompts = [p for step in _steps(config, by_domain, shape.samples) for p in step]
         tell(f"{len(prompts)} responses: {config.trainer.steps} steps of {shape.samples}")
         responses = write(prompts)
-    _fit(config, inputs, prompts, responses, shape, out, tell)
+    _fit(config, inputs, list(zip(prompts, responses, strict=True)), shape, out, tell)
     return sum(map(len, responses))
 
 
@@ -91,12 +92,12 @@ def write_by_experts(
     scratch: Path,
 ) -> list[tuple[int, ...]]:
     """Each prompt's response by an expert of its domain, of several drawn by their weights."""
-    teachers = {a.teacher.name: a.teacher for part in routes.values() for a in part}
+    teachers = {a.teacher.name: a.teacher for assigned in routes.values() for a in assigned}
     draw = random.Random(f"{seed}/authors")
     by_author: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
-        part = routes[prompt.domain]
-        [author] = draw.choices([a.teacher.name for a in part], [a.weight for a in part])
+        assigned = routes[prompt.domain]
+        [author] = draw.choices([a.teacher.name for a in assigned], [a.weight for a in assigned])
         by_author.setdefault(author, []).append(index)
     responses: dict[int, tuple[int, ...]] = {}
     for author, mine in by_author.items():
@@ -118,7 +119,7 @@ def file_author(config: PipelineConfig, completions: Completions) -> Iterator[Au
 
 
 def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
-    """Of every training prompt. Raises: PromptError."""
+    """The completion of every training prompt. Raises: PromptError."""
     from experts.sft import IGNORED, encode_line
 
     completions: Completions = {}
@@ -177,34 +178,25 @@ def _shape(config: PipelineConfig, samples: int) -> StepShape:
 def _fit(
     config: PipelineConfig,
     inputs: Inputs,
-    prompts: Sequence[Prompt],
-    responses: Sequence[tuple[int, ...]],
+    written: Sequence[tuple[Prompt, tuple[int, ...]]],
     shape: StepShape,
     out: Path,
     tell: Callable[[str], None],
 ) -> None:
-    """Write the trained student to `out`, whole or not at all, in the type that a merge exports."""
+    """Write the student, trained on prompts and their responses, to `out`: whole or not at all, in the type that a merge
+    exports."""
     import torch
-    from transformers import AutoModelForCausalLM, set_seed
-    from transformers.utils import logging
+    from transformers import set_seed
 
     from experts.sft import IGNORED, Example, imitate
-    from opd.model_weights import attention_of
 
-    logging.disable_progress_bar()
     staging = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     set_seed(config.seed)
-    model = AutoModelForCausalLM.from_pretrained(
-        config.student.model,
-        dtype=torch.float32,
-        attn_implementation=attention_of(config.student.model),
-        trust_remote_code=False,
-    )
+    model = _student(config.student.model)
     examples = [
-        Example(input_ids=[*p.token_ids, *r], labels=[IGNORED] * len(p.token_ids) + list(r))
-        for p, r in zip(prompts, responses, strict=True)
+        Example(input_ids=[*p.token_ids, *r], labels=[IGNORED] * len(p.token_ids) + list(r)) for p, r in written
     ]
     imitate(
         model,
@@ -216,3 +208,17 @@ def _fit(
     model.to(getattr(torch, config.trainer.dtype)).save_pretrained(staging)
     inputs.tokenizer.save_pretrained(staging)
     replace_dir(staging, out)
+
+
+def _student(model_dir: Path) -> Any:
+    """The student as it starts, to be trained in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from opd.model_weights import attention_of
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation=attention_of(model_dir), trust_remote_code=False
+    )

@@ -16,25 +16,24 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunDirError
 from opd.metrics import MetricsFile
-from opd.rounds import PLAN, directory
+from opd.run_dir import RunPaths
 from pipelines.baselines.weights import WEIGHT_METHODS
-from pipelines.build import RunPaths
-from pipelines.resume import accept_changes
+from pipelines.merge.changes import accept_changes
 
 TRAINED_METHODS = {"off_policy": "Off-policy", "mixed_sft": "Mixed SFT", "opd": "On-policy"}
 """Method -> label: those that train, and have shares of the merge's training."""
 METHODS = (*WEIGHT_METHODS, *TRAINED_METHODS)
 MAX_SEEDS = 10
-"""Of a comparison."""
+"""The most that a comparison takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class BaselineJob:
     """One result to be computed."""
 
     method: str
     share: float | None
-    """Of the merge's steps; None for merges of weights."""
+    """Share of the merge's steps; None for merges of weights."""
     config: PipelineConfig
     """With the share's steps, and the seed."""
     root: Path
@@ -47,21 +46,21 @@ class Job:
 
     @property
     def result(self) -> Path:
-        return self.root / "baselines" / f"{self.name}.json"
+        return RunPaths(self.root).baseline(self.name)
 
     @property
     def model(self) -> Path:
-        return self.root / "baselines" / "models" / self.name
+        return RunPaths(self.root).baseline_model(self.name)
 
     @property
-    def shorter_run(self) -> Path:
-        """Of method `opd`, if it is not the run directory's own merge."""
-        return self.root / "baselines" / "runs" / self.name
+    def shorter_run(self) -> RunPaths:
+        """The merge of method `opd`, if it is not the run directory's own."""
+        return RunPaths(self.root).baseline_run(self.name)
 
     @property
     def merge(self) -> RunPaths:
-        """Of method `opd`."""
-        return RunPaths(self.root if self.own_run else self.shorter_run)
+        """The merge of method `opd`."""
+        return RunPaths(self.root) if self.own_run else self.shorter_run
 
 
 def parse_methods(text: str) -> list[str]:
@@ -120,10 +119,11 @@ def scaled(config: PipelineConfig, share: float) -> PipelineConfig:
 
 def plan(
     config: PipelineConfig, root: Path, methods: Sequence[str], shares: Sequence[float] | None, seed: int | None
-) -> list[Job]:
+) -> list[BaselineJob]:
     """What to compute, in order; `shares` (default: all of it) and `seed` (default: the pipeline's) as given.
 
-    Raises: ConfigError for several rounds, or shares of methods that train nothing; RunDirError for a run directory that has no metrics.
+    Raises: ConfigError for several rounds, or shares of methods that train nothing; RunDirError for a run directory that
+    has no metrics.
     """
     refuse_rounds(config)
     trained = [method for method in methods if method in TRAINED_METHODS]
@@ -143,7 +143,7 @@ def plan(
             chosen = config if share is None else scaled(config, share)
             parts = [method, "" if share is None else f"-{share:g}", "" if own_seed else f"-seed-{seed}"]
             jobs.append(
-                Job(
+                BaselineJob(
                     method=method,
                     share=share,
                     config=chosen if seed is None else chosen.model_copy(update={"seed": seed}),
@@ -190,12 +190,12 @@ def open_run(root: Path, overrides: list[str] | None = None) -> PipelineConfig:
     Raises: RunDirError, ConfigError.
     """
     paths = RunPaths(root)
-    if (root / PLAN).exists():
+    if paths.rounds.exists():
         raise RunDirError.at(
             root,
             found="a merge in several rounds",
             wanted="one round, which other methods can be compared with",
-            fix=f"give the run directory of a round, such as {directory(root, 1)}",
+            fix=f"give the run directory of a round, such as {paths.round(1).root}",
         )
     if not paths.pipeline.exists() or not paths.metrics.exists():
         missing = paths.metrics if paths.pipeline.exists() else paths.pipeline

@@ -79,7 +79,7 @@ def _cache_dir() -> Path:
 
 
 def _install(target: Path) -> None:
-    """By pip if the interpreter has it, else by uv. Raises: RunError."""
+    """Install mergekit with pip if the interpreter has it, else with uv. Raises: RunError."""
     options = ["--target", str(target), "--no-deps", "--require-hashes", "-r", str(REQUIREMENTS)]
     if find_spec("pip"):
         # Not pip's many retries: without a network the answer should come at once.

@@ -20,46 +20,47 @@ from opd.evaluation.evaluator import DomainExam, EngineEvaluator
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import replace_dir
 from opd.rollouts.vllm import VLLMRolloutEngine
-from pipelines import merge as merging
+from opd.run_dir import RunPaths
 from pipelines.baselines.bound import bound, drop_other_merge, outdated, refuse_other_inputs
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
-from pipelines.baselines.jobs import TRAINED_METHODS, Job
+from pipelines.baselines.jobs import TRAINED_METHODS, BaselineJob
 from pipelines.baselines.mergekit import environment, merge_weights
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
-from pipelines.preflight import Inputs, check
-from pipelines.results import trained
+from pipelines.inputs.read import Inputs, read_inputs
+from pipelines.merge import run as merging
+from pipelines.merge.results import trained
 
-AFTER = "after.json"
-"""Evaluation of a merge's result."""
 MERGED_BYTES = 2 << 30
 """Merged models that lie on disk at a time, beside the best of each method; one in any case."""
 
 
-def compute(jobs: Sequence[Job], tell: Callable[[str], None], keep_models: bool = False) -> list[BaselineResult]:
+def compute(
+    jobs: Sequence[BaselineJob], tell: Callable[[str], None], keep_models: bool = False
+) -> list[BaselineResult]:
     """Every job's result: read where there is one of these inputs and this merge, else computed. The jobs are of one run
     directory and one seed.
 
     Raises: OpdError before any compute; RunError if one fails (those before it are on disk); Interrupted after Ctrl-C in
     a merge.
     """
-    inputs = check(jobs[0].config)  # shares have no part in what is checked
+    inputs = read_inputs(jobs[0].config)  # shares have no part in what is checked
     refuse_other_inputs(jobs[0].root, jobs[0], inputs)
     todo = [job for job in jobs if not _found(job, inputs, tell)]
     if todo:
         completions = check_methods(todo[0].config, inputs, [job.method for job in todo])
         _refuse_unfinished(todo)
-        with _locked(todo[0].root / "baselines"):
+        with _locked(RunPaths(todo[0].root)):
             for job, result in _compute(todo, inputs, completions, tell):
                 bound(job, result, inputs).save(job.result)
                 tell(f"{job.name}: mean accuracy {result.accuracy:.3f} after {result.wall_s:.0f} s")
                 if not keep_models:
-                    for path in (job.model, job.shorter_run):
+                    for path in (job.model, job.shorter_run.root):
                         shutil.rmtree(path, ignore_errors=True)
     return [BaselineResult.load(job.result) for job in jobs]
 
 
-def _found(job: Job, inputs: Inputs, tell: Callable[[str], None]) -> bool:
+def _found(job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> bool:
     """Whether there is a result that counts."""
     if not job.result.exists():
         return False
@@ -88,9 +89,9 @@ def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]
     return read_completions(config, inputs) if "mixed_sft" in methods else {}
 
 
-def _refuse_unfinished(jobs: Sequence[Job]) -> None:
+def _refuse_unfinished(jobs: Sequence[BaselineJob]) -> None:
     for job in jobs:
-        if job.own_run and not (job.merge.evaluation / AFTER).exists():
+        if job.own_run and not job.merge.exam("after").exists():
             raise RunDirError.at(
                 job.root,
                 found="a merge that is not finished",
@@ -100,8 +101,8 @@ def _refuse_unfinished(jobs: Sequence[Job]) -> None:
 
 
 def _compute(
-    jobs: Sequence[Job], inputs: Inputs, completions: Completions, tell: Callable[[str], None]
-) -> Iterator[tuple[Job, BaselineResult]]:
+    jobs: Sequence[BaselineJob], inputs: Inputs, completions: Completions, tell: Callable[[str], None]
+) -> Iterator[tuple[BaselineJob, BaselineResult]]:
     """Merges of weights first, which share one process of mergekit and one engine."""
     weights = [job for job in jobs if job.method in WEIGHT_METHODS]
     if weights:
@@ -113,7 +114,7 @@ def _compute(
         yield job, _result(job, found, time.monotonic() - began)
 
 
-def _result(job: Job, found: _Found, wall_s: float) -> BaselineResult:
+def _result(job: BaselineJob, found: _Found, wall_s: float) -> BaselineResult:
     label = {**{n: m.label for n, m in WEIGHT_METHODS.items()}, **TRAINED_METHODS}[job.method]
     return BaselineResult(
         method=job.method,
@@ -131,7 +132,7 @@ def _result(job: Job, found: _Found, wall_s: float) -> BaselineResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """As in `BaselineResult`."""
+    """What a method found; the fields are those of `BaselineResult`."""
 
     scores: dict[str, DomainScore]
     strength: float | None = None
@@ -141,8 +142,8 @@ class _Found:
 
 
 def _merge_weights(
-    jobs: Sequence[Job], inputs: Inputs, tell: Callable[[str], None]
-) -> Iterator[tuple[Job, BaselineResult]]:
+    jobs: Sequence[BaselineJob], inputs: Inputs, tell: Callable[[str], None]
+) -> Iterator[tuple[BaselineJob, BaselineResult]]:
     """Candidates in the order of the jobs, a few at a time on disk; of each job the best so far stays in its place."""
     home, config = environment(tell), jobs[0].config
     merged = jobs[0].model.with_name(".tmp-merged")
@@ -155,23 +156,23 @@ def _merge_weights(
             for name, e in inputs.experts.items()
         ]
         for start in range(0, len(candidates), at_a_time):
-            part = candidates[start : start + at_a_time]
-            tell(f"weights: merges {start + 1} to {start + len(part)} of {len(candidates)}")
+            batch = candidates[start : start + at_a_time]
+            tell(f"weights: merges {start + 1} to {start + len(batch)} of {len(candidates)}")
             recipes = {
                 _candidate(job, strength): WEIGHT_METHODS[job.method].recipe(inputs.student, experts, strength)
-                for job, strength in part
+                for job, strength in batch
             }
             began = time.monotonic()
             merge_weights(recipes, merged, seed=config.seed, timeout_s=config.cluster.phase_timeout_s, home=home)
-            each_s = (time.monotonic() - began) / len(part)
-            for job, strength in part:
+            each_s = (time.monotonic() - began) / len(batch)
+            for job, strength in batch:
                 trials[job.name].add(engine, merged / _candidate(job, strength), strength, each_s)
                 if strength == WEIGHT_METHODS[job.method].strengths()[-1]:
                     yield job, trials[job.name].result(engine)
     shutil.rmtree(merged)
 
 
-def _candidate(job: Job, strength: float | None) -> str:
+def _candidate(job: BaselineJob, strength: float | None) -> str:
     """Name of a merged model; never one of mergekit's own words, such as a method's name."""
     return f"merged-{job.name}" if strength is None else f"merged-{job.name}-{strength:g}"
 
@@ -179,7 +180,7 @@ def _candidate(job: Job, strength: float | None) -> str:
 class _Trials:
     """The strengths of one method: the best on the validation prompts so far, of several the first."""
 
-    def __init__(self, job: Job, inputs: Inputs, tell: Callable[[str], None]) -> None:
+    def __init__(self, job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> None:
         self._job = job
         self._inputs = inputs
         self._tell = tell
@@ -189,11 +190,11 @@ class _Trials:
         self._exams = validation_exams(job.config, inputs) if WEIGHT_METHODS[job.method].grid else {}
 
     def add(self, engine: VLLMRolloutEngine, model: Path, strength: float | None, merging_s: float) -> None:
-        """Examine a merged model, and put it in the job's place if it is the best. `merging_s`: what it took so far."""
+        """Evaluate a merged model, and put it in the job's place if it is the best. `merging_s`: what it took so far."""
         began = time.monotonic()
         if strength is not None:
             engine.load(model)
-            found = _examine(engine, self._exams, self._job, self._inputs, self._tell)
+            found = _evaluate(engine, self._exams, self._job, self._inputs, self._tell)
             self._validation[strength] = fmean(found.accuracy.values())
             self._tell(f"strength {strength:g}: {self._validation[strength]:.3f} on validation prompts")
         if strength is None or self._best is None or self._validation[strength] > self._validation[self._best]:
@@ -206,14 +207,14 @@ class _Trials:
         began = time.monotonic()
         engine.load(self._job.model)
         found = _Found(
-            scores=_examine(engine, self._inputs.exams, self._job, self._inputs, self._tell).scores,
+            scores=_evaluate(engine, self._inputs.exams, self._job, self._inputs, self._tell).scores,
             strength=self._best,
             validation={f"{strength:g}": value for strength, value in self._validation.items()},
         )
         return _result(self._job, found, self._wall_s + time.monotonic() - began)
 
 
-def _imitate(job: Job, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _Found:
+def _imitate(job: BaselineJob, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _Found:
     author = (
         file_author(job.config, completions)
         if job.method == "mixed_sft"
@@ -222,28 +223,25 @@ def _imitate(job: Job, inputs: Inputs, completions: Completions, tell: Callable[
     tokens = train_off_policy(job.config, inputs, author, job.budget, job.model, tell)
     with rollout_engine(job.config, inputs) as engine:
         engine.load(job.model)
-        scores = _examine(engine, inputs.exams, job, inputs, tell).scores
+        scores = _evaluate(engine, inputs.exams, job, inputs, tell).scores
     return _Found(scores=scores, tokens=tokens)
 
 
-def _merge_on_policy(job: Job) -> _Found:
+def _merge_on_policy(job: BaselineJob) -> _Found:
     """The run directory's own merge, or another one with fewer steps; one that was interrupted goes on."""
     paths = job.merge
     drop_other_merge(job)
     if not paths.report.exists():
-        if paths.root.exists():
-            merging.resume(paths.root)
-        else:
-            merging.start(job.config, paths.root)
-    after = Evaluation.load(paths.evaluation / AFTER)
+        merging.start_or_resume(job.config, paths.root)
+    after = Evaluation.load(paths.exam("after"))
     _, tokens = trained(paths.metrics)
     return _Found(scores=after.scores, tokens=tokens, weights=next(iter(after.weights.values()), ""))
 
 
-def _examine(
+def _evaluate(
     engine: VLLMRolloutEngine,
     exams: Mapping[str, DomainExam],
-    job: Job,
+    job: BaselineJob,
     inputs: Inputs,
     tell: Callable[[str], None],
 ) -> Evaluation:
@@ -251,20 +249,20 @@ def _examine(
     return EngineEvaluator(engine, exams, job.config.evaluate, inputs.tokenizer, tell).evaluate(model=job.name)
 
 
-def _named(tell: Callable[[str], None], job: Job) -> Callable[[str], None]:
+def _named(tell: Callable[[str], None], job: BaselineJob) -> Callable[[str], None]:
     return lambda line: tell(f"{job.name}: {line}")
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(paths: RunPaths) -> Iterator[None]:
     """One `opd baseline` per run directory; the lock goes with the process, however it ends."""
-    (directory / "models").mkdir(parents=True, exist_ok=True)
+    paths.baseline_models.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(directory / ".lock", timeout=0):
+        with FileLock(paths.baselines_lock, timeout=0):
             yield
     except Timeout:
         raise RunDirError.at(
-            directory,
+            paths.baselines,
             found="another `opd baseline` at work in it",
             wanted="one at a time",
             fix="wait for it or stop it",

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experts.model_dir import ModelInfo, weight_tensors
+from experts.model_dir import ModelInfo
+from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
 from opd.errors import ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.types import Prompt
 from pipelines.baselines.mergekit import Recipe
-from pipelines.exams import refuse_unjudgeable
-from pipelines.preflight import Inputs
+from pipelines.inputs.prompts import refuse_unjudgeable
+from pipelines.inputs.read import Inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from opd.config import PipelineConfig
-from opd.evaluation.baselines import read_baselines
+from opd.evaluation.baselines import BaselineResult
 from opd.settings import validate
 from pipelines.baselines.jobs import plan
 from pipelines.baselines.mergekit import environment_dir, merge_weights
 from pipelines.baselines.run import compute
 from pipelines.baselines.weights import WEIGHT_METHODS
-from pipelines.preflight import check
+from pipelines.inputs.read import read_inputs
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,7 +35,7 @@ def expected(method: str, base: Tensors, experts: list[Tensors], strength: float
 
 @pytest.mark.skipif(not environment_dir().exists(), reason="mergekit is not installed; `opd baseline` does it")
 def test_merges_of_weights_are_what_their_names_say(pipeline: dict[str, Any], tmp_path: Path) -> None:
-    inputs = check(validate(PipelineConfig, pipeline, "pipeline.yaml"))
+    inputs = read_inputs(validate(PipelineConfig, pipeline, "pipeline.yaml"))
     experts = [Path(expert.info.path) for expert in inputs.experts.values()]
     strengths = {"linear": 0.0, "task_arithmetic": 0.3}
     recipes = {
@@ -63,7 +63,7 @@ def test_the_student_learns_what_its_experts_write(pipeline: dict[str, Any], tmp
     assert losses[-1] < losses[0]
     assert (result.token_share, result.seed, set(result.scores)) == (0.5, 0, set(pipeline["domains"]))
     assert 4 * 32 <= (result.tokens or 0) <= 4 * 32 * 8, "one to eight tokens a response"
-    assert read_baselines(tmp_path / "out") == [result]
+    assert BaselineResult.load(tmp_path / "out" / "baselines" / "off_policy-0.5.json") == result
     found = load_file(tmp_path / "out" / "baselines" / "models" / "off_policy-0.5" / "model.safetensors")
     before = load_file(Path(pipeline["student"]["model"]) / "model.safetensors")
     assert all((found[name] - before[name]).abs().max() > 0 for name in before)

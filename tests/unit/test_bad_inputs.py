@@ -24,8 +24,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-import pipelines.memory
-import pipelines.merge
+import pipelines.inputs.memory
+import pipelines.interrupts
+import pipelines.merge.run
 from cli import app
 from experts.registry import Registry
 from opd import checkpoints, cluster
@@ -38,12 +39,14 @@ from opd.metrics import MetricsFile, PhaseClock
 from opd.progress import RunReporter
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import Sampled, _sampled, swap_weights
+from opd.run_dir import RunPaths
 from opd.stream.heads import HeadSource
 from opd.stream.targets import refuse_many_broken
 from opd.sync.shared_memory import SharedMemorySync
 from opd.types import DomainStats, Prompt, Rollout, Segment, Teacher, WrittenFile
-from pipelines.check import template_findings
-from pipelines.preflight import Inputs
+from pipelines.check.measure import template_findings
+from pipelines.inputs.read import Inputs
+from pipelines.merge.directory import locked
 from pipelines.specs import pool_spec, rollout_spec, trainer_spec
 
 ROOT = Path(__file__).parents[2]
@@ -148,11 +151,11 @@ def bench(
 ) -> Bench:
     made = Bench(world, monkeypatch, in_process, make_model_dir, make_adapter, capsys)
 
-    def run(found: pipelines.merge.Run, *_: Any) -> None:
+    def run(found: pipelines.merge.run.Run, *_: Any) -> None:
         made.inputs = found.inputs
         raise Started
 
-    monkeypatch.setattr(pipelines.merge, "_supervise", run)
+    monkeypatch.setattr(pipelines.merge.run, "_session", run)
     return made
 
 
@@ -625,7 +628,7 @@ def nothing_to_train(b: Bench) -> None:
 
 def nearly_all_cut(b: Bench) -> None:
     heard = Heard()
-    reporter = RunReporter(MetricsFile(b.root / "metrics.jsonl"), b.root / "evaluation", heard)
+    reporter = RunReporter(MetricsFile(b.root / "metrics.jsonl"), RunPaths(b.root), heard)
     plain = {"step": 3, "loss": 0.5, "response_tokens": 20, "probe_gap": 1e-3, "quarantined": {}, "phase_s": {"a": 4.0}}
     domains = {name: {"samples": 20} for name in ("reverse", "upper")}
     for _ in range(2):
@@ -727,12 +730,12 @@ def resume_with_another_expert(b: Bench) -> None:
 def two_drivers(b: Bench) -> None:
     run = b.started()
     with (
-        pipelines.merge.locked(run),
+        locked(RunPaths(run)),
         pytest.raises(RunDirError, match="another `opd merge` at work"),
-        pipelines.merge.locked(run),
+        locked(RunPaths(run)),
     ):
         raise AssertionError("two at a time")
-    with pipelines.merge.locked(run):  # the lock went with its holder
+    with locked(RunPaths(run)):  # the lock went with its holder
         pass
 
 
@@ -764,14 +767,14 @@ def disk_full(b: Bench) -> None:
     def run(*_: Any) -> None:
         raise error.value
 
-    b.patch.setattr(pipelines.merge, "_supervise", run)
+    b.patch.setattr(pipelines.merge.run, "_session", run)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 3
     assert "No space left on device" in result.stderr and "opd merge --resume" in result.stderr
 
 
 def too_little_memory(b: Bench) -> None:
-    b.patch.setattr(pipelines.memory, "machine_bytes", lambda: 3 << 30)
+    b.patch.setattr(pipelines.inputs.memory, "machine_bytes", lambda: 3 << 30)
     b.data["rollout"]["kv_cache_gib"] = 2
     b.refused(
         "memory",
@@ -780,7 +783,7 @@ def too_little_memory(b: Bench) -> None:
         "lower ",
         "rollout.kv_cache_gib",
     )
-    b.patch.setattr(pipelines.memory, "machine_bytes", lambda: 32 << 30)
+    b.patch.setattr(pipelines.inputs.memory, "machine_bytes", lambda: 32 << 30)
     b.starts()
 
 
@@ -957,7 +960,7 @@ def plain_output_and_odd_paths(b: Bench) -> None:
 
 def interrupts(b: Bench) -> None:
     heard = Heard()
-    with pipelines.merge.interrupts() as found, found.asking(heard.say):
+    with pipelines.interrupts.interrupts() as found, found.asking(heard.say):
         assert not found.asked()
         signal.raise_signal(signal.SIGINT)
         assert found.asked()
@@ -966,9 +969,9 @@ def interrupts(b: Bench) -> None:
             signal.raise_signal(signal.SIGINT)
 
     def run(*_: Any) -> None:
-        raise pipelines.merge.Interrupted(5, Path("runs/two"), signal.SIGINT)
+        raise pipelines.interrupts.Interrupted(5, Path("runs/two"), signal.SIGINT)
 
-    b.patch.setattr(pipelines.merge, "_supervise", run)
+    b.patch.setattr(pipelines.merge.run, "_session", run)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 130 and "opd merge --resume runs/two" in result.stderr
 

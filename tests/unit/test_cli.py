@@ -19,8 +19,8 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import pipelines.baselines.run
-import pipelines.check
-import pipelines.merge
+import pipelines.check.measure
+import pipelines.merge.run
 from cli import app
 from experts.registry import Registry
 from opd import __version__
@@ -28,11 +28,12 @@ from opd.config import PipelineConfig
 from opd.errors import RunError, StorageError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore
-from pipelines.baselines.jobs import Job
-from pipelines.check import CheckReport, Finding, Measured
-from pipelines.compare import Comparison
-from pipelines.interrupts import Stopped
-from pipelines.memory import Need
+from pipelines.baselines.jobs import BaselineJob
+from pipelines.check.comparison import Comparison
+from pipelines.check.judge import Finding, MeasuredTeacher
+from pipelines.check.measure import CheckReport
+from pipelines.inputs.memory import Need
+from pipelines.interrupts import Interrupted, Stopped
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -61,7 +62,7 @@ def no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any) -> dict[str, Any]:
         raise AssertionError("the run started")
 
-    monkeypatch.setattr(pipelines.merge, "_supervise", started)
+    monkeypatch.setattr(pipelines.merge.run, "_session", started)
 
 
 def refused(result: Result, *words: str | Path) -> None:
@@ -326,19 +327,19 @@ def test_a_resume_with_another_pipeline_shows_what_differs(started: Path, world:
 
 def test_a_resume_may_change_what_decides_nothing(started: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(pipelines.merge, "_supervise", lambda *args: ran.append(args) or REPORT)
+    monkeypatch.setattr(pipelines.merge.run, "_session", lambda *args: ran.append(args) or REPORT)
     result = opd("merge", "--resume", started, "--set", "trainer.ranks=1")
     assert result.exit_code == 0, result.output
-    run, checkpoint, notices = ran[0]
+    run, checkpoint, notices, _ = ran[0]
     assert (run.config.trainer.ranks, checkpoint) == (1, None)
     assert notices[0] == "trainer.ranks: 2 before, 1 now"
     # From now on these are the run's own.
     assert opd("merge", "--resume", started).exit_code == 0
-    run, _, notices = ran[1]
+    run, _, notices, _ = ran[1]
     assert (run.config.trainer.ranks, notices) == (1, [])
     world.data["trainer"]["ranks"] = 1
     assert opd("merge", world.write(), "--resume", started).exit_code == 0
-    assert ran[2][-1] == []
+    assert ran[2][2] == []
 
 
 def test_a_resume_from_a_checkpoint_that_is_not_there_is_refused(started: Path) -> None:
@@ -350,11 +351,11 @@ def test_a_resume_from_a_checkpoint_that_is_not_there_is_refused(started: Path) 
 
 def test_a_resume_names_other_versions(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(pipelines.merge, "_supervise", lambda *args: ran.append(args) or REPORT)
+    monkeypatch.setattr(pipelines.merge.run, "_session", lambda *args: ran.append(args) or REPORT)
     recorded = json.loads((started / "manifest.json").read_text())["versions"]
     edit(started / "manifest.json", versions=recorded | {"torch": "1.0"})
     assert opd("merge", "--resume", started).exit_code == 0
-    (notice,) = ran[0][-1]
+    (notice,) = ran[0][2]
     assert notice.startswith(f"torch 1.0 when the run began, {recorded['torch']} now")
 
 
@@ -423,8 +424,8 @@ def test_arguments_that_contradict_each_other(args: list[str], world: Any) -> No
         (KeyboardInterrupt(), 130, ["stopped by Ctrl-C"]),
         (Stopped(signal.SIGINT), 130, ["stopped by Ctrl-C"]),
         (Stopped(signal.SIGTERM), 143, ["stopped by SIGTERM"]),
-        (pipelines.merge.Interrupted(5, Path("runs/two"), signal.SIGTERM), 143, ["opd merge --resume runs/two"]),
-        (pipelines.merge.Interrupted(5, Path("runs/two"), 2), 130, ["after step 5", "opd merge --resume runs/two"]),
+        (Interrupted(5, Path("runs/two"), signal.SIGTERM), 143, ["opd merge --resume runs/two"]),
+        (Interrupted(5, Path("runs/two"), 2), 130, ["after step 5", "opd merge --resume runs/two"]),
     ],
 )
 def test_how_a_run_ends(
@@ -433,7 +434,7 @@ def test_how_a_run_ends(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(pipelines.merge, "_supervise", fails)
+    monkeypatch.setattr(pipelines.merge.run, "_session", fails)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == code
     assert all(word in result.stderr for word in words), result.stderr
@@ -443,7 +444,7 @@ def test_a_bug_of_ours_keeps_its_traceback(world: Any, monkeypatch: pytest.Monke
     def fails(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(pipelines.merge, "_supervise", fails)
+    monkeypatch.setattr(pipelines.merge.run, "_session", fails)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)
@@ -464,7 +465,7 @@ REPORT = {
 
 
 def test_a_merge_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines.merge, "_supervise", lambda *_: REPORT)
+    monkeypatch.setattr(pipelines.merge.run, "_session", lambda *_: REPORT)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 0
     assert re.search(r"reverse +│ +0\.25 +│ +1\.00 +│ +0\.75 +│ +67 %", result.stdout)
@@ -476,7 +477,7 @@ def test_a_merge_in_rounds_prints_what_each_gained(world: Any, monkeypatch: pyte
         {"round": 1, "steps": 2, "mean_gain": 0.25, "mean_headroom": 1 / 3, "mean_headroom_in_round": 1 / 3},
         {"round": 2, "steps": 2, "mean_gain": -0.05, "mean_headroom": None, "mean_headroom_in_round": 0.5},
     ]
-    monkeypatch.setattr("pipelines.rounds._go_on", lambda *_: REPORT | {"rounds": rows})
+    monkeypatch.setattr("pipelines.merge.rounds._go_on", lambda *_: REPORT | {"rounds": rows})
     world.data["rounds"] = 2
     result = opd("merge", world.write())
     assert result.exit_code == 0, result.output
@@ -524,7 +525,7 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
     level: Any, fix_up: bool, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = Comparison(kl=1.25, overlap=0.5, answer_nll=1.0)
-    measured = Measured(
+    measured = MeasuredTeacher(
         domain="upper", expert="up", leads=True, student_accuracy=0.25, expert_accuracy=0.2, compared=compared
     )
     findings = (
@@ -539,7 +540,7 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
         memory = (Need(what="all of it", nbytes=3 << 29, knobs="trainer.ranks"),)
         return CheckReport(vocab_size=76, measured=(measured,), findings=findings, memory=memory)
 
-    monkeypatch.setattr(pipelines.check, "check_pipeline", found)
+    monkeypatch.setattr(pipelines.check.measure, "check_pipeline", found)
     more = ["--samples", "5", "--set", "seed=3"] + ["--fix-up"] * fix_up
     result = opd("check", "pipeline.yaml", *more)
     assert result.exit_code == (1 if level == "fail" else 0)
@@ -584,7 +585,7 @@ def test_a_run_directory_has_its_own_pipeline(world: Any) -> None:
 
 
 def test_a_baseline_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute(jobs: list[Job], tell: object, keep_models: bool) -> list[BaselineResult]:
+    def compute(jobs: list[BaselineJob], tell: object, keep_models: bool) -> list[BaselineResult]:
         assert [(job.root, job.config.seed, keep_models) for job in jobs] == [(Path("runs/two-baselines"), 4, True)] * 2
         score = DomainScore(accuracy=0.25, stderr=0.1, low=0.1, high=0.4, questions=10)
         return [

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import pipelines.baselines.compare
+import pipelines.baselines.comparison
 import pipelines.baselines.run
-import pipelines.examine
+import pipelines.evaluation.command
 from cli import app
 from opd.evaluation.evaluator import MERGED
-from pipelines.examine import Examined
-from pipelines.merge import Interrupted
+from pipelines.evaluation.command import EvaluateOptions, EvaluateOutput
+from pipelines.interrupts import Interrupted
 from tests.unit.opd.report.conftest import build_run
 
 ROOT = Path(__file__).parents[2]
@@ -69,12 +69,11 @@ def test_report_says_that_a_merge_is_not_finished(tmp_path: Path) -> None:
 
 
 def test_progress_of_evaluate_is_spelt_out(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def examine(*args: Any) -> Examined:
-        args[-1](HOSTILE)
-        return Examined({"models": {MERGED: {}}}, [])
+    def evaluate(options: EvaluateOptions, tell: Any) -> EvaluateOutput:
+        tell(HOSTILE)
+        return EvaluateOutput({"models": {MERGED: {}}}, [])
 
-    monkeypatch.setattr(pipelines.examine, "examine_models", examine)
-    monkeypatch.setattr(pipelines.examine, "examine_matrix", examine)
+    monkeypatch.setattr(pipelines.evaluation.command, "evaluate", evaluate)
     for arguments in (["evaluate", "up"], ["evaluate", "--matrix", "pipeline.yaml"]):
         result = opd(*arguments)
         assert result.exit_code == 0 and result.stderr == SPELT + "\n"
@@ -90,7 +89,7 @@ def test_progress_of_baseline_and_compare_is_spelt_out(world: Any, monkeypatch: 
         return []
 
     monkeypatch.setattr(pipelines.baselines.run, "compute", compute)
-    monkeypatch.setattr(pipelines.baselines.compare, "compare", compare)
+    monkeypatch.setattr(pipelines.baselines.comparison, "compare", compare)
     for arguments in (["baseline", "pipeline.yaml", "--method", "linear"], ["compare", "pipeline.yaml"]):
         result = opd(*arguments)
         assert result.exit_code == 0 and result.stderr == SPELT + "\n", result.output
@@ -107,7 +106,7 @@ def test_a_signal_that_stops_a_merge_inside_is_in_the_exit_code(
         raise Interrupted(5, Path("runs/two"), number)
 
     monkeypatch.setattr(pipelines.baselines.run, "compute", stopped)
-    monkeypatch.setattr(pipelines.baselines.compare, "compare", stopped)
+    monkeypatch.setattr(pipelines.baselines.comparison, "compare", stopped)
     for arguments in (["baseline", "pipeline.yaml", "--method", "opd"], ["compare", "pipeline.yaml"]):
         result = opd(*arguments)
         assert result.exit_code == code, result.output
@@ -116,20 +115,20 @@ def test_a_signal_that_stops_a_merge_inside_is_in_the_exit_code(
 
 COMMAND = """
 import sys, time
-import pipelines.merge
+import pipelines.merge.run
 from cli import app
-from pipelines.interrupts import interrupts
+from pipelines.interrupts import Interrupted
 
 
-def steps(run, checkpoint, notices):
-    with interrupts() as signals, signals.asking(print):
+def steps(run, checkpoint, notices, signals):
+    with signals.asking(print):
         print("a step", flush=True)
         while not signals.asked():
             time.sleep(0.05)
-    raise pipelines.merge.Interrupted(1, run.paths.root, signals.number)
+    raise Interrupted(1, run.paths.root, signals.number)
 
 
-pipelines.merge._supervise = steps
+pipelines.merge.run._session = steps
 sys.argv[0] = "opd"
 app()
 """

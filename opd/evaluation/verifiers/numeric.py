@@ -32,7 +32,7 @@ class Numeric:
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
         found, wanted = last_number(text), last_number(answer)
-        assert wanted is not None, "preflight has refused answers without a number"
+        assert wanted is not None, "answers without a number were refused before the merge"
         return float(found is not None and abs(found - wanted) <= Decimal(repr(self.tolerance)))
 
     def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experts import model_dir
+from experts import weight_files
 from experts.adapter import inspect_adapter
 from experts.model_dir import inspect_model
 from experts.registry import Manifest, Registry, default_root
@@ -383,7 +383,7 @@ def test_the_base_of_several_adapters_is_read_once(
     (model / "chat_template.jinja").unlink()  # hashed each time; it is small
     for name in ("a", "b"):
         registry.add(name, adapter, domain="d")
-    monkeypatch.setattr(model_dir, "blake3_file", lambda file: read.append(file.name) or blake3_file(file))
+    monkeypatch.setattr(weight_files, "blake3_file", lambda file: read.append(file.name) or blake3_file(file))
     known: dict[Path, dict[str, str]] = {}
     assert [registry.verify(name, known) for name in ("a", "b")] == [[], []]
     assert read == ["model.safetensors"]

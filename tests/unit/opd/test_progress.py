@@ -10,6 +10,7 @@ import pytest
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter, display
+from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 
 
@@ -34,16 +35,14 @@ def record(**changes: Any) -> StepRecord:
 
 def test_a_step_is_stored_and_shown(tmp_path: Path) -> None:
     metrics, heard = MetricsFile(tmp_path / "metrics.jsonl"), Heard()
-    RunReporter(metrics, tmp_path / "evaluation", heard).step(
-        record(accuracy={"x": 0.25, "y": 0.75}, quarantined={"x": 2})
-    )
+    RunReporter(metrics, RunPaths(tmp_path), heard).step(record(accuracy={"x": 0.25, "y": 0.75}, quarantined={"x": 2}))
     assert heard.lines == ["3: loss 0.5000  5 tok/s  gap 1.0e-03  accuracy 0.500  quarantined 2"]
     assert [r.step for r in metrics.read()] == [3]
 
 
 def test_a_worker_that_was_started_again_is_told(tmp_path: Path) -> None:
     heard = Heard()
-    RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "evaluation", heard).step(
+    RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), RunPaths(tmp_path), heard).step(
         record(restarted=["teacher worker 1"])
     )
     assert heard.lines[0] == "teacher worker 1 died in step 3 and was started again; its rows were scored again"
@@ -52,7 +51,7 @@ def test_a_worker_that_was_started_again_is_told(tmp_path: Path) -> None:
 
 def test_an_evaluation_is_a_file_of_its_own(tmp_path: Path) -> None:
     found = Evaluation(model="me", scores={"x": DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=9)})
-    reporter = RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "evaluation", Heard())
+    reporter = RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), RunPaths(tmp_path), Heard())
     reporter.evaluation("before", found)
     reporter.evaluation("before", found)  # a resume writes it again
     assert Evaluation.load(tmp_path / "evaluation" / "before.json") == found
@@ -60,7 +59,7 @@ def test_an_evaluation_is_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_a_domain_whose_responses_are_nearly_all_cut_is_told_once(tmp_path: Path) -> None:
     heard = Heard()
-    reporter = RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "evaluation", heard)
+    reporter = RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), RunPaths(tmp_path), heard)
     for cut in ({"x": 9, "y": 10}, {"x": 9, "y": 10}, {"x": 10}):
         reporter.step(record(truncated_by_domain=cut))
     warnings = [line for line in heard.lines if line.startswith("warning")]
@@ -85,5 +84,5 @@ def test_other_sinks_get_every_record(tmp_path: Path) -> None:
             assert [r.step for r in MetricsFile(tmp_path / "metrics.jsonl").read()] == [3], "the file comes first"
             got.append(taken)
 
-    RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "evaluation", Heard(), [Sink()]).step(record())
+    RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), RunPaths(tmp_path), Heard(), [Sink()]).step(record())
     assert got == [record()]

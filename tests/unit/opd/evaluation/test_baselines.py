@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from opd.evaluation.baselines import BaselineResult, read_baselines
+from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore
+from opd.run_dir import RunPaths
 
 
 def score(accuracy: float) -> DomainScore:
@@ -44,7 +45,8 @@ def test_other_programs_find_the_keys_they_were_promised(ties: BaselineResult, t
 
 
 def test_a_run_directory_has_those_that_are_there(ties: BaselineResult, tmp_path: Path) -> None:
-    assert read_baselines(tmp_path) == []
+    paths = RunPaths(tmp_path)
+    assert paths.baseline_results() == []
     (tmp_path / "baselines" / "models").mkdir(parents=True)
     ties.save(tmp_path / "baselines" / "ties.json")
-    assert read_baselines(tmp_path) == [ties]
+    assert paths.baseline_results() == [paths.baseline("ties")]

@@ -168,11 +168,11 @@ def test_the_baseline_is_the_student_everywhere_and_each_expert_on_its_own() -> 
     before = measure_before(evaluator(engine), list(EXAMS), told.append)
     assert (before.model, before.accuracy) == ("student before", {"a": 0.25, "b": 0.0})
     known = before.accuracy
-    expert = measure_experts(engine, evaluator(engine), known, Path("/m/student"), teachers, whole, told.append)  # type: ignore[arg-type]
+    expert = measure_experts(engine, evaluator(engine), known, teachers, whole, told.append)  # type: ignore[arg-type]
     assert (expert.model, expert.accuracy) == ("expert", {"a": 0.75, "b": 1.0})
     assert [a.domain for a in expert.answers] == ["a"] * 4 + ["b"] * 2
     assert there == []
-    assert engine.loads == ["ea", "whole-b", "student"], "one without an exam is not loaded; the student is, at last"
+    assert engine.loads == ["ea", "whole-b"], "one without an exam is not loaded"
     assert "0.125" in told[0]
     assert "expert-a" in told[1]
 
@@ -184,6 +184,6 @@ def test_a_baseline_without_exams() -> None:
     whole = nullcontext(Path("/m/e"))
     judge = evaluator(engine, {})
     assert measure_before(judge, [], told.append).scores == {}
-    assert measure_experts(engine, judge, {}, Path("/m/student"), teachers, lambda _: whole, told.append).scores == {}  # type: ignore[arg-type]
+    assert measure_experts(engine, judge, {}, teachers, lambda _: whole, told.append).scores == {}  # type: ignore[arg-type]
     assert told == ["no domain has an exam"]
-    assert engine.loads == ["student"]
+    assert engine.loads == []

@@ -15,7 +15,7 @@ import yaml
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunError
 from opd.evaluation import harness
-from opd.evaluation.harness import check_tasks, read_results, run_tasks, table_rows
+from opd.evaluation.harness import check_tasks, read_results, run_tasks, task_rows
 
 RESULTS = {
     "results": {
@@ -94,7 +94,7 @@ def test_a_harness_that_takes_too_long_is_stopped(process: Any) -> None:
 def test_numbers_are_read_and_the_rest_is_left_out() -> None:
     assert read_results(RESULTS) == {"gsm8k": SCORES}
     other = {"gsm8k": SCORES | {"exact_match,loose": 1.0}}
-    assert table_rows({"a": {"gsm8k": SCORES}, "b": other}) == [
+    assert task_rows({"a": {"gsm8k": SCORES}, "b": other}) == [
         ("gsm8k", "exact_match,strict", "0.250 ± 0.125", "0.250 ± 0.125"),
         ("gsm8k", "exact_match,loose", "0.500", "1.000"),
     ]

@@ -76,7 +76,6 @@ def build_run(root: Path) -> Path:
         "command": "opd merge three.yaml --set 'name=<b>'",
         "models": {"student": sizes, "experts": dict.fromkeys(experts, sizes)},
     })  # fmt: skip
-    put(root / "baseline.json", {"before": BEFORE, "expert": EXPERT})
     put(root / "report.json", {
         "name": "three", "steps": 4, "domains": {
             d: {"before": BEFORE[d], "after": AFTER[d], "expert": EXPERT[d], "headroom": None} for d in BEFORE

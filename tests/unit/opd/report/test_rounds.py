@@ -13,7 +13,7 @@ import yaml
 
 from opd.errors import RunDirError
 from opd.evaluation.scores import Evaluation, combined
-from opd.report import full_report, read_run, round_rows, table_rows, write_report
+from opd.report import domain_rows, full_report, read_run, round_rows, write_report
 
 # Of the fixture: letters 0.2 -> 0.85 of 0.9, sums 0.5 -> 1.0 of 1.0, known 0.9 -> 0.85 of 0.8.
 LATER = {"letters": 0.9, "sums": 0.9, "known": 0.9}
@@ -35,7 +35,7 @@ def root(run_dir: Path, tmp_path: Path) -> Path:
     (run_dir / "evaluation" / "matrix.json").unlink()
     shutil.copytree(run_dir, second)
     run_dir.rename(first)
-    for name in ("report.json", "evaluation/after.json", "evaluation/step-000002.json", "baseline.json"):
+    for name in ("report.json", "evaluation/after.json", "evaluation/step-000002.json"):
         (second / name).unlink()
     after = Evaluation.load(first / "evaluation" / "after.json")
     replace(after, model="student before").save(second / "evaluation" / "before.json")
@@ -81,7 +81,7 @@ def test_gains_of_each_round_and_of_all(root: Path) -> None:
     assert low < 0.9 < high
     assert report["mean_headroom"] == pytest.approx(0.9)
     assert round_rows(report) == [("1", "4", "+0.37", "96 %", "96 %"), ("2", "4", "+0.00", "90 %", "100 %")]
-    assert len(table_rows(report)) == 4
+    assert len(domain_rows(report)) == 4
 
 
 def test_steps_are_counted_on(root: Path) -> None:

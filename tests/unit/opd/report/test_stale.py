@@ -152,7 +152,7 @@ def test_a_merge_that_went_back_has_lost_its_end(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_merge_without_an_evaluation(run_dir: Path, steps: int) -> None:
-    for name in ("report.json", "evaluation/after.json", "evaluation/step-000002.json", "baseline.json"):
+    for name in ("report.json", "evaluation/after.json", "evaluation/step-000002.json"):
         (run_dir / name).unlink()
     train_on(run_dir, steps, 8)
     report = full_report(read_run(run_dir))

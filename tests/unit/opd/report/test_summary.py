@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from opd.errors import RunDirError
-from opd.report import build_report, full_report, headroom, read_run, table_rows
+from opd.report import build_report, domain_rows, full_report, headroom, read_run
 from opd.report.summary import POINTS, curves
+from opd.run_dir import EXAMS
 from opd.step_record import StepRecord
 
 
@@ -34,9 +35,11 @@ def test_headroom(before: float, after: float, expert: float, share: float | Non
 def report(**changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "name": "two",
-        "before": {"a": 0.2, "b": 0.5, "c": 0.9},
-        "expert": {"a": 1.0, "b": 1.0, "c": 0.8},
-        "after": {"a": 0.6, "b": 1.0, "c": 0.9},
+        "exams": {
+            "before": {"a": 0.2, "b": 0.5, "c": 0.9},
+            "expert": {"a": 1.0, "b": 1.0, "c": 0.8},
+            "after": {"a": 0.6, "b": 1.0, "c": 0.9},
+        },
         "records": [
             StepRecord(step=1, response_tokens=100, phase_s={"rollout": 1.0, "train": 2.0}),
             StepRecord(step=2, response_tokens=50, phase_s={"rollout": 1.0, "checkpoint": 1.0}),
@@ -77,19 +80,19 @@ def test_the_numbers() -> None:
 
 
 def test_nothing_to_recover_is_null() -> None:
-    found = report(before={"a": 1.0}, expert={"a": 1.0}, after={"a": 1.0})
+    found = report(exams={name: {"a": 1.0} for name in EXAMS})
     assert found["mean_headroom"] is None
     assert found["worst_headroom"] is None
 
 
 def test_a_run_without_exams_and_records() -> None:
-    found = report(before={}, expert={}, after={}, records=[])
+    found = report(exams={name: {} for name in EXAMS}, records=[])
     assert (found["domains"], found["mean_headroom"], found["response_tokens_per_s"]) == ({}, None, 0.0)
-    assert table_rows(found) == []
+    assert domain_rows(found) == []
 
 
 def test_the_table_has_a_row_a_domain_and_the_means() -> None:
-    rows = table_rows(report())
+    rows = domain_rows(report())
     assert rows[0] == ("a", "0.20", "1.00", "0.60", "50 %")
     assert rows[2][-1] == "-"
     assert rows[-1] == ("mean", "0.53", "0.93", "0.83", "75 %")
@@ -161,7 +164,7 @@ def test_curves_are_means_over_neighbouring_steps() -> None:
     assert found["tokens_per_s"][0] == pytest.approx(30.0)
 
 
-def test_an_older_run_without_evaluation_files(run_dir: Path) -> None:
+def test_a_report_without_evaluation_files(run_dir: Path) -> None:
     for name in ("evaluation", "baselines"):
         shutil.rmtree(run_dir / name)
     found = full_report(read_run(run_dir))
@@ -170,7 +173,7 @@ def test_an_older_run_without_evaluation_files(run_dir: Path) -> None:
         "regression": pytest.approx(-0.65),
     }  # fmt: skip
     assert not {"mean_headroom_interval", "answers", "baselines"} & set(found)
-    assert [p["step"] for p in found["evaluations"]] == [0, 2]
+    assert [p["step"] for p in found["evaluations"]] == [2]
 
 
 def test_a_merge_that_goes_on(run_dir: Path) -> None:
@@ -199,7 +202,7 @@ def test_a_merge_that_goes_on(run_dir: Path) -> None:
         ("evaluation/before.json", '{"format": 1, "model": "m", "answers": []}', "'scores'"),
         ("evaluation/matrix.json", '{"format": 1}', "models"),
         ("evaluation/step-000002.json", "[]", "format None"),
-        ("baselines/x.json", '{"format": 1, "method": "ties"}', "'label'"),
+        ("baselines/x.json", '{"format": 1, "method": "ties", "scores": {}}', "'label'"),
     ],
 )
 def test_a_damaged_file_is_named(run_dir: Path, name: str, text: str, words: str) -> None:

@@ -19,7 +19,7 @@ from opd.prompts import MixedPrompts
 from opd.types import Prompt, Rollout, RolloutBatch, Segment, Teacher, WeightedTeacher
 from pipelines.baselines import imitation
 from pipelines.baselines.imitation import file_author, read_completions, train_off_policy, write_by_experts
-from pipelines.preflight import Inputs, check
+from pipelines.inputs.read import Inputs, read_inputs
 
 
 class FakeEngine:
@@ -90,7 +90,7 @@ def learning(world: Any) -> tuple[PipelineConfig, Inputs]:
     world.data["trainer"] = {"steps": 3, "samples_per_step": 6, "lr": 3e-3}
     world.data["domains"]["reverse"]["weight"] = 2.0
     config = load_pipeline(world.write())
-    return config, check(config)
+    return config, read_inputs(config)
 
 
 def test_completions_are_the_files_own_with_an_end(learning: tuple[PipelineConfig, Inputs]) -> None:

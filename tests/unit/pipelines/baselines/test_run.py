@@ -19,7 +19,7 @@ from opd.types import Completion, Prompt
 from pipelines.baselines import run
 from pipelines.baselines.jobs import plan
 from pipelines.baselines.mergekit import Recipe
-from pipelines.preflight import check
+from pipelines.inputs.read import read_inputs
 
 GOOD = 0.3
 """The strength at which a merged model is right on the prompts that strengths are chosen by."""
@@ -87,7 +87,7 @@ def test_few_merged_models_lie_on_disk_at_a_time(
     world: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = load_pipeline(world.write())
-    nbytes = 4 * check(config).student.parameters
+    nbytes = 4 * read_inputs(config).student.parameters
     monkeypatch.setattr(run, "MERGED_BYTES", 2 * nbytes + 1)
     parts: list[list[str]] = []
     fake = run.merge_weights

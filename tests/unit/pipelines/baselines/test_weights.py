@@ -12,11 +12,11 @@ import pytest
 from opd.config import load_pipeline
 from opd.errors import ModelError, PromptError
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
-from pipelines.preflight import check
+from pipelines.inputs.read import read_inputs
 
 
 def test_a_method_with_a_strength_starts_from_the_student(world: Any) -> None:
-    student = check(load_pipeline(world.write())).student
+    student = read_inputs(load_pipeline(world.write())).student
     recipe = WEIGHT_METHODS["ties"].recipe(student, [Path("a"), Path("b")], 0.5)
     assert recipe["base_model"] == student.path
     assert recipe["parameters"] == {"lambda": 0.5, "density": 0.2}
@@ -28,20 +28,20 @@ def test_a_method_with_a_strength_starts_from_the_student(world: Any) -> None:
 def test_experts_of_other_shapes_are_named(world: Any, make_model_dir: Callable[..., Path]) -> None:
     make_model_dir(world.root / "wide", hidden=128, heads=4)
     world.data["experts"]["up"]["model"] = "wide"
-    inputs = check(load_pipeline(world.write()))
+    inputs = read_inputs(load_pipeline(world.write()))
     with pytest.raises(ModelError, match=r"--method ties\n  found:  .*: up \(LlamaForCausalLM, ") as error:
         check_one_architecture("ties", inputs)
     assert "rev (" not in str(error.value)
 
 
 def test_experts_like_the_student_pass(world: Any) -> None:
-    check_one_architecture("linear", check(load_pipeline(world.write())))
+    check_one_architecture("linear", read_inputs(load_pipeline(world.write())))
 
 
 def test_a_strength_is_chosen_on_the_last_training_prompts(world: Any) -> None:
     world.data["evaluate"] = {"samples": 2}
     config = load_pipeline(world.write())
-    inputs = check(config)
+    inputs = read_inputs(config)
     exams = validation_exams(config, inputs)
     assert [p.id for p in exams["reverse"].prompts] == ["reverse/4", "reverse/5"]
     assert exams["reverse"].verifier is inputs.exams["reverse"].verifier
@@ -59,11 +59,11 @@ def test_validation_prompts_that_the_verifier_may_not_judge_are_refused(world: A
     with pytest.raises(
         PromptError, match=r"domains\.upper\.prompts: prompt upper/0\n  found:  metadata\.task 'codeio'"
     ):
-        validation_exams(config, check(config))
+        validation_exams(config, read_inputs(config))
 
 
 def test_validation_prompts_without_answers_are_refused(world: Any) -> None:
     (world.root / "upper.jsonl").write_text('{"prompt": "upp a="}\n' * 3)
     config = load_pipeline(world.write())
     with pytest.raises(PromptError, match=r"domains\.upper\.prompts: prompt upper/0\n  found:  no answer"):
-        validation_exams(config, check(config))
+        validation_exams(config, read_inputs(config))

@@ -1,0 +1,199 @@
+"""The names of everything that lies in a run directory, and in a directory of several runs. Nobody else spells them.
+
+    RUN_DIR/
+      pipeline.yaml   manifest.json             what the merge is, by name and by content
+      metrics.jsonl   layouts.json              how it went
+      targets/        checkpoints/              what a resume needs
+      evaluation/     NAME.json each            before, expert, after, step-NNNNNN; matrix, lm-eval
+      model/          report.json  report.html  what came out
+      baselines/      NAME.json each            other ways to merge; their models/NAME/ and runs/NAME/ while they are needed
+      tensorboard/    wandb/  mlflow-run-id     the same numbers for other tools
+      rounds.json     round-1/ round-2/ ...     of a merge in several rounds: a run directory for each
+
+What lies inside of `targets/step-NNNNNN/` and `checkpoints/step-NNNNNN/` belongs to `opd.stream.log` and `opd.checkpoints`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+EXAMS = ("before", "expert", "after")
+"""Evaluations of a finished merge: the student as it started, each domain's expert, and the merged model."""
+
+_STEP = re.compile(r"step-(\d{6,})")
+_ROUND = re.compile(r"round-[1-9]\d*")
+
+
+def step_name(step: int) -> str:
+    """What a file or directory of one step is called."""
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of such a name; None for any other name."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """One run directory."""
+
+    root: Path
+
+    @property
+    def is_run(self) -> bool:
+        """Whether `opd merge` made this directory; a pipeline alone may lie anywhere."""
+        return self.manifest.is_file() and self.pipeline.is_file()
+
+    @property
+    def pipeline(self) -> Path:
+        return self.root / "pipeline.yaml"
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def layouts(self) -> Path:
+        return self.root / "layouts.json"
+
+    @property
+    def targets(self) -> Path:
+        return self.root / "targets"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.json"
+
+    @property
+    def page(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the one `opd merge` at work here."""
+        return self.root / ".lock"
+
+    def scratch(self, name: str) -> Path:
+        """Where something is written before it gets its own name; `opd.files.sweep` clears what a kill leaves of it."""
+        return self.root / f".tmp-{name}"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def wandb_id(self) -> Path:
+        """The name under which Weights & Biases knows the run; the service keeps its own files beside it."""
+        return self.root / "wandb" / "id"
+
+    @property
+    def mlflow_id(self) -> Path:
+        """The name under which MLflow knows the run."""
+        return self.root / "mlflow-run-id"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.root / "evaluation"
+
+    def exam(self, name: str) -> Path:
+        """The file of an evaluation: one of `EXAMS`, or the `step_name` of an evaluation on the way."""
+        return self.evaluation / f"{name}.json"
+
+    def exams_by_step(self) -> dict[int, Path]:
+        """Step -> file of the evaluations on the way, in order."""
+        found = {step_of(path.stem): path for path in self.evaluation.glob("step-*.json")}
+        return {step: found[step] for step in sorted(step for step in found if step is not None)}
+
+    @property
+    def matrix(self) -> Path:
+        return self.exam("matrix")
+
+    @property
+    def lm_eval(self) -> Path:
+        return self.exam("lm-eval")
+
+    @property
+    def baselines(self) -> Path:
+        return self.root / "baselines"
+
+    @property
+    def baselines_lock(self) -> Path:
+        """Held by the one `opd baseline` at work here."""
+        return self.baselines / ".lock"
+
+    @property
+    def baseline_models(self) -> Path:
+        return self.baselines / "models"
+
+    def baseline(self, name: str) -> Path:
+        """The file of one result."""
+        return self.baselines / f"{name}.json"
+
+    def baseline_results(self) -> list[Path]:
+        """The files of all results, by name."""
+        return sorted(self.baselines.glob("*.json"))
+
+    def baseline_model(self, name: str) -> Path:
+        return self.baseline_models / name
+
+    def baseline_run(self, name: str) -> RunPaths:
+        """The shorter merge that a result is of."""
+        return RunPaths(self.baselines / "runs" / name)
+
+    @property
+    def rounds(self) -> Path:
+        """What the rounds of a merge work on; only a merge in several rounds has it."""
+        return self.root / "rounds.json"
+
+    def round(self, number: int) -> RunPaths:
+        """The run directory of a round, counted from 1."""
+        return RunPaths(self.root / f"round-{number}")
+
+    @property
+    def whole(self) -> Path:
+        """The run directory that a user knows: for a round that of all rounds, else `root` itself."""
+        all_rounds = RunPaths(self.root.absolute().parent)
+        inside = _ROUND.fullmatch(self.root.name) and all_rounds.rounds.is_file()
+        return self.root.parent if inside else self.root
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonPaths:
+    """The directory of `opd compare`: a run directory for each seed, and what they say together."""
+
+    root: Path
+
+    def seed(self, number: int) -> RunPaths:
+        return RunPaths(self.root / f"seed-{number}")
+
+    def seeds(self) -> list[RunPaths]:
+        """The run directories that are there."""
+        return [RunPaths(path) for path in sorted(self.root.glob("seed-*"))]
+
+    @property
+    def numbers(self) -> Path:
+        return self.root / "comparison.json"
+
+    @property
+    def table(self) -> Path:
+        return self.root / "comparison.md"
+
+    @property
+    def picture(self) -> Path:
+        return self.root / "comparison.svg"

@@ -1,0 +1,267 @@
+"""`opd compare`: a merge and every baseline, over several seeds, as one table and one picture.
+
+    ROOT/seed-N/            a run directory of `opd merge`, with its `baselines/`
+    ROOT/comparison.json    all numbers    ROOT/comparison.md    the table    ROOT/comparison.svg    accuracy by token share
+
+What exists is not computed again: the same command goes on after an interruption.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from opd.config import PipelineConfig, load_pipeline
+from opd.errors import RunDirError
+from opd.evaluation.baselines import BaselineResult
+from opd.evaluation.scores import Evaluation
+from opd.files import atomic_write_text
+from opd.report import headroom
+from opd.run_dir import EXAMS, ComparisonPaths, RunPaths
+from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan, refuse_rounds
+from pipelines.baselines.run import check_methods, compute
+from pipelines.baselines.weights import WEIGHT_METHODS
+from pipelines.inputs.read import read_inputs
+from pipelines.inputs.template_date import on_day
+from pipelines.merge import run as merging
+from pipelines.merge.results import trained
+
+FORMAT = 1
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom: for 2 to MAX_SEEDS seeds."""
+COLUMNS = ("method", "share", "response tokens", "mean accuracy", "headroom", "against opd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedMean:
+    """A mean over seeds with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    by_seed: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> SeedMean:
+        """Student's t interval; of one value the value itself."""
+        mean = fmean(values)
+        half = T_QUANTILES[len(values) - 2] * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
+        return cls(mean=mean, low=mean - half, high=mean + half, by_seed=tuple(values))
+
+    def overlaps(self, other: SeedMean) -> bool:
+        return self.low <= other.high and other.low <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ± {self.high - self.mean:.3f}" if len(self.by_seed) > 1 else f"{self.mean:.3f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonRow:
+    """One method at one share."""
+
+    method: str
+    label: str
+    share: float | None
+    """None for merges of weights."""
+    tokens: float | None
+    """Response tokens trained on, mean over seeds."""
+    accuracy: SeedMean
+    """Mean over domains."""
+    headroom: SeedMean | None
+    """Mean over the domains where the expert is better than the student; None if there is none."""
+    verdict: str = ""
+    """`tie`, `better` or `worse` than on-policy distillation at the same share, merges of weights than at all of it;
+    empty if that was run for one seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OneSeed:
+    """What one seed's run directory says."""
+
+    before: Evaluation
+    expert: Evaluation
+    merge: dict[str, Any]
+    """Steps, response tokens and weights that everything of this seed stands beside."""
+    results: list[BaselineResult]
+
+
+def compare(
+    config: PipelineConfig,
+    root: Path,
+    seeds: Sequence[int],
+    methods: Sequence[str],
+    shares: Sequence[float],
+    tell: Callable[[str], None],
+) -> list[ComparisonRow]:
+    """Compute what is missing, write the three files, return the table.
+
+    Raises: OpdError before any compute, RunError during it; Interrupted after Ctrl-C in a merge.
+    """
+    refuse_rounds(config)
+    paths, inputs = ComparisonPaths(root), read_inputs(config)
+    check_methods(config, inputs, methods)  # now, and not after hours of the first merge
+    config = on_day(config, _day(paths) or inputs.template_date)
+    merges = [(config.model_copy(update={"seed": seed}), paths.seed(seed)) for seed in seeds]
+    for seeded, its in merges:
+        _refuse_another_merge(seeded, its)
+    # Merges of weights that the seed has no part in are made once.
+    again = [m for m in methods if m not in WEIGHT_METHODS or WEIGHT_METHODS[m].random]
+    found = [_one_seed(*one, methods if one is merges[0] else again, shares, tell) for one in merges]
+    rows = table(found)
+    before = SeedMean.of([fmean(one.before.accuracy.values()) for one in found])
+    expert = SeedMean.of([fmean(one.expert.accuracy.values()) for one in found])
+    data = {
+        "format": FORMAT,
+        "name": config.name,
+        "seeds": list(seeds),
+        "before": asdict(before),
+        "expert": asdict(expert),
+        "merges": [one.merge for one in found],
+        "rows": [asdict(row) for row in rows],
+    }
+    atomic_write_text(paths.numbers, json.dumps(data, indent=1))
+    atomic_write_text(paths.table, markdown(before, expert, rows))
+    draw(rows, paths.picture)
+    return rows
+
+
+def _day(paths: ComparisonPaths) -> date | None:
+    """The day of the seeds that are there: all of a comparison are asked with one date."""
+    known = [load_pipeline(one.pipeline) for one in paths.seeds() if one.pipeline.exists()]
+    return known[0].student.template_date if known else None
+
+
+def _one_seed(
+    config: PipelineConfig,
+    paths: RunPaths,
+    methods: Sequence[str],
+    shares: Sequence[float],
+    tell: Callable[[str], None],
+) -> _OneSeed:
+    name = paths.root.name
+    if not paths.report.exists():
+        tell(f"{name}: the merge")
+        merging.start_or_resume(config, paths.root)
+    jobs = [
+        job
+        for method in methods
+        for job in plan(config, paths.root, [method], shares if method in TRAINED_METHODS else None, None)
+    ]
+    results = compute(jobs, lambda line: tell(f"{name}: {line}"))
+    before, expert, after = (Evaluation.load(paths.exam(name)) for name in EXAMS)
+    steps, tokens = trained(paths.metrics)
+    merge = {"seed": config.seed, "steps": steps, "tokens": tokens, "weights": next(iter(after.weights.values()), "")}
+    return _OneSeed(before=before, expert=expert, merge=merge, results=results)
+
+
+def _refuse_another_merge(config: PipelineConfig, paths: RunPaths) -> None:
+    """Results of two pipelines must not end up in one table; whether files changed is seen to by a resume."""
+    if not paths.root.exists():
+        return
+    stored = load_pipeline(paths.pipeline)
+    sections = ("seed", "trainer", "rollout", "objective", "teachers", "evaluate")
+    others = [name for name in sections if getattr(stored, name) != getattr(config, name)]
+    others += ["domains"] if set(stored.domains) != set(config.domains) else []
+    if others:
+        raise RunDirError.at(
+            paths.root,
+            found=f"a merge with other settings: {', '.join(others)}",
+            wanted="the merge of this pipeline, begun earlier",
+            fix="give another --run-dir, or remove this directory",
+        )
+
+
+def table(seeds: Sequence[_OneSeed]) -> list[ComparisonRow]:
+    """A row for each method and share, methods in their order, larger shares first."""
+    groups: dict[tuple[str, float | None], list[tuple[_OneSeed, BaselineResult]]] = {}
+    for seed in seeds:
+        for result in seed.results:
+            groups.setdefault((result.method, result.token_share), []).append((seed, result))
+    rows = {key: _row(group) for key, group in groups.items()}
+    order = sorted(rows, key=lambda key: (METHODS[::-1].index(key[0]), -(key[1] or 0)))
+    return [_judged(rows[key], rows.get(("opd", 1.0 if key[1] is None else key[1]))) for key in order]
+
+
+def _row(group: Sequence[tuple[_OneSeed, BaselineResult]]) -> ComparisonRow:
+    results = [result for _, result in group]
+    gains = [_mean_headroom(seed, result) for seed, result in group]
+    tokens = [result.tokens for result in results if result.tokens is not None]
+    return ComparisonRow(
+        method=results[0].method,
+        label=" / ".join(dict.fromkeys(result.label for result in results)),
+        share=results[0].token_share,
+        tokens=fmean(tokens) if tokens else None,
+        accuracy=SeedMean.of([result.accuracy for result in results]),
+        headroom=SeedMean.of([gain for gain in gains if gain is not None]) if None not in gains else None,
+    )
+
+
+def _mean_headroom(seed: _OneSeed, result: BaselineResult) -> float | None:
+    before, expert = seed.before.accuracy, seed.expert.accuracy
+    shares = [headroom(before[d], score.accuracy, expert[d]) for d, score in result.scores.items()]
+    known = [share for share in shares if share is not None]
+    return fmean(known) if known else None
+
+
+def _judged(row: ComparisonRow, opd: ComparisonRow | None) -> ComparisonRow:
+    if opd is None or row.method == "opd" or len(opd.accuracy.by_seed) == 1:
+        return row  # of one seed it is not known how much chance there is
+    if row.accuracy.overlaps(opd.accuracy):
+        verdict = "tie"
+    else:
+        verdict = "better" if row.accuracy.mean > opd.accuracy.mean else "worse"
+    return ComparisonRow(**{**{name: getattr(row, name) for name in ComparisonRow.__slots__}, "verdict": verdict})
+
+
+def cells(row: ComparisonRow) -> tuple[str, ...]:
+    """In the order of `COLUMNS`."""
+    return (
+        row.label,
+        "-" if row.share is None else f"{row.share:g}",
+        "-" if row.tokens is None else f"{row.tokens:,.0f}",
+        str(row.accuracy),
+        "-" if row.headroom is None else str(row.headroom),
+        row.verdict or "-",
+    )
+
+
+def markdown(before: SeedMean, expert: SeedMean, rows: Sequence[ComparisonRow]) -> str:
+    """The table, with what it starts from and aims at."""
+    lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(cells, rows)]
+    note = f"Mean accuracy of the student before: {before.mean:.3f}; of the experts: {expert.mean:.3f}."
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
+
+
+def draw(rows: Sequence[ComparisonRow], path: Path) -> None:
+    """Accuracy by share of the training, methods without training as levels."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for index, row in enumerate(row for row in rows if row.share is None):
+        axes.axhline(row.accuracy.mean, linestyle=":", linewidth=1, color="#888888")
+        place = (0.01 + 0.14 * index, row.accuracy.mean)  # side by side: some are nearly equal
+        axes.annotate(row.label, place, xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+    for method in dict.fromkeys(row.method for row in rows if row.share is not None):
+        points = [(row.share, row.accuracy) for row in rows if row.method == method and row.share is not None]
+        means = [accuracy.mean for _, accuracy in points]
+        errors = [[a.mean - a.low for _, a in points], [a.high - a.mean for _, a in points]]
+        label = TRAINED_METHODS[method]
+        axes.errorbar([share for share, _ in points], means, yerr=errors, marker="o", capsize=3, label=label)
+    axes.set(xlabel="share of the merge's response tokens", ylabel="mean accuracy over domains", xscale="log")
+    shares = sorted({row.share for row in rows if row.share is not None})
+    axes.set_xticks(shares, [f"{share:g}" for share in shares], minor=False)
+    axes.minorticks_off()
+    axes.grid(True, alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,1 @@
+"""`opd check`: whether the experts of a merge can teach it anything."""

@@ -1,0 +1,164 @@
+"""The student and one teacher on the same tokens, in one process. Runs in a Ray actor; knows nothing of Ray.
+
+The teacher goes through the scorer that a merge uses, the student through the trainer's own module and loss, both in
+float32: what is compared is what a merge would compute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from opd.devices import to_device
+from opd.errors import RunError
+from opd.layouts import single
+from opd.losses.chunked import chunked_objective
+from opd.losses.reverse_kl import ReverseKLConfig
+from opd.model_weights import attention_of
+from opd.payloads.hidden_states import HiddenStates
+from opd.stream.heads import Head, logit_rule
+from opd.stream.schema import TargetRow
+from opd.train.batch import micro_batch
+from opd.train.student import Student
+from opd.types import Rollout, Segment, Teacher
+from teachers.probe import check_probe, cut_head
+from teachers.scorers import ScorerOptions, make_scorer
+
+PAYLOAD, DTYPE = "hidden_states", "float32"
+OBJECTIVE = ReverseKLConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What one teacher says, in means over tokens; None where there was no token to look at."""
+
+    broken: str = ""
+    """Why the teacher cannot be used at all; then there is nothing else."""
+    kl: float | None = None
+    """|KL(student || teacher)| on the student's responses, nats."""
+    overlap: float | None = None
+    """Share of the responses' tokens where both rank the same token first."""
+    prompt_nll: float | None = None
+    """-log q of the domain's prompts, nats a token."""
+    answer_nll: float | None = None
+    """-log q of the domain's answers, nats a token."""
+
+    def guessing(self, vocab_size: int) -> float | None:
+        """The better of the two as a share of ln V, which a blind guess among all tokens has.
+
+        A model that was only trained on answers may know nothing of prompts, one that reasons first nothing of bare
+        answers; a garbled one knows neither.
+        """
+        known = [nll for nll in (self.prompt_nll, self.answer_nll) if nll is not None]
+        return min(known) / math.log(vocab_size) if known else None
+
+
+class Comparer:
+    """Holds the student, and one teacher at a time."""
+
+    def __init__(self, student_dir: Path, vocab_size: int, memory_bytes: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._options = ScorerOptions(
+            dtype=DTYPE, payload=PAYLOAD, top_k=0, vocab_size=vocab_size, memory_bytes=memory_bytes
+        )
+        self._scorer = make_scorer("transformers", self._options)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        lm = AutoModelForCausalLM.from_pretrained(
+            student_dir,
+            dtype=getattr(torch, DTYPE),
+            attn_implementation=attention_of(student_dir),
+            trust_remote_code=False,
+        )
+        self._objective = OBJECTIVE.build()
+        student = Student(lm, self._objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size)
+        self._student = student.to(self._device).eval()
+        self._head_V_D = lm.get_output_embeddings().weight.detach().cpu()
+        self._rule = logit_rule(lm.config)
+
+    def compare(self, teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
+        """`responses` are the student's; `texts` are prompts with their answers as `response_ids`."""
+        try:
+            self._scorer.head_key(teacher)
+            check_probe(self._scorer, teacher, self._options)
+            kl, overlap = self._distance(teacher, responses)
+            prompt_nll, answer_nll = self._nll(teacher, texts)
+        except RunError as error:  # whatever the scorer and we say of this teacher; the others can still be looked at
+            return Comparison(broken=str(error))
+        return Comparison(kl=kl, overlap=overlap, prompt_nll=prompt_nll, answer_nll=answer_nll)
+
+    def _distance(self, teacher: Teacher, responses: Sequence[Rollout]) -> tuple[float | None, float | None]:
+        """Mean |KL|, and the share of tokens with one argmax."""
+        kl: list[float] = []
+        agree: list[float] = []
+        heads = {self._scorer.head_key(teacher): Head(self._scorer.head(teacher), self._scorer.head_rule(teacher))}
+        for rows in self._rows(teacher, responses):
+            batch = micro_batch([(row,) for row in rows], getattr(torch, DTYPE))
+            _, stats = chunked_objective(
+                self._objective,
+                self._student_hidden(rows),
+                self._head_V_D,
+                [block.with_heads(heads) for block in batch.blocks],
+                torch.ones(len(batch.token_N)),
+                batch.token_N,
+                chunk=OBJECTIVE.chunk,
+                vocab_size=self._options.vocab_size,
+                rule=self._rule,
+            )
+            kl += stats.kl_N.abs().tolist()
+            agree += stats.agree_N.tolist()
+        return _mean(kl), _mean(agree)
+
+    @torch.no_grad()
+    def _student_hidden(self, rows: Sequence[TargetRow]) -> Tensor:
+        """[N, D] on the CPU, as the teacher's; each row alone, so that what a scorer's layout does wrong is seen."""
+        parts = []
+        for row in rows:
+            ids = [*row.prompt_ids, *row.response_ids]
+            states_T_D = self._student.hidden(to_device(single(ids), self._device))
+            parts.append(states_T_D[len(row.prompt_ids) - 1 : len(ids) - 1].cpu())
+        return torch.cat(parts)
+
+    def _nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
+        """Mean NLL of prompts and of answers; the first token of a text is read only."""
+        lengths = {t.sample_id: len(t.prompt_ids) - 1 for t in texts}
+        whole = [_from_second_token(t) for t in texts if len(t.prompt_ids) + len(t.response_ids) > 1]
+        prompts: list[float] = []
+        answers: list[float] = []
+        for row in (row for rows in self._rows(teacher, whole) for row in rows):
+            assert isinstance(row.answer, HiddenStates)
+            head = cut_head(self._scorer, teacher, self._options)
+            nll = (-row.answer.logprobs(row.response_ids, getattr(torch, DTYPE), head)).tolist()
+            prompts += nll[: lengths[row.sample_id]]
+            answers += nll[lengths[row.sample_id] :]
+        return _mean(prompts), _mean(answers)
+
+    def _rows(self, teacher: Teacher, rollouts: Sequence[Rollout]) -> Iterator[list[TargetRow]]:
+        broken: dict[str, str] = {}
+        yield from (rows for rows in self._scorer.score(teacher, rollouts, broken) if rows)
+        if broken:
+            raise RunError(next(iter(broken.values())))
+
+
+def _from_second_token(text: Rollout) -> Rollout:
+    """The same tokens, with a score for every one but the first."""
+    ids = (*text.prompt_ids, *text.response_ids)
+    num = len(ids) - 1
+    return dataclasses.replace(
+        text,
+        prompt_ids=ids[:1],
+        response_ids=ids[1:],
+        behaviour_logprobs=(0.0,) * num,
+        segments=(Segment(length=num, trained=False),),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None

@@ -1,0 +1,167 @@
+"""What follows from the figures of `opd check`: experts that are swapped, garbled, no better than the student, or finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipelines.check.comparison import Comparison
+
+MASTERED = 0.99
+"""Accuracy from which there is nothing left to learn."""
+CLEAR = 0.2
+"""Difference of accuracies that is no accident of a few dozen prompts."""
+FAR_APART = 0.3
+"""Least share of tokens where student and teacher rank the same one first."""
+GARBLED = 0.9
+"""Share of ln V from which a teacher does no better than a guess among all tokens."""
+SAME = 1e-4
+"""Largest KL of a model to itself, nats: rounding."""
+SHOWN_ANSWER = 40
+"""Characters of an answer in a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that is wrong, or worth a look."""
+
+    level: Literal["fail", "warn"]
+    domain: str
+    """Empty: the whole pipeline."""
+    message: str
+    fix: str
+    """What to change, in terms of the pipeline's keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTeacher:
+    """One teacher of one domain."""
+
+    domain: str
+    expert: str
+    leads: bool
+    """True for the domain's heaviest teacher; the others need not know the domain."""
+    student_accuracy: float | None
+    """None: the domain has no exam."""
+    expert_accuracy: float | None
+    """None: no exam, not the heaviest, or broken."""
+    compared: Comparison
+    knows_another: bool = False
+    """True if it only does better than a guess on another domain than this; tried where it does not on this one."""
+    frequent: tuple[str, float] = ("", 0.0)
+    """The exam's most frequent right answer, and the share of the questions that it answers."""
+    rivals: Mapping[str, float] = field(default_factory=dict)
+    """Accuracy of other experts on this domain; measured only where this one does not stand out."""
+
+
+def judge_student(itself: Comparison) -> Iterator[Finding]:
+    """A model is no distance away from itself: else trainer and scorer compute differently, and no merge is sound."""
+    why = itself.broken
+    if not why and itself.kl is not None and not itself.kl <= SAME:  # NaN is not
+        why = f"the student scored by itself: KL {itself.kl:.1e} nats, at most {SAME} wanted; trainer and scorer differ"
+    if why:
+        fix = "see whether student.model is whole; if it is, its architecture is computed wrongly: please report it"
+        yield Finding(level="fail", domain="", message=why, fix=fix)
+
+
+def judge(measured: Sequence[MeasuredTeacher], vocab_size: int) -> Iterator[Finding]:
+    """Everything that the figures say, in the order of the domains."""
+    for one in measured:
+        why = problem(one, vocab_size)
+        if why:
+            yield _garbled(one, why)
+            continue
+        if one.leads:
+            yield from _judge_accuracy(one)
+        overlap = one.compared.overlap
+        if overlap is not None and overlap < FAR_APART:
+            yield Finding(
+                level="warn",
+                domain=one.domain,
+                message=f"expert `{one.expert}` and the student rank the same token first on {overlap:.0%} of the "
+                f"student's tokens, less than {FAR_APART:.0%}: far apart",
+                fix="begin with a larger trainer.warmup_steps and a smaller trainer.lr, or with a student that is nearer "
+                "to the expert (the base that it was trained from); look at the prompts' form (chat template)",
+            )
+
+
+def problem(one: MeasuredTeacher, vocab_size: int) -> str:
+    """Why a teacher is not worth an exam; empty if it is. One that knows another domain is whole, but misplaced."""
+    share = one.compared.guessing(vocab_size)
+    if one.compared.broken or one.knows_another or not is_guess(share):
+        return one.compared.broken
+    return f"NLL of its own domain is {share:.2f} of a blind guess's, ln {vocab_size}, and no better on any other"
+
+
+def is_guess(share: float | None) -> bool:
+    """Whether an NLL, as a share of ln V, is no better than a guess among all tokens."""
+    return share is not None and not share < GARBLED  # NaN is not
+
+
+def _judge_accuracy(one: MeasuredTeacher) -> Iterator[Finding]:
+    """What the exam says of the domain's heaviest teacher."""
+    student, expert, domain = one.student_accuracy, one.expert_accuracy, one.domain
+    if student is None or expert is None:
+        yield Finding(
+            level="warn",
+            domain=domain,
+            message="not measured: the domain has no `eval`",
+            fix=f"set domains.{domain}.eval: {{prompts: HELD_OUT.jsonl, verifier: exact_match}}",
+        )
+        return
+    yield from _judge_gain(one, student, expert)
+    answer, share = one.frequent
+    if share >= CLEAR and expert - share < CLEAR:
+        yield Finding(
+            level="warn",
+            domain=domain,
+            message=f"always answering {answer[:SHOWN_ANSWER]!r} would score {share:.2f} on {domain}, expert "
+            f"`{one.expert}` scores {expert:.2f}: has it learned more than this answer?",
+            fix=f"give domains.{domain} prompts whose answers vary more, or train the expert longer; what the merge "
+            "gains here says little",
+        )
+
+
+def _judge_gain(one: MeasuredTeacher, student: float, expert: float) -> Iterator[Finding]:
+    """Whether the student can learn anything from this teacher, or more from another one."""
+    domain = one.domain
+    rival = max(one.rivals, key=lambda name: one.rivals[name], default=None)
+    if min(student, expert) >= MASTERED:
+        yield Finding(
+            level="warn",
+            domain=domain,
+            message=f"nothing to learn: student {student:.2f}, expert `{one.expert}` {expert:.2f}",
+            fix=f"leave domains.{domain} out, or keep it so that it is not forgotten; harder prompts would tell more",
+        )
+    elif rival is not None and one.rivals[rival] - expert >= CLEAR:
+        yield Finding(
+            level="fail",
+            domain=domain,
+            message=f"expert `{one.expert}` scores {expert:.2f} on {domain}, `{rival}` scores "
+            f"{one.rivals[rival]:.2f}: swapped?",
+            fix=f"set domains.{domain}.teachers: {rival}, or correct the model or domain of `{one.expert}`",
+        )
+    elif expert <= student:
+        yield Finding(
+            level="fail",
+            domain=domain,
+            message=f"expert `{one.expert}` scores {expert:.2f} on {domain}, the student {student:.2f}: "
+            "nothing to learn from it",
+            fix=f"leave domains.{domain} out or train the expert longer; if it should know better, look at the "
+            "prompts' form (chat template), domains.*.eval.verifier and evaluate.max_new_tokens",
+        )
+
+
+def _garbled(one: MeasuredTeacher, why: str) -> Finding:
+    return Finding(
+        level="fail",
+        domain=one.domain,
+        message=f"expert `{one.expert}`: {why}: garbled weights?",
+        fix=f"copy or save the model of experts.{one.expert} again, and see what `opd experts verify {one.expert}` says",
+    )
+
+
+def is_doubtful(student: float, expert: float) -> bool:
+    """No clear gain, and room for another expert to do clearly better."""
+    return expert - student < CLEAR and expert <= 1 - CLEAR

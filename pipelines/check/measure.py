@@ -1,0 +1,271 @@
+"""`opd check`: whether a merge is worth starting. Its experts know their domains, and nothing is garbled or swapped.
+
+    inputs ─→ the student: answers ─┬─→ compare: every teacher on the student's tokens and its domain's answers
+                                    └─→ each expert's answers ─→ rivals, where one does not stand out ─→ judge
+
+One rollout engine and one process with the student and a teacher; minutes before hours.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from experts.adapter import whole_model
+from opd import cluster
+from opd.config import PipelineConfig
+from opd.config.evaluate import EvaluateConfig
+from opd.evaluation.evaluator import BEFORE, EngineEvaluator
+from opd.interfaces import Evaluator, RolloutEngine
+from opd.types import Prompt, Rollout, Segment, Teacher
+from pipelines.build import start_rollouts
+from pipelines.check.comparison import Comparer, Comparison
+from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, is_guess, judge, judge_student, problem
+from pipelines.inputs.gpu_memory import refuse_crowded_gpus
+from pipelines.inputs.memory import Need, estimate, fix, machine_bytes, shortage
+from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs
+from pipelines.specs import scorer_options
+
+Tell = Callable[[str], None]
+Route = tuple[str, Teacher]
+"""A domain and one of its teachers."""
+Compare = Callable[[Teacher, Sequence[Rollout], Sequence[Rollout]], Comparison]
+
+COMPARED = 8
+"""Responses, and texts, of each domain that student and teachers are compared on."""
+DIFF_LINES, DIFF_WIDTH = 4, 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """All that was measured, and what follows from it."""
+
+    vocab_size: int
+    measured: tuple[MeasuredTeacher, ...]
+    """In the order of the pipeline's domains, of each the heaviest teacher first."""
+    findings: tuple[Finding, ...]
+    memory: tuple[Need, ...]
+    """What the merge will take of this machine."""
+
+    @property
+    def failed(self) -> bool:
+        return any(finding.level == "fail" for finding in self.findings)
+
+    def verdict(self, domain: str) -> str:
+        """The worst there is about a domain: fail, warn or ok."""
+        levels = {finding.level for finding in self.findings if finding.domain == domain}
+        return next((level for level in ("fail", "warn") if level in levels), "ok")
+
+
+def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckReport:
+    """Read the inputs, then look at what the experts can do, on `samples` held-out prompts per domain.
+
+    Raises: OpdError for inputs that a merge refuses, before any compute; RunError if a worker fails.
+    """
+    exam = EvaluateConfig(samples=samples)  # one greedy answer each
+    inputs = read_inputs(config, exam)
+    for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
+        tell(f"warning: {warning}")
+    student = inputs.student
+    with cluster.ray_session(config.cluster, config.rollout.workers + 1):
+        engine = start_rollouts(config, inputs)
+        gpus = config.cluster.teacher_gpus
+        env = cluster.worker_env(1) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        memory = scorer_options(config, student.vocab_size).memory_bytes
+        arguments = (config.student.model.absolute(), student.vocab_size, memory)
+        comparer = cluster.spawn(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
+
+        def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
+            (compared,) = cluster.call(
+                [comparer], "compare", [[teacher, responses, texts]], timeout_s=config.cluster.phase_timeout_s
+            )
+            found: Comparison = compared
+            return found
+
+        engine.wait_ready()
+        evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell)
+        itself, measured = measure(config, inputs, engine, evaluator, compare, tell)
+    needs = estimate(config, inputs)
+    findings = (
+        *memory_findings(config, needs, machine_bytes()),
+        *judge_student(itself),
+        *template_findings(inputs),
+        *judge(measured, student.vocab_size),
+    )
+    return CheckReport(vocab_size=student.vocab_size, measured=tuple(measured), findings=findings, memory=tuple(needs))
+
+
+def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
+    """Domain, expert, both accuracies, overlap, KL, share of a guess's NLL, verdict; `-` where nothing was measured."""
+
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    return [
+        (
+            one.domain,
+            one.expert,
+            shown(one.student_accuracy, ".2f"),
+            shown(one.expert_accuracy, ".2f"),
+            shown(one.compared.overlap, ".0%"),
+            shown(one.compared.kl, ".3f"),
+            shown(one.compared.guessing(report.vocab_size), ".2f"),
+            report.verdict(one.domain),
+        )
+        for one in report.measured
+    ]
+
+
+# Measuring
+
+
+def measure(
+    config: PipelineConfig, inputs: Inputs, engine: RolloutEngine, evaluator: Evaluator, compare: Compare, tell: Tell
+) -> tuple[Comparison, list[MeasuredTeacher]]:
+    """The student against itself, and every teacher of every domain. The engine holds the student to begin with."""
+    before = evaluator.evaluate(model=BEFORE).accuracy
+    responses, texts = _responses(inputs, engine), _texts(config, inputs)
+    tell(f"the student answered the exams of {len(before)} domains")
+    student = Teacher(name="student", model_dir=config.student.model.absolute())
+    itself = compare(student, [r for rows in responses.values() for r in rows[:1]], [])
+    routed = [(domain, one.teacher) for domain, assigned in inputs.routes.items() for one in assigned]
+    teachers = [teacher for _, teacher in routed]
+    vocab_size = inputs.student.vocab_size
+    rows = {}
+    for domain, teacher in sorted(routed, key=lambda route: teachers.index(route[1])):  # each is loaded once
+        compared = compare(teacher, responses[domain], texts[domain])
+        others = [texts[d] for d in texts if d != domain] if is_guess(compared.guessing(vocab_size)) else []
+        rows[domain, teacher] = MeasuredTeacher(
+            domain=domain,
+            expert=teacher.name,
+            leads=teacher == inputs.teachers[domain],
+            student_accuracy=before.get(domain),
+            expert_accuracy=None,
+            compared=compared,
+            frequent=_most_frequent(inputs, domain),
+            knows_another=any(not is_guess(compare(teacher, [], other).guessing(vocab_size)) for other in others),
+        )
+    tell(f"{len(rows)} teachers compared with the student, token by token")
+    rows |= _with_exams(rows, engine, evaluator, vocab_size, tell)
+    return itself, [rows[route] for route in routed]
+
+
+def _with_exams(
+    rows: Mapping[Route, MeasuredTeacher], engine: RolloutEngine, evaluator: Evaluator, vocab_size: int, tell: Tell
+) -> dict[Route, MeasuredTeacher]:
+    """The rows that get an exam, with accuracies: those of heaviest teachers that are in order."""
+    sound = [route for route, one in rows.items() if not problem(one, vocab_size)]
+    leading = [route for route in sound if rows[route].leads and rows[route].student_accuracy is not None]
+    own = _accuracies(engine, evaluator, leading)
+    doubtful = {d for d, t in leading if is_doubtful(rows[d, t].student_accuracy or 0.0, own[d, t])}
+    teachers = dict.fromkeys(teacher for _, teacher in sound)
+    others = [(d, t) for d in sorted(doubtful) for t in teachers if (d, t) not in rows]
+    if others:
+        tell(f"no clear gain on {', '.join(sorted(doubtful))}: does another expert know more?")
+    rivals = _accuracies(engine, evaluator, others)
+    return {
+        (domain, teacher): replace(
+            rows[domain, teacher],
+            expert_accuracy=own[domain, teacher],
+            rivals={rival.name: value for (d, rival), value in rivals.items() if d == domain},
+        )
+        for domain, teacher in leading
+    }
+
+
+def _most_frequent(inputs: Inputs, domain: str) -> tuple[str, float]:
+    answers = [prompt.answer for prompt in inputs.exams[domain].prompts] if domain in inputs.exams else [""]
+    ((answer, count),) = Counter(answers).most_common(1)
+    return (answer, count / len(answers)) if answer else ("", 0.0)  # some verifiers need none
+
+
+def _accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[Route]) -> dict[Route, float]:
+    """Every teacher is loaded into the engine once."""
+    domains: dict[Teacher, list[str]] = defaultdict(list)
+    for domain, teacher in wanted:
+        domains[teacher].append(domain)
+    found: dict[Route, float] = {}
+    for teacher, mine in domains.items():
+        with TemporaryDirectory(prefix="opd-check-") as scratch, whole_model(teacher, Path(scratch) / "expert") as path:
+            engine.load(path)
+            accuracy = evaluator.evaluate(mine, model=f"expert {teacher.name}").accuracy
+            found |= {(domain, teacher): value for domain, value in accuracy.items()}
+    return found
+
+
+def _prompts(inputs: Inputs, domain: str) -> Sequence[Prompt]:
+    """Held-out ones where there are any."""
+    return (inputs.exams[domain].prompts if domain in inputs.exams else inputs.prompts[domain])[:COMPARED]
+
+
+def _responses(inputs: Inputs, engine: RolloutEngine) -> dict[str, list[Rollout]]:
+    """What the student writes in each domain, sampled as in a merge, all in one batch."""
+    prompts = [p for domain in inputs.routes for p in _prompts(inputs, domain)]
+    by_domain: dict[str, list[Rollout]] = {domain: [] for domain in inputs.routes}
+    for rollout in engine.generate(prompts, step=0, policy_version=0).rollouts:
+        by_domain[rollout.domain].append(rollout)
+    return by_domain
+
+
+def _texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:
+    """Prompts with their right answers, in the shape of rollouts, cut to the rollout's context."""
+    room = config.rollout.max_model_len
+    by_domain: dict[str, list[Rollout]] = {}
+    for domain in inputs.routes:
+        by_domain[domain] = []
+        for prompt in _prompts(inputs, domain):
+            prompt_ids = prompt.token_ids[:room]
+            answer_ids = tuple(inputs.tokenizer.encode(prompt.answer, add_special_tokens=False))
+            answer_ids = answer_ids[: room - len(prompt_ids)]
+            by_domain[domain].append(
+                Rollout(
+                    sample_id=prompt.id,
+                    step=0,
+                    domain=domain,
+                    policy_version=0,
+                    prompt_ids=prompt_ids,
+                    response_ids=answer_ids,
+                    behaviour_logprobs=(0.0,) * len(answer_ids),
+                    segments=(Segment(length=len(answer_ids), trained=False),),
+                    truncated=False,
+                )
+            )
+    return by_domain
+
+
+# Findings about the inputs
+
+
+def memory_findings(config: PipelineConfig, needs: Sequence[Need], limit: int) -> Iterator[Finding]:
+    """What `opd merge` would refuse."""
+    found = shortage(config, needs, limit)
+    if found is not None:
+        yield Finding(level="fail", domain="", message=f"the merge needs {found}", fix=fix(needs))
+
+
+def template_findings(inputs: Inputs) -> Iterator[Finding]:
+    """Experts whose chat template says something else than the student's. Other end tokens were refused before."""
+    ours = inputs.student.chat_template_hash
+    for domain, assigned in inputs.routes.items():
+        for name in (one.teacher.name for one in assigned):
+            info = inputs.experts[name].info
+            if None in (ours, info.chat_template_hash) or ours == info.chat_template_hash:
+                continue
+            theirs = str(load_tokenizer(Path(info.path)).chat_template)
+            lines = difflib.unified_diff(
+                str(inputs.tokenizer.chat_template).splitlines(), theirs.splitlines(), "student", name, n=0, lineterm=""
+            )
+            difference = [line[:DIFF_WIDTH] for line in lines if not line.startswith(("---", "+++", "@@"))]
+            if difference:  # one text may lie in two kinds of file
+                yield Finding(
+                    level="warn",
+                    domain=domain,
+                    message=f"expert `{name}` has another chat template than the student: "
+                    + " | ".join(difference[:DIFF_LINES]),
+                    fix="it scores prompts as the student's template writes them; if that is new to it, choose the model "
+                    "with the right template as student.model, or give the prompts as text",
+                )

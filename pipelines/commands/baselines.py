@@ -1,0 +1,101 @@
+"""`opd baseline` and `opd compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from opd.run_dir import ComparisonPaths, RunPaths
+from pipelines.commands.shell import PipelineArgument, SetOption, end, print_table, run_root, say, wait_passively
+from pipelines.interrupts import Interrupted
+
+if TYPE_CHECKING:
+    from opd.config import PipelineConfig
+    from opd.evaluation.baselines import BaselineResult
+
+app = typer.Typer()
+
+METHODS_HELP = "Comma-separated: linear, task_arithmetic, ties, dare_ties, slerp, off_policy, mixed_sft, opd."
+ShareOption = Annotated[
+    str | None, typer.Option(help="Comma-separated shares of the merge's training, e.g. 0.1,0.3,1. Default: 1.")
+]
+RESULT_COLUMNS = ("method", "share", "response tokens", "mean accuracy")
+
+
+@app.command()
+def baseline(
+    target: Annotated[str, typer.Argument(metavar="RUN_DIR|PIPELINE", help="A merge's run directory, or a pipeline.")],
+    method: Annotated[str, typer.Option(help=METHODS_HELP)],
+    share: ShareOption = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Default: the pipeline's.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="With a PIPELINE: where results go. Default: runs/NAME-baselines.")
+    ] = None,
+    keep_models: Annotated[bool, typer.Option("--keep-models", help="Keep the models that were compared.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Merge the same experts in another way, and measure the result on the same exams."""
+    wait_passively()
+    from pipelines.baselines.jobs import parse_methods, parse_shares, plan
+
+    methods, shares = parse_methods(method), parse_shares(share) if share is not None else None
+    config, root = _beside(target, run_dir, overrides)
+    jobs = plan(config, root, methods, shares, seed)
+    from pipelines.baselines.run import compute
+
+    try:
+        results = compute(jobs, say, keep_models)
+    except Interrupted as stopped:
+        end(f"{stopped}, or the same command again", 128 + stopped.number)
+    print_table(config.name, RESULT_COLUMNS, [_cells(result) for result in results])
+    typer.echo(f"results: {RunPaths(root).baselines}")
+
+
+def _beside(target: str, run_dir: Path | None, overrides: list[str] | None) -> tuple[PipelineConfig, Path]:
+    """The pipeline that other methods are tried on, and the run directory that gets their results."""
+    from opd.config import load_pipeline
+    from pipelines.baselines.jobs import open_run
+    from pipelines.catalog import find
+
+    if Path(target).is_dir():
+        if run_dir:
+            raise typer.BadParameter("--run-dir goes with a PIPELINE; a run directory is where its results go")
+        return open_run(Path(target), overrides), Path(target)
+    config = load_pipeline(find(target), overrides)
+    return config, run_root(run_dir, f"{config.name}-baselines")
+
+
+def _cells(result: BaselineResult) -> tuple[str, ...]:
+    """The cells of `RESULT_COLUMNS`."""
+    share = "-" if result.token_share is None else f"{result.token_share:g}"
+    return result.label, share, "-" if result.tokens is None else f"{result.tokens:,}", f"{result.accuracy:.3f}"
+
+
+@app.command()
+def compare(
+    pipeline: PipelineArgument,
+    seeds: Annotated[str, typer.Option(help="Comma-separated, at most ten.")] = "0,1,2",
+    method: Annotated[str | None, typer.Option(help="As of `opd baseline`, comma-separated. Default: all.")] = None,
+    share: Annotated[str, typer.Option(help="Shares of the merge's training for methods that train.")] = "0.1,0.3,1",
+    run_dir: Annotated[Path | None, typer.Option(help="Where it all goes. Default: runs/NAME-compare.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """A merge and every baseline, over several seeds, as one table and one picture; goes on where it was interrupted."""
+    wait_passively()
+    from opd.config import load_pipeline
+    from pipelines.baselines.jobs import METHODS, parse_methods, parse_seeds, parse_shares
+    from pipelines.catalog import find
+
+    numbers, methods, shares = parse_seeds(seeds), parse_methods(method or ",".join(METHODS)), parse_shares(share)
+    config = load_pipeline(find(pipeline), overrides)
+    paths = ComparisonPaths(run_root(run_dir, f"{config.name}-compare"))
+    from pipelines.baselines import comparison
+
+    try:
+        rows = comparison.compare(config, paths.root, numbers, methods, shares, say)
+    except Interrupted as stopped:
+        end("stopped, checkpoint written; go on with the same command", 128 + stopped.number)
+    print_table(config.name, comparison.COLUMNS, [comparison.cells(row) for row in rows])
+    typer.echo(f"table: {paths.table}\npicture: {paths.picture}")

@@ -1,0 +1,40 @@
+"""`opd check`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pipelines.commands.shell import PipelineArgument, SetOption, print_table, say
+
+app = typer.Typer()
+
+TEACHER_COLUMNS = ("domain", "expert", "student", "expert alone", "same first token", "KL", "NLL / ln V", "verdict")
+MEMORY_COLUMNS = ("what", "GiB", "decided by")
+
+
+@app.command()
+def check(
+    pipeline: PipelineArgument,
+    samples: Annotated[int, typer.Option(min=1, help="Held-out prompts per domain.")] = 32,
+    fix_up: Annotated[bool, typer.Option("--fix-up", help="Say with each finding what to change.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Can the experts of a merge teach it anything? Short exams before the long run; exit code 1 if not."""
+    from opd.config import load_pipeline
+    from pipelines.catalog import find
+
+    config = load_pipeline(find(pipeline), overrides)
+    from pipelines.check import measure
+    from pipelines.inputs.memory import need_rows
+
+    checked = measure.check_pipeline(config, samples, say)
+    print_table(config.name, TEACHER_COLUMNS, measure.teacher_rows(checked))
+    print_table("memory of the merge", MEMORY_COLUMNS, need_rows(checked.memory))
+    for finding in checked.findings:
+        say(f"{finding.level}: {finding.domain + ': ' if finding.domain else ''}{finding.message}", err=False)
+        if fix_up:
+            say(f"  fix: {finding.fix}", err=False)
+    if checked.failed:
+        raise typer.Exit(1)

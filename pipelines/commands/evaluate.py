@@ -1,0 +1,68 @@
+"""`opd evaluate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelines.commands.shell import SetOption, print_table, say, split
+
+app = typer.Typer()
+
+ModelsArgument = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="MODEL...", help="Hugging Face or LoRA adapter directories, or a run directory."),
+]
+PipelineOption = Annotated[
+    str | None,
+    typer.Option("--pipeline", help="Whose exams to take. Default: that of the run the first MODEL comes from."),
+]
+MatrixOption = Annotated[
+    str | None,
+    typer.Option(metavar="RUN_DIR|PIPELINE", help="Every expert, the student and the merged model on every domain."),
+]
+TasksOption = Annotated[
+    list[str] | None,
+    typer.Option("--lm-eval", metavar="TASK", help="A task of lm-evaluation-harness, by name or YAML file; repeat."),
+]
+
+
+@app.command()
+def evaluate(
+    models: ModelsArgument = None,
+    pipeline: PipelineOption = None,
+    domains: Annotated[str | None, typer.Option(help="Comma-separated; default: all that have an eval.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Several models side by side in one table.")] = False,
+    matrix: MatrixOption = None,
+    lm_eval: TasksOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write that JSON object to a file too.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """How well models answer: held-out prompts of a pipeline's domains, with intervals, and public tasks."""
+    if bool(models) == bool(matrix) or (matrix and (pipeline or compare or lm_eval)):
+        raise typer.BadParameter("give MODELs, or --matrix alone (with --domains and --set)")
+    from pipelines.evaluation import command
+
+    options = command.EvaluateOptions(
+        models=models or [],
+        matrix=matrix,
+        pipeline=pipeline,
+        domains=split(domains),
+        tasks=[task for item in lm_eval or () for task in item.split(",")],
+        overrides=overrides,
+        side_by_side=compare,
+    )
+    found = command.evaluate(options, say)
+    if output:
+        from opd.files import atomic_write_text
+
+        atomic_write_text(output, json.dumps(found.data, indent=1) + "\n")
+    if as_json:
+        typer.echo(json.dumps(found.data))
+        return
+    for title, columns, rows in found.tables:
+        print_table(title, columns, rows)

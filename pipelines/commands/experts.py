@@ -1,0 +1,105 @@
+"""`opd experts ...`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines.commands.shell import SetOption, print_table, say, wait_passively
+
+if TYPE_CHECKING:
+    from experts.registry import Registry
+
+app = typer.Typer(no_args_is_help=True, help="Register, inspect and train experts.")
+
+RegistryOption = Annotated[
+    Path | None, typer.Option("--registry", envvar="OPD_REGISTRY", help="Registry root. Default: ./registry")
+]
+EXPERT_COLUMNS = ("name", "domain", "architecture", "parameters", "dtype", "model")
+
+
+@app.command("add")
+def add(
+    name: Annotated[str, typer.Argument(help="Letters, digits, dot, dash and underscore.")],
+    model: Annotated[Path, typer.Option(help="Hugging Face or LoRA adapter directory, safetensors only.")],
+    domain: Annotated[str, typer.Option(help="Domain the expert is good at.")],
+    prompts: Annotated[Path | None, typer.Option(help="JSONL of the domain's prompts.")] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Base model of a LoRA adapter. Default: the one that the adapter names.")
+    ] = None,
+    registry: RegistryOption = None,
+) -> None:
+    """Register an expert: check its files and write its manifest."""
+    store = _open(registry)
+    manifest = store.add(name, model, domain, prompts, base)
+    say(f"registered {name}: {manifest.architecture}, {manifest.parameters:,} parameters, domain {domain}", err=False)
+    for twin in store.twins(manifest):
+        say(f"warning: {twin} has the same weights")
+
+
+@app.command("list")
+def list_all(
+    registry: RegistryOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+) -> None:
+    """List registered experts."""
+    manifests = _open(registry).all()
+    if as_json:
+        typer.echo(json.dumps([m.model_dump(mode="json") for m in manifests]))
+        return
+    rows = [(m.name, m.domain, m.architecture, f"{m.parameters:,}", m.info.dtype, m.model) for m in manifests]
+    print_table("experts", EXPERT_COLUMNS, rows)
+
+
+@app.command("show")
+def show(name: str, registry: RegistryOption = None) -> None:
+    """Print an expert's manifest as JSON."""
+    typer.echo(json.dumps(_open(registry).get(name).model_dump(mode="json"), indent=2))
+
+
+@app.command("verify")
+def verify(
+    names: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None, registry: RegistryOption = None
+) -> None:
+    """Check that experts' files are still the ones that were registered; exit code 1 if not."""
+    store = _open(registry)
+    failed = False
+    known: dict[Path, dict[str, str]] = {}  # adapters share bases, and a base is long to read
+    for name in names or store.names():
+        problems = store.verify(name, known)
+        failed = failed or bool(problems)
+        say(f"{name}: {'; '.join(problems) or 'ok'}", err=False)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command("remove")
+def remove(name: str, registry: RegistryOption = None) -> None:
+    """Forget an expert; its model files stay."""
+    _open(registry).remove(name)
+    typer.echo(f"removed {name}")
+
+
+@app.command("train")
+def train(
+    spec: Annotated[str, typer.Argument(help="A training spec (YAML), or the name of a shipped one.")],
+    overrides: SetOption = None,
+) -> None:
+    """Fine-tune experts from one base, and register them if the spec says where."""
+    from experts.spec import find_spec, load_spec
+
+    loaded = load_spec(find_spec(spec), overrides)
+    wait_passively()
+    from experts.train import train_experts
+
+    for path in train_experts(loaded, say):
+        typer.echo(str(path))
+
+
+def _open(root: Path | None) -> Registry:
+    from experts.registry import Registry, default_root
+
+    return Registry(root or default_root())

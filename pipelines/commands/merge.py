@@ -1,0 +1,51 @@
+"""`opd merge`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opd.run_dir import RunPaths
+from pipelines.commands.report import print_report
+from pipelines.commands.shell import SetOption, run_root, say
+
+app = typer.Typer()
+
+
+@app.command()
+def merge(
+    pipeline: Annotated[str | None, typer.Argument(help="A pipeline file, or the name of a shipped one.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run lives. Default: runs/NAME.")] = None,
+    overrides: SetOption = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_DIR", help="Go on with an interrupted run; PIPELINE and --set may change some keys."),
+    ] = None,
+    resume_from: Annotated[
+        str | None, typer.Option(help="latest (default), latest-valid (pass over damaged ones), or a step.")
+    ] = None,
+) -> None:
+    """Merge experts into one student; prints what each domain gained."""
+    if pipeline is None and resume is None:
+        raise typer.BadParameter("give a PIPELINE, or --resume RUN_DIR")
+    if resume is not None and run_dir:
+        raise typer.BadParameter("--resume names the run directory; --run-dir does not go with it")
+    if resume is None and resume_from:
+        raise typer.BadParameter("--resume-from goes with --resume RUN_DIR")
+    from opd.config import load_pipeline
+    from pipelines.catalog import find
+
+    config = None if pipeline is None else load_pipeline(find(pipeline), overrides)
+    from pipelines.merge import rounds
+
+    if resume is not None:
+        paths = RunPaths(resume)
+        work = rounds.reopen(paths.root, config, overrides, resume_from or "latest", say)
+    else:
+        assert config is not None
+        paths = RunPaths(run_root(run_dir, config.name))
+        work = rounds.begin(config, paths.root, say)
+    print_report(work.carry_out())
+    typer.echo(f"model: {paths.model}\nreport: {paths.page}")

@@ -1,0 +1,78 @@
+"""`opd report`, and the tables that `opd merge` ends with too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from opd.run_dir import RunPaths
+from pipelines.commands.shell import print_table, say
+
+app = typer.Typer()
+
+DOMAIN_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
+BASELINE_COLUMNS = ("method", "share", "response tokens", "seeds", "headroom recovered", "out of date")
+ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what was left")
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory of a merge, finished or not.")],
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="As a Markdown table, to paste into a document.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the page goes. Default: report.html in RUN_DIR.")
+    ] = None,
+    min_headroom: Annotated[
+        float | None, typer.Option(help="Exit with 1 if a domain recovered less of its headroom (0 to 1).")
+    ] = None,
+    max_regression: Annotated[
+        float | None, typer.Option(help="Exit with 1 if a domain lost more of the student's accuracy (0 to 1).")
+    ] = None,
+) -> None:
+    """Print a merge's table and write it as a page, report.html, with report.json beside it."""
+    from opd.report import Gate, write_report
+
+    gate = Gate(min_headroom=min_headroom, max_regression=max_regression)
+    found = write_report(run_dir, output, gate)
+    if markdown:
+        _print_markdown(found)
+    else:
+        print_report(found)
+    say(f"page: {output or RunPaths(run_dir).page}")
+    if gate.asked:
+        for failure in found["gate"]["failures"]:
+            say(f"gate: {failure}")
+        if not found["gate"]["passed"]:
+            raise typer.Exit(1)
+
+
+def print_report(found: dict[str, Any]) -> None:
+    """A merge's report as tables, and what is missing in it."""
+    from opd.report import baseline_rows, domain_rows, round_rows
+
+    print_table(found["name"], DOMAIN_COLUMNS, domain_rows(found))
+    if "rounds" in found:
+        print_table("rounds", ROUND_COLUMNS, round_rows(found))
+    if rows := baseline_rows(found):
+        print_table("beside other ways to merge", BASELINE_COLUMNS, rows)
+    _say_what_is_missing(found)
+
+
+def _print_markdown(found: dict[str, Any]) -> None:
+    from opd.report import baseline_rows, domain_rows, markdown_table
+
+    say(markdown_table(DOMAIN_COLUMNS, domain_rows(found)), err=False)
+    if rows := baseline_rows(found):
+        say("\n" + markdown_table(BASELINE_COLUMNS, rows), err=False)
+    _say_what_is_missing(found)
+
+
+def _say_what_is_missing(found: dict[str, Any]) -> None:
+    if "unfinished" in found:
+        say(f"not finished: {found['unfinished']}")
+    for line in found.get("stale", ()):
+        say(f"out of date: {line}")

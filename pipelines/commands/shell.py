@@ -1,0 +1,104 @@
+"""What the commands share: errors as exit codes, signals, what is printed, and the options that several of them take.
+
+Exit codes: 0 done, 1 a run that failed (or a check that found something), 2 a mistake in the input, 3 a disk that is
+full, over quota, read-only or broken (what was finished before is intact), 130 Ctrl-C, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from opd.errors import OpdError, RunError, StorageError
+from opd.signals import patient
+from opd.text import printable
+from pipelines.interrupts import Interrupted
+
+PipelineArgument = Annotated[str, typer.Argument(help="A pipeline file, or the name of a shipped one.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. trainer.steps=10.")
+]
+
+
+class EndsClearly(TyperGroup):
+    """All commands of `opd`: each ends as `ends_clearly` says."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with ends_clearly():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def ends_clearly() -> Iterator[None]:
+    """Turn errors that a user can act on into a message and an exit code; anything else keeps its traceback."""
+    try:
+        with patient():
+            yield
+    except OpdError as error:
+        end(f"error: {error}", 2)
+    except StorageError as error:
+        end(f"failed: {error}", 3)
+    except RunError as error:
+        end(f"failed: {error}", 1)
+    except Interrupted as stopped:
+        end(str(stopped), 128 + stopped.number)
+    except KeyboardInterrupt as error:
+        end(f"stopped by {str(error) or 'Ctrl-C'}", 128 + getattr(error, "number", signal.SIGINT))
+    except OSError as error:
+        from opd.files import STORAGE_ERRNOS
+
+        if error.errno not in STORAGE_ERRNOS:
+            raise
+        end(f"failed: {error.strerror}: {error.filename or 'while writing'}; what was finished before is intact", 3)
+
+
+def end(message: str, code: int) -> NoReturn:
+    """Say why, and leave with this exit code."""
+    say(message)
+    raise typer.Exit(code)
+
+
+def say(line: str, err: bool = True) -> None:
+    """Print a line. Names, prompts and others' words may be in it: nothing that a terminal would obey gets through."""
+    typer.echo(printable(line), err=err)
+
+
+def print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """A table on standard output; the first column is text, the others are numbers."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(escape(printable(cell)) for cell in row))
+    # Piped output has no width of its own: wide enough that no cell is cut.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def split(names: str | None) -> list[str] | None:
+    """Comma-separated names; None for nothing."""
+    return names.split(",") if names else None
+
+
+def run_root(run_dir: Path | None, name: str) -> Path:
+    """Where a run lives: what the user says, else a place under `runs/`."""
+    return run_dir or Path("runs") / name
+
+
+def wait_passively() -> None:
+    """Make threads that wait sleep: spinning ones slow down 10-fold as soon as another process wants a core.
+
+    Has to come before torch is imported, which reads it then.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

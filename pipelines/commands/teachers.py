@@ -1,0 +1,35 @@
+"""`opd teachers ...`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelines.commands.shell import PipelineArgument, SetOption, say
+
+app = typer.Typer(no_args_is_help=True, help="Serve teachers to merges elsewhere.")
+
+
+@app.command("serve")
+def serve(
+    pipeline: PipelineArgument,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0 takes a free one and prints it.")],
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File of mode 600 with the token to ask for. Default: OPD_TEACHERS_TOKEN.")
+    ] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Serve a pipeline's teachers over Arrow Flight until Ctrl-C; beyond this machine only with TLS and a token."""
+    from opd.config import load_pipeline
+    from pipelines.catalog import find
+    from teachers.flight.access import endpoint
+
+    door = endpoint(listen, tls_cert, tls_key, token_file)
+    config = load_pipeline(find(pipeline), overrides)
+    from pipelines.serve import serve
+
+    serve(config, door, typer.echo, say)

@@ -1,0 +1,1 @@
+"""`opd evaluate`: models on the exams of a pipeline, every expert on every domain, and public tasks."""

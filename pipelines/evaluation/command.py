@@ -1,0 +1,152 @@
+"""What `opd evaluate` does with its options: which pipeline, which models, and what comes out as data and as tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from opd.config import PipelineConfig, load_pipeline
+from opd.config.evaluate import LMEvalConfig
+from opd.errors import ConfigError
+from opd.evaluation import harness
+from opd.evaluation.evaluator import MERGED
+from opd.evaluation.harness import TaskScores
+from opd.evaluation.scores import FORMAT, Evaluation
+from opd.files import atomic_write_text
+from opd.run_dir import RunPaths
+from pipelines.catalog import find
+from pipelines.evaluation.lm_eval import lm_eval_models
+from pipelines.evaluation.matrix import Matrix, evaluate_matrix
+from pipelines.evaluation.models import Tell, evaluate_models, with_all_domains
+from pipelines.evaluation.tables import matrix_rows, score_columns, score_rows, side_by_side_rows
+from pipelines.merge.changes import refused_keys
+
+Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+"""Title, headings, rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateOptions:
+    """What one call of `opd evaluate` asks for: `models`, or a `matrix`."""
+
+    models: Sequence[Path] = ()
+    """Models, or run directories with one."""
+    matrix: str | None = None
+    """A run directory or a pipeline, every model of which takes every exam."""
+    pipeline: str | None = None
+    """Whose exams the models take; None: that of the run which the first model comes from."""
+    domains: Sequence[str] | None = None
+    """None: all that have an exam."""
+    tasks: Sequence[str] = ()
+    """Public tasks beside those of the pipeline."""
+    overrides: list[str] | None = None
+    side_by_side: bool = False
+    """One table with a column for each model."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateOutput:
+    """What comes out of one call of `opd evaluate`."""
+
+    data: dict[str, Any]
+    """For `--json` and `--output`."""
+    tables: list[Table]
+
+
+def evaluate(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
+    """Do what is asked for. Raises: OpdError before any compute, RunError during it."""
+    return _models(options, tell) if options.matrix is None else _matrix(options, options.matrix, tell)
+
+
+def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
+    """Models on a pipeline's exams, on its public tasks and on those asked for; on these alone if there is no pipeline."""
+    dirs = [RunPaths(path).model if RunPaths(path).is_run else path for path in options.models]
+    file = find(options.pipeline) if options.pipeline is not None else _pipeline_of(dirs[0])
+    config = None if file is None else with_all_domains(load_pipeline(file, options.overrides))
+    if config is None and not options.tasks:
+        raise ConfigError.at(
+            "--pipeline",
+            found=f"nothing, and {dirs[0]} is not in a run directory",
+            wanted="a pipeline, for its domains and verifiers, or --lm-eval TASK",
+            fix="give --pipeline FILE, or the name of a shipped one",
+        )
+    settings = _with_tasks(config, options.tasks)
+    harness.check_tasks(settings)
+    found = {} if config is None else evaluate_models(config, dirs, options.domains, tell)
+    public: dict[str, TaskScores] = {}
+    if settings.tasks:
+        public = lm_eval_models(settings, dirs, "auto" if config is None else config.rollout.dtype, tell)
+    return EvaluateOutput(
+        _as_json(config, found, public), [*_tables(found, options.side_by_side), *_public_tables(public)]
+    )
+
+
+def _matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:
+    """Everyone on every domain, for a pipeline or for a run directory, which gets the file of it."""
+    paths = RunPaths(Path(where)) if RunPaths(Path(where)).is_run else None
+    config = load_pipeline(find(where) if paths is None else paths.pipeline, options.overrides)
+    other = [] if paths is None else _other_keys(config, paths)
+    if other:
+        tell(f"evaluation/matrix.json is not written: {', '.join(other)} differ from the run's")
+    matrix = evaluate_matrix(config, None if paths is None else paths.model, options.domains, tell)
+    if paths is not None:
+        matrix = _with_training(matrix, paths)
+    data = matrix.as_json()
+    if paths is not None and options.domains is None and not other:
+        paths.evaluation.mkdir(exist_ok=True)
+        atomic_write_text(paths.matrix, json.dumps(data, indent=1))
+    names = tuple(next(iter(matrix.models.values())).scores)
+    columns = ("model (* teaches it)", *names, "own", "others")
+    return EvaluateOutput(data, [(f"{config.name}: accuracy", columns, matrix_rows(matrix))])
+
+
+def _other_keys(config: PipelineConfig, paths: RunPaths) -> list[str]:
+    """Keys of the pipeline that make this another exam than the run's."""
+    own = load_pipeline(paths.pipeline)
+    return refused_keys(own.model_dump(mode="json"), config.model_dump(mode="json"))
+
+
+def _with_training(matrix: Matrix, paths: RunPaths) -> Matrix:
+    """The matrix with the steps and tokens of the merged model, if it is the one that the run's own exam was of."""
+    after, merged = paths.exam("after"), matrix.models.get(MERGED)
+    if merged is None or not after.exists():
+        return matrix
+    own = Evaluation.load(after)
+    if not set(merged.weights.values()) & set(own.weights.values()):
+        return matrix
+    return replace(matrix, models={**matrix.models, MERGED: replace(merged, step=own.step, tokens=own.tokens)})
+
+
+def _pipeline_of(model: Path) -> Path | None:
+    """The pipeline of the run whose model it is."""
+    paths = RunPaths(model.absolute().parent)
+    return paths.pipeline if paths.is_run else None
+
+
+def _with_tasks(config: PipelineConfig | None, tasks: Sequence[str]) -> LMEvalConfig:
+    settings = LMEvalConfig() if config is None else config.evaluate.lm_eval
+    return settings.model_copy(update={"tasks": list(dict.fromkeys([*settings.tasks, *tasks]))})
+
+
+def _as_json(
+    config: PipelineConfig | None, found: Mapping[str, Evaluation], public: Mapping[str, TaskScores]
+) -> dict[str, Any]:
+    """Everything by model; of a single one also its name and accuracies at the top."""
+    data: dict[str, Any] = {"format": FORMAT, "pipeline": config.name if config else None}
+    if len(found) == 1:
+        ((name, one),) = found.items()
+        data |= {"model": name, "accuracy": one.accuracy}
+    return data | {"models": {name: asdict(one) for name, one in found.items()}, "lm_eval": dict(public)}
+
+
+def _tables(found: Mapping[str, Evaluation], side_by_side: bool) -> list[Table]:
+    if side_by_side and found:
+        return [("accuracy (95 % interval)", ("domain", *found), side_by_side_rows(found))]
+    return [(name, score_columns(one), score_rows(one)) for name, one in found.items()]
+
+
+def _public_tables(public: Mapping[str, TaskScores]) -> list[Table]:
+    return [("lm-evaluation-harness", ("task", "metric", *public), harness.task_rows(public))] if public else []

@@ -1,0 +1,68 @@
+"""Models on tasks of lm-evaluation-harness, a process each, and the file of a run directory with their scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experts.adapter import inspect_expert
+from experts.bound_files import model_digest
+from experts.weight_files import weight_hashes
+from opd.config import PipelineConfig
+from opd.config.evaluate import LMEvalConfig
+from opd.evaluation.evaluator import BEFORE, MERGED
+from opd.evaluation.harness import TaskScores, check_tasks, run_tasks
+from opd.evaluation.scores import FORMAT
+from opd.files import atomic_write_text
+from pipelines.evaluation.models import Tell, whole
+from pipelines.inputs.read import as_teacher
+
+
+def lm_eval_models(settings: LMEvalConfig, model_dirs: Sequence[Path], dtype: str, tell: Tell) -> dict[str, TaskScores]:
+    """Every model on the tasks, by its path. Raises: OpdError before anything runs; RunError if the harness fails."""
+    check_tasks(settings)
+    inspected = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
+    found = {}
+    for path, (info, adapter) in inspected.items():
+        model = as_teacher(str(path), info, adapter)
+        tell(f"{path}: lm-evaluation-harness, {', '.join(settings.tasks)}")
+        with whole(model) as directory:
+            found[str(path)] = run_tasks(settings, directory, dtype)
+    return found
+
+
+def lm_eval_merge(config: PipelineConfig, merged: Path, file: Path) -> None:
+    """The pipeline's tasks, if it has any, for the student before, unless `file` has it, and the merged model; written to
+    `file`."""
+    settings = config.evaluate.lm_eval
+    if settings.tasks:
+        models = {BEFORE: config.student.model, MERGED: merged}
+        weights = {name: model_digest(path, weight_hashes(path)) for name, path in models.items()}
+        known = read_lm_eval(file) if lm_eval_weights(file).get(BEFORE, weights[BEFORE]) == weights[BEFORE] else {}
+        found = {name: scores for name, scores in known.items() if name == BEFORE}
+        found |= {n: run_tasks(settings, path, config.rollout.dtype) for n, path in models.items() if n not in found}
+        atomic_write_text(file, lm_eval_text(found, weights))
+
+
+def lm_eval_text(models: Mapping[str, TaskScores], weights: Mapping[str, str]) -> str:
+    """The file of `lm_eval_merge`: scores by model, and digests of the models."""
+    return json.dumps({"format": FORMAT, "models": models, "weights": weights}, indent=1)
+
+
+def read_lm_eval(file: Path) -> dict[str, TaskScores]:
+    """Scores by model; empty without a file."""
+    models: dict[str, TaskScores] = _lm_eval_file(file).get("models", {})
+    return models
+
+
+def lm_eval_weights(file: Path) -> dict[str, str]:
+    """Digests by model; empty without a file, or where an older release wrote it."""
+    weights: dict[str, str] = _lm_eval_file(file).get("weights", {})
+    return weights
+
+
+def _lm_eval_file(file: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return data

@@ -1,0 +1,104 @@
+"""Every model of a merge on every domain: the student before, each expert and the merged model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experts.adapter import inspect_expert
+from opd.config import PipelineConfig, rounds_of
+from opd.errors import ConfigError, RunDirError
+from opd.evaluation.evaluator import BEFORE, MERGED
+from opd.evaluation.scores import FORMAT, Evaluation
+from opd.types import Teacher
+from pipelines.evaluation.models import (
+    Subject,
+    Tell,
+    evaluate_subjects,
+    exam_domains,
+    refuse_other_vocabulary,
+    with_all_domains,
+)
+from pipelines.inputs.read import Inputs, as_teacher, read_rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """What each model of a merge can do on each of its domains."""
+
+    models: Mapping[str, Evaluation]
+    """`student before`, every expert by name and, if there is one, `merged`; each on the same domains."""
+    own: Mapping[str, tuple[str, ...]]
+    """Model -> the domains that it teaches; the merged model has all of them."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What `evaluation/matrix.json` holds."""
+        models = {name: asdict(found) for name, found in self.models.items()}
+        return {"format": FORMAT, "models": models, "own": {name: list(mine) for name, mine in self.own.items()}}
+
+
+def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequence[str] | None, tell: Tell) -> Matrix:
+    """The student before, every expert and, if there is one, the merged model, each on each (named) domain.
+
+    All read the student's prompts, as in the merge. Of several rounds: the experts and domains of each.
+    Raises: OpdError before the engine starts; RunError if it fails.
+    """
+    names = exam_domains(with_all_domains(config), domains)
+    rounds = read_rounds(rounds_of(config))
+    taught = _taught(rounds)
+    subjects = _matrix_subjects(config, rounds, list(taught), merged, names)
+    models = evaluate_subjects(config, subjects, tell)
+    every = tuple(dict.fromkeys(domain for one in rounds for domain in one.routes))
+    own = {BEFORE: (), MERGED: every} | {teacher.name: mine for teacher, mine in taught.items()}
+    return Matrix(models=models, own={name: own[name] for name in models})
+
+
+def _taught(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...]]:
+    """Every expert with the domains that it teaches; one that has the name of an earlier round's says which round it is of."""
+    found: dict[tuple[str, str], tuple[Teacher, list[str]]] = {}
+    for number, one in enumerate(rounds, start=1):
+        for domain, assigned in one.routes.items():
+            for teacher in (a.teacher for a in assigned):
+                key = teacher.name, teacher.digest
+                if key not in found:
+                    taken = any(name == teacher.name for name, _ in found)
+                    found[key] = replace(teacher, name=f"{teacher.name} (round {number})") if taken else teacher, []
+                if domain not in found[key][1]:
+                    found[key][1].append(domain)
+    return {teacher: tuple(domains) for teacher, domains in found.values()}
+
+
+def _matrix_subjects(
+    config: PipelineConfig,
+    rounds: Sequence[Inputs],
+    experts: Sequence[Teacher],
+    merged: Path | None,
+    names: Sequence[str],
+) -> list[Subject]:
+    """Raises: OpdError for a merged model that is not there or not the student's kind, or an expert with its name."""
+    inputs = rounds[0]
+    models = [as_teacher(BEFORE, inputs.student, None), *experts]
+    if merged is not None:
+        if not merged.is_dir():
+            raise RunDirError.at(
+                merged,
+                found="no such directory",
+                wanted="the model of a finished merge",
+                fix=f"finish it with `opd merge --resume {merged.parent}`, or give the pipeline to leave it out",
+            )
+        info, _ = inspect_expert(merged)
+        refuse_other_vocabulary(merged, info, inputs.student)
+        models.append(as_teacher(MERGED, info, None))
+    if len({model.name for model in models}) < len(models):
+        raise ConfigError.at(
+            "experts", found=f"an expert called `{MERGED}`", wanted="another name", fix="the merged model has this one"
+        )
+    last = {name: exam for one in rounds for name, exam in one.exams.items()}
+    exams = {name: last[name] for name in names}
+    ends = inputs.student.eos_token_ids
+    size = inputs.student.vocab_size
+    return [
+        Subject(model=m, exams=exams, tokenizer=inputs.tokenizer, vocab_size=size, eos_token_ids=ends) for m in models
+    ]

@@ -1,0 +1,193 @@
+"""Models on the exams of a pipeline: what is checked before, and the one rollout engine that holds each model in turn.
+
+model directories, or a merge's student and experts ── checked ──→ Subject ──→ rollout engine ──→ Evaluation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from experts.adapter import inspect_expert, whole_model
+from experts.model_dir import ModelInfo, token_map
+from opd.cluster import ray_session
+from opd.config import PipelineConfig, rounds_of
+from opd.errors import ConfigError, ModelError
+from opd.evaluation.evaluator import BEFORE, DomainExam, EngineEvaluator
+from opd.evaluation.scores import Evaluation
+from opd.types import Teacher
+from pipelines.build import ROLLOUT_ENGINES
+from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings
+from pipelines.inputs.read import as_teacher, inspect_student, load_tokenizer
+from pipelines.inputs.template_date import dated
+from pipelines.specs import rollout_spec
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model and the exams that it takes."""
+
+    model: Teacher
+    """Its name is the one in tables and files."""
+    exams: Mapping[str, DomainExam]
+    tokenizer: Any
+    """The one that encoded the prompts of its exams."""
+    vocab_size: int
+    """Ids that this tokenizer knows."""
+    eos_token_ids: tuple[int, ...]
+
+
+def evaluate_models(
+    config: PipelineConfig, model_dirs: Sequence[Path], domains: Sequence[str] | None, tell: Tell
+) -> dict[str, Evaluation]:
+    """Every model (a full one, or a LoRA adapter whose base can be found) on the named domains, by its path.
+
+    Raises: OpdError before the engine starts; RunError if it fails.
+    """
+    subjects = check_models(config, model_dirs, domains, tell)
+    return evaluate_subjects(config, subjects, tell)
+
+
+def check_models(
+    config: PipelineConfig, model_dirs: Sequence[Path], domains: Sequence[str] | None, tell: Tell
+) -> list[Subject]:
+    """Read and check all that an evaluation needs; no compute. Raises: OpdError for the first thing that is wrong."""
+    names = exam_domains(config, domains)
+    inspected = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
+    if config.student.model.is_dir():
+        student = inspect_student(config)
+        for path, (info, _) in inspected.items():
+            refuse_other_vocabulary(path, info, student)
+    else:
+        tell(f"warning: {config.student.model} is not here, so vocabularies are not compared with the student's")
+    subjects = []
+    for path, (info, adapter) in inspected.items():
+        _refuse_shorter_context(path, info, config.rollout.max_model_len)
+        tokenizer = load_tokenizer(Path(info.path))
+        config = dated(config, tokenizer)
+        exams = load_exams(config, tokenizer, names)
+        files = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None and c.prompts.is_file()}
+        refuse_leaks(exams, load_training(config, files, tokenizer))
+        for warning in room_warnings(exams, config.rollout.max_model_len):
+            tell(f"warning: {warning}")
+        model = as_teacher(str(path), info, adapter)
+        subjects.append(
+            Subject(
+                model=model,
+                exams=exams,
+                tokenizer=tokenizer,
+                vocab_size=info.vocab_size,
+                eos_token_ids=info.eos_token_ids,
+            )
+        )
+    _refuse_other_engines(subjects)
+    return subjects
+
+
+def with_all_domains(config: PipelineConfig) -> PipelineConfig:
+    """The pipeline with the domains of all its rounds, each with the exam of the last round that has it."""
+    domains = {name: domain for one in rounds_of(config) for name, domain in one.domains.items()}
+    return config.model_copy(update={"domains": domains})
+
+
+def exam_domains(config: PipelineConfig, domains: Sequence[str] | None) -> list[str]:
+    """Those named, or all that have an exam. Raises: ConfigError for one that has none, or if none has."""
+    measured = [name for name, domain in config.domains.items() if domain.eval]
+    for name in domains or []:
+        if name not in measured:
+            raise ConfigError.at(
+                "--domains",
+                found=f"{name}, " + ("a domain without an `eval`" if name in config.domains else "no domain"),
+                wanted=f"domains with an `eval`: {', '.join(measured) or 'there are none'}",
+                fix=f"correct the name, or give domains.{name}.eval" if name in config.domains else "correct the name",
+            )
+    if not measured:
+        raise ConfigError.at(
+            "domains",
+            found=f"no `eval` in {', '.join(config.domains)}",
+            wanted="held-out prompts in at least one domain",
+            fix="set domains.NAME.eval: {prompts: HELD_OUT.jsonl}",
+        )
+    return list(domains) if domains else measured
+
+
+def refuse_other_vocabulary(path: Path, model: ModelInfo, student: ModelInfo) -> None:
+    """Raises: ModelError naming the first token that is another one."""
+    if model.vocab_hash == student.vocab_hash:
+        return
+    ours, theirs = token_map(Path(student.path)), token_map(Path(model.path))
+    first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    raise ModelError.at(
+        path,
+        found=f"another vocabulary: {len(theirs)} tokens to the student's {len(ours)}, and id {first} is "
+        f"{theirs.get(first)!r}, not {ours.get(first)!r}",
+        wanted=f"the token ids of the pipeline's student, {student.path}",
+        fix="evaluate it with a pipeline whose student has this vocabulary",
+    )
+
+
+def _refuse_shorter_context(path: Path, model: ModelInfo, room: int) -> None:
+    if model.context is not None and room > model.context:
+        raise ModelError.at(
+            path,
+            found=f"a context of {model.context} tokens",
+            wanted=f"rollout.max_model_len = {room} or more",
+            fix=f"--set rollout.max_model_len={model.context}",
+        )
+
+
+def _refuse_other_engines(subjects: Sequence[Subject]) -> None:
+    """One engine keeps all of them to the same token ids and stops them at the same ones."""
+    first = subjects[0]
+    for other in subjects[1:]:
+        for what, found, wanted in (
+            ("tokens", other.vocab_size, first.vocab_size),
+            ("end tokens", sorted(set(other.eos_token_ids)), sorted(set(first.eos_token_ids))),
+        ):
+            if found != wanted:
+                raise ModelError.at(
+                    other.model.name,
+                    found=f"{what} {found}",
+                    wanted=f"{wanted}, those of {first.model.name}",
+                    fix="evaluate the two one after the other",
+                )
+
+
+def evaluate_subjects(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:
+    """Every subject's exams, by its name. One engine for all; the first model is the one that it starts with."""
+    found = {}
+    with ray_session(config.cluster, config.rollout.workers), whole(subjects[0].model) as start:
+        first = subjects[0]
+        spec = rollout_spec(config, start, first.vocab_size, first.eos_token_ids)
+        engine = ROLLOUT_ENGINES[config.rollout.engine](spec, first.tokenizer)
+        engine.wait_ready()
+        for subject in subjects:
+            if subject is not first:
+                with whole(subject.model) as directory:
+                    engine.load(directory)
+            evaluator = EngineEvaluator(engine, subject.exams, config.evaluate, subject.tokenizer, tell)
+            evaluation = evaluator.evaluate(model=subject.model.name)
+            untrained: dict[str, Any] = {"step": 0, "tokens": 0} if subject.model.name == BEFORE else {}
+            digests = dict.fromkeys(evaluation.scores, subject.model.digest)
+            evaluation = replace(evaluation, weights=digests, **untrained)
+            found[subject.model.name] = evaluation
+            mean = fmean(evaluation.accuracy.values())
+            tell(f"{subject.model.name}: mean accuracy {mean:.3f} over {len(evaluation.scores)} domains")
+    return found
+
+
+@contextmanager
+def whole(model: Teacher) -> Iterator[Path]:
+    """A directory with the whole model for as long as it is read; an adapter is merged into its base."""
+    with (
+        TemporaryDirectory(prefix="opd-evaluate-") as scratch,
+        whole_model(model, Path(scratch) / "model") as directory,
+    ):
+        yield directory

@@ -1,0 +1,1 @@
+"""What a pipeline works on, read and checked before any compute: models, experts, prompts, exams, memory."""

@@ -1,0 +1,132 @@
+"""Whether every model of a merge is one that its roles can run, found before any worker starts.
+
+    the student                          trained by transformers, rolled out by vLLM
+    experts                              scored by transformers or vLLM, as `teachers.engine` says
+    the leading expert of each exam      measured in the rollout engine
+
+Reads headers: which of a file's tensors make which of a module's is tried out on shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experts.adapter import AdapterInfo
+from experts.model_dir import ModelInfo
+from experts.weight_files import weight_tensors
+from opd.config import PipelineConfig
+from opd.errors import ModelError
+from opd.rollouts.served import refusal
+from pipelines.inputs.routes import Expert
+
+
+def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
+    """Raises: ModelError if transformers cannot hold the student or vLLM not serve it."""
+    _naming(Path(student.path), student)
+    _check_engine(student, config.rollout.dtype, not config.cluster.rollout_gpus)
+
+
+def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, Expert]) -> None:
+    """Raises: ModelError for the first expert that the engine which scores here cannot run."""
+    namings: dict[tuple[str, ...], Any] = {}  # equal experts, and adapters of one base, are looked at once
+    for name, expert in experts.items():
+        if config.teachers.engine == "vllm":
+            _check_engine(expert.info, config.teachers.dtype, not config.cluster.teacher_gpus)
+        elif config.teachers.engine == "transformers":
+            key = (expert.info.path, *sorted(expert.info.weight_files.values()))
+            if key not in namings:
+                namings[key] = _naming(Path(expert.info.path), expert.info)
+            if expert.adapter is not None:
+                _check_adapter(name, expert.adapter, namings[key])
+
+
+def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, Expert]) -> None:
+    """`leading`: by domain, the expert that its exam is also put to. Raises: ModelError."""
+    for domain, expert in leading.items():
+        if config.domains[domain].eval is not None:
+            _check_engine(expert.info, config.rollout.dtype, not config.cluster.rollout_gpus)
+
+
+def _naming(path: Path, info: ModelInfo) -> Any:
+    """The model's naming in transformers, whose modules its files fill. Raises: ModelError."""
+    import torch
+
+    from opd.model_weights import Naming
+
+    config, known = _causal_model(path, info)
+    naming = Naming(config, torch.float32)
+    shapes = {n: torch.empty(t.shape, dtype=torch.float32, device="meta") for n, t in weight_tensors(path).items()}
+    _, problem = naming.from_files(shapes)
+    if problem:
+        raise ModelError.at(
+            path,
+            found=f"weights that do not fit config.json: {problem}",
+            wanted=f"what {known.__name__} of transformers has, no more and no less",
+            fix="copy the directory again, or save the model again with save_pretrained",
+        )
+    return naming
+
+
+def _causal_model(path: Path, info: ModelInfo) -> tuple[Any, Any]:
+    """transformers' config of a directory, and its class of causal language models for it. Raises: ModelError."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    file = path / "config.json"
+    known = None
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    except StrictDataclassError as error:
+        raise ModelError.at(
+            file, found=str(error), wanted=f"what transformers takes for {info.model_type}", fix="correct the key"
+        ) from None
+    except ValueError:  # what transformers raises for a model type that it does not know
+        pass
+    if known is None:
+        raise ModelError.at(
+            f"{file}: model_type",
+            found=f"{info.model_type!r}, which transformers has no causal language model for",
+            wanted="an architecture of AutoModelForCausalLM",
+            fix="take another model, or the version of transformers that knows this one",
+        )
+    if info.architecture != known.__name__ and not info.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        raise ModelError.at(
+            f"{file}: architectures",
+            found=info.architecture,
+            wanted=f"a causal language model, for {info.model_type} {known.__name__}",
+            fix="AutoModelForCausalLM.from_pretrained(dir).save_pretrained(out) writes the part that writes text",
+        )
+    return config, known
+
+
+def _check_adapter(name: str, adapter: AdapterInfo, naming: Any) -> None:
+    """Raises: ModelError for an adapter of a module that is not linear, such as an expert of a mixture."""
+    from torch import nn
+
+    from experts.safetensors_header import read_header
+    from opd.lora import ADAPTER_WEIGHTS, split_name
+
+    modules = dict(naming.model.named_modules())
+    for tensor in read_header(Path(adapter.path) / ADAPTER_WEIGHTS):
+        part = split_name(tensor)
+        if part is not None and not isinstance(modules.get(part[0]), nn.Linear):
+            raise ModelError.at(
+                f"expert `{name}`: {Path(adapter.path) / ADAPTER_WEIGHTS}",
+                found=f"an adapter of {part[0]}, which is no linear module of {type(naming.model).__name__} in transformers",
+                wanted="adapters of linear modules; transformers keeps the experts of a mixture in one tensor",
+                fix="merge it into a full model where it was trained, or train one of the attention alone",
+            )
+
+
+def _check_engine(info: ModelInfo, dtype: str, cpu: bool) -> None:
+    """Raises: ModelError if a vLLM engine cannot serve the model."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(info.path, trust_remote_code=False)
+    found = refusal(config, info.architecture, dtype, cpu)
+    if found is not None:
+        file = Path(info.path) / "config.json"
+        raise ModelError.at(f"{file}: {found.where}", found=found.found, wanted=found.wanted, fix=found.fix)

@@ -1,0 +1,238 @@
+"""How much of a GPU each role of a merge takes, from shapes and shares alone, before anything is started.
+
+    trainer rank      weights, gradients, AdamW, gathered weights, teachers' heads; beside them a micro-batch
+    scoring worker    one teacher's weights; beside them one pass. Engine vllm: its share
+    rollout engine    its share, whatever it needs of it; with rollout.sleep only while it writes
+
+vLLM takes its share of the whole GPU whoever else is on it, so where roles share a GPU, shares and needs must add up. An
+upper estimate like that of `pipelines/inputs/memory.py`. Placement is Ray's: a fraction goes to the GPU with the least room for it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opd.cluster import LOCAL
+from opd.config import PipelineConfig
+from opd.config.strict import DTYPE_BYTES
+from opd.config.teachers import VLLMTeachers
+from opd.errors import ConfigError
+from opd.payloads import answer_class
+from pipelines.inputs.memory import (
+    gathered_bytes,
+    heads_bytes,
+    micro_batch_bytes,
+    scoring_bytes,
+    trainer_state_bytes,
+)
+from pipelines.inputs.read import Inputs
+
+GIB = 1 << 30
+CONTEXT = 600 << 20
+"""What CUDA and its libraries take for a process before the first tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One worker on a GPU."""
+
+    what: str
+    gpus: float
+    """GPUs that Ray hands out to the worker, or a share of one."""
+    kept: int = 0
+    """Bytes that stay for the whole run."""
+    passing: int = 0
+    """Bytes beside them while it computes."""
+    share: float = 0.0
+    """Share of the whole GPU that a vLLM engine takes; what it holds is within it."""
+    share_key: str = ""
+    sleeps: bool = False
+    """Holds its share only while the others do not compute."""
+    least: int = 0
+    """Bytes without which an engine does not start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """What is on one GPU at one time."""
+
+    parts: tuple[tuple[str, int, float], ...]
+    """What, bytes, share of the GPU."""
+
+    def total(self, size: int) -> int:
+        return sum(nbytes + round(share * size) for _, nbytes, share in self.parts)
+
+    def shown(self, size: int | None = None) -> str:
+        """The sum in words, GiB; a share of a GPU of unknown size as what it is."""
+        words = []
+        for what, nbytes, share in self.parts:
+            if size:
+                words.append(f"{_gib(nbytes + round(share * size))} {what}")
+            else:
+                words.append(f"{_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {what}")
+        return " + ".join(words)
+
+
+def refuse_crowded_gpus(config: PipelineConfig, inputs: Inputs) -> list[str]:
+    """What the user should know about GPU memory, where nothing is wrong with it.
+
+    Raises: ConfigError with the sum if roles do not fit on the GPU that they share, or if there are too few GPUs.
+    """
+    wanted = roles(config, inputs)
+    if not wanted:
+        return []
+    sizes = gpu_sizes() if config.cluster.address == LOCAL else []
+    if not sizes:
+        where = "this process sees no GPU" if config.cluster.address == LOCAL else "the GPUs are other machines'"
+        crowded = max(place(wanted), key=len)
+        text = max((phase.shown() for phase in phases(crowded)), key=len)
+        return [f"{where}: whether a GPU has room for what it is given is not checked; on one there will be {text}"]
+    placed = place(wanted)
+    if len(placed) > len(sizes):
+        raise ConfigError.at(
+            "cluster",
+            found=f"{len(wanted)} workers that need {len(placed)} GPUs, and {len(sizes)} here",
+            wanted="a GPU, or a part of one, for every worker",
+            fix="give fractions, such as cluster.rollout_gpus 0.4, or fewer workers (trainer.ranks, rollout.workers, "
+            "teachers.workers)",
+        )
+    for together in placed:
+        _refuse_crowd(together, min(sizes))
+    return []
+
+
+def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
+    """Every worker on a GPU. Reads headers only. Raises: ModelError."""
+    cluster, student, found = config.cluster, inputs.student, []
+    if cluster.rollout_gpus:
+        engine = Role(
+            what="rollout engine",
+            gpus=cluster.rollout_gpus,
+            share=config.rollout.gpu_memory_utilization,
+            share_key="rollout.gpu_memory_utilization",
+            sleeps=config.rollout.sleep,
+            least=student.parameters * DTYPE_BYTES[config.rollout.dtype],
+        )
+        found += [engine] * config.rollout.workers
+    if cluster.teacher_gpus and not config.teachers.elsewhere:
+        found += [_teacher(config, inputs)] * config.teachers.scoring_workers
+    if cluster.trainer_gpus:
+        heads = heads_bytes(config, inputs) if answer_class(config.teachers.payload).SENDS_HEADS else 0
+        kept = trainer_state_bytes(config, student) // config.trainer.ranks + heads
+        summed = 4 * student.parameters // config.trainer.ranks  # gradients in float32, as the optimiser takes them
+        rank = Role(
+            what="trainer rank",
+            gpus=cluster.trainer_gpus,
+            kept=kept,
+            passing=gathered_bytes(config, student) + max(micro_batch_bytes(config, student), summed),
+        )
+        found += [rank] * config.trainer.ranks
+    return found
+
+
+def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
+    weights, passing = scoring_bytes(config, inputs)
+    if isinstance(config.teachers, VLLMTeachers):
+        return Role(
+            what="scoring engine",
+            gpus=config.cluster.teacher_gpus,
+            share=config.teachers.gpu_memory_utilization,
+            share_key="teachers.gpu_memory_utilization",
+            least=weights,
+        )
+    return Role(what="scoring worker", gpus=config.cluster.teacher_gpus, kept=weights, passing=passing)
+
+
+def place(wanted: Sequence[Role]) -> list[list[Role]]:
+    """The roles of each GPU; several GPUs of one worker count as several."""
+    shared: list[list[Role]] = []
+    whole: list[list[Role]] = []
+    for role in wanted:
+        if role.gpus >= 1:
+            whole += [[role]] * round(role.gpus)
+            continue
+        room = [gpu for gpu in shared if sum(r.gpus for r in gpu) + role.gpus <= 1 + 1e-9]
+        if room:
+            max(room, key=lambda gpu: sum(r.gpus for r in gpu)).append(role)
+        else:
+            shared.append([role])
+    return [*shared, *whole]
+
+
+def phases(together: Sequence[Role]) -> list[Phase]:
+    """While engines write, and while the others compute; one, if no engine sleeps."""
+    awake = any(role.sleeps for role in together)
+    times = (True, False) if awake else (False,)
+    return [Phase(parts=tuple(_part(role, writing=writing) for role in together)) for writing in times]
+
+
+def _part(role: Role, *, writing: bool) -> tuple[str, int, float]:
+    """`writing`: the engines that sleep are up, the others wait with what they keep."""
+    if role.share:
+        asleep = role.sleeps and not writing
+        return (
+            f"{role.what}, asleep" if asleep else f"{role.what} ({role.share_key})",
+            CONTEXT,
+            0.0 if asleep else role.share,
+        )
+    return (role.what, CONTEXT + role.kept + (0 if writing else role.passing), 0.0)
+
+
+def _refuse_crowd(together: Sequence[Role], size: int) -> None:
+    """Raises: ConfigError."""
+    for role in together:
+        if role.share and role.least > role.share * size:
+            raise ConfigError.at(
+                role.share_key,
+                found=f"{role.share:g} of {_gib(size)} GiB, and weights of {_gib(role.least)}",
+                wanted="a share that holds the weights and a key-value cache",
+                fix=f"raise {role.share_key}, or use a larger GPU",
+            )
+    worst = max(phases(together), key=lambda phase: phase.total(size))
+    if worst.total(size) > size:
+        raise ConfigError.at(
+            "GPU memory",
+            found=f"about {_gib(worst.total(size))} GiB on a GPU with {_gib(size)}: {worst.shown(size)}",
+            wanted="shares and needs that add up to what the GPU has",
+            fix=_fix(together, worst, size),
+        )
+
+
+def _fix(together: Sequence[Role], worst: Phase, size: int) -> str:
+    engines = [role for role in together if role.share]
+    others = sum(nbytes for _, nbytes, _ in worst.parts)
+    left = int(100 * (size - others) / size / max(1, len(engines))) / 100
+    ways = []
+    if engines and left * size > max(role.least for role in engines):
+        ways.append(f"set {' and '.join(dict.fromkeys(role.share_key for role in engines))} to {left:g} or less")
+    if any(role.share_key.startswith("rollout") and not role.sleeps for role in engines):
+        ways.append("set rollout.sleep to true")
+    ways.append("lower trainer.micro_batch_tokens, objective.chunk or rollout.max_model_len")
+    ways.append("give roles GPUs of their own")
+    return "; or ".join(ways)
+
+
+def gpu_sizes() -> list[int]:
+    """Bytes of every NVIDIA GPU that this process may use, as the driver's tool says; none where there is no such tool."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return []
+    sizes = [int(line) << 20 for line in done.stdout.split() if line.isdigit()] if done.returncode == 0 else []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return sizes
+    numbers = [int(part) for part in visible.split(",") if part.strip().isdigit()]
+    return [sizes[n] for n in numbers if n < len(sizes)]
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f}"

@@ -1,0 +1,303 @@
+"""How much memory a merge will take, from shapes and budgets alone, before anything is started.
+
+    trainer ranks     weights, gradients, AdamW over the ranks; on each: gathered weights, activations, logits, heads
+    rollout engines   weights, key-value cache, logits
+    teachers          experts within their budget, activations of one pass
+    what travels      new weights in shared memory, a step's streams in the object store
+    processes         libraries and code, Ray, the driver with its prompts
+
+An upper estimate: phases take turns, so not all of it is in use at one time. What a role keeps on a GPU is not counted here
+but in `pipelines/inputs/gpu_memory.py`.
+P stands for a model's parameters, T for tokens of a pass, V for ids, D for the hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo
+from experts.weight_files import weight_tensors
+from opd.cluster import LOCAL
+from opd.config import PipelineConfig
+from opd.config.strict import DTYPE_BYTES
+from opd.config.teachers import TransformersTeachers, VLLMTeachers
+from opd.errors import ConfigError
+from opd.payloads import answer_class
+from pipelines.inputs.read import Inputs
+
+MIB = 1 << 20
+# Unique memory of processes with a model of 3 MB, measured; what they share, such as libraries, is with the driver.
+TRAINER_PROCESS = 420 * MIB
+ROLLOUT_PROCESS = 560 * MIB
+TEACHER_PROCESS = 340 * MIB
+DRIVER_AND_RAY = 1100 * MIB
+GATHERED_AT_ONCE = 1_000_000_000
+"""DeepSpeed's stage3_max_live_parameters."""
+LOGIT_COPIES = 20
+"""Bytes for each logit of a chunk: logits, log-softmax, probabilities and gradient of student and teacher."""
+SCORED_AT_ONCE = 4096
+"""Tokens of one forward pass of the scorer."""
+PREFILLED_AT_ONCE = 2048
+"""Tokens of one forward pass of the engine, as far as sequences are not longer."""
+PROMPT_TOKEN = 36
+"""Bytes of one token id in a Python tuple."""
+
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """One line of the sum."""
+
+    what: str
+    nbytes: int
+    """Bytes of all processes together, on this machine and outside of GPUs."""
+    knobs: str
+    """Keys of the pipeline that decide it."""
+
+
+def estimate(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    """The lines of the sum. Reads headers only. Raises: ModelError."""
+    trainer = [] if config.cluster.trainer_gpus else _trainer(config, inputs)
+    rollout = [] if config.cluster.rollout_gpus else _rollout(config, inputs)
+    teachers = [] if config.cluster.teacher_gpus else _teachers(config, inputs)
+    return [*trainer, *rollout, *teachers, *_travelling(config, inputs), _processes(config, inputs)]
+
+
+def machine_bytes() -> int:
+    """Memory that processes of this machine, or of this container, may have."""
+    limits = [int(file.read_text()) for file in CGROUP_LIMITS if file.is_file() and file.read_text().strip().isdigit()]
+    return min([psutil.virtual_memory().total, *limits])
+
+
+def shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str | None:
+    """The sum in words if it is more than `limit`; None if it fits, or if other machines share the load."""
+    total = sum(need.nbytes for need in needs)
+    if total <= limit or config.cluster.address != LOCAL:
+        return None
+    lines = " + ".join(f"{_gib(need.nbytes)} {need.what}" for need in sorted(needs, key=lambda n: -n.nbytes))
+    return f"about {_gib(total)} GiB of memory for a machine with {_gib(limit)}: {lines}"
+
+
+def fix(needs: Sequence[Need]) -> str:
+    """Which keys to turn, those of the largest parts first."""
+    largest = sorted(needs, key=lambda need: -need.nbytes)
+    keys = dict.fromkeys(key for need in largest[:3] for key in need.knobs.split(", "))
+    return f"lower {', '.join(keys)}"
+
+
+def refuse_too_large(config: PipelineConfig, inputs: Inputs) -> None:
+    """Raises: ConfigError with the sum if the merge does not fit into this machine."""
+    needs = estimate(config, inputs)
+    found = shortage(config, needs, machine_bytes())
+    if found is not None:
+        raise ConfigError.at(
+            "memory",
+            found=found,
+            wanted="a merge that fits into this machine",
+            fix=f"{fix(needs)}; or use a larger machine",
+        )
+
+
+def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
+    """What, GiB, keys; the sum and what the machine has at the end."""
+    rows = [(need.what, _gib(need.nbytes), need.knobs) for need in needs]
+    return [*rows, ("together", _gib(sum(n.nbytes for n in needs)), ""), ("this machine", _gib(machine_bytes()), "")]
+
+
+def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    student, ranks = inputs.student, config.trainer.ranks
+    # Rank 0 holds the whole state while it writes a checkpoint; gradients and activations are let go before.
+    checkpoint = 12 * student.parameters
+    needs = [
+        Need(
+            what="trainer: weights, gradients, AdamW",
+            nbytes=trainer_state_bytes(config, student) + ranks * gathered_bytes(config, student),
+            knobs="student.model, trainer.ranks, trainer.grad_accum_dtype",
+        ),
+        Need(
+            what="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
+            nbytes=max(ranks * micro_batch_bytes(config, student), checkpoint),
+            knobs="trainer.micro_batch_tokens, objective.chunk, trainer.gradient_checkpointing, trainer.ranks",
+        ),
+    ]
+    if answer_class(config.teachers.payload).SENDS_HEADS:
+        needs.append(
+            Need(
+                what="trainer: teachers' output heads",
+                nbytes=ranks * heads_bytes(config, inputs),
+                knobs="trainer.head_memory, trainer.ranks",
+            )
+        )
+    return needs
+
+
+def trainer_state_bytes(config: PipelineConfig, student: ModelInfo) -> int:
+    """What all ranks hold together: compute copy, float32 master, both moments, gradients as they are summed.
+
+    The float32 copy of these that the optimiser takes is smaller than what the writing of a checkpoint takes, and comes at
+    another time.
+    """
+    trainer = config.trainer
+    return student.parameters * (DTYPE_BYTES[trainer.dtype] + 4 + 8 + DTYPE_BYTES[trainer.grad_accum_dtype])
+
+
+def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
+    """Weights that one rank has gathered from the others at a time."""
+    return min(student.parameters, GATHERED_AT_ONCE) * DTYPE_BYTES[config.trainer.dtype]
+
+
+def micro_batch_bytes(config: PipelineConfig, student: ModelInfo) -> int:
+    """What one rank adds while it works on a micro-batch: activations, logits, the head's gradient."""
+    trainer, width = config.trainer, DTYPE_BYTES[config.trainer.dtype]
+    tokens = trainer.micro_batch_tokens + config.rollout.max_model_len
+    activations = tokens * _activation_width(student, checkpointing=trainer.gradient_checkpointing) * width
+    head = student.vocab_size * student.hidden_size
+    return (
+        activations
+        + LOGIT_COPIES * config.objective.chunk * student.vocab_size
+        + 4 * head
+        + gathered_bytes(config, student)
+    )
+
+
+def heads_bytes(config: PipelineConfig, inputs: Inputs) -> int:
+    """Teachers' output heads that one rank keeps."""
+    sizes = [_head_bytes(config, expert.info) for expert in inputs.experts.values()]
+    return max(max(sizes, default=0), min(sum(sizes), int(config.trainer.head_memory)))
+
+
+def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    rollout, student = config.rollout, inputs.student
+    width = DTYPE_BYTES[rollout.dtype]
+    # The head is packed apart from the embedding, and one copy is in flight while new weights are taken.
+    weights = (2 * student.parameters + student.vocab_rows * student.hidden_size) * width
+    logits = rollout.max_num_seqs * student.vocab_rows * 4 * 3
+    tokens = max(PREFILLED_AT_ONCE, rollout.max_model_len)
+    activations = tokens * _widest(student) * 4 * width
+    return [
+        Need(
+            what="rollout: weights and logits",
+            nbytes=rollout.workers * (weights + logits + activations),
+            knobs="rollout.max_num_seqs, rollout.dtype, rollout.workers",
+        ),
+        Need(
+            what="rollout: key-value cache",
+            nbytes=rollout.workers * (rollout.kv_cache_gib << 30),
+            knobs="rollout.kv_cache_gib, rollout.workers",
+        ),
+    ]
+
+
+def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    teachers = config.teachers
+    if teachers.elsewhere:
+        return []
+    width = DTYPE_BYTES[teachers.dtype]
+    models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.experts.values()}
+    adapters = sum(expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter) * width
+    sizes = [info.parameters * width for info in models.values()]
+    _, activations = scoring_bytes(config, inputs)
+    if isinstance(teachers, VLLMTeachers):
+        weights, budget = 2 * max(sizes) + (teachers.kv_cache_gib << 30), "teachers.kv_cache_gib"
+    else:
+        assert isinstance(teachers, TransformersTeachers)
+        weights, budget = max(max(sizes), min(sum(sizes) + adapters, int(teachers.memory))), "teachers.memory"
+    return [
+        Need(
+            what="teachers: weights",
+            nbytes=teachers.workers * weights,
+            knobs=f"{budget}, teachers.dtype, teachers.workers",
+        ),
+        Need(
+            what="teachers: activations",
+            nbytes=teachers.workers * activations,
+            knobs="teachers.dtype, teachers.workers",
+        ),
+    ]
+
+
+def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
+    """(weights of the largest teacher, activations of one pass) of one scoring worker."""
+    width = DTYPE_BYTES[config.teachers.dtype]
+    largest = max((expert.info for expert in inputs.experts.values()), key=lambda info: info.parameters)
+    adapter = max((expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter), default=0)
+    tokens = min(SCORED_AT_ONCE, config.trainer.samples_per_step * config.rollout.max_model_len)
+    return (largest.parameters + adapter) * width, tokens * _widest(largest) * 6 * width
+
+
+def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    pushed = inputs.student.parameters * DTYPE_BYTES[config.trainer.dtype]
+    responses = config.trainer.samples_per_step * config.rollout.max_new_tokens
+    per_token = answer_class(config.teachers.payload).token_bytes(
+        hidden_size=max(e.info.hidden_size for e in inputs.experts.values()),
+        itemsize=DTYPE_BYTES[config.teachers.dtype],
+        top_k=config.objective.top_k,
+    )
+    opinions = max(len(part) for part in inputs.routes.values())
+    return [
+        Need(what="new weights on their way", nbytes=2 * pushed, knobs="trainer.dtype"),
+        # Once as the worker builds them, once in the object store.
+        Need(
+            what="a step's scored rows",
+            nbytes=2 * responses * opinions * (per_token + 16),
+            knobs="trainer.samples_per_step, rollout.max_new_tokens, teachers.payload, teachers.dtype",
+        ),
+    ]
+
+
+def _processes(config: PipelineConfig, inputs: Inputs) -> Need:
+    workers = config.teachers.scoring_workers
+    prompts = PROMPT_TOKEN * sum(len(p.token_ids) for part in inputs.prompts.values() for p in part)
+    return Need(
+        what="processes, Ray and prompts",
+        nbytes=DRIVER_AND_RAY
+        + prompts
+        + config.trainer.ranks * TRAINER_PROCESS
+        + config.rollout.workers * ROLLOUT_PROCESS
+        + workers * TEACHER_PROCESS,
+        knobs="trainer.ranks, rollout.workers, teachers.workers",
+    )
+
+
+def _head_bytes(config: PipelineConfig, expert: ModelInfo) -> int:
+    return expert.vocab_rows * expert.hidden_size * DTYPE_BYTES[config.teachers.dtype]
+
+
+def _activation_width(model: ModelInfo, *, checkpointing: bool) -> int:
+    """Values that the backward pass needs for one token: inputs and outputs of every linear layer, as their shapes say.
+
+    With checkpointing, the hidden state between blocks and the inside of one block.
+    """
+    matrices = [
+        tensor.shape
+        for name, tensor in weight_tensors(Path(model.path)).items()
+        if len(tensor.shape) == 2 and not name.endswith((*EMBEDDINGS, *HEADS))
+    ]
+    inside = sum(outputs + inputs for outputs, inputs in matrices)
+    blocks = max(1, _blocks(model))
+    return blocks * model.hidden_size + inside // blocks if checkpointing else inside
+
+
+def _blocks(model: ModelInfo) -> int:
+    """Layers, counted by the numbers in the tensors' names."""
+    names = weight_tensors(Path(model.path))
+    return len({part for name in names for part in name.split(".") if part.isdigit()})
+
+
+def _widest(model: ModelInfo) -> int:
+    """The largest side of a matrix inside the model."""
+    shapes = [
+        tensor.shape
+        for name, tensor in weight_tensors(Path(model.path)).items()
+        if len(tensor.shape) == 2 and not name.endswith((*EMBEDDINGS, *HEADS))
+    ]
+    return max((side for shape in shapes for side in shape), default=model.hidden_size)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"

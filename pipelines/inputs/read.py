@@ -1,0 +1,311 @@
+"""Everything that can be wrong with a merge before any compute: models, vocabularies, domains, prompts.
+
+Reads headers, JSON and prompts; never a weight tensor into a model, never a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from experts.adapter import AdapterInfo, inspect_expert
+from experts.bound_files import model_digest
+from experts.checks import check_fits
+from experts.finite import check_finite
+from experts.model_dir import ModelInfo, inspect_model
+from experts.registry import Manifest, Registry, default_root
+from experts.weight_files import Hashes
+from opd.config import PipelineConfig
+from opd.config.domains import DomainConfig, ExpertConfig, RegisteredExperts
+from opd.config.evaluate import EvaluateConfig
+from opd.config.teachers import FlightTeachers
+from opd.errors import ConfigError, ModelError, PromptError
+from opd.evaluation.evaluator import DomainExam
+from opd.evaluation.harness import check_tasks
+from opd.lora import ADAPTER_WEIGHTS
+from opd.sinks import refuse_missing
+from opd.types import Probe, Prompt, Teacher, WeightedTeacher
+from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
+from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings
+from pipelines.inputs.routes import Expert, route_domains
+from pipelines.inputs.template_date import dated
+from teachers.flight.access import read_roots, read_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a merge works on, checked."""
+
+    student: ModelInfo
+    experts: dict[str, Expert]
+    """Name -> expert, for those that score a domain."""
+    routes: dict[str, tuple[WeightedTeacher, ...]]
+    """Domain -> its teachers, the heaviest first."""
+    prompts: dict[str, list[Prompt]]
+    """Training prompts by domain."""
+    exams: dict[str, DomainExam]
+    untrained: dict[str, frozenset[int]]
+    """Domain -> token ids that one of its teachers never writes."""
+    tokenizer: Any
+    warnings: tuple[str, ...]
+    template_date: date | None = None
+    """The day that is written into the prompts; None where the student's chat template does not ask for a date."""
+
+    @property
+    def teachers(self) -> dict[str, Teacher]:
+        """Domain -> its teacher, of several the one with the largest weight: what the student is measured against."""
+        return {domain: assigned[0].teacher for domain, assigned in self.routes.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teaching:
+    """Who scores what, checked: the part of `Inputs` that needs no prompts."""
+
+    student: ModelInfo
+    experts: dict[str, Expert]
+    """Name -> expert."""
+    routes: dict[str, tuple[WeightedTeacher, ...]]
+    """The same as `Inputs.routes`."""
+    warnings: tuple[str, ...]
+
+
+def read_teachers(config: PipelineConfig) -> Teaching:
+    """Read and check student and experts. Raises: OpdError for the first thing that is wrong."""
+    student = inspect_student(config)
+    by_name = _experts(config)
+    _refuse_broken_weights(student, by_name, config)
+    warnings = _twins(by_name)
+    for name, expert in by_name.items():
+        warnings += check_fits(student, expert.info, name)
+    routes, notices = route_domains(config, by_name)
+    refuse_unscorable(
+        config, {a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned}
+    )
+    return Teaching(student=student, experts=by_name, routes=routes, warnings=(*warnings, *notices))
+
+
+def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> Inputs:
+    """Read and check everything a pipeline names; `exam` takes the place of its section `evaluate`.
+
+    Raises: OpdError (a ValueError) for the first thing that is wrong.
+    """
+    exam = exam or config.evaluate
+    refuse_missing(config.logging)
+    if isinstance(config.teachers, FlightTeachers):
+        read_token(config.teachers.token_file)
+        read_roots(config.teachers.tls_root_certs)
+    teaching = read_teachers(config)
+    by_name, routes = teaching.experts, teaching.routes
+    refuse_untrainable(config, teaching.student)
+    refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
+    tokenizer = load_tokenizer(config.student.model)
+    config = dated(config, tokenizer)
+    files = {d: _prompts_file(d, c, by_name[routes[d][0].teacher.name]) for d, c in config.domains.items()}
+    every = load_training(config, files, tokenizer)
+    exams = load_exams(config, tokenizer, samples=exam.samples)
+    refuse_leaks(exams, every)
+    check_tasks(exam.lm_eval)
+    prompts: dict[str, list[Prompt]] = {}
+    notices: list[str] = []
+    for domain, file in files.items():
+        prompts[domain] = [p for p in every[domain] if p.token_ids]
+        notices += _left_out(file, every[domain])
+        _refuse_all_too_long(file, prompts[domain], config.rollout.max_model_len)
+    return Inputs(
+        student=teaching.student,
+        experts={a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned},
+        routes=routes,
+        prompts=prompts,
+        exams=exams,
+        untrained=_untrained(config, teaching.routes, tokenizer),
+        tokenizer=tokenizer,
+        template_date=config.student.template_date,
+        warnings=(*teaching.warnings, *notices, *room_warnings(exams, config.rollout.max_model_len)),
+    )
+
+
+def read_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:
+    """The inputs of every round, read with the first student: a merge does not change what is checked. Raises: OpdError."""
+    found: dict[str, Inputs] = {}
+    keys = [config.model_dump_json(exclude={"seed"}) for config in configs]  # the seed is no part of what is checked
+    for key, config in zip(keys, configs, strict=True):
+        if key not in found:
+            found[key] = read_inputs(config)
+    return [found[key] for key in keys]
+
+
+def inspect_student(config: PipelineConfig) -> ModelInfo:
+    """The student's facts. Raises: ModelError, ConfigError if the rollout context is longer than the model's."""
+    student = inspect_model(config.student.model)
+    if student.context is not None and config.rollout.max_model_len > student.context:
+        raise ConfigError.at(
+            "rollout.max_model_len",
+            found=str(config.rollout.max_model_len),
+            wanted=f"at most {student.context}, the context of {config.student.model}",
+            fix=f"set rollout.max_model_len to {student.context} or less",
+        )
+    return student
+
+
+def load_tokenizer(model_dir: Path) -> Any:
+    """The tokenizer of a model directory; no code from the directory is run."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+
+
+def _experts(config: PipelineConfig) -> dict[str, Expert]:
+    known: Hashes = {}  # adapters share bases, and a base is long to read
+    if not isinstance(config.experts, RegisteredExperts):
+        return {name: _inline(name, expert, known) for name, expert in config.experts.items()}
+    registry = Registry(config.registry or default_root())
+    names = registry.names() if config.experts.use == "all" else config.experts.use
+    _refuse_twice(names)
+    return {name: _registered(registry, name, known) for name in names}
+
+
+def _inline(name: str, expert: ExpertConfig, known: Hashes) -> Expert:
+    info, adapter = inspect_expert(expert.model, expert.base, known)
+    return Expert(
+        teacher=as_teacher(name, info, adapter), domain=expert.domain, info=info, adapter=adapter, prompts=None
+    )
+
+
+def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
+    manifest: Manifest = registry.get(name)
+    problems = registry.verify(name, known)
+    if problems:
+        raise ModelError.at(
+            f"expert {name}",
+            found="; ".join(problems),
+            wanted="the files as they were registered",
+            fix=f"`opd experts remove {name}` and add it again",
+        )
+    return Expert(
+        teacher=as_teacher(name, manifest.info, manifest.adapter, manifest.probe.probe if manifest.probe else None),
+        domain=manifest.domain,
+        info=manifest.info,
+        adapter=manifest.adapter,
+        prompts=Path(manifest.prompts) if manifest.prompts else None,
+    )
+
+
+def as_teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: Probe | None = None) -> Teacher:
+    """A model as the pool and results know it: equal weights under an equal config have one digest."""
+    model_dir = Path(info.path)
+    base = model_digest(model_dir, info.weight_files)
+    if adapter is None:
+        return Teacher(name=name, model_dir=model_dir, digest=base, probe=probe)
+    digest = model_digest(model_dir, info.weight_files, adapter.files)
+    return Teacher(
+        name=name,
+        model_dir=model_dir,
+        adapter_dir=Path(adapter.path),
+        digest=digest,
+        base_digest=base,
+        probe=probe,
+    )
+
+
+def _refuse_twice(names: list[str]) -> None:
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise ConfigError.at(
+            "experts.use", found=f"`{twice[0]}` twice", wanted="each expert once", fix="delete one of the two"
+        )
+
+
+def _untrained(
+    config: PipelineConfig, routes: Mapping[str, Sequence[WeightedTeacher]], tokenizer: Any
+) -> dict[str, frozenset[int]]:
+    """`teachers.mask_tokens` as ids, by domain. Raises: ConfigError for a name that is no expert's, or no token."""
+    vocabulary = tokenizer.get_vocab()
+    names = sorted({a.teacher.name for assigned in routes.values() for a in assigned})
+    for name, tokens in config.teachers.mask_tokens.items():
+        if name not in names:
+            raise ConfigError.at(
+                "teachers.mask_tokens",
+                found=name,
+                wanted=f"experts of this pipeline: {', '.join(names)}",
+                fix="correct or remove the name",
+            )
+        for token in tokens:
+            if token not in vocabulary:
+                raise ConfigError.at(
+                    f"teachers.mask_tokens.{name}",
+                    found=f"{token!r}, which the tokenizer does not know as one token",
+                    wanted="single tokens as tokenizer.json spells them",
+                    fix="correct it; text of several tokens cannot be masked",
+                )
+    never = {name: [vocabulary[t] for t in tokens] for name, tokens in config.teachers.mask_tokens.items()}
+    return {
+        domain: frozenset(i for a in assigned for i in never.get(a.teacher.name, ()))
+        for domain, assigned in routes.items()
+    }
+
+
+def _prompts_file(name: str, domain: DomainConfig, expert: Expert) -> Path:
+    path = domain.prompts or expert.prompts
+    if path is None:
+        raise ConfigError.at(
+            f"domains.{name}.prompts",
+            found="nothing, and the expert was registered without prompts",
+            wanted="a JSONL file of prompts",
+            fix=f"set domains.{name}.prompts",
+        )
+    return path
+
+
+def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, Expert], config: PipelineConfig) -> None:
+    """Every number of the student and of experts that no registry has looked at. Raises: ModelError."""
+    looked_at: set[tuple[str, ...]] = set()
+    directories = [(student.path, student.weight_files)]
+    if not isinstance(config.experts, RegisteredExperts):
+        for expert in experts.values():
+            directories.append((expert.info.path, expert.info.weight_files))
+            if expert.adapter is not None:
+                directories.append((expert.adapter.path, {ADAPTER_WEIGHTS: expert.adapter.files[ADAPTER_WEIGHTS]}))
+    for path, files in directories:
+        key = tuple(sorted(files.values()))
+        if key not in looked_at:
+            check_finite(Path(path), list(files))
+            looked_at.add(key)
+
+
+def _twins(experts: Mapping[str, Expert]) -> list[str]:
+    """A warning for each expert that is another one under a second name."""
+    first: dict[str, str] = {}
+    return [
+        f"experts `{first[digest]}` and `{name}` have the same weights: one teacher under two names"
+        for name, digest in ((name, expert.teacher.digest) for name, expert in experts.items())
+        if first.setdefault(digest, name) != name
+    ]
+
+
+def _left_out(file: Path, prompts: Sequence[Prompt]) -> list[str]:
+    """Raises: PromptError if no prompt of a file asks anything."""
+    empty = [p.id for p in prompts if not p.token_ids]
+    if len(empty) == len(prompts):
+        raise PromptError.at(
+            file,
+            found=f"{len(empty)} prompts without text",
+            wanted="at least one that asks something",
+            fix="is the column `prompt` the right one?",
+        )
+    shown = ", ".join(empty[:3]) + (" ..." if len(empty) > 3 else "")
+    return [f"{file}: {len(empty)} of {len(prompts)} prompts have no text and are left out: {shown}"] if empty else []
+
+
+def _refuse_all_too_long(file: Path, prompts: list[Prompt], room: int) -> None:
+    """A few over-long prompts are quarantined during the run; a domain of nothing else would never be trained."""
+    shortest = min(len(p.token_ids) for p in prompts)
+    if shortest >= room:
+        raise PromptError.at(
+            file,
+            found=f"no prompt shorter than {shortest} tokens",
+            wanted=f"prompts below rollout.max_model_len = {room}",
+            fix="raise rollout.max_model_len or shorten the prompts",
+        )

@@ -1,0 +1,121 @@
+"""Domain → teachers: by `domains.*.teachers`, else the one expert whose `domain` it is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from experts.adapter import AdapterInfo
+from experts.model_dir import ModelInfo
+from opd.config import PipelineConfig
+from opd.config.objectives import objective_config
+from opd.errors import ConfigError
+from opd.losses import OBJECTIVES
+from opd.types import Teacher, WeightedTeacher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expert:
+    """An expert of this merge, from the registry or from the pipeline itself."""
+
+    teacher: Teacher
+    domain: str
+    """The domain it was trained for; it serves others too where the pipeline says so."""
+    info: ModelInfo
+    """The model, of an adapter its base."""
+    adapter: AdapterInfo | None = None
+    """The files of a LoRA adapter; None for a full model."""
+    prompts: Path | None
+    """File it was registered with."""
+
+
+def route_domains(
+    config: PipelineConfig, experts: Mapping[str, Expert]
+) -> tuple[dict[str, tuple[WeightedTeacher, ...]], list[str]]:
+    """The teachers of each domain, heaviest first, their weights adding up to 1; and notices for the user.
+
+    Raises: ConfigError for a domain without a teacher, a name that is no expert, an expert that serves no domain, or
+    several teachers under an objective that cannot mix them.
+    """
+    routes: dict[str, tuple[WeightedTeacher, ...]] = {}
+    notices: list[str] = []
+    for domain in config.domains:
+        shares = _shares(config, domain, experts)
+        total = sum(shares.values())
+        if abs(total - 1) > 1e-6:
+            shown = ", ".join(f"{name} {weight / total:.3g}" for name, weight in shares.items())
+            notices.append(f"domains.{domain}.teachers: weights add up to {total:g}, taken as {shown}")
+        ordered = sorted(shares, key=lambda name: (-shares[name], name))
+        routes[domain] = tuple(
+            WeightedTeacher(teacher=experts[name].teacher, weight=shares[name] / total) for name in ordered
+        )
+    _refuse_idle(config, experts, {a.teacher.name for assigned in routes.values() for a in assigned})
+    return routes, notices
+
+
+def _shares(config: PipelineConfig, domain: str, experts: Mapping[str, Expert]) -> dict[str, float]:
+    """Expert -> weight as the pipeline gives it, those of weight 0 left out."""
+    named = config.domains[domain].teachers
+    if named is None:
+        return {_own_expert(domain, experts): 1.0}
+    given = {named: 1.0} if isinstance(named, str) else dict(named)
+    where = f"domains.{domain}.teachers"
+    for name in given:
+        if name not in experts:
+            near = difflib.get_close_matches(name, experts, n=1)
+            raise ConfigError.at(
+                where,
+                found=name,
+                wanted=f"experts of this pipeline: {', '.join(experts)}",
+                fix=f"did you mean `{near[0]}`?" if near else "add it under `experts`",
+            )
+    shares = {name: weight for name, weight in given.items() if weight > 0}
+    if not shares:
+        raise ConfigError.at(where, found="weights of 0 only", wanted="at least one above 0", fix="raise one of them")
+    if len(shares) > 1 and not config.objective.OBJECTIVE.mixes:
+        mixing = [kind for kind in OBJECTIVES if objective_config(kind).OBJECTIVE.mixes]
+        raise ConfigError.at(
+            where,
+            found=f"{len(shares)} teachers with objective.kind {config.objective.kind}",
+            wanted=f"one teacher, or objective.kind {' or '.join(mixing)}",
+            fix="give the domain one teacher or change the objective",
+        )
+    return shares
+
+
+def _own_expert(domain: str, experts: Mapping[str, Expert]) -> str:
+    mine = [name for name, expert in experts.items() if expert.domain == domain]
+    if len(mine) == 1:
+        return mine[0]
+    if mine:
+        raise ConfigError.at(
+            f"experts.{mine[1]}.domain",
+            found=f"{domain}, which {mine[0]} has already",
+            wanted="one expert a domain, or weights for several",
+            fix=f"leave one of the two out, or set domains.{domain}.teachers: {{{mine[0]}: 0.5, {mine[1]}: 0.5}}",
+        )
+    served = ", ".join(f"{n} → {e.domain}" for n, e in experts.items()) or "none"
+    raise ConfigError.at(
+        f"domains.{domain}",
+        found=f"no expert (experts: {served})",
+        wanted="an expert for each domain",
+        fix=f"register one with `opd experts add NAME --model DIR --domain {domain}`, or name one: domains.{domain}.teachers",
+    )
+
+
+def _refuse_idle(config: PipelineConfig, experts: Mapping[str, Expert], used: set[str]) -> None:
+    for name, expert in experts.items():
+        if name not in used:
+            named = expert.domain in config.domains
+            raise ConfigError.at(
+                f"experts.{name}" if named else f"experts.{name}.domain",
+                found=f"an expert that scores no domain (domains.{expert.domain}.teachers names others)"
+                if named
+                else expert.domain,
+                wanted=f"one of the pipeline's domains: {', '.join(config.domains)}",
+                fix=f"name it under domains.{expert.domain}.teachers or leave the expert out"
+                if named
+                else f"add `{expert.domain}` under `domains` or leave the expert out",
+            )

@@ -1,0 +1,46 @@
+"""README.md of a merged model: what it was made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from opd import __version__
+from opd.config import PipelineConfig
+from opd.lora import ADAPTER_WEIGHTS
+from pipelines.inputs.read import Inputs
+from pipelines.inputs.routes import Expert
+
+
+def model_card(config: PipelineConfig, inputs: Inputs) -> str:
+    """Markdown with the hub's header."""
+    header = yaml.safe_dump(
+        {"library_name": "transformers", "tags": ["on-policy-distillation", "merge"]}, sort_keys=False
+    )
+    lines = [
+        f"---\n{header}---",
+        f"# {config.name}",
+        f"Merged from {len(inputs.experts)} experts by on-policy distillation with opd-merge {__version__}: the student wrote,",
+        f"the experts of each prompt's domain scored every token, and the student was trained on `{config.objective.kind}`.",
+        "",
+        f"- Student: `{config.student.model.name}` ({inputs.student.architecture}, {inputs.student.parameters:,} parameters)",
+        f"- Steps: {config.trainer.steps} of {config.trainer.samples_per_step} responses, lr {config.trainer.lr:g}, seed {config.seed}",
+        "",
+        "| Domain | Expert | Weights (BLAKE3, first 16 digits) |",
+        "|---|---|---|",
+    ]
+    for domain, assigned in inputs.routes.items():
+        for one in assigned:
+            name = one.teacher.name
+            share = "" if one.weight == 1 else f" ({one.weight:.3g})"
+            lines.append(f"| {domain} | {name}{share} | {_weights_cell(inputs.experts[name])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _weights_cell(expert: Expert) -> str:
+    """What the card says of an expert's weights; of an adapter its own hash, and its base by name and hash."""
+    full = ", ".join(digest[:16] for digest in expert.info.weight_files.values())
+    if expert.adapter is None:
+        return f"`{full}`"
+    return f"LoRA `{expert.adapter.files[ADAPTER_WEIGHTS][:16]}` on `{Path(expert.info.path).name}` `{full}`"

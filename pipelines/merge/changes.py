@@ -1,0 +1,229 @@
+"""May this run go on? What a resume compares, what may differ, and how a refusal looks.
+
+A run is bound to the bytes of its student, experts and prompts, and to every key of its pipeline that decides what is
+computed. The two lists below are all the keys that may be changed between two sittings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from opd.checkpoints import Checkpoint
+from opd.config import PipelineConfig
+from opd.errors import RunDirError
+from opd.run_dir import RunPaths
+from opd.settings import validate
+
+SAME_WEIGHTS = (
+    "checkpoint.*",
+    "evaluate.every",
+    "sync.*",
+    "cluster.*_timeout_s",
+    "cluster.max_restarts",
+    "schedule.overlap",
+    "teachers.queue",
+    "rollout.kv_cache_gib",
+    "rollout.gpu_memory_utilization",
+    "rollout.sleep",
+    "teachers.memory",
+    "teachers.kv_cache_gib",
+    "teachers.gpu_memory_utilization",
+    "teachers.max_quarantined",
+    "teachers.address",
+    "teachers.tls_root_certs",
+    "teachers.token_file",
+    "teachers.servers.*",
+    "teachers.api_key_env",
+    "teachers.server_timeout_s",
+    "trainer.head_memory",
+    # Where files lie: what is in them is compared by hash.
+    "student.model",
+    "registry",
+    "experts.*.model",
+    "experts.*.base",
+    "domains.*.prompts",
+    "domains.*.eval.prompts",
+)
+"""Keys that may be changed without a trace in the weights."""
+
+SAME_BUT_FOR_ROUNDING = (
+    "trainer.ranks",
+    "trainer.micro_batch_tokens",
+    "trainer.gradient_checkpointing",
+    "objective.chunk",
+    "objective.compile",
+    "rollout.workers",
+    "rollout.max_num_seqs",
+    "teachers.workers",
+    "cluster.address",
+    "cluster.*_gpus",
+)
+"""Keys that may be changed, after which sums are taken in another order: the run goes on, but not bit for bit."""
+
+STEPS = "trainer.steps"
+"""May be changed while the learning rate of a step does not depend on it."""
+
+TEMPLATE_DATE = "student.template_date"
+"""May be given to a run that an older release began without one."""
+
+
+def changed_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (recorded, found), for every key that differs between two resolved pipelines."""
+    before, now = _flat(recorded), _flat(found)
+    return {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
+
+
+def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manifest: Path) -> list[str]:
+    """Sentences about changes that are allowed. Raises: RunDirError with a table of those that are not."""
+    recorded = validate(PipelineConfig, recorded, manifest).model_dump(mode="json")  # defaults of keys added since
+    changes = changed_keys(recorded, validate(PipelineConfig, found, manifest).model_dump(mode="json"))
+    constant = recorded["trainer"]["lr_scheduler_type"] == "constant"
+    free = [key for key in changes if _among(key, SAME_WEIGHTS) or (key == STEPS and constant)]
+    free += [key for key, (before, _) in changes.items() if key == TEMPLATE_DATE and before is None]
+    rounding = [key for key in changes if _among(key, SAME_BUT_FOR_ROUNDING)]
+    refused = {key: change for key, change in changes.items() if key not in (*free, *rounding)}
+    if refused:
+        steps = [f"{STEPS} (only with a constant learning rate)"] if STEPS in refused else []
+        raise RunDirError.at(
+            RunPaths(manifest.parent).pipeline,
+            found=f"keys that differ from those the run began with\n{_table(refused)}",
+            wanted="these keys as they were; "
+            + ", ".join([*steps, "checkpoint.*, evaluate.every, cluster.*"])
+            + ", trainer.ranks and what else docs/resume.md lists may change",
+            fix="put them back, or start a new run in another --run-dir",
+        )
+    notices = [f"{key}: {_shown(changes[key][0])} before, {_shown(changes[key][1])} now" for key in (*free, *rounding)]
+    if rounding:
+        notices.append(f"not bit for bit from here: {', '.join(rounding)} changed, which changes the order of sums")
+    return notices
+
+
+def refused_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Keys that differ and decide what is computed, the number of steps among them."""
+    return [key for key in changed_keys(recorded, found) if not _among(key, (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING))]
+
+
+def identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What the checkpoints of a run belong to, by hashes: the keys that may not change, student and experts.
+
+    Taken once, when the run begins: a later release may know more keys.
+    """
+    free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING, STEPS)
+    bound = {key: value for key, value in _flat(manifest["config"]).items() if not _among(key, free)}
+    return {
+        "config": _digest(bound),
+        "student": _digest(manifest["student"]),
+        "experts": {name: _digest(facts) for name, facts in manifest["experts"].items()},
+    }
+
+
+def refuse_foreign(checkpoint: Checkpoint, ours: Mapping[str, Any]) -> None:
+    """Raises: RunDirError naming what the checkpoint was trained from and the run was not."""
+    theirs = checkpoint.identity
+    experts = {name: ours["experts"].get(name) == digest for name, digest in theirs.get("experts", {}).items()}
+    other = [key for key in ("config", "student") if theirs.get(key) != ours[key]]
+    other += [f"expert {name}" for name, same in experts.items() if not same]
+    other += [f"expert {name}" for name in ours["experts"] if name not in experts]
+    if other:
+        raise RunDirError.at(
+            checkpoint.path,
+            found=f"a checkpoint of another run: {', '.join(other)} differ",
+            wanted="one that this run wrote",
+            fix="take it out of the run directory, or name another with --resume-from",
+        )
+
+
+def refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any], manifest: Path) -> None:
+    """Raises: RunDirError naming student, experts or domains whose files are not what the run began with."""
+    if unrecorded(recorded):
+        found = _weights_only(found)
+    for part in ("student", "experts", "prompts"):
+        before, now = recorded[part], found[part]
+        if part == "prompts":  # by absolute path; files may have moved
+            before, now = ({name: list(files.values()) for name, files in side.items()} for side in (before, now))
+        if before != now:
+            names = [_named(k, before, now) for k in {**before, **now} if before.get(k) != now.get(k)]
+            raise RunDirError.at(
+                manifest,
+                found=f"{part} changed since the run began: {', '.join(names)}",
+                wanted="the same files",
+                fix="put them back, or start a new run",
+            )
+
+
+def unrecorded(recorded: Mapping[str, Any]) -> list[str]:
+    """A warning about a run that an older release began, with hashes of weights only.
+
+    Such a run goes on: nothing is known to be wrong with it, and refusing it would lose the steps that it has taken. What
+    is found is recorded now, so that it counts from here.
+    """
+    if "config.json" in recorded["student"]:
+        return []
+    return [
+        "this run was begun by a release that recorded hashes of weights only: whether config.json, tokenizer, chat template "
+        "or generation_config.json of the student, or an expert's config.json, were edited since is not known; they are "
+        "recorded now, and may not change from here"
+    ]
+
+
+def _weights_only(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What an older release would have recorded."""
+    student = {name: digest for name, digest in found["student"].items() if name.endswith(".safetensors")}
+    experts = {
+        name: {key: value for key, value in facts.items() if key != "config"}
+        for name, facts in found["experts"].items()
+    }
+    return {**found, "student": student, "experts": experts}
+
+
+def _named(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What changed: a file of the student, a domain, or an expert with those of its files that differ."""
+    sides = [_flat(side[name]) for side in (before, now) if isinstance(side.get(name), Mapping)]
+    if len(sides) < 2:
+        return name
+    files = [key.partition(".")[2] for key in {**sides[0], **sides[1]} if sides[0].get(key) != sides[1].get(key)]
+    return f"{name} ({', '.join(dict.fromkeys(file or 'domains' for file in files))})"
+
+
+def version_warnings(recorded: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """One sentence for each library that is not the one the run began with."""
+    return [
+        f"{name} {recorded.get(name, 'was absent')} when the run began, {found.get(name, 'absent')} now: "
+        "the weights may differ in their last bits"
+        for name in {**recorded, **found}
+        if recorded.get(name) != found.get(name)
+    ]
+
+
+def _among(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one level of dotted keys; an empty mapping says as much as no key."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _digest(data: Any) -> str:
+    return blake3(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)
+
+
+def _table(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    rows = [("key", "the run", "now"), *((key, _shown(old), _shown(new)) for key, (old, new) in changes.items())]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        "    " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

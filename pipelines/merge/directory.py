@@ -1,0 +1,68 @@
+"""A run directory as a place to write: made new, held by one command at a time, and what is left of it on a full disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from opd import checkpoints
+from opd.errors import RunDirError, StorageError
+from opd.files import storing
+from opd.run_dir import RunPaths
+
+
+def refuse_existing(root: Path) -> None:
+    """Raises: RunDirError."""
+    if root.exists():
+        raise RunDirError.at(
+            root,
+            found="a run directory that exists",
+            wanted="a new one",
+            fix=f"`opd merge --resume {root}` goes on with it; --run-dir names another",
+        )
+
+
+def new_directory(root: Path) -> Path:
+    """An empty directory beside `root`, to be renamed to it. Raises: RunDirError if none can be made there."""
+    temporary = root.with_name(f".tmp-{root.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise RunDirError.at(
+            root,
+            found=f"{error.filename}: {error.strerror}",
+            wanted="a directory that can be made",
+            fix="give another place with --run-dir, or correct the rights",
+        ) from None
+    return temporary
+
+
+@contextmanager
+def locked(paths: RunPaths) -> Iterator[None]:
+    """One driver per run directory; the lock goes with the process, however it ends."""
+    try:
+        with FileLock(paths.lock, timeout=0):
+            yield
+    except Timeout:
+        raise RunDirError.at(
+            paths.root, found="another `opd merge` at work in it", wanted="one at a time", fix="wait for it or stop it"
+        ) from None
+
+
+@contextmanager
+def says_what_is_intact(paths: RunPaths) -> Iterator[None]:
+    """A full disk ends the run with what it left and how to go on. Raises: StorageError."""
+    try:
+        with storing(paths.root):
+            yield
+    except StorageError as error:
+        steps = checkpoints.steps_of(paths.checkpoints)
+        intact = f"checkpoint of step {steps[-1]}" if steps else "the run directory; no checkpoint was due yet"
+        raise StorageError(
+            f"{error}\n  intact: {intact}\n  fix:    make room or mend the disk, then `opd merge --resume {paths.whole}`"
+        ) from None

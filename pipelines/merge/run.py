@@ -1,0 +1,345 @@
+"""One merge from a checked pipeline to a model and a report; a new run or the rest of an interrupted one.
+
+begin   a new run directory ──┐
+                              ├─→ Run ── carry_out ─→ _session: workers, exams, the loop, model, report
+reopen  an interrupted run ───┘              └─ again, with new workers, when one dies that a step cannot do without
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experts.adapter import whole_model
+from experts.bound_files import TOKENIZER_FILES
+from opd import checkpoints, loop
+from opd.checkpoints import Checkpoint
+from opd.cluster import WorkerDied, ray_session
+from opd.config import PipelineConfig, load_pipeline, overlaps
+from opd.errors import RunDirError
+from opd.evaluation.evaluator import BEFORE, MERGED, measure_before, measure_experts
+from opd.evaluation.scores import Evaluation, combined
+from opd.files import atomic_write_text, replace_dir, storing, sweep
+from opd.interfaces import Display
+from opd.metrics import MetricsFile
+from opd.progress import display
+from opd.report import build_report, write_report
+from opd.run_dir import RunPaths
+from opd.sinks import open_sinks
+from pipelines.build import SCHEDULES, build, num_workers
+from pipelines.evaluation.lm_eval import lm_eval_merge
+from pipelines.inputs.gpu_memory import refuse_crowded_gpus
+from pipelines.inputs.memory import refuse_too_large
+from pipelines.inputs.read import Inputs, as_teacher, read_inputs
+from pipelines.inputs.template_date import as_recorded
+from pipelines.interrupts import Interrupted, Interrupts, interrupts
+from pipelines.merge.card import model_card
+from pipelines.merge.changes import (
+    accept_changes,
+    identity,
+    refuse_changed_inputs,
+    refuse_foreign,
+    unrecorded,
+    version_warnings,
+)
+from pipelines.merge.directory import locked, new_directory, refuse_existing, says_what_is_intact
+from pipelines.merge.layouts import record_layouts
+from pipelines.merge.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
+from pipelines.merge.results import of_merged, take_back, trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A merge of one round in its run directory, checked; it stays the same however often the workers are started again."""
+
+    config: PipelineConfig
+    inputs: Inputs
+    paths: RunPaths
+    identity: Mapping[str, Any]
+    """What `pipelines.merge.changes.identity` found when the run began."""
+    notices: tuple[str, ...] = ()
+    """What a person should know before the workers start."""
+    resume_from: str | None = None
+    """The checkpoint to go on from, as `opd.checkpoints.choose` takes it; None for a run that begins."""
+    changed: Mapping[str, Any] | None = None
+    """The manifest with what was changed for this sitting; None if the one in the run directory holds."""
+
+    def carry_out(self) -> dict[str, Any]:
+        """Take the run to its end. Returns the report.
+
+        If a worker dies in a way that the step cannot mend, all are started again, and the run goes on from its last
+        checkpoint, as a resume would; up to `cluster.max_restarts` times.
+        Raises: RunDirError for a checkpoint that cannot be used, before any compute; RunError if the run cannot go on;
+        Interrupted after Ctrl-C.
+        """
+        notices, most = list(self.notices), self.config.cluster.max_restarts
+        with locked(self.paths), says_what_is_intact(self.paths):
+            checkpoint = _go_on_from(self, self.resume_from, notices) if self.resume_from else None
+            if self.changed:
+                atomic_write_text(self.paths.manifest, json.dumps(self.changed, indent=2))
+                atomic_write_text(self.paths.pipeline, yaml.safe_dump(self.changed["config"], sort_keys=False))
+            with interrupts() as signals:
+                for restart in itertools.count(1):
+                    try:
+                        return _session(self, checkpoint, notices, signals)
+                    except WorkerDied as error:
+                        if restart > most:
+                            raise
+                        notices = [f"{error}", f"starting all workers again, {restart} of {most} times"]
+                        checkpoint = _go_on_from(self, checkpoints.LATEST, notices)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def start(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """`begin` a run and carry it out. Returns the report."""
+    return begin(config, root, known).carry_out()
+
+
+def resume(
+    root: Path,
+    config: PipelineConfig | None = None,
+    overrides: list[str] | None = None,
+    wanted: str = checkpoints.LATEST,
+) -> dict[str, Any]:
+    """`reopen` a run and carry it out. Returns the report."""
+    return reopen(root, config, overrides, wanted).carry_out()
+
+
+def start_or_resume(config: PipelineConfig, root: Path) -> dict[str, Any]:
+    """Take the merge in `root` to its end, whether it was begun before or not. Returns the report."""
+    return resume(root) if root.exists() else start(config, root)
+
+
+def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None) -> Run:
+    """A new merge of one round, whose run directory `root` must not exist; from here on it can be resumed.
+
+    `known` has files of `evaluation/`, by name, with what was measured before: it is not measured again.
+    Raises: OpdError before anything is written.
+    """
+    assert config.rounds == 1, "see pipelines.merge.rounds"
+    refuse_existing(root)
+    inputs = read_inputs(config)
+    refuse_too_large(config, inputs)
+    notices = refuse_crowded_gpus(config, inputs)
+    temporary = RunPaths(new_directory(root))
+    manifest = manifest_of(config, inputs)
+    manifest["identity"] = identity(manifest)
+    write_inputs(temporary, manifest)
+    if known:
+        temporary.evaluation.mkdir()
+        for name, text in known.items():
+            atomic_write_text(temporary.evaluation / name, text)
+    replace_dir(temporary.root, root)
+    return Run(
+        config=config, inputs=inputs, paths=RunPaths(root), identity=manifest["identity"], notices=tuple(notices)
+    )
+
+
+def reopen(
+    root: Path,
+    config: PipelineConfig | None = None,
+    overrides: list[str] | None = None,
+    wanted: str = checkpoints.LATEST,
+) -> Run:
+    """An interrupted merge, to go on from a checkpoint, or from the start if it has none.
+
+    `config` in place of the run's own, and `overrides` on top of its own, may change what `pipelines.merge.changes`
+    lists; `wanted` is what `opd.checkpoints.choose` takes. Raises: OpdError, and then nothing is written.
+    """
+    paths = RunPaths(root)
+    if not paths.pipeline.exists():
+        raise RunDirError.at(
+            root,
+            found=f"no {paths.pipeline.name}",
+            wanted="a run directory of `opd merge`",
+            fix="check the path, or start a new run without --resume",
+        )
+    recorded = read_manifest(paths)
+    config = as_recorded(config or load_pipeline(paths.pipeline, overrides), recorded["config"], paths.manifest)
+    inputs = read_inputs(config)
+    refuse_too_large(config, inputs)
+    crowded = refuse_crowded_gpus(config, inputs)
+    found = manifest_of(config, inputs)
+    refuse_changed_inputs(recorded, found, paths.manifest)
+    changes = accept_changes(recorded["config"], found["config"], paths.manifest)
+    older = unrecorded(recorded)
+    return Run(
+        config=config,
+        inputs=inputs,
+        paths=paths,
+        identity=recorded["identity"],
+        notices=(*version_warnings(recorded["versions"], found["versions"]), *older, *changes, *crowded),
+        resume_from=wanted,
+        changed=renewed(recorded, found) if changes or older else None,
+    )
+
+
+def _go_on_from(run: Run, wanted: str, notices: list[str]) -> Checkpoint | None:
+    """The checkpoint, verified and this run's own; later ones are set aside. Adds to `notices`.
+
+    Raises: RunDirError, and then nothing but leftovers of a killed process has changed.
+    """
+    paths = run.paths
+    for directory in (paths.root, paths.checkpoints, paths.targets):
+        sweep(directory)
+    checkpoint = checkpoints.choose(paths.checkpoints, wanted, notices.append)
+    if checkpoint:
+        refuse_foreign(checkpoint, run.identity)
+        _refuse_fewer_steps(run.config, checkpoint.step)
+        aside = checkpoints.supersede(paths.checkpoints, checkpoint.step)
+        if aside:
+            notices.append(f"set aside, since the run goes on from step {checkpoint.step}: {', '.join(aside)}")
+    return checkpoint
+
+
+def _refuse_fewer_steps(config: PipelineConfig, done: int) -> None:
+    if done > config.trainer.steps:
+        raise RunDirError.at(
+            "trainer.steps",
+            found=f"{config.trainer.steps}, with a checkpoint of step {done}",
+            wanted=f"at least {done}",
+            fix="raise it, or go back with --resume-from STEP",
+        )
+
+
+def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], signals: Interrupts) -> dict[str, Any]:
+    """The run from a checkpoint to its report, with workers of its own. Raises: WorkerDied; Interrupted."""
+    began = time.monotonic()
+    config, paths = run.config, run.paths
+    done = checkpoint.step if checkpoint else 0
+    metrics = MetricsFile(paths.metrics)
+    metrics.rewind(done)
+    take_back(paths, done, config.trainer.steps)
+    began -= sum(record.seconds for record in metrics.read())  # what earlier sittings took
+    with (
+        display(config.trainer.steps, done) as shown,
+        open_sinks(config.logging, paths.root, done) as sinks,
+        ray_session(config.cluster, num_workers(config)),
+    ):
+        _introduce(run, notices, shown)
+        parts = build(config, run.inputs, paths, shown, run.identity, sinks)
+        record_layouts(parts, paths, shown.say)
+        before, expert = _before_and_experts(parts, run, shown)
+        with signals.asking(shown.say):
+            if checkpoint:
+                _load(parts, checkpoint, config.trainer.ranks, shown)
+            last = SCHEDULES[config.schedule.mode](parts, _plan(config, checkpoint), signals.asked)
+        if last < config.trainer.steps:
+            raise Interrupted(last, paths.root, signals.number)
+        _export(parts, run)
+        parts.engine.load(paths.model)
+        after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained(paths.metrics))
+        parts.reporter.evaluation("after", after)
+        wall_s = time.monotonic() - began
+    exams = {"before": before.accuracy, "expert": expert.accuracy, "after": after.accuracy}
+    report = _write_report(run, exams, wall_s)
+    # Last, when the workers have given their memory back and the report is safe.
+    lm_eval_merge(config, paths.model, paths.lm_eval)
+    return report
+
+
+def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
+    """What a person should know before the workers start."""
+    for notice in (*run.inputs.warnings, *notices):
+        shown.say(f"warning: {notice}")
+    if run.inputs.template_date:
+        day = run.inputs.template_date
+        shown.say(f"the chat template writes a date: {day} in every prompt of this run (student.template_date)")
+    workers = num_workers(run.config)
+    shown.say(f"{run.config.name}: starting {workers} workers for {len(run.inputs.experts)} experts")
+
+
+def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display) -> None:
+    """The state of the checkpoint, in trainer and engine."""
+    parts.log.prune(checkpoint.step)  # a kill between commit and prune leaves them
+    parts.trainer.load(checkpoint.path.absolute())
+    pushed = parts.sync.push(checkpoint.policy_version)
+    shown.say(f"resumed from step {checkpoint.step}, engine and trainer agree to {pushed.gap:.1e} nats")
+    if checkpoint.world_size != ranks:
+        shown.say(f"its {checkpoint.world_size} ranks are {ranks} now: not bit for bit from here")
+
+
+def _plan(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
+    """The steps that are left; none, where the checkpoint is of the last one."""
+    return loop.Plan(
+        first_step=checkpoint.step + 1 if checkpoint else 1,
+        last_step=config.trainer.steps,
+        policy_version=checkpoint.policy_version if checkpoint else 0,
+        checkpoint_every=config.checkpoint.every,
+        evaluate_every=config.evaluate.every,
+        overlap=overlaps(config),
+    )
+
+
+def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Evaluation, Evaluation]:
+    """The student as it starts and each domain's expert; measured once per run: what lies on disk is taken from there,
+    if it was measured on these models."""
+    inputs, paths = run.inputs, run.paths
+    student = as_teacher(BEFORE, inputs.student, None).digest
+
+    def once(name: str, weights: Mapping[str, str], measure: Callable[[Sequence[str]], Evaluation]) -> Evaluation:
+        file = paths.exam(name)
+        known = Evaluation.load(file) if file.exists() else None
+        missing = [d for d in inputs.exams if not (known and known.is_of(d, weights[d]))]
+        if known and not missing:
+            return known
+        found = measure(missing)
+        found = replace(found, weights={domain: weights[domain] for domain in found.scores})
+        if known:
+            found = combined([known, found], found.model)
+        parts.reporter.evaluation(name, found)
+        return found
+
+    before = once(
+        "before",
+        dict.fromkeys(inputs.exams, student),
+        lambda domains: replace(measure_before(parts.evaluator, domains, shown.say), step=0, tokens=0),
+    )
+
+    def experts(domains: Sequence[str]) -> Evaluation:
+        teachers = {domain: inputs.teachers[domain] for domain in domains}
+        engine, scratch = parts.engine, paths.scratch("expert")
+        found = measure_experts(
+            engine, parts.evaluator, before.accuracy, teachers, lambda teacher: whole_model(teacher, scratch), shown.say
+        )
+        engine.load(run.config.student.model)
+        return found
+
+    expert = once("expert", {domain: teacher.digest for domain, teacher in inputs.teachers.items()}, experts)
+    return before, expert
+
+
+def _export(parts: loop.Parts, run: Run) -> None:
+    """The merged model as a Hugging Face directory that plain transformers and vLLM load."""
+    paths = run.paths
+    temporary = paths.scratch("model")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with storing(paths.model):
+            temporary.mkdir()
+            parts.trainer.export(temporary.absolute())
+            for pattern in TOKENIZER_FILES:
+                for file in run.config.student.model.glob(pattern):
+                    shutil.copy(file, temporary / file.name)
+            (temporary / "README.md").write_text(model_card(run.config, run.inputs), encoding="utf-8")
+            replace_dir(temporary, paths.model)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+
+
+def _write_report(run: Run, exams: Mapping[str, Mapping[str, float]], wall_s: float) -> dict[str, Any]:
+    """report.json and report.html. Returns the report."""
+    paths = run.paths
+    records = MetricsFile(paths.metrics).read()
+    report = build_report(run.config.name, exams, records, wall_s=wall_s, versions=versions())
+    with storing(paths.report):
+        atomic_write_text(paths.report, json.dumps(report, indent=2))
+        return write_report(paths.root)

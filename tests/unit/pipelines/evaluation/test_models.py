@@ -1,0 +1,319 @@
+"""`opd evaluate` on an engine in this process that answers from the weights it was given."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import pipelines.evaluation.models
+from cli import app
+from opd.evaluation.scores import Evaluation
+from opd.rollouts.worker import Request, Sampled
+
+
+class Parrot:
+    """Stands for a vLLM process: knows by the directory's name which domains to answer; the answer stands in the prompt."""
+
+    tokenizer: Any = None
+
+    def __init__(self, options: Any, stop: Sequence[int]) -> None:
+        self.loads = [options.model_dir.name]
+
+    def load(self, model_dir: Path) -> None:
+        self.loads.append(model_dir.name)
+
+    def logprobs(self, sequences: Any) -> Any:
+        return []
+
+    def generate(self, requests: Sequence[Request]) -> list[Sampled]:
+        knows = {"rev": ("rev",), "up": ("upp",), "model": ("rev", "upp"), "base": ()}[self.loads[-1]]
+        return [self._one(self.tokenizer.decode(r.token_ids), knows, r.seed) for r in requests]
+
+    def _one(self, prompt: str, knows: Sequence[str], seed: int | None) -> Sampled:
+        right = prompt[:3] in knows and not (self.loads[-1] == "up" and "A" in prompt)
+        ids = tuple(self.tokenizer.encode(prompt[4:7] if right else "no", add_special_tokens=False))
+        return Sampled(token_ids=ids, logprobs=(0.0,) * len(ids), truncated=False)
+
+
+@pytest.fixture(autouse=True)
+def no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that gets past the checks must not start Ray."""
+
+    def started(*_: Any) -> Any:
+        raise AssertionError("the engine started")
+
+    monkeypatch.setattr(pipelines.evaluation.models, "ray_session", started)
+
+
+@pytest.fixture
+def engine(in_process: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, no_compute: None) -> Any:
+    """Parrots and no Ray; the workers are kept to be looked at."""
+
+    @contextmanager
+    def no_ray(*_: Any) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(pipelines.evaluation.models, "ray_session", no_ray)
+    monkeypatch.setattr(Parrot, "tokenizer", tiny_tokenizer)
+    in_process.replace = Parrot
+    return in_process
+
+
+@pytest.fixture
+def run_dir(world: Any) -> Path:
+    """A run of the world's pipeline whose merged model is there."""
+    root = world.root / "run"
+    root.mkdir()
+    shutil.copytree(world.root / "base", root / "model")
+    (root / "manifest.json").touch()
+    world.write().rename(root / "pipeline.yaml")
+    return root
+
+
+def opd(*args: str | Path) -> Result:
+    return CliRunner().invoke(app, ["evaluate", *(str(a) for a in args)])
+
+
+def data(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(result: Result, *words: str) -> None:
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stdout == ""
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+# One model and several
+
+
+def test_one_model(world: Any, engine: Any) -> None:
+    found = data(opd("up", "--pipeline", "pipeline.yaml", "--json"))
+    assert (found["model"], found["pipeline"]) == ("up", "two")
+    assert found["accuracy"] == {"reverse": 0.0, "upper": pytest.approx(5 / 6)}
+    score = found["models"]["up"]["scores"]["upper"]
+    assert score["questions"] == 6 and 0 < score["low"] < 5 / 6 < score["high"] < 1
+    assert found["models"]["up"]["answers"][0]["prompt"] == "rev AAA="
+
+
+def test_the_table_has_interval_and_pass_at_k(world: Any, engine: Any) -> None:
+    world.data["evaluate"] = {"n": 3, "temperature": 1.0, "pass_at": [1, 3]}
+    world.write()
+    result = opd("up", "--pipeline", "pipeline.yaml", "--domains", "upper")
+    assert result.exit_code == 0, result.output
+    row = next(line for line in result.stdout.splitlines() if "upper" in line)
+    cells = [cell.strip() for cell in row.strip("│ ").split("│")]
+    assert cells[0:2] == ["upper", "0.833"]
+    assert cells[3:] == ["6 x 3", "0.833", "2.8", "0%", "0"]
+    assert "pass@3" in result.stdout and "reverse" not in result.stdout
+
+
+def test_models_side_by_side_in_one_engine(world: Any, engine: Any) -> None:
+    result = opd("--compare", "up", "rev", "base", "--pipeline", "pipeline.yaml")
+    assert result.exit_code == 0, result.output
+    row = next(line for line in result.stdout.splitlines() if "upper" in line)
+    assert [cell.split()[0] for cell in row.strip("│ ").split("│")] == ["upper", "0.833", "0.000", "0.000"]
+    assert "0.417" in next(line for line in result.stdout.splitlines() if "mean" in line)
+    (worker,) = engine.workers
+    assert worker.loads == ["up", "rev", "base"]
+
+
+def test_a_models_run_directory_has_its_pipeline(run_dir: Path, engine: Any) -> None:
+    for model in ("run/model", "run"):
+        assert data(opd(model, "--json"))["accuracy"] == {"reverse": 1.0, "upper": 1.0}
+
+
+def test_a_run_in_rounds_is_asked_the_domains_of_all_of_them(world: Any, run_dir: Path, engine: Any) -> None:
+    """Each by the exam of the last round that has it."""
+    upper = world.data["domains"].pop("upper")
+    again = world.data["domains"]["reverse"] | {"eval": {"prompts": str(world.root / "upper-eval.jsonl")}}
+    world.data["rounds"] = [{}, {"domains": {"upper": upper, "reverse": again}}]
+    world.write().rename(run_dir / "pipeline.yaml")
+    found = data(opd("run/model", "--json"))
+    assert list(found["accuracy"]) == ["reverse", "upper"]
+    asked = {answer["domain"]: answer["prompt"][:3] for answer in found["models"]["run/model"]["answers"]}
+    assert asked == {"reverse": "upp", "upper": "upp"}
+
+
+def test_everything_goes_into_a_file_too(world: Any, engine: Any) -> None:
+    result = opd("up", "--pipeline", "pipeline.yaml", "--output", "out.json", "--json")
+    assert json.loads(Path("out.json").read_text()) == data(result)
+
+
+def test_an_adapter_is_examined_as_what_it_makes_of_its_base(
+    world: Any, engine: Any, make_adapter: Callable[..., Path]
+) -> None:
+    make_adapter(world.root / "adapter", world.root / "base")
+    assert data(opd("adapter", "--pipeline", "pipeline.yaml", "--json"))["accuracy"] == {"reverse": 1.0, "upper": 1.0}
+    assert engine.workers[0].loads == ["model"], "merged, in a scratch directory of this name"
+
+
+def test_a_student_that_is_not_here_is_told(world: Any, engine: Any) -> None:
+    shutil.rmtree(world.root / "base")
+    result = opd("up", "--pipeline", "pipeline.yaml")
+    assert result.exit_code == 0
+    assert "warning: base is not here, so vocabularies are not compared" in result.stderr
+
+
+# Everyone on every domain
+
+
+def test_the_matrix_of_a_run(run_dir: Path, engine: Any) -> None:
+    found = data(opd("--matrix", "run", "--json"))
+    assert json.loads((run_dir / "evaluation" / "matrix.json").read_text()) == found
+    assert found["own"] == {
+        "student before": [],
+        "rev": ["reverse"],
+        "up": ["upper"],
+        "merged": ["reverse", "upper"],
+    }
+    accuracy = {name: Evaluation.from_json({"format": 1, **e}).accuracy for name, e in found["models"].items()}
+    assert accuracy == {
+        "student before": {"reverse": 0.0, "upper": 0.0},
+        "rev": {"reverse": 1.0, "upper": 0.0},
+        "up": {"reverse": 0.0, "upper": pytest.approx(5 / 6)},
+        "merged": {"reverse": 1.0, "upper": 1.0},
+    }
+    (worker,) = engine.workers
+    assert worker.loads == ["base", "rev", "up", "model"]
+
+
+def test_the_matrix_says_which_step_of_which_merge_it_is_of(run_dir: Path, engine: Any) -> None:
+    first = data(opd("--matrix", "run", "--json"))["models"]
+    assert len({digest for model in first.values() for digest in model["weights"].values()}) == 3, (
+        "merged is the student's copy"
+    )
+    after = Evaluation.from_json({"format": 1, **first["merged"]})
+    (run_dir / "evaluation").mkdir(exist_ok=True)
+    replace(after, step=2, tokens=80).save(run_dir / "evaluation" / "after.json")
+    merged = data(opd("--matrix", "run", "--json"))["models"]["merged"]
+    assert (merged["step"], merged["tokens"]) == (2, 80)
+    replace(after, step=2, weights={"upper": "of another model"}).save(run_dir / "evaluation" / "after.json")
+    assert data(opd("--matrix", "run", "--json"))["models"]["merged"]["step"] is None
+
+
+def test_a_matrix_with_another_exam_is_no_result_of_the_run(run_dir: Path, engine: Any) -> None:
+    result = opd("--matrix", "run", "--set", "evaluate.samples=2", "--json")
+    assert data(result)["models"]["merged"]["scores"]["upper"]["questions"] == 2
+    assert "evaluation/matrix.json is not written: evaluate.samples differ from the run's" in result.stderr
+    assert not (run_dir / "evaluation" / "matrix.json").exists()
+    assert opd("--matrix", "run", "--set", "cluster.phase_timeout_s=99").exit_code == 0
+    assert (run_dir / "evaluation" / "matrix.json").exists()
+
+
+def test_the_matrix_of_a_run_in_rounds_has_the_experts_and_domains_of_all_of_them(
+    world: Any, run_dir: Path, engine: Any
+) -> None:
+    """`rev` in both rounds, `up` in the second only; another expert of the name `rev` is told apart."""
+    upper = world.data["domains"].pop("upper")
+    both = world.data["experts"]
+    world.data["experts"] = {"rev": both["rev"]}
+    world.data["rounds"] = [
+        {},
+        {"experts": both, "domains": {**world.data["domains"], "upper": upper}},
+        *[{"experts": {"rev": {"model": "up", "domain": "reverse"}}}] * 2,
+    ]
+    world.write().rename(run_dir / "pipeline.yaml")
+    found = data(opd("--matrix", "run", "--json"))
+    assert found["own"] == {
+        "student before": [],
+        "rev": ["reverse"],
+        "up": ["upper"],
+        "rev (round 3)": ["reverse"],
+        "merged": ["reverse", "upper"],
+    }
+    accuracy = {name: Evaluation.from_json({"format": 1, **e}).accuracy for name, e in found["models"].items()}
+    assert accuracy["rev"] == {"reverse": 1.0, "upper": 0.0}
+    assert accuracy["rev (round 3)"] == accuracy["up"] == {"reverse": 0.0, "upper": pytest.approx(5 / 6)}
+    assert accuracy["merged"] == {"reverse": 1.0, "upper": 1.0}
+
+
+def test_the_matrix_of_a_pipeline_has_no_merged_model(world: Any, engine: Any) -> None:
+    result = opd("--matrix", "pipeline.yaml")
+    assert result.exit_code == 0, result.output
+    rows = [[c.strip() for c in line.strip("│ ").split("│")] for line in result.stdout.splitlines() if "│" in line]
+    assert rows == [
+        ["student before", "0.00", "0.00", "-", "-"],
+        ["rev", "1.00*", "0.00", "+1.000", "+0.000"],
+        ["up", "0.00", "0.83*", "+0.833", "+0.000"],
+    ]
+    assert not (world.root / "evaluation").exists()
+
+
+def test_a_run_that_is_not_finished_has_no_matrix(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "model")
+    refused(opd("--matrix", "run"), "run/model\n", "opd merge --resume run")
+
+
+def test_an_expert_may_not_be_called_what_the_merged_model_is(world: Any, run_dir: Path) -> None:
+    world.data["experts"]["merged"] = world.data["experts"].pop("up")
+    world.write().rename(run_dir / "pipeline.yaml")
+    refused(opd("--matrix", "run"), "an expert called `merged`")
+
+
+# Mistakes, before the engine starts
+
+
+def test_another_vocabulary_is_refused(world: Any, make_model_dir: Callable[..., Path]) -> None:
+    make_model_dir(world.root / "other", permute_vocab=True)
+    refused(
+        opd("up", "other", "--pipeline", "pipeline.yaml"), "other\n", "another vocabulary: 76 tokens", "id 4 is '?'"
+    )
+
+
+def test_other_end_tokens_are_not_compared(world: Any, make_model_dir: Callable[..., Path]) -> None:
+    make_model_dir(world.root / "other", eos="<bos>")
+    refused(opd("up", "other", "--pipeline", "pipeline.yaml", "--compare"), "other\n", "end tokens [1]", "[2]")
+
+
+def test_another_number_of_tokens_is_not_compared(world: Any) -> None:
+    """One engine keeps all models to the same ids; without the student nothing else holds their vocabularies together."""
+    shutil.rmtree(world.root / "base")
+    file = world.root / "rev" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    del tokenizer["model"]["vocab"]["?"]
+    file.write_text(json.dumps(tokenizer))
+    refused(opd("up", "rev", "--pipeline", "pipeline.yaml", "--compare"), "rev\n", "tokens 75", "76, those of up")
+
+
+def test_a_shorter_context_is_refused(world: Any) -> None:
+    file = world.root / "up" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 31}))
+    refused(opd("up", "--pipeline", "pipeline.yaml"), "up\n", "a context of 31 tokens", "max_model_len = 32")
+
+
+def test_a_leak_is_refused_here_too(world: Any) -> None:
+    (world.root / "upper-eval.jsonl").write_text((world.root / "upper.jsonl").read_text())
+    refused(opd("up", "--pipeline", "pipeline.yaml"), "6 of the 6 questions of upper")
+
+
+def test_a_pipeline_without_exams(world: Any) -> None:
+    for domain in world.data["domains"].values():
+        del domain["eval"]
+    world.write()
+    refused(opd("up", "--pipeline", "pipeline.yaml"), "no `eval` in reverse, upper")
+    refused(opd("up", "--pipeline", "pipeline.yaml", "--domains", "upper"), "upper, a domain without an `eval`")
+
+
+def test_a_model_outside_of_a_run_needs_a_pipeline(world: Any) -> None:
+    refused(opd("up"), "--pipeline\n", "up is not in a run directory")
+
+
+@pytest.mark.parametrize("item", ["samples=0", "n=0", "samples=-1"])
+def test_no_samples_are_refused(world: Any, item: str) -> None:
+    refused(opd("up", "--pipeline", "pipeline.yaml", "--set", f"evaluate.{item}"), f"evaluate.{item.split('=')[0]}\n")
+
+
+@pytest.mark.parametrize("args", [[], ["up", "--matrix", "pipeline.yaml"], ["--matrix", "run", "--compare"]])
+def test_models_or_a_matrix(world: Any, args: list[str]) -> None:
+    result = opd(*args)
+    assert result.exit_code == 2 and "--matrix alone" in result.stderr

@@ -1,0 +1,146 @@
+"""What one of its roles cannot run is refused by name, before any worker starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from opd.config import load_pipeline
+from opd.errors import ModelError
+from opd.rollouts.served import CPU_ATTENTION, _architectures, _supported_sizes, refusal
+from pipelines.inputs.read import read_inputs, read_teachers
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def mixtures(world: Any, make_mixture_dir: Make) -> Any:
+    """The world with mixtures of experts in place of all three models."""
+    for seed, name in enumerate(("base", "rev", "up")):
+        shutil.rmtree(world.root / name)
+        make_mixture_dir(world.root / name, "glm4_moe", seed=seed)
+    return world
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def refused(world: Any) -> str:
+    with pytest.raises(ModelError) as error:
+        read_inputs(load_pipeline(world.write()))
+    return str(error.value)
+
+
+def test_mixtures_pass(mixtures: Any) -> None:
+    assert read_inputs(load_pipeline(mixtures.write())).student.architecture == "Glm4MoeForCausalLM"
+
+
+def test_heads_that_vllm_has_no_kernel_for(world: Any) -> None:
+    """Heads of 16: until now this failed in a worker that had already started."""
+    edit(world.root / "base" / "config.json", num_attention_heads=4, num_key_value_heads=4, head_dim=16)
+    message = refused(world)
+    assert "config.json: head_dim" in message and "attention heads of 16" in message and "one of 32, 64" in message
+    world.data["cluster"] = {"rollout_gpus": 1}
+    read_inputs(load_pipeline(world.write()))
+
+
+def test_an_expert_with_such_heads_is_refused_if_it_sits_an_exam(world: Any) -> None:
+    """It could be scored, by transformers; only the exam puts it into vLLM."""
+    edit(world.root / "up" / "config.json", num_attention_heads=4, num_key_value_heads=4, head_dim=16)
+    assert str(world.root / "up") in refused(world)
+    world.data["domains"]["upper"].pop("eval")
+    read_inputs(load_pipeline(world.write()))
+
+
+def test_an_architecture_that_transformers_does_not_know(world: Any) -> None:
+    edit(world.root / "base" / "config.json", model_type="llama9", architectures=["Llama9ForCausalLM"])
+    assert "'llama9', which transformers has no causal language model for" in refused(world)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "found"),
+    [
+        ("llama", "LlamaForSequenceClassification", "found:  LlamaForSequenceClassification"),
+        ("t5", "T5ForConditionalGeneration", "'t5', which transformers has no causal language model for"),
+    ],
+)
+def test_a_model_that_is_no_causal_one(world: Any, model_type: str, architecture: str, found: str) -> None:
+    edit(world.root / "base" / "config.json", model_type=model_type, architectures=[architecture])
+    assert found in refused(world)
+
+
+@pytest.mark.parametrize("who", ["base", "rev"])
+def test_weights_that_do_not_fit_their_config(mixtures: Any, who: str) -> None:
+    """transformers alone would begin with a random router."""
+    file = mixtures.root / who / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    save_file(tensors, file, {"format": "pt"})
+    message = refused(mixtures)
+    assert "missing ['model.layers.1.mlp.gate.e_score_correction_bias']" in message
+    assert str(mixtures.root / who) in message
+
+
+def test_an_adapter_of_a_mixtures_experts(mixtures: Any, make_adapter: Make) -> None:
+    for name, targets in (("attention", ("q_proj",)), ("experts", ("experts.0.up_proj",))):
+        make_adapter(mixtures.root / name, mixtures.root / "base", targets=targets)
+        mixtures.data["experts"]["rev"] = {"model": name, "base": "base", "domain": "reverse"}
+        if name == "attention":
+            read_inputs(load_pipeline(mixtures.write()))
+    message = refused(mixtures)
+    assert "expert `rev`" in message
+    assert "an adapter of model.layers.1.mlp.experts.0.up_proj, which is no linear module" in message
+
+
+def test_experts_that_are_scored_elsewhere_need_no_engine_here(mixtures: Any) -> None:
+    for domain in mixtures.data["domains"].values():
+        domain.pop("eval")
+    servers = {name: {"base_url": "https://host/v1", "model": name} for name in ("rev", "up")}
+    mixtures.data["teachers"] = {"engine": "openai", "payload": "sampled_logprobs", "servers": servers}
+    mixtures.data["objective"] = {"kind": "sampled"}
+    edit(mixtures.root / "up" / "config.json", num_hidden_layers=3)
+    read_teachers(load_pipeline(mixtures.write()))
+
+
+GATED = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "sizes", "dtype", "found"),
+    [
+        ("glm_moe_dsa", "GlmMoeDsaForCausalLM", {}, "float32", "vLLM's CPU build has no sparse attention"),
+        ("qwen3_next", "Qwen3NextForCausalLM", GATED, "float32", "qwen3_next, to be served in float32"),
+        ("qwen3_next", "Qwen3NextForCausalLM", GATED, "bfloat16", None),
+        ("qwen3_5_text", "Qwen3_5ForCausalLM", GATED, "bfloat16", "imports torchvision, which is not installed"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", {"kv_lora_rank": 32}, "float32", "attention heads of 96"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, "float32", None),
+        ("xglm", "XGLMForCausalLM", {}, "float32", "XGLMForCausalLM, which the installed vLLM does not serve"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM", {}, "float32", "which the installed vLLM does not serve"),
+        ("llama", "LlamaForCausalLM", {}, "float32", None),
+        ("smollm3", "SmolLM3ForCausalLM", {}, "float32", None),
+    ],
+)
+def test_what_vllm_cannot_serve_on_a_cpu(
+    model_type: str, architecture: str, sizes: dict[str, int], dtype: str, found: str | None, monkeypatch: Any
+) -> None:
+    if model_type == "qwen3_5_text":
+        there = importlib.util.find_spec
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torchvision" else there(name))
+    answer = refusal(AutoConfig.for_model(model_type, **sizes), architecture, dtype, cpu=True)
+    assert (answer and found and found in answer.found) or answer is found is None
+
+
+def test_the_installed_vllm_is_understood() -> None:
+    """If its source changes so that nothing is read, nothing would be refused either."""
+    assert {"LlamaForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM"} <= _architectures()
+    assert "BertModel" not in _architectures()
+    assert {32, 64, 128} <= set(_supported_sizes(CPU_ATTENTION)) and 16 not in _supported_sizes(CPU_ATTENTION)

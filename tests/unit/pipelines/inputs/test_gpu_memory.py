@@ -1,0 +1,173 @@
+"""Roles on one GPU: what each takes, which share it, and when the sum is refused."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.config import PipelineConfig, load_pipeline
+from opd.errors import ConfigError
+from pipelines.inputs import gpu_memory, memory
+from pipelines.inputs.gpu_memory import CONTEXT, Role, gpu_sizes, phases, place, refuse_crowded_gpus, roles
+from pipelines.inputs.read import Inputs, read_inputs
+
+GIB = 1 << 30
+PARAMETERS = 87_104
+"""Of the tiny model."""
+ONE_GPU = {"rollout_gpus": 0.3, "teacher_gpus": 0.3, "trainer_gpus": 0.4}
+
+
+@pytest.fixture
+def inputs(world: Any) -> tuple[PipelineConfig, Inputs]:
+    config = load_pipeline(world.write())
+    return config, read_inputs(config)
+
+
+def changed(config: PipelineConfig, **sections: Any) -> PipelineConfig:
+    data = config.model_dump()
+    return PipelineConfig.model_validate(data | {name: data[name] | keys for name, keys in sections.items()})
+
+
+def on_one_gpu(config: PipelineConfig, share: float = 0.5, **sections: Any) -> PipelineConfig:
+    rollout = {"gpu_memory_utilization": share} | sections.pop("rollout", {})
+    return changed(config, cluster=ONE_GPU, trainer={"ranks": 1}, rollout=rollout, **sections)
+
+
+def test_a_merge_on_the_cpu_asks_nothing_of_a_gpu(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: pytest.fail("nobody needs to know"))
+    assert refuse_crowded_gpus(*inputs) == []
+
+
+def test_what_each_role_takes(inputs: Any) -> None:
+    config, found = on_one_gpu(inputs[0]), inputs[1]
+    engine, teacher, rank = roles(config, found)
+    assert (engine.share, engine.least) == (0.5, 4 * PARAMETERS)
+    assert (teacher.kept, teacher.share) == (4 * PARAMETERS, 0)
+    assert rank.kept == 20 * PARAMETERS + memory.heads_bytes(config, found)
+    assert rank.passing == 4 * PARAMETERS + memory.micro_batch_bytes(config, found.student)
+    halves = roles(changed(config, trainer={"ranks": 2}, cluster={"trainer_gpus": 1}), found)
+    assert [role.kept - memory.heads_bytes(config, found) for role in halves[2:]] == [10 * PARAMETERS] * 2
+
+
+def test_teachers_elsewhere_take_nothing_and_an_engine_its_share(inputs: Any) -> None:
+    config, found = on_one_gpu(inputs[0]), inputs[1]
+    served = changed(config, teachers={"engine": "flight", "address": "grpc://127.0.0.1:1"})
+    assert [role.what for role in roles(served, found)] == ["rollout engine", "trainer rank"]
+    engine = changed(config, teachers={"engine": "vllm", "gpu_memory_utilization": 0.2})
+    assert [(r.what, r.share) for r in roles(engine, found)][1] == ("scoring engine", 0.2)
+
+
+def role(gpus: float, what: str = "r", **more: Any) -> Role:
+    return Role(what=what, gpus=gpus, **more)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "placed"),
+    [
+        ([0.3, 0.3, 0.4], [[0.3, 0.3, 0.4]]),
+        ([0.5, 0.5, 0.5], [[0.5, 0.5], [0.5]]),
+        ([0.6, 0.5, 0.4], [[0.6, 0.4], [0.5]]),
+        ([1, 0.5, 1], [[0.5], [1], [1]]),
+        ([2], [[2], [2]]),
+        ([0.1] * 10, [[0.1] * 10]),
+    ],
+)
+def test_fractions_share_a_gpu_as_far_as_they_add_up(gpus: list[float], placed: list[list[float]]) -> None:
+    assert [[r.gpus for r in together] for together in place([role(g) for g in gpus])] == placed
+
+
+def test_an_engine_that_sleeps_leaves_its_share_to_those_who_compute() -> None:
+    trainer = role(0.4, "trainer", kept=10 * GIB, passing=20 * GIB)
+    engine = role(0.6, "engine", share=0.5, share_key="k", sleeps=True)
+    writing, computing = phases([engine, trainer])
+    assert writing.total(80 * GIB) == 2 * CONTEXT + 50 * GIB
+    assert computing.total(80 * GIB) == 2 * CONTEXT + 30 * GIB
+    (always,) = phases([role(0.6, "engine", share=0.5, share_key="k"), trainer])
+    assert always.total(80 * GIB) == 2 * CONTEXT + 70 * GIB
+
+
+def test_a_sum_beyond_the_gpu_is_refused_and_shown_with_the_share_that_fits(
+    inputs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default share of 0.85 beside a trainer and a teacher: what fails today when a worker asks for its first byte."""
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [8 * GIB])
+    with pytest.raises(ConfigError) as error:
+        refuse_crowded_gpus(on_one_gpu(inputs[0], 0.85), inputs[1])
+    message = str(error.value)
+    assert (
+        message.startswith("GPU memory\n  found:  about ") and "GiB on a GPU with 8.00: 7.39 rollout engine" in message
+    )
+    assert "+ 0.59 scoring worker" in message and "trainer rank" in message
+    share = message.split("set rollout.gpu_memory_utilization to ")[1].split()[0]
+    assert "set rollout.sleep to true" in message
+    assert refuse_crowded_gpus(on_one_gpu(inputs[0], float(share)), inputs[1]) == [], "the way out is one"
+    with pytest.raises(ConfigError):
+        refuse_crowded_gpus(on_one_gpu(inputs[0], float(share) + 0.02), inputs[1])
+
+
+def test_sleep_makes_room_for_a_large_micro_batch(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [8 * GIB])
+    large = {"trainer": {"ranks": 1, "micro_batch_tokens": 400_000}}
+    awake = changed(on_one_gpu(inputs[0], 0.5), **large)
+    with pytest.raises(ConfigError, match=r"set rollout\.sleep to true"):
+        refuse_crowded_gpus(awake, inputs[1])
+    assert refuse_crowded_gpus(changed(awake, rollout={"sleep": True}), inputs[1]) == []
+
+
+def test_a_share_that_does_not_hold_the_weights_is_refused(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [1 << 20])
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.gpu_memory_utilization\n  found:  0\.1 of 0\.00 GiB, and weights"
+    ):
+        refuse_crowded_gpus(
+            changed(inputs[0], cluster={"rollout_gpus": 1}, rollout={"gpu_memory_utilization": 0.1}), inputs[1]
+        )
+
+
+def test_too_few_gpus_are_refused_at_once(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would wait for them until start_timeout_s."""
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [80 * GIB])
+    four = changed(inputs[0], cluster={"rollout_gpus": 1, "teacher_gpus": 1, "trainer_gpus": 1})
+    with pytest.raises(ConfigError, match="4 workers that need 4 GPUs, and 1 here"):
+        refuse_crowded_gpus(four, inputs[1])
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [80 * GIB] * 4)
+    assert refuse_crowded_gpus(four, inputs[1]) == []
+
+
+def test_without_a_gpu_in_sight_the_sum_is_told_and_nothing_refused(
+    inputs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", list)
+    (notice,) = refuse_crowded_gpus(on_one_gpu(inputs[0]), inputs[1])
+    assert notice.startswith("this process sees no GPU: whether a GPU has room for what it is given is not checked")
+    assert (
+        "0.59 GiB and 0.5 of the GPU for the rollout engine" in notice and "0.59 GiB for the scoring worker" in notice
+    )
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: pytest.fail("they are another machine's"))
+    (notice,) = refuse_crowded_gpus(changed(on_one_gpu(inputs[0]), cluster={"address": "10.0.0.1:6379"}), inputs[1])
+    assert notice.startswith("the GPUs are other machines'")
+
+
+@pytest.mark.parametrize(
+    ("visible", "sizes"), [(None, [143771, 40960]), ("1", [40960]), ("", []), ("1,0", [40960, 143771]), ("7", [])]
+)
+def test_sizes_are_the_drivers(
+    visible: str | None, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '143771\\n40960\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(gpu_memory.shutil, "which", lambda name: str(tool))
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_sizes() == [size << 20 for size in sizes]
+    tool.write_text("#!/bin/sh\necho 'no driver'\nexit 9\n")
+    assert gpu_sizes() == []
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("there is no such tool"))
+    monkeypatch.setattr(gpu_memory.shutil, "which", lambda name: None)
+    assert gpu_sizes() == []

@@ -1,0 +1,40 @@
+"""The recipe of docs/gpu.md: a pipeline that loads, and that fits on the GPU it is meant for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from opd.config import PipelineConfig
+from opd.settings import validate
+from pipelines.inputs import gpu_memory
+from pipelines.inputs.gpu_memory import place, refuse_crowded_gpus, roles
+from pipelines.inputs.read import read_inputs
+
+PAGE = Path(__file__).parents[4] / "docs" / "gpu.md"
+
+
+def recipes() -> list[dict[str, Any]]:
+    return [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)]
+
+
+def test_there_is_one_and_it_loads() -> None:
+    (recipe,) = recipes()
+    config = validate(PipelineConfig, recipe, PAGE)
+    assert config.rollout.sleep and config.trainer.ranks == 1
+
+
+def test_it_is_one_gpu_and_fits_there(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tiny models in the place of its own, and their short context."""
+    (recipe,) = recipes()
+    kept = {key: world.data[key] for key in ("student", "experts", "domains")}
+    recipe["rollout"] |= {"max_model_len": 64, "max_new_tokens": 8}
+    config = validate(PipelineConfig, recipe | kept, PAGE)
+    inputs = read_inputs(config)
+    assert len(place(roles(config, inputs))) == 1
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [24 << 30])
+    assert refuse_crowded_gpus(config, inputs) == []

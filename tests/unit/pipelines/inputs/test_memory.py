@@ -1,0 +1,179 @@
+"""The estimate of memory: what each line is made of, which keys move it, and when a merge is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.config import PipelineConfig, load_pipeline
+from opd.errors import ConfigError
+from pipelines.inputs import memory
+from pipelines.inputs.memory import Need, estimate, fix, machine_bytes, need_rows, refuse_too_large, shortage
+from pipelines.inputs.read import Inputs, read_inputs
+
+PARAMETERS, VOCABULARY, WIDTH = 87_104, 76, 64
+"""Of the tiny model: 76 * 64 + 2 * (4 * 64² + 3 * 64 * 128 + 2 * 64) + 64."""
+
+
+@pytest.fixture
+def given(world: Any) -> tuple[PipelineConfig, Inputs]:
+    config = load_pipeline(world.write())
+    return config, read_inputs(config)
+
+
+def lines(given: tuple[PipelineConfig, Inputs], **sections: dict[str, Any]) -> dict[str, int]:
+    """The estimate by line, with some keys changed."""
+    config, inputs = given
+    data = config.model_dump()
+    changed = PipelineConfig.model_validate(data | {name: data[name] | keys for name, keys in sections.items()})
+    return {need.what: need.nbytes for need in estimate(changed, inputs)}
+
+
+def test_the_tiny_model_is_what_it_was(given: Any) -> None:
+    student = given[1].student
+    assert (student.parameters, student.vocab_rows, student.hidden_size) == (PARAMETERS, VOCABULARY, WIDTH)
+
+
+def test_the_trainers_state_is_20_bytes_a_parameter_and_a_gathered_copy_on_each_rank(given: Any) -> None:
+    what = "trainer: weights, gradients, AdamW"
+    assert lines(given, trainer={"ranks": 1})[what] == (20 + 4) * PARAMETERS
+    assert lines(given, trainer={"ranks": 3})[what] == (20 + 3 * 4) * PARAMETERS
+    assert lines(given, trainer={"ranks": 3, "dtype": "bfloat16"})[what] == (18 + 3 * 2) * PARAMETERS
+    narrow = {"ranks": 1, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16"}
+    assert lines(given, trainer=narrow)[what] == (16 + 2) * PARAMETERS
+
+
+def test_activations_are_the_ends_of_every_linear_layer(given: Any) -> None:
+    what = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
+    # Each of 2 layers: q, k, v, o with 64 + 64, gate, up, down with 64 + 128.
+    per_token = 2 * (4 * 128 + 3 * 192) * 4
+    small, large = (lines(given, trainer={"ranks": 1, "micro_batch_tokens": n})[what] for n in (10_000, 20_000))
+    assert large - small == 10_000 * per_token
+    both = lines(given, trainer={"ranks": 2, "micro_batch_tokens": 20_000})[what]
+    assert both == 2 * large
+    kept = {"gradient_checkpointing": True, "ranks": 1}
+    small, large = (lines(given, trainer=kept | {"micro_batch_tokens": n})[what] for n in (10_000, 20_000))
+    assert large - small == 10_000 * (2 * 64 + (4 * 128 + 3 * 192)) * 4
+    few, many = (lines(given, trainer={"ranks": 1}, objective={"chunk": n})[what] for n in (10_000, 20_000))
+    assert many - few == 20 * 10_000 * VOCABULARY
+
+
+def test_a_checkpoint_is_the_peak_where_micro_batches_are_small(given: Any) -> None:
+    what = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
+    tiny = {
+        "trainer": {"ranks": 1, "micro_batch_tokens": 16},
+        "objective": {"chunk": 1},
+        "rollout": {"max_model_len": 8},
+    }
+    assert lines(given, **tiny)[what] == 12 * PARAMETERS
+
+
+def test_engines_have_caches_each(given: Any) -> None:
+    what = "rollout: key-value cache"
+    assert lines(given, rollout={"kv_cache_gib": 3, "workers": 2})[what] == 6 << 30
+
+
+def test_teachers_stay_within_their_budget_but_one_is_always_there(given: Any) -> None:
+    whole = PARAMETERS * 4
+    for budget, kept in ((1, whole), (whole + 1, whole + 1), (5 * whole, 2 * whole)):
+        assert lines(given, teachers={"memory": budget})["teachers: weights"] == kept
+    assert lines(given, teachers={"memory": 1, "workers": 3})["teachers: weights"] == 3 * whole
+    assert lines(given, teachers={"dtype": "bfloat16"})["teachers: weights"] == whole
+
+
+def test_heads_stay_within_theirs(given: Any) -> None:
+    head, what = VOCABULARY * WIDTH * 4, "trainer: teachers' output heads"
+    for budget, kept in ((1, head), (10 * head, 2 * head)):
+        assert lines(given, trainer={"head_memory": budget, "ranks": 2})[what] == 2 * kept
+    sampled = {"teachers": {"payload": "sampled_logprobs"}, "objective": {"kind": "sampled"}}
+    assert what not in lines(given, **sampled)
+
+
+def test_adapters_share_their_base(world: Any, make_adapter: Any) -> None:
+    for name in ("rev", "up"):
+        make_adapter(world.root / f"{name}-lora", world.root / "base", seed=len(name))
+        world.data["experts"][name]["model"] = f"{name}-lora"
+    config = load_pipeline(world.write())
+    inputs = read_inputs(config)
+    adapters = sum(expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter)
+    assert adapters
+    assert lines((config, inputs))["teachers: weights"] == 4 * (PARAMETERS + adapters)
+
+
+def test_a_steps_rows_grow_with_responses_and_width(given: Any) -> None:
+    what = "a step's scored rows"
+    small = {"trainer": {"samples_per_step": 10}, "rollout": {"max_new_tokens": 8}}
+    assert lines(given, **small)[what] == 2 * 80 * (WIDTH * 4 + 16)
+    top = {"teachers": {"payload": "top_k"}, "objective": {"kind": "top_k", "k": 5}}
+    config = given[0].model_dump() | {"objective": {"kind": "top_k", "k": 5}}
+    config["teachers"] |= top["teachers"]
+    config["trainer"] |= small["trainer"]
+    found = {n.what: n.nbytes for n in estimate(PipelineConfig.model_validate(config), given[1])}
+    assert found[what] == 2 * 80 * (8 * 5 + 16)
+
+
+def test_what_runs_elsewhere_is_not_counted(given: Any) -> None:
+    def parts(**keys: Any) -> set[str]:
+        return {what.split(":")[0] for what in lines(given, **keys)}
+
+    everything = {"trainer", "rollout", "teachers", "new weights on their way", "a step's scored rows"}
+    processes = {"processes, Ray and prompts"}
+    assert parts() == everything | processes
+    for role in ("trainer", "rollout", "teacher"):
+        assert parts(cluster={f"{role}_gpus": 1}) == parts() - {role, f"{role}s"}
+    served = {"engine": "flight", "address": "grpc://127.0.0.1:1"}
+    assert parts(teachers=served) == parts() - {"teachers"}
+    fewer = lines(given)["processes, Ray and prompts"] - lines(given, teachers=served)["processes, Ray and prompts"]
+    assert fewer == memory.TEACHER_PROCESS
+
+
+# The sum
+
+
+NEEDS = [
+    Need(what="small", nbytes=1 << 29, knobs="a.b"),
+    Need(what="large", nbytes=3 << 30, knobs="c.d, e.f"),
+    Need(what="none", nbytes=0, knobs="g.h"),
+    Need(what="medium", nbytes=1 << 30, knobs="c.d"),
+]
+
+
+def test_the_sum_is_refused_with_its_parts_and_keys_largest_first(given: Any) -> None:
+    config = given[0]
+    found = shortage(config, NEEDS, (9 << 29) - 1)
+    assert (
+        found == "about 4.50 GiB of memory for a machine with 4.50: 3.00 large + 1.00 medium + 0.50 small + 0.00 none"
+    )
+    assert fix(NEEDS) == "lower c.d, e.f, a.b"
+    assert shortage(config, NEEDS, 9 << 29) is None
+    assert need_rows(NEEDS)[1] == ("large", "3.00", "c.d, e.f")
+    assert need_rows(NEEDS)[-2:] == [("together", "4.50", ""), ("this machine", f"{machine_bytes() / 2**30:.2f}", "")]
+
+
+def test_other_machines_are_not_judged_by_this_one(given: Any) -> None:
+    config = given[0]
+    remote = config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": "10.0.0.1:6379"})})
+    assert shortage(remote, NEEDS, 1) is None
+
+
+def test_a_merge_that_does_not_fit_is_refused(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = sum(need.nbytes for need in estimate(*given))
+    monkeypatch.setattr(memory, "machine_bytes", lambda: total)
+    refuse_too_large(*given)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: total - 1)
+    with pytest.raises(ConfigError, match=r"^memory\n  found:  about .* GiB of memory"):
+        refuse_too_large(*given)
+
+
+@pytest.mark.parametrize(("text", "limit"), [("1048576\n", 1 << 20), ("max\n", None), ("9223372036854771712", None)])
+def test_a_containers_limit_counts(
+    text: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "CGROUP_LIMITS", ())
+    whole = machine_bytes()
+    assert whole > 1 << 28
+    (tmp_path / "memory.max").write_text(text)
+    monkeypatch.setattr(memory, "CGROUP_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
+    assert machine_bytes() == (limit or whole)

@@ -1,0 +1,256 @@
+"""What a run is bound to beside weights and prompts: each file that changes a token or a number, and the day of the prompts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import cli
+from opd.config import load_pipeline
+from opd.errors import RunDirError, RunError
+from pipelines.inputs import template_date
+from pipelines.inputs.read import read_inputs
+from pipelines.merge import rounds
+from pipelines.merge import run as merging
+
+STUDENT_FILES = [
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+]
+DATED = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ strftime_now('%d.%m.%Y') }}="
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge goes on until its workers would start."""
+
+    def no_ray(*_: Any) -> None:
+        raise RunError("it would start now")
+
+    monkeypatch.setattr(merging, "ray_session", no_ray)
+
+
+def begin(world: Any) -> Path:
+    root: Path = world.root / "run"
+    with pytest.raises(RunError, match="it would start now"):
+        rounds.begin(load_pipeline(world.write()), root, print).carry_out()
+    return root
+
+
+def add_a_space(file: Path) -> None:
+    """The smallest edit; JSON and templates stay valid."""
+    file.write_text(file.read_text() + " ")
+
+
+def manifest_of(root: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((root / "manifest.json").read_text())
+    return data
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("name", STUDENT_FILES)
+def test_a_student_with_an_edited_file_is_refused(name: str, world: Any) -> None:
+    file = world.root / "base" / name
+    if not file.exists():
+        file.write_text("{}" if file.suffix == ".json" else "")
+    root = begin(world)
+    with pytest.raises(RunError, match="it would start now"):
+        merging.resume(root)
+    add_a_space(file)
+    result = CliRunner().invoke(cli.app, ["merge", "--resume", str(root)])
+    assert result.exit_code == 2
+    assert f"student changed since the run began: {name}\n" in result.stderr
+    assert "put them back" in result.stderr
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_file_that_came_or_went_is_refused(world: Any) -> None:
+    root = begin(world)
+    (world.root / "base" / "added_tokens.json").write_text("{}")
+    with pytest.raises(RunDirError, match=r"student changed since the run began: added_tokens.json"):
+        merging.resume(root)
+    (world.root / "base" / "added_tokens.json").unlink()
+    (world.root / "base" / "generation_config.json").unlink()
+    with pytest.raises(RunDirError, match=r"student changed since the run began: generation_config.json"):
+        merging.resume(root)
+
+
+@pytest.mark.usefixtures("stopped")
+def test_an_experts_config_is_bound_and_what_nobody_reads_of_it_is_not(
+    world: Any, make_adapter: Callable[..., Path]
+) -> None:
+    shutil.copytree(world.root / "up", world.root / "up-base")
+    make_adapter(world.root / "adapter", world.root / "up-base")
+    world.data["experts"]["up"] = {"model": "adapter", "base": "up-base", "domain": "upper"}
+    root = begin(world)
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer_config.json"):
+        add_a_space(world.root / "rev" / name)
+    with pytest.raises(RunError, match="it would start now"):
+        merging.resume(root)
+    add_a_space(world.root / "rev" / "config.json")
+    add_a_space(world.root / "up-base" / "config.json")
+    with pytest.raises(
+        RunDirError, match=r"experts changed since the run began: rev \(config.json\), up \(config.json"
+    ):
+        merging.resume(root)
+
+
+@pytest.mark.usefixtures("stopped")
+def test_an_expert_that_ends_otherwise_is_refused_by_its_end_tokens(world: Any) -> None:
+    """Its exam stops at the student's end tokens, so its own must be the same, at each start."""
+    root = begin(world)
+    file = world.root / "rev" / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": [2, 3]}))
+    with pytest.raises(ValueError, match="eos_token_id"):
+        merging.resume(root)
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_checkpoint_of_a_student_with_another_config_is_another_runs(world: Any) -> None:
+    first = manifest_of(begin(world))["identity"]
+    shutil.rmtree(world.root / "run")
+    add_a_space(world.root / "base" / "config.json")
+    second = manifest_of(begin(world))["identity"]
+    assert first["student"] != second["student"] and first["experts"] == second["experts"]
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_run_of_the_release_before_goes_on_with_a_warning_and_is_bound_from_then_on(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = begin(world)
+    old = manifest_of(root)
+    old |= {"format": 2, "student": {"model.safetensors": old["student"]["model.safetensors"]}}
+    for expert in old["experts"].values():
+        del expert["config"]
+    del old["config"]["student"]["template_date"]
+    (root / "manifest.json").write_text(json.dumps(old))
+    said: list[list[str]] = []
+    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, notices, signals: said.append(notices) or {})
+    add_a_space(world.root / "base" / "config.json")
+    merging.resume(root)
+    (notice,) = said[0]
+    assert "recorded hashes of weights only" in notice and "may not change from here" in notice
+    new = manifest_of(root)
+    assert new["format"] == 3 and new["identity"] == old["identity"], "its checkpoints stay its own"
+    merging.resume(root)
+    assert said[1] == []
+    add_a_space(world.root / "base" / "config.json")
+    with pytest.raises(RunDirError, match=r"student changed since the run began: config.json"):
+        merging.resume(root)
+
+
+@pytest.mark.usefixtures("stopped")
+def test_rounds_are_bound_alike(world: Any) -> None:
+    world.data["rounds"] = 2
+    root = begin(world)
+    with pytest.raises(RunError, match="it would start now"):
+        rounds.reopen(root, None, None, "latest", print).carry_out()
+    add_a_space(world.root / "base" / "tokenizer_config.json")
+    with pytest.raises(RunDirError, match=r"student changed since the run began: tokenizer_config.json"):
+        rounds.reopen(root, None, None, "latest", print).carry_out()
+
+
+# The day of the prompts
+
+
+class Calendar(date):
+    """`date.today()` as a test wants it."""
+
+    now = date(2026, 11, 20)
+
+    @classmethod
+    def today(cls) -> Any:
+        return cls.now
+
+
+@pytest.fixture
+def calendar(world: Any, monkeypatch: pytest.MonkeyPatch) -> type[Calendar]:
+    """The world with messages as prompts, and a template that writes the date, on 20 November 2026."""
+    for file in world.root.glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("base", "rev", "up"):
+        (world.root / name / "chat_template.jinja").write_text(DATED)
+    Calendar.now = date(2026, 11, 20)
+    monkeypatch.setattr(template_date, "date", Calendar)
+    return Calendar
+
+
+def tokens(found: Any) -> list[tuple[int, ...]]:
+    training = [prompt.token_ids for prompts in found.prompts.values() for prompt in prompts]
+    return training + [prompt.token_ids for exam in found.exams.values() for prompt in exam.prompts]
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_run_keeps_the_day_on_which_it_began(world: Any, calendar: type[Calendar]) -> None:
+    first = read_inputs(load_pipeline(world.write()))
+    assert first.tokenizer.decode(first.prompts["upper"][0].token_ids) == "upp aaa=20.11.2026="
+    root = begin(world)
+    assert yaml.safe_load((root / "pipeline.yaml").read_text())["student"]["template_date"] == "2026-11-20"
+    calendar.now = date(2026, 11, 21)
+    assert tokens(read_inputs(load_pipeline(root / "pipeline.yaml"))) == tokens(first), (
+        "so does `opd evaluate` of the run"
+    )
+    assert tokens(read_inputs(load_pipeline(world.write()))) != tokens(first), "a new run has its own day"
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_resume_on_another_day_has_the_same_prompts(
+    world: Any, calendar: type[Calendar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = begin(world)
+    calendar.now = date(2026, 11, 21)
+    runs: list[Any] = []
+    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, notices, _: runs.append((run, notices)) or {})
+    merging.resume(root)
+    merging.resume(root, load_pipeline(world.write()))  # a file that says no day
+    for run, notices in runs:
+        assert run.inputs.template_date == date(2026, 11, 20) and notices == []
+    with pytest.raises(RunDirError, match=r"student.template_date +2026-11-20 +2026-11-21"):
+        merging.resume(root, overrides=["student.template_date=2026-11-21"])
+
+
+@pytest.mark.usefixtures("stopped")
+def test_every_round_has_the_day_of_the_first(world: Any, calendar: type[Calendar]) -> None:
+    world.data["rounds"] = 2
+    root = begin(world)
+    calendar.now = date(2026, 11, 21)
+    plan = json.loads((root / "rounds.json").read_text())["rounds"]
+    assert [one["config"]["student"]["template_date"] for one in plan] == ["2026-11-20"] * 2
+    with pytest.raises(RunError, match="it would start now"):
+        rounds.reopen(root, None, None, "latest", print).carry_out()
+    begun = yaml.safe_load((root / "round-1" / "pipeline.yaml").read_text())
+    assert begun["student"]["template_date"] == "2026-11-20"
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_template_without_a_date_has_none(world: Any) -> None:
+    root = begin(world)
+    assert yaml.safe_load((root / "pipeline.yaml").read_text())["student"]["template_date"] is None
+
+
+@pytest.mark.usefixtures("stopped")
+def test_the_day_may_be_said(world: Any, calendar: type[Calendar]) -> None:
+    world.data["student"]["template_date"] = "2024-07-26"
+    found = read_inputs(load_pipeline(world.write()))
+    assert found.tokenizer.decode(found.prompts["upper"][0].token_ids).endswith("=26.07.2024=")
+    world.data["student"]["template_date"] = "yesterday"
+    result = CliRunner().invoke(cli.app, ["merge", str(world.write())])
+    assert result.exit_code == 2 and "student.template_date" in result.stderr

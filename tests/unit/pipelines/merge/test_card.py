@@ -1,0 +1,30 @@
+"""What the merged model's README says of the experts it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from opd.config import load_pipeline
+from pipelines.inputs.read import read_inputs
+from pipelines.merge.card import model_card
+
+
+def digest(file: Path) -> str:
+    return blake3(file.read_bytes()).hexdigest()[:16]
+
+
+def test_an_adapter_is_shown_by_its_own_hash_and_its_base(world: Any, make_adapter: Callable[..., Path]) -> None:
+    adapter = make_adapter(world.root / "adapter", world.root / "base")
+    world.data["experts"]["rev"]["model"] = "adapter"
+    pipeline = load_pipeline(world.write())
+    rows = [line for line in model_card(pipeline, read_inputs(pipeline)).splitlines() if line.startswith("| ")]
+    own, base, up = (digest(p) for p in (adapter / "adapter_model.safetensors", *models(world, "base", "up")))
+    assert rows[1:] == [f"| reverse | rev | LoRA `{own}` on `base` `{base}` |", f"| upper | up | `{up}` |"]
+
+
+def models(world: Any, *names: str) -> list[Path]:
+    return [world.root / name / "model.safetensors" for name in names]

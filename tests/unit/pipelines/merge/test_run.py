@@ -1,0 +1,329 @@
+"""What a merge records of its experts, and what it hands to an engine that can only hold whole models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from experts.adapter import whole_model
+from opd.checkpoints import CheckpointStore
+from opd.cluster import WorkerDied
+from opd.config import PipelineConfig, load_pipeline
+from opd.config.sections import CheckpointConfig
+from opd.errors import RunDirError, RunError
+from opd.evaluation.scores import DomainScore, Evaluation
+from opd.files import blake3_file
+from opd.metrics import MetricsFile
+from opd.progress import RunReporter
+from opd.run_dir import RunPaths
+from opd.settings import validate
+from opd.types import Teacher, WrittenFile
+from pipelines.evaluation import lm_eval
+from pipelines.evaluation.lm_eval import lm_eval_merge
+from pipelines.inputs.read import read_inputs
+from pipelines.merge import run as merging
+from pipelines.merge.changes import refuse_changed_inputs
+from pipelines.merge.manifest import manifest_of, resolved
+from pipelines.merge.run import Run, _before_and_experts, _refuse_fewer_steps
+
+
+@pytest.fixture
+def mixed(world: Any, make_adapter: Callable[..., Path]) -> Any:
+    """The world with an adapter of `base` in place of one of the two full models."""
+    make_adapter(world.root / "adapters" / "up", world.root / "base", base_model_name_or_path="base")
+    world.data["experts"]["up"]["model"] = "adapters/up"
+    return world
+
+
+def test_an_engine_gets_a_full_model_as_it_is(tiny_model_dir: Path, tmp_path: Path) -> None:
+    teacher = Teacher(name="full", model_dir=tiny_model_dir)
+    with whole_model(teacher, tmp_path / "scratch") as directory:
+        assert directory == tiny_model_dir
+    assert tiny_model_dir.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_gets_an_adapter_merged_for_as_long_as_it_reads(
+    tiny_model_dir: Path, make_adapter: Callable[..., Path], merged_plainly: Callable[..., Path], tmp_path: Path
+) -> None:
+    adapter = make_adapter(tmp_path / "adapter", tiny_model_dir)
+    want = load_file(merged_plainly(tiny_model_dir, adapter, tmp_path / "want") / "model.safetensors")
+    scratch = tmp_path / "run" / ".tmp-expert"
+    scratch.mkdir(parents=True)
+    (scratch / "left.by.a.killed.run").touch()
+    teacher = Teacher(name="lora", model_dir=tiny_model_dir, adapter_dir=adapter)
+    with pytest.raises(InterruptedError), whole_model(teacher, scratch) as directory:
+        assert sorted(p.name for p in directory.iterdir()) == sorted(p.name for p in tiny_model_dir.iterdir())
+        found = load_file(directory / "model.safetensors")
+        assert set(found) == set(want)
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, want[name], rtol=0, atol=1e-6)
+        raise InterruptedError
+    assert list(scratch.parent.iterdir()) == [], "removed however the reading ended"
+
+
+def test_a_resume_needs_neither_the_current_directory_nor_a_guess(
+    mixed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = load_pipeline(mixed.write())
+    data = resolved(config, read_inputs(config))
+    assert {n: e["base"] for n, e in data["experts"].items()} == {"rev": None, "up": str(mixed.root / "base")}
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    again = read_inputs(validate(PipelineConfig, data, "pipeline.yaml"))
+    assert again.teachers["upper"].adapter_dir == mixed.root / "adapters" / "up"
+
+
+def test_a_resume_with_another_adapter_is_refused(mixed: Any) -> None:
+    config = load_pipeline(mixed.write())
+    before = manifest_of(config, read_inputs(config))
+    assert "adapter" not in before["experts"]["rev"]
+    refuse_changed_inputs(before, manifest_of(config, read_inputs(config)), mixed.root / "manifest.json")
+    file = mixed.root / "adapters" / "up" / "adapter_config.json"
+    file.write_text(file.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
+    with pytest.raises(RunDirError, match="experts changed since the run began: up"):
+        refuse_changed_inputs(before, manifest_of(config, read_inputs(config)), mixed.root / "manifest.json")
+
+
+def test_a_run_cannot_end_before_its_checkpoint(world: Any) -> None:
+    config = load_pipeline(world.write())  # of 2 steps
+    for done in (0, 1, 2):
+        _refuse_fewer_steps(config, done)
+    with pytest.raises(RunDirError, match="2, with a checkpoint of step 3"):
+        _refuse_fewer_steps(config, 3)
+
+
+# Up to where the workers start
+
+
+class OneFile:
+    """A trainer whose whole state is one file."""
+
+    def begin_save(self, path: Path) -> None:
+        self._file = path / "rank-0.safetensors"
+        self._file.write_bytes(b"weights")
+
+    def saved(self, wait_s: float) -> list[WrittenFile]:
+        return [WrittenFile(name=self._file.name, blake3=blake3_file(self._file), size=7, seconds=0.0)]
+
+
+@pytest.fixture
+def interrupted(world: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with checkpoints of steps 1 and 2, as far as a run comes without Ray."""
+
+    def no_ray(*_: Any) -> None:
+        raise RunError("it would start now")
+
+    monkeypatch.setattr(merging, "ray_session", no_ray)
+    root: Path = world.root / "run"
+    with pytest.raises(RunError, match="it would start now"):
+        merging.start(load_pipeline(world.write()), root)
+    identity = json.loads((root / "manifest.json").read_text())["identity"]
+    trainer: Any = OneFile()
+    store = CheckpointStore(
+        root / "checkpoints", trainer, CheckpointConfig(), world_size=2, identity=identity, timeout_s=9
+    )
+    for step in (1, 2):
+        store.save(step, step)
+        store.committed(wait=True)
+    (root / "metrics.jsonl").write_text('{"step": 1, "phase_s": {}}\n{"step": 2, "phase_s": {}}\n')
+    (root / "checkpoints" / ".tmp-step-000003").mkdir()
+    return root
+
+
+def names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+def recorded(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resume_goes_on_from_the_newest_and_sweeps(interrupted: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(RunError, match="it would start now"):
+            merging.resume(interrupted)
+    assert names(interrupted / "checkpoints") == ["step-000001", "step-000002"]
+    assert recorded(interrupted) == [1, 2]
+
+
+def test_a_damaged_checkpoint_stops_a_resume_until_it_is_told_to_pass_over_it(interrupted: Path) -> None:
+    (interrupted / "checkpoints" / "step-000002" / "rank-0.safetensors").write_bytes(b"wEights")
+    with pytest.raises(RunDirError, match=r"step-000002/rank-0.safetensors\n"):
+        merging.resume(interrupted)
+    assert names(interrupted / "checkpoints") == ["step-000001", "step-000002"]
+    assert recorded(interrupted) == [1, 2]
+    with pytest.raises(RunError, match="it would start now"):
+        merging.resume(interrupted, wanted="latest-valid")
+    assert names(interrupted / "checkpoints") == ["step-000001", "superseded-step-000002"]
+    assert recorded(interrupted) == [1]
+    with pytest.raises(RunError, match="it would start now"):
+        merging.resume(interrupted)  # nothing remembers the damaged one
+
+
+def test_a_checkpoint_from_elsewhere_is_refused(interrupted: Path) -> None:
+    file = interrupted / "checkpoints" / "step-000002" / "checkpoint.json"
+    data = json.loads(file.read_text())
+    data["identity"]["experts"]["up"] = "0" * 64
+    file.write_text(json.dumps(data))
+    with pytest.raises(RunDirError, match="a checkpoint of another run: expert up differ"):
+        merging.resume(interrupted)
+
+
+def test_fewer_steps_than_the_checkpoint_has_are_refused(interrupted: Path) -> None:
+    with pytest.raises(RunDirError, match="1, with a checkpoint of step 2"):
+        merging.resume(interrupted, overrides=["trainer.steps=1"])
+    with pytest.raises(RunError, match="it would start now"):
+        merging.resume(interrupted)  # what was refused did not become the run's own
+
+
+# Evaluations of a run
+
+
+def test_a_resume_finds_local_tasks_and_verifiers_from_anywhere(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.inputs.read.check_tasks", lambda config: None)
+    world.data["evaluate"] = {"lm_eval": ["gsm8k", "tasks/mine.yaml"]}
+    world.data["domains"]["upper"]["eval"]["verifier"] = {"kind": "regex", "pattern": "(.*)"}
+    config = load_pipeline(world.write())
+    data = yaml.safe_load(yaml.safe_dump(resolved(config, read_inputs(config))))
+    again = validate(PipelineConfig, data, "pipeline.yaml")
+    assert again.evaluate.lm_eval.tasks == ["gsm8k", str(world.root / "tasks" / "mine.yaml")]
+    assert again.domains["upper"].eval.verifier == config.domains["upper"].eval.verifier  # type: ignore[union-attr]
+
+
+class Measuring:
+    """An engine, an evaluator and a reporter that write down what they are asked for."""
+
+    def __init__(self, paths: RunPaths, shown: Any) -> None:
+        self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
+        self.engine = self.evaluator = self
+        self.asked: list[str] = []
+
+    def load(self, model_dir: Path) -> None:
+        self.asked.append(f"load {model_dir.name}")
+
+    def evaluate(self, domains: Any = None, *, model: str) -> Evaluation:
+        self.asked.append(model)
+        score = DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=6)
+        return Evaluation(model=model, scores=dict.fromkeys(domains or ("reverse", "upper"), score))
+
+
+def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
+    config = load_pipeline(world.write())
+    paths = RunPaths(world.root / "run")
+    run = Run(config=config, inputs=read_inputs(config), paths=paths, identity={})
+    paths.root.mkdir()
+    shown: Any = type("Shown", (), {"say": lambda self, line: None})()
+
+    def measure() -> tuple[list[str], Any]:
+        parts: Any = Measuring(paths, shown)
+        return parts.asked, _before_and_experts(parts, run, shown)
+
+    asked, found = measure()
+    assert asked == ["student before", "load rev", "expert rev", "load up", "expert up", "load base"]
+    assert [one.model for one in found] == ["student before", "expert"]
+    assert sorted(f.name for f in paths.evaluation.iterdir()) == ["before.json", "expert.json"]
+    assert measure() == ([], found)
+    before = json.loads((paths.evaluation / "before.json").read_text())
+    del before["scores"]["upper"]  # as the round before left it that had not this domain
+    (paths.evaluation / "before.json").write_text(json.dumps(before))
+    asked, again = measure()
+    assert asked == ["student before"] and again == found
+    (paths.evaluation / "expert.json").unlink()  # killed in between
+    asked, again = measure()
+    assert asked[0] == "load rev" and again == found
+
+
+def test_public_tasks_are_run_for_the_student_before_and_the_merged_model(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        lm_eval,
+        "run_tasks",
+        lambda settings, path, dtype: ran.append((str(path), dtype)) or {"gsm8k": {"acc,none": 0.5}},
+    )
+    file = world.root / "lm-eval.json"
+    shutil.copytree(world.root / "rev", world.root / "run" / "model")
+    lm_eval_merge(load_pipeline(world.write()), Path("run/model"), file)
+    assert ran == [] and not file.exists()
+    world.data["evaluate"] = {"lm_eval": ["gsm8k"]}
+    world.data["rollout"]["dtype"] = "bfloat16"
+    lm_eval_merge(load_pipeline(world.write()), Path("run/model"), file)
+    assert ran == [("base", "bfloat16"), ("run/model", "bfloat16")]
+    scores = {"gsm8k": {"acc,none": 0.5}}
+    found = json.loads(file.read_text())
+    weights = found.pop("weights")
+    assert found == {"format": 1, "models": {"student before": scores, "merged": scores}}
+    assert set(weights) == {"student before", "merged"} and weights["merged"] != weights["student before"]
+    file.write_text(json.dumps(found | {"weights": weights | {"student before": "of another model"}}))
+    lm_eval_merge(load_pipeline(world.write()), Path("run/model"), file)
+    assert len(ran) == 4, "both again"
+
+
+# Workers that die
+
+
+@pytest.mark.parametrize(("deaths", "sessions"), [(0, 1), (1, 2), (3, 4)])
+def test_a_death_that_a_step_cannot_mend_starts_all_again_from_the_last_checkpoint(
+    deaths: int, sessions: int, interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int | None, list[str]]] = []
+
+    def session(run: Any, checkpoint: Any, notices: Any, signals: Any) -> Any:
+        seen.append((checkpoint and checkpoint.step, list(notices)))
+        if len(seen) <= deaths:
+            raise WorkerDied(f"trainer rank 0: death {len(seen)}")
+        return {"steps": 2}
+
+    monkeypatch.setattr(merging, "_session", session)
+    assert merging.resume(interrupted) == {"steps": 2}
+    assert [step for step, _ in seen] == [2] * sessions
+    for number, (_, notices) in enumerate(seen[1:], start=1):
+        assert notices == [f"trainer rank 0: death {number}", f"starting all workers again, {number} of 3 times"]
+
+
+def test_too_many_deaths_end_the_run_with_the_last_one(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    died: list[int] = []
+
+    def session(*_: Any) -> Any:
+        died.append(1)
+        raise WorkerDied(f"rollout worker 0: death {len(died)}")
+
+    monkeypatch.setattr(merging, "_session", session)
+    with pytest.raises(RunError, match="death 2"):
+        merging.resume(interrupted, overrides=["cluster.max_restarts=1"])
+    assert len(died) == 2
+
+
+def test_another_failure_is_not_tried_again(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def session(*_: Any) -> Any:
+        tried.append(1)
+        raise RunError("step 3: gradient norm nan")
+
+    monkeypatch.setattr(merging, "_session", session)
+    with pytest.raises(RunError, match="gradient norm nan"):
+        merging.resume(interrupted)
+    assert len(tried) == 1
+
+
+def test_a_run_records_how_it_was_called_and_what_it_is_made_of(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "_session", lambda *_: {})
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/opd", "merge", "pipeline.yaml", "--set", "name=a b"])
+    merging.start(load_pipeline(world.write()), world.root / "run")
+    manifest = json.loads((world.root / "run" / "manifest.json").read_text())
+    assert manifest["command"] == "opd merge pipeline.yaml --set 'name=a b'"
+    weights = load_file(world.root / "base" / "model.safetensors")
+    assert manifest["models"]["student"]["parameters"] == sum(t.numel() for t in weights.values())
+    assert set(manifest["models"]["experts"]) == {"rev", "up"}
+    assert merging.resume(world.root / "run") == {}, "neither is compared"

@@ -1,0 +1,96 @@
+"""The import law: cli → pipelines → experts, teachers → opd, no cycles, ray in one place, and nothing heavy for `--help`.
+
+Every import counts, also one inside of a function or for type checkers alone, but for cycles: those are looked for among
+imports that run, at once or later, and a module that is imported for its type is no dependency of the program. An edge goes
+to the module that is named (`from a.b import c` is one to `a.b.c` where that is a module, else to `a.b`); that Python runs
+the `__init__.py` of each package on the way is not counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.unit.sources import ROOT, Import, files, imports, tree
+
+MAY_IMPORT = {
+    "cli": {"pipelines", "experts", "teachers", "opd"},
+    "pipelines": {"pipelines", "experts", "teachers", "opd"},
+    "experts": {"experts", "opd"},
+    "teachers": {"teachers", "opd"},
+    "opd": {"opd"},
+}
+HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "datasets", "accelerate", "peft")
+
+
+def cycle(found: list[Import]) -> list[str]:
+    """Modules that import one another in a circle, the first also as the last; empty if there is none."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for one in found:
+        if one.target in files() and one.target != one.source:
+            graph[one.source].add(one.target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_nothing_points_back() -> None:
+    wrong = [
+        f"{one.source} imports {one.target}"
+        for one in imports()
+        if one.package in MAY_IMPORT and one.package not in MAY_IMPORT[one.source.partition(".")[0]]
+    ]
+    assert wrong == []
+
+
+def test_the_law_is_about_every_import() -> None:
+    """A reader of imports that missed some would let everything pass."""
+    known = set(imports())
+    assert Import("cli", "pipelines.commands.merge", "start") in known, "a module from its package"
+    assert Import("pipelines.commands.merge", "pipelines.merge.rounds", "later") in known
+    assert Import("pipelines.commands.baselines", "opd.config", "typing") in known
+    spelt = sum(isinstance(node, ast.Import | ast.ImportFrom) for name in files() for node in ast.walk(tree(name)))
+    assert len({(one.source, one.target, one.when) for one in imports()}) > spelt / 2 and spelt > 500
+
+
+def test_there_are_no_cycles() -> None:
+    assert cycle([one for one in imports() if one.when != "typing"]) == []
+
+
+def test_a_cycle_would_be_found() -> None:
+    found = [Import("opd.loop", "opd.metrics", "start"), Import("opd.metrics", "opd.loop", "start")]
+    assert set(cycle(found)) == {"opd.loop", "opd.metrics"}
+
+
+def test_ray_is_imported_in_one_place() -> None:
+    users = {one.source for one in imports() if one.package == "ray"}
+    assert users and {user for user in users if user != "opd.cluster" and not user.startswith("opd.cluster.")} == set()
+
+
+@pytest.mark.parametrize(
+    "code", ["import cli, opd.config", "import sys; sys.argv = ['opd', '--help']; import cli; cli.app()"]
+)
+def test_the_command_line_starts_without_anything_heavy(code: str) -> None:
+    told = "import atexit, sys; atexit.register(lambda: print('loaded:', *sorted(sys.modules)))\n"
+    done = subprocess.run([sys.executable, "-c", told + code], cwd=ROOT, check=True, capture_output=True, timeout=60)
+    loaded = {name.partition(".")[0] for name in done.stdout.decode().rpartition("loaded:")[2].split()}
+    assert "pipelines" in loaded and loaded & set(HEAVY) == set()
+
+
+def test_help_answers_within_a_second() -> None:
+    """The best of five: the machine may be busy."""
+
+    def timed() -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "cli", "--help"], cwd=ROOT, check=True, capture_output=True, timeout=60)
+        return time.perf_counter() - began
+
+    assert min(timed() for _ in range(5)) < 1.0
