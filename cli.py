@@ -29,7 +29,9 @@ app = typer.Typer(
 )
 experts_app = typer.Typer(no_args_is_help=True, help="Register, inspect and train experts.")
 pipelines_app = typer.Typer(no_args_is_help=True, help="Look at pipeline definitions.")
-prompts_app = typer.Typer(no_args_is_help=True, help="Make prompts for the shipped task suites.")
+prompts_app = typer.Typer(
+    no_args_is_help=True, help="Look at a pipeline's prompts, or make some for the shipped suites."
+)
 teachers_app = typer.Typer(no_args_is_help=True, help="Serve teachers to merges elsewhere.")
 models_app = typer.Typer(no_args_is_help=True, help="Bring models into the Hugging Face layout.")
 app.add_typer(experts_app, name="experts")
@@ -491,6 +493,25 @@ def prompts_make(
         suite, output, domains=domains.split(",") if domains else None, train=train, eval=held_out, seed=seed
     )
     typer.echo(f"{suite}: {len(written)} domains under {output}: {', '.join(written)}")
+
+
+@prompts_app.command("show")
+@fails_clearly
+def prompts_show(
+    pipeline: Annotated[str, typer.Argument(help="A pipeline file, or the name of a shipped one.")],
+    domain: Annotated[str | None, typer.Option(help="Default: every domain.")] = None,
+    count: Annotated[int, typer.Option("-n", min=0, help="Prompts to show of each source.")] = 3,
+    overrides: SetOption = None,
+) -> None:
+    """Show prompts as the student reads them, their token ids, and how many are left out and why."""
+    from opd.config import load_pipeline
+    from pipelines.catalog import find
+
+    config = load_pipeline(find(pipeline), overrides)
+    from pipelines.show_prompts import show_prompts
+
+    for line in show_prompts(config, domain, count):
+        _say(line, err=False)
 
 
 @models_app.command("from-gguf")

@@ -26,6 +26,7 @@ from opd.evaluation.evaluator import BEFORE, MERGED, DomainExam, EngineEvaluator
 from opd.evaluation.harness import TaskScores, check_tasks, run_tasks
 from opd.evaluation.scores import FORMAT, Evaluation
 from opd.files import atomic_write_text
+from opd.prompts import is_here, is_hub_name
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Teacher
 from pipelines.exams import load_exams, load_training, refuse_leaks, room_warnings
@@ -80,10 +81,12 @@ def check_models(
         _refuse_shorter_context(path, info, config.rollout.max_model_len)
         tokenizer = load_tokenizer(Path(info.path))
         config = dated(config, tokenizer)
-        exams = load_exams(config, tokenizer, names)
-        files = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None and c.prompts.is_file()}
-        refuse_leaks(exams, load_training(config, files, tokenizer))
-        for warning in room_warnings(exams, config.rollout.max_model_len):
+        notices: list[str] = []
+        exams = load_exams(config, tokenizer, names, notices.append)
+        named = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None}
+        there = {d: source for d, source in named.items() if is_here(source) or is_hub_name(source)}
+        refuse_leaks(exams, load_training(config, there, tokenizer))
+        for warning in (*notices, *room_warnings(exams, config.rollout.max_model_len)):
             tell(f"warning: {warning}")
         model = as_teacher(str(path), info, adapter)
         subjects.append(
