@@ -9,7 +9,6 @@ renamed: whole or not there. Two processes that miss it both write it, the same 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,10 +99,10 @@ def _mapped(path: Path) -> Batches:
 
 def _write(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
+            _sweep(temporary)
             with pa.ipc.new_file(file, schema) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
@@ -115,10 +114,12 @@ def _write(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> 
     fsync_dir(path.parent)
 
 
-def _sweep(directory: Path) -> None:
-    for path in directory.glob(".*.tmp"):
+def _sweep(new: Path) -> None:
+    """Delete what killed processes left beside a file that was just made, by the disk's own clock."""
+    now = new.stat().st_mtime
+    for path in new.parent.glob(".*.tmp"):
         try:
-            if time.time() - path.stat().st_mtime > STALE_S:
+            if now - path.stat().st_mtime > STALE_S:
                 path.unlink()
         except FileNotFoundError:
             continue  # its process has just finished

@@ -8,11 +8,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from opd.config.prompts import Column
 from opd.errors import PromptError
 
 Messages = list[dict[str, str]]
 """Each with `role` and `content`."""
-COLUMNS = ("prompt", "completion", "answer", "metadata")
+COLUMNS: tuple[Column, ...] = ("prompt", "completion", "answer", "metadata")
+SPOKEN: tuple[Column, ...] = ("prompt", "completion")
+"""Columns that may be chat messages."""
 MAX_LINE_BYTES = 8 << 20
 """A longer row is no prompt but something else; the longest contexts of today are a few MB of text."""
 FORM = f'`prompt`, text or messages like {{"role": "user", "content": "2+2="}}, at most {MAX_LINE_BYTES >> 20} MiB'
@@ -58,7 +61,7 @@ class BrokenRow(Exception):
         return PromptError.at(where, found=self.found, wanted=wanted, fix=self.fix)
 
 
-def read_row(data: Any, columns: Mapping[str, str] | None = None) -> PromptLine:
+def read_row(data: Any, columns: Mapping[Column, str] | None = None) -> PromptLine:
     """Check one row. `columns`: what the data set calls ours, where it is another name. Raises: BrokenRow."""
     problem = _shape_problem(data, columns or {})
     if problem is not None:
@@ -88,14 +91,14 @@ def parse_json_line(line: bytes) -> Any:
     raise BrokenRow(found, fix)
 
 
-def _shape_problem(data: Any, columns: Mapping[str, str]) -> tuple[str, str] | None:
+def _shape_problem(data: Any, columns: Mapping[Column, str]) -> tuple[str, str] | None:
     """What was found and the way out, of a row whose columns or messages have other names than ours."""
     if not isinstance(data, dict):
         return None
     asks = columns.get("prompt", "prompt")
     if asks not in data:
         return no_column(asks, data)
-    for ours in ("prompt", "completion"):
+    for ours in SPOKEN:
         column = columns.get(ours, ours)
         messages = data.get(column)
         for number, message in enumerate(messages if isinstance(messages, list) else (), start=1):

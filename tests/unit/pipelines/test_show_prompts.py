@@ -37,7 +37,8 @@ def test_a_prompt_is_shown_as_the_student_reads_it(world: Any) -> None:
 
 
 def test_what_is_left_out_is_counted_with_its_reason(world: Any) -> None:
-    write(world, "upp a=", " ", "upp " + "b" * 40, *(f"upp {i:02d}=" for i in range(40)), "", "upp " + "c" * 20)
+    long = [f"upp {letter * n}" for letter in "bcdefg" for n in (20, 40)]
+    write(world, "upp a=", " ", *(f"upp {i:02d}=" for i in range(40)), "", *long)
     world.data["domains"]["upper"] = {
         "prompts": {"path": "upper.jsonl", "max_prompt_tokens": 33},
         "eval": {"holdout": 0.25},
@@ -54,7 +55,9 @@ def test_what_is_left_out_is_counted_with_its_reason(world: Any) -> None:
     texts = [line.prompt for line in read_prompt_lines(world.root / "upper.jsonl")]
     stay = [t for t in texts if not is_held_out(t, 0.25)]
     assert found["held out for the exam (eval.holdout 0.25)"] == str(len(texts) - len(stay))
-    assert found["left out, longer than max_prompt_tokens = 33"] == "1"
+    assert found["left out, longer than max_prompt_tokens = 33"] == str(sum(len(t) > 33 for t in stay))
+    no_room = "quarantined when they come, no room for a response in rollout.max_model_len = 24"
+    assert found[no_room] == str(sum(24 <= len(t) <= 33 for t in stay))
     assert found["left out, no text"] == str(sum(not t.strip() for t in stay))
     used = [t for t in stay if t.strip() and len(t) < 24]
     assert f"{len(used)} are used, of " in output
