@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -44,6 +43,8 @@ class Measured:
     start: int
     """1: nothing is kept yet."""
     seconds: float
+    cpu_s: float
+    """Of all threads."""
     peak_mib: float
     own_mib: float
     """At the end, without the pages of mapped files, which the system may take back."""
@@ -96,12 +97,14 @@ def first_step(train: Path, exam: Path) -> dict[str, Any]:
     mixed = MixedPrompts(asking, {"d": 64}, seed=0)
     first = mixed.take(1)
     seconds = time.monotonic() - began
+    used = os.times()
     status = Path("/proc/self/status").read_text().split()
     steps = [first, *(mixed.take(step) for step in range(2, 9))]
     shown = json.dumps([[p.id, list(p.token_ids), p.answer] for step in steps for p in step])
     return {
         "seconds": seconds,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "cpu_s": used.user + used.system,
+        "peak_mib": int(status[status.index("VmHWM:") + 1]) / 1024,
         "own_mib": int(status[status.index("RssAnon:") + 1]) / 1024,
         "digest": blake3(shown.encode()).hexdigest(),
     }
@@ -126,7 +129,7 @@ def show(measured: list[Measured]) -> None:
 
     base = {(m.format, m.chat, m.start): m for m in measured if m.rows == FEW}
     table = Table("format", "prompts", "rows", "start", title="Prompts up to the first step")
-    for name in ("s", "more s", "peak MiB", "more MiB", "own MiB at the end"):
+    for name in ("s", "more s", "CPU s", "peak MiB", "more MiB", "own MiB at the end"):
         table.add_column(name, justify="right")
     for m in measured:
         few = base[m.format, m.chat, m.start]
@@ -137,6 +140,7 @@ def show(measured: list[Measured]) -> None:
             str(m.start),
             f"{m.seconds:.1f}",
             f"{m.seconds - few.seconds:+.1f}",
+            f"{m.cpu_s:.1f}",
             f"{m.peak_mib:,.0f}",
             f"{m.peak_mib - few.peak_mib:+,.0f}",
             f"{m.own_mib:,.0f}",

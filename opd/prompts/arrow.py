@@ -42,6 +42,17 @@ class Batches:
         batch = self._batches[number]
         return batch.column(column)[index - int(self._ends[number]) + batch.num_rows].as_py()
 
+    def values(self, column: str, start: int, stop: int) -> list[Any]:
+        """The cells from `start` to before `stop`, as Python's."""
+        found: list[Any] = []
+        while start < min(stop, len(self)):
+            number = int(np.searchsorted(self._ends, start, side="right"))
+            cells = self._batches[number].column(column)
+            first = start - int(self._ends[number]) + len(cells)
+            found += cells.slice(first, stop - start).to_pylist()
+            start += len(cells) - first
+        return found
+
     def numbers(self, column: str) -> np.ndarray[Any, Any]:
         """A whole column of numbers."""
         parts = [batch.column(column).to_numpy() for batch in self._batches]

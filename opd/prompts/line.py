@@ -14,6 +14,7 @@ from opd.errors import PromptError
 Messages = list[dict[str, str]]
 """Each with `role` and `content`."""
 COLUMNS: tuple[Column, ...] = ("prompt", "completion", "answer", "metadata")
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps makes a new one for each row
 SPOKEN: tuple[Column, ...] = ("prompt", "completion")
 """Columns that may be chat messages."""
 MAX_LINE_BYTES = 8 << 20
@@ -37,16 +38,21 @@ class PromptLine(BaseModel):
 
         Raises: BrokenRow for metadata that JSON has no form for, such as a table's dates.
         """
-        found = {name: getattr(self, name) for name in COLUMNS}
         try:
-            return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+            return _COMPACT.encode(self.__dict__).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
             raise BrokenRow(f"column `metadata`: {error}", "give metadata as plain JSON") from None
 
     @classmethod
     def from_json(cls, line: bytes) -> PromptLine:
         """What `as_json` wrote."""
-        return cls.model_construct(**json.loads(line.decode("utf-8", "surrogatepass")))
+        return cls.model_construct(**parsed(line))
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """The columns of what `PromptLine.as_json` wrote."""
+    found: dict[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
+    return found
 
 
 class BrokenRow(Exception):

@@ -12,9 +12,8 @@ import csv
 import glob
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
@@ -24,8 +23,7 @@ from opd.prompts.sources import Source, library, quiet
 BATCH_ROWS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a row stands."""
 
     file: str
@@ -117,17 +115,17 @@ def _rest(opened: Any) -> int:
 
 def _tables(shown: str, batches: Iterator[Any], clean: Clean, config: PromptsConfig) -> Iterator[Row]:
     """`batches`: Arrow tables. Raises: PromptError also for what the library finds wrong with the file."""
-    number = 0
+    number, text = 0, clean is _from_text
+    prompt, metadata = (config.columns.get(name, name) for name in ("prompt", "metadata"))
     while (table := _next(shown, batches)) is not None:
         for row in _values(table):
             number += 1
             place = Place(shown, number, line=False)
-            if not kept(row, config, text=clean is _from_text):
+            if not kept(row, config, text=text):
                 yield place, None
                 continue
             try:
-                found = clean(row, config.columns.get("prompt", "prompt"))
-                yield place, _with_metadata(found, config.columns.get("metadata", "metadata"))
+                yield place, _with_metadata(clean(row, prompt), metadata)
             except BrokenRow as problem:
                 raise place.refusal(problem) from None
 

@@ -18,7 +18,7 @@ from blake3 import blake3
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
 from opd.prompts.arrow import IN_MEMORY_BYTES, Batches, in_batches, stored
-from opd.prompts.line import MAX_LINE_BYTES, BrokenRow, PromptLine, read_row
+from opd.prompts.line import MAX_LINE_BYTES, BrokenRow, Messages, PromptLine, parsed, read_row
 from opd.prompts.mix import shuffled
 from opd.prompts.readers import source_rows
 from opd.prompts.sources import Source, find_source
@@ -59,6 +59,14 @@ class Rows(Sequence[PromptLine]):
     def number(self, index: int) -> int:
         """The row's number in the source, from 0: it names a prompt, whatever is filtered and shuffled."""
         return int(self._batches.value("row", self._at(index)))
+
+    def prompts(self, start: int, stop: int) -> list[str | Messages]:
+        """The prompts of the rows from `start` to before `stop`, in one go."""
+        if self._order is None:
+            lines = self._batches.values("line", start, stop)
+        else:
+            lines = [self._batches.value("line", int(at)) for at in self._order[start:stop]]
+        return [parsed(line)["prompt"] for line in lines]
 
     def _at(self, index: int) -> int:
         index = range(len(self))[index]  # raises IndexError, takes negative ones

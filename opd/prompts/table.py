@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -39,6 +40,7 @@ SCHEMA = pa.schema(
     ]
 )
 ENCODED_AT_ONCE = 512
+_SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)  # json.dumps makes a new one for each prompt
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
@@ -101,7 +103,7 @@ class PromptTable(Sequence[Prompt]):
 
 def side(prompt: str | Messages) -> int:
     """64 bits of a prompt's text, on which side of a split it is."""
-    text = json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+    text = _SORTED.encode(prompt)
     digest = hashlib.sha256(f"opd holdout {text}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
@@ -135,10 +137,18 @@ def _encoded(
     rows: Rows, domain: str, tokenizer: Tokenizer, day: date | None
 ) -> Iterator[tuple[np.ndarray[Any, Any], int, int, int]]:
     """A row of `SCHEMA` for each prompt. Raises: PromptError."""
-    for start in range(0, len(rows), ENCODED_AT_ONCE):
-        prompts = [line.prompt for line in rows[start : start + ENCODED_AT_ONCE]]
-        for prompt, ids in zip(prompts, _ids(rows, start, prompts, domain, tokenizer, day), strict=True):
-            yield np.asarray(ids, np.int32), len(ids), side(prompt), _digest(ids)
+
+    def encode(start: int) -> list[tuple[str | Messages, Sequence[int]]]:
+        prompts = rows.prompts(start, start + ENCODED_AT_ONCE)
+        return list(zip(prompts, _ids(rows, start, prompts, domain, tokenizer, day), strict=True))
+
+    # The tokenizer runs without Python's lock: the next prompts are cut into tokens while these are hashed and written.
+    with ThreadPoolExecutor(1) as ahead:
+        pending = ahead.submit(encode, 0)
+        for start in range(0, len(rows), ENCODED_AT_ONCE):
+            found, pending = pending.result(), ahead.submit(encode, start + ENCODED_AT_ONCE)
+            for prompt, ids in found:
+                yield np.asarray(ids, np.int32), len(ids), side(prompt), _digest(ids)
 
 
 def _ids(
