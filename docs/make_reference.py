@@ -114,7 +114,7 @@ def _scalar(option: Schema) -> str:
     if option.get("format") == "path":
         return "path"
     if option.get("type") == "array":
-        return f"list of {_scalar(option['items'])}s"
+        return "list of " + " or ".join(f"{_scalar(inner)}s" for inner in _options(option["items"]))
     if option.get("type") == "object":
         return "mapping"
     name = "name" if "pattern" in option else TYPE_NAMES[option["type"]]

@@ -22,10 +22,9 @@ from experts.model_dir import ModelInfo, inspect_model
 from experts.probe import ProbeRecord, take_probe
 from experts.weight_files import Hashes, weight_hashes
 from opd.config.strict import NAME_PATTERN, Name, Strict
-from opd.errors import ModelError, OpdError, RegistryError
+from opd.errors import ModelError, OpdError, PromptError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir
 from opd.lora import ADAPTER_WEIGHTS
-from opd.prompts import read_prompt_lines
 
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
@@ -44,9 +43,9 @@ class Manifest(Strict):
     prompts: str | None = None
     """Absolute path of the domain's training prompts."""
     prompts_hash: str | None = None
-    """BLAKE3 of the prompts file."""
+    """BLAKE3 of the prompts file; of a directory, of its files' names and hashes."""
     prompts_count: int | None = None
-    """Prompts in the file."""
+    """Prompts in it."""
     info: ModelInfo
     """The model, of an adapter its base."""
     config_hash: str | None = None
@@ -107,13 +106,13 @@ class Registry:
         check_finite(Path(info.path), list(info.weight_files))
         if adapter is not None:
             check_finite(Path(adapter.path), [ADAPTER_WEIGHTS])
-        count = None if prompts is None else len(read_prompt_lines(prompts))
+        count, content = (None, None) if prompts is None else _counted(prompts)
         manifest = Manifest(
             name=name,
             domain=domain,
             model=adapter.path if adapter else info.path,
             prompts=None if prompts is None else str(prompts.resolve()),
-            prompts_hash=None if prompts is None else blake3_file(prompts),
+            prompts_hash=content,
             prompts_count=count,
             info=info,
             config_hash=blake3_file(Path(info.path) / CONFIG),
@@ -277,13 +276,25 @@ def _changed_fields(registered: Facts, now: Facts, but: tuple[str, ...]) -> list
     ]
 
 
+def _counted(prompts: Path) -> tuple[int, str]:
+    """How many prompts there are, every one of them checked, and their content hash. Raises: PromptError."""
+    from opd.prompts import find_source, open_rows  # imports Arrow, which `opd experts list` does without
+
+    return len(open_rows(prompts)), find_source(prompts).content_hash()
+
+
 def _prompt_problems(manifest: Manifest) -> list[str]:
     if manifest.prompts is None:
         return []
     file = Path(manifest.prompts)
-    if not file.is_file():
+    if not file.exists():
         return [f"{file}: missing prompts file, expected {manifest.prompts_hash}"]
-    actual = blake3_file(file)
+    from opd.prompts import find_source
+
+    try:
+        actual = find_source(file).content_hash()
+    except PromptError as error:
+        return [str(error)]
     return (
         []
         if actual == manifest.prompts_hash

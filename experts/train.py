@@ -20,8 +20,8 @@ from experts.model_dir import inspect_model
 from experts.registry import Registry
 from experts.spec import ExpertsSpec, FromScratch, TrainSettings
 from opd.errors import ConfigError, PromptError, RegistryError
-from opd.files import atomic_write_text, blake3_file, replace_dir
-from opd.prompts import PromptLine, read_prompt_lines
+from opd.files import atomic_write_text, replace_dir
+from opd.prompts import PromptLine, find_source, read_prompt_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -107,7 +107,7 @@ def _expert_jobs(spec: ExpertsSpec, base: TrainingRecord) -> list[TrainingJob]:
 def _read(paths: Sequence[Path]) -> tuple[tuple[PromptLine, ...], list[str]]:
     """All lines and the files' hashes. Raises: PromptError, also for a row without a completion to learn."""
     lines = [line for path in paths for line in _with_completions(path)]
-    return tuple(lines), [blake3_file(path) for path in paths]
+    return tuple(lines), [find_source(path).content_hash() for path in paths]
 
 
 def _with_completions(path: Path) -> list[PromptLine]:

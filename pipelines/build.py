@@ -68,7 +68,7 @@ def build(
     Raises: RunError if a worker does not come up.
     """
     engine, trainer, pool = _start_workers(config, inputs)
-    every_prompt = [p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts]
+    every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
     probe = probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len)
     return Parts(
         prompts=_prompt_source(config, inputs),

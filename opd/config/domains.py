@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict, text_or_more
 from opd.config.verifiers import VerifierConfig
 
@@ -55,8 +56,8 @@ ExpertsConfig = Annotated[
 
 
 class DomainEvalConfig(Strict):
-    prompts: Path | None = None
-    """JSONL of held-out prompts, same columns as the training prompts; none of them may occur in training prompts."""
+    prompts: Prompts | None = None
+    """Held-out prompts, in the same forms as training prompts; none of them may occur in training prompts."""
     holdout: float | None = Field(None, gt=0, lt=1)
     """Instead of `prompts`: share of the domain's own prompts that is held out of training, chosen by each prompt's
     hash, so that a prompt stays on its side when the file grows or is reordered."""
@@ -74,8 +75,9 @@ class DomainEvalConfig(Strict):
 
 
 class DomainConfig(Strict):
-    prompts: Path | None = None
-    """JSONL with `prompt` (text or chat messages) and `answer`; default: the file the expert was registered with."""
+    prompts: Prompts | None = None
+    """JSONL, CSV, Parquet or a saved data set with `prompt` (text or chat messages) and `answer`, or a mapping that says
+    more; default: the file the expert was registered with."""
     eval: DomainEvalConfig | None = None
     """How the domain is measured; without it the domain is trained but not scored."""
     teachers: (

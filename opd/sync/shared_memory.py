@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -104,20 +104,22 @@ class SharedMemorySync:
             yield Path(directory)
 
 
-def probe_sequences(prompts: Sequence[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:
+def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:
     """Beginnings of the first prompts, until they hold `tokens` scored tokens; the first token of a sequence is not scored.
 
     Always several: one sequence alone cannot show that sequences of a batch see each other.
     """
     each = max(2, min(room - 1, tokens // PROBE_SEQUENCES + 1))
     chosen: list[tuple[int, ...]] = []
+    short: list[int] = []
     for prompt in prompts:
         if len(chosen) >= PROBE_SEQUENCES and sum(len(ids) - 1 for ids in chosen) >= tokens:
             break
         if len(prompt.token_ids) > 1:
             chosen.append(prompt.token_ids[:each])
+        elif len(short) < each:
+            short.extend(prompt.token_ids)
     if not chosen:  # prompts of one token have nothing to score; side by side they do
-        together = tuple(t for prompt in prompts for t in prompt.token_ids) * 2
-        chosen = [together[:each]]
+        chosen = [(*short, *short)[:each]]
     # Too few prompts: the same tokens in another order do as well.
     return chosen if len(chosen) > 1 else [*chosen, chosen[0][::-1]]

@@ -24,11 +24,11 @@ from experts.adapter import whole_model
 from opd.config import PipelineConfig
 from opd.errors import PromptError
 from opd.files import replace_dir
-from opd.prompts import MixedPrompts, read_prompt_lines, split_samples
+from opd.prompts import MixedPrompts, PromptTable, open_rows, split_samples
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
-from pipelines.inputs.read import Inputs
+from pipelines.inputs.read import Inputs, prompts_of
 from pipelines.specs import imitation_spec
 
 PILOT_SAMPLES = 1000
@@ -67,7 +67,7 @@ def train_off_policy(
 
     `budget`: response tokens wanted; None: as many as come with the pipeline's samples. Raises: RunError.
     """
-    by_domain = {d: [p for p in ps if _has_room(p, config)] for d, ps in inputs.prompts.items()}
+    by_domain = {domain: _with_room(prompts, config) for domain, prompts in inputs.prompts.items()}
     with author as write:
         shape = _shape(config, _num_samples(config, by_domain, write, budget))
         prompts = [p for step in _steps(config, by_domain, shape.samples) for p in step]
@@ -124,14 +124,13 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
 
     completions: Completions = {}
     for domain, prompts in inputs.prompts.items():
-        file = config.domains[domain].prompts or inputs.experts[inputs.teachers[domain].name].prompts
-        assert file is not None, "the pipeline was checked"
-        lines = read_prompt_lines(file)
-        for prompt in prompts:
-            line = lines[int(prompt.id.rpartition("/")[2])]
+        registered = inputs.experts[inputs.teachers[domain].name].prompts
+        rows = open_rows(prompts_of(domain, config.domains[domain], registered))
+        for index, prompt in zip(prompts.indices, prompts, strict=True):
+            line = rows[int(index)]
             if line.completion is None:
                 raise PromptError.at(
-                    f"{file}: prompt {prompt.id}",
+                    f"{rows.label}: prompt {prompt.id}",
                     found="no completion",
                     wanted="the column `completion` in every line: mixed_sft learns it",
                     fix="add it, or compare with off_policy, which needs only prompts",
@@ -141,9 +140,9 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
     return completions
 
 
-def _has_room(prompt: Prompt, config: PipelineConfig) -> bool:
+def _with_room(prompts: PromptTable, config: PipelineConfig) -> PromptTable:
     """A merge quarantines the others."""
-    return 0 < len(prompt.token_ids) < config.rollout.max_model_len
+    return prompts.where((prompts.lengths > 0) & (prompts.lengths < config.rollout.max_model_len))
 
 
 def _steps(config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], samples: int) -> Iterator[list[Prompt]]:

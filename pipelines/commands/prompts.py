@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import split
+from pipelines.commands.shell import PipelineArgument, SetOption, say, split
 
-app = typer.Typer(no_args_is_help=True, help="Make prompts for the shipped task suites.")
+app = typer.Typer(no_args_is_help=True, help="Look at a pipeline's prompts, or make some for the shipped suites.")
 
 
 @app.command("make")
@@ -26,3 +26,21 @@ def make(
 
     written = write_suite(suite, output, domains=split(domains), train=train, eval=held_out, seed=seed)
     typer.echo(f"{suite}: {len(written)} domains under {output}: {', '.join(written)}")
+
+
+@app.command("show")
+def show(
+    pipeline: PipelineArgument,
+    domain: Annotated[str | None, typer.Option(help="Default: every domain.")] = None,
+    count: Annotated[int, typer.Option("-n", min=0, help="Prompts to show of each source.")] = 3,
+    overrides: SetOption = None,
+) -> None:
+    """Show prompts as the student reads them, their token ids, and how many are left out and why."""
+    from opd.config import load_pipeline
+    from pipelines.catalog import find
+
+    config = load_pipeline(find(pipeline), overrides)
+    from pipelines.inputs.show_prompts import show_prompts
+
+    for line in show_prompts(config, domain, count):
+        say(line, err=False)

@@ -20,6 +20,7 @@ from opd.config import PipelineConfig, rounds_of
 from opd.errors import ConfigError, ModelError
 from opd.evaluation.evaluator import BEFORE, DomainExam, EngineEvaluator
 from opd.evaluation.scores import Evaluation
+from opd.prompts import is_here, is_hub_name
 from opd.types import Teacher
 from pipelines.build import ROLLOUT_ENGINES
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings
@@ -72,10 +73,12 @@ def check_models(
         _refuse_shorter_context(path, info, config.rollout.max_model_len)
         tokenizer = load_tokenizer(Path(info.path))
         config = dated(config, tokenizer)
-        exams = load_exams(config, tokenizer, names)
-        files = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None and c.prompts.is_file()}
-        refuse_leaks(exams, load_training(config, files, tokenizer))
-        for warning in room_warnings(exams, config.rollout.max_model_len):
+        notices: list[str] = []
+        exams = load_exams(config, tokenizer, names, notices.append)
+        named = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None}
+        there = {d: source for d, source in named.items() if is_here(source) or is_hub_name(source)}
+        refuse_leaks(exams, load_training(config, there, tokenizer))
+        for warning in (*notices, *room_warnings(exams, config.rollout.max_model_len)):
             tell(f"warning: {warning}")
         model = as_teacher(str(path), info, adapter)
         subjects.append(

@@ -43,8 +43,9 @@ SCORED_AT_ONCE = 4096
 """Tokens of one forward pass of the scorer."""
 PREFILLED_AT_ONCE = 2048
 """Tokens of one forward pass of the engine, as far as sequences are not longer."""
-PROMPT_TOKEN = 36
-"""Bytes of one token id in a Python tuple."""
+PROMPT = 64
+"""Bytes that the driver keeps of a prompt: two epochs' orders, its length, its place. The rest is mapped from a file, or a
+few MB."""
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -252,7 +253,7 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 def _processes(config: PipelineConfig, inputs: Inputs) -> Need:
     workers = config.teachers.scoring_workers
-    prompts = PROMPT_TOKEN * sum(len(p.token_ids) for part in inputs.prompts.values() for p in part)
+    prompts = PROMPT * sum(len(part) for part in inputs.prompts.values())
     return Need(
         what="processes, Ray and prompts",
         nbytes=DRIVER_AND_RAY

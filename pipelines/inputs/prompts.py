@@ -2,81 +2,87 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from opd.config import PipelineConfig
 from opd.config.domains import DomainEvalConfig
+from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.verifiers import build_verifier
-from opd.prompts import Messages, load_prompts, read_prompt_lines
-from opd.types import Prompt
+from opd.prompts import PromptTable, load_prompts
 
 EXAMPLES = 3
-"""Prompts named in a refusal."""
+"""Prompts named in a refusal or notice."""
+
+Tell = Callable[[str], None]
 
 
-def load_training(config: PipelineConfig, files: Mapping[str, Path], tokenizer: Any) -> dict[str, list[Prompt]]:
-    """Prompts to train on, by domain, without those that `eval.holdout` keeps back. `files`: by domain.
+def load_training(
+    config: PipelineConfig,
+    sources: Mapping[str, Path | PromptsConfig],
+    tokenizer: Any,
+    tell: Tell = lambda _: None,
+) -> dict[str, PromptTable]:
+    """Prompts to train on, by domain, without those that `eval.holdout` keeps back or that are over-long. `sources`: by
+    domain. `tell` gets a sentence about over-long ones.
 
     Raises: PromptError for what cannot be read, or if nothing is left to train on.
     """
     training = {}
-    for name, file in files.items():
-        prompts = load_prompts(file, name, tokenizer, config.student.template_date)
+    for name, source in sources.items():
+        prompts = load_prompts(source, name, tokenizer, config.student.template_date)
         exam = config.domains[name].eval
         if exam is not None and exam.holdout is not None:
-            prompts = _side(file, prompts, exam.holdout, held_out=False)
-        training[name] = prompts
+            prompts = _side(prompts, exam.holdout, held_out=False)
+        training[name] = _short_enough(source, prompts, tell)
     return training
 
 
 def load_exams(
-    config: PipelineConfig, tokenizer: Any, domains: Sequence[str] | None = None, *, samples: int | None = None
+    config: PipelineConfig,
+    tokenizer: Any,
+    domains: Sequence[str] | None = None,
+    tell: Tell = lambda _: None,
+    *,
+    samples: int | None = None,
 ) -> dict[str, DomainExam]:
     """The first `samples` held-out prompts (default: `evaluate.samples`) of every (named) domain that has an `eval`, and its
     verifier.
 
+    `tell` as for `load_training`.
     Raises: PromptError for what cannot be read or judged, ConfigError for a verifier's function that is not there.
     """
     exams = {}
     for name, domain in config.domains.items():
         if domain.eval is None or (domains is not None and name not in domains):
             continue
-        file = domain.eval.prompts or domain.prompts
-        assert file is not None, "the config has seen to it"
-        prompts = load_prompts(file, name, tokenizer, config.student.template_date)
+        source = domain.eval.prompts or domain.prompts
+        assert source is not None, "the config has seen to it"
+        prompts = load_prompts(source, name, tokenizer, config.student.template_date)
         if domain.eval.holdout is not None:
-            prompts = _side(file, prompts, domain.eval.holdout, held_out=True)
+            prompts = _side(prompts, domain.eval.holdout, held_out=True)
+        prompts = _short_enough(source, prompts, tell)
         verifier = build_verifier(domain.eval.verifier)
         exams[name] = DomainExam(tuple(prompts[: samples or config.evaluate.samples]), verifier)
-        refuse_unjudgeable(str(file), exams[name], domain.eval)
+        refuse_unjudgeable(prompts.rows.label, exams[name], domain.eval)
     return exams
 
 
-def is_held_out(prompt: str | Messages, share: float) -> bool:
-    """Which side of a split a prompt is on: a function of its text and the share alone.
-
-    A larger share keeps everything back that a smaller one does.
-    """
-    text = json.dumps(prompt, sort_keys=True, ensure_ascii=False)
-    digest = hashlib.sha256(f"opd holdout {text}".encode(errors="surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
-
-
-def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, Sequence[Prompt]]) -> None:
+def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, PromptTable]) -> None:
     """No question may be trained on, in its own domain or another's; prompts are the same if their token ids are.
 
     Those that ask nothing are left out: they are alike, and something else is wrong with them.
     Raises: PromptError with the counts of every pair of domains that share prompts.
     """
     where: dict[tuple[int, ...], dict[str, str]] = {}
+    questions = [question for exam in exams.values() for question in exam.prompts]
     for domain, prompts in training.items():
-        for prompt in prompts:
+        for prompt in prompts.among(questions):
             if prompt.token_ids:
                 where.setdefault(prompt.token_ids, {}).setdefault(domain, prompt.id)
     shared: dict[tuple[str, str], list[str]] = {}
@@ -115,12 +121,38 @@ def room_warnings(exams: Mapping[str, DomainExam], room: int) -> list[str]:
     return said
 
 
-def _side(file: Path, prompts: Sequence[Prompt], share: float, *, held_out: bool) -> list[Prompt]:
-    lines = read_prompt_lines(file)
-    side = [p for p, line in zip(prompts, lines, strict=True) if is_held_out(line.prompt, share) == held_out]
-    if not side:
+def _short_enough(source: Path | PromptsConfig, prompts: PromptTable, tell: Tell) -> PromptTable:
+    """Raises: PromptError if no prompt is within `max_prompt_tokens`."""
+    room = as_prompts_config(source).max_prompt_tokens
+    if room is None:
+        return prompts
+    long = prompts.lengths > room
+    count = int(np.count_nonzero(long))
+    if count == len(prompts):
         raise PromptError.at(
-            file,
+            prompts.rows.label,
+            found=f"no prompt of {room} tokens or fewer; the shortest has {prompts.lengths.min()}",
+            wanted="some within prompts.max_prompt_tokens",
+            fix="raise it or leave it out",
+        )
+    if count:
+        tell(
+            f"{prompts.rows.label}: {count} of {len(prompts)} prompts of {prompts.domain} have more than max_prompt_tokens = "
+            f"{room} tokens and are left out: {shown(prompts, long)}"
+        )
+    return prompts.where(~long)
+
+
+def shown(prompts: PromptTable, mask: Any) -> str:
+    """The first few prompts for which `mask` is true."""
+    return ", ".join(prompts.ids(mask, EXAMPLES)) + (" ..." if np.count_nonzero(mask) > EXAMPLES else "")
+
+
+def _side(prompts: PromptTable, share: float, *, held_out: bool) -> PromptTable:
+    side = prompts.where(prompts.held_out(share) == held_out)
+    if not len(side):
+        raise PromptError.at(
+            prompts.rows.label,
             found=f"{len(prompts)} prompts, of which eval.holdout {share:g} leaves none for {'the exam' if held_out else 'training'}",
             wanted="some on either side",
             fix="give more prompts, another share, or two files",

@@ -21,15 +21,17 @@ from experts.weight_files import Hashes
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig, ExpertConfig, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
+from opd.config.prompts import PromptsConfig
 from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
 from opd.lora import ADAPTER_WEIGHTS
+from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
-from opd.types import Probe, Prompt, Teacher, WeightedTeacher
+from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
-from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings
+from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
 from pipelines.inputs.routes import Expert, route_domains
 from pipelines.inputs.template_date import dated
 from teachers.flight.access import read_roots, read_token
@@ -44,8 +46,8 @@ class Inputs:
     """Name -> expert, for those that score a domain."""
     routes: dict[str, tuple[WeightedTeacher, ...]]
     """Domain -> its teachers, the heaviest first."""
-    prompts: dict[str, list[Prompt]]
-    """Training prompts by domain."""
+    prompts: dict[str, PromptTable]
+    """Training prompts by domain; each is made when it is asked for."""
     exams: dict[str, DomainExam]
     untrained: dict[str, frozenset[int]]
     """Domain -> token ids that one of its teachers never writes."""
@@ -103,17 +105,18 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
     tokenizer = load_tokenizer(config.student.model)
     config = dated(config, tokenizer)
-    files = {d: _prompts_file(d, c, by_name[routes[d][0].teacher.name]) for d, c in config.domains.items()}
-    every = load_training(config, files, tokenizer)
-    exams = load_exams(config, tokenizer, samples=exam.samples)
+    sources = {d: prompts_of(d, c, by_name[routes[d][0].teacher.name].prompts) for d, c in config.domains.items()}
+    notices: list[str] = []
+    every = load_training(config, sources, tokenizer, notices.append)
+    exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples)
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
-    prompts: dict[str, list[Prompt]] = {}
-    notices: list[str] = []
-    for domain, file in files.items():
-        prompts[domain] = [p for p in every[domain] if p.token_ids]
-        notices += _left_out(file, every[domain])
-        _refuse_all_too_long(file, prompts[domain], config.rollout.max_model_len)
+    prompts: dict[str, PromptTable] = {}
+    for domain, table in every.items():
+        notices += _left_out(table)
+        asking = table.where(table.lengths > 0)
+        _refuse_all_too_long(asking, config.rollout.max_model_len)
+        prompts[domain] = asking
     return Inputs(
         student=teaching.student,
         experts={a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned},
@@ -247,16 +250,17 @@ def _untrained(
     }
 
 
-def _prompts_file(name: str, domain: DomainConfig, expert: Expert) -> Path:
-    path = domain.prompts or expert.prompts
-    if path is None:
+def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
+    """The domain's own prompts, or those that its expert was registered with. Raises: ConfigError."""
+    source = domain.prompts or registered
+    if source is None:
         raise ConfigError.at(
             f"domains.{name}.prompts",
             found="nothing, and the expert was registered without prompts",
-            wanted="a JSONL file of prompts",
+            wanted="a file of prompts, or another source",
             fix=f"set domains.{name}.prompts",
         )
-    return path
+    return source
 
 
 def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, Expert], config: PipelineConfig) -> None:
@@ -285,26 +289,27 @@ def _twins(experts: Mapping[str, Expert]) -> list[str]:
     ]
 
 
-def _left_out(file: Path, prompts: Sequence[Prompt]) -> list[str]:
+def _left_out(prompts: PromptTable) -> list[str]:
     """Raises: PromptError if no prompt of a file asks anything."""
-    empty = [p.id for p in prompts if not p.token_ids]
-    if len(empty) == len(prompts):
+    empty = prompts.lengths == 0
+    count = int(empty.sum())
+    if count == len(prompts):
         raise PromptError.at(
-            file,
-            found=f"{len(empty)} prompts without text",
+            prompts.rows.label,
+            found=f"{count} prompts without text",
             wanted="at least one that asks something",
             fix="is the column `prompt` the right one?",
         )
-    shown = ", ".join(empty[:3]) + (" ..." if len(empty) > 3 else "")
-    return [f"{file}: {len(empty)} of {len(prompts)} prompts have no text and are left out: {shown}"] if empty else []
+    which = f"{count} of {len(prompts)} prompts have no text and are left out: {shown(prompts, empty)}"
+    return [f"{prompts.rows.label}: {which}"] if count else []
 
 
-def _refuse_all_too_long(file: Path, prompts: list[Prompt], room: int) -> None:
+def _refuse_all_too_long(prompts: PromptTable, room: int) -> None:
     """A few over-long prompts are quarantined during the run; a domain of nothing else would never be trained."""
-    shortest = min(len(p.token_ids) for p in prompts)
+    shortest = int(prompts.lengths.min())
     if shortest >= room:
         raise PromptError.at(
-            file,
+            prompts.rows.label,
             found=f"no prompt shorter than {shortest} tokens",
             wanted=f"prompts below rollout.max_model_len = {room}",
             fix="raise rollout.max_model_len or shorten the prompts",

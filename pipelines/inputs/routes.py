@@ -28,7 +28,7 @@ class Expert:
     adapter: AdapterInfo | None = None
     """The files of a LoRA adapter; None for a full model."""
     prompts: Path | None
-    """File it was registered with."""
+    """File or directory that it was registered with."""
 
 
 def route_domains(

@@ -48,7 +48,9 @@ SAME_WEIGHTS = (
     "experts.*.model",
     "experts.*.base",
     "domains.*.prompts",
+    "domains.*.prompts.path",
     "domains.*.eval.prompts",
+    "domains.*.eval.prompts.path",
 )
 """Keys that may be changed without a trace in the weights."""
 

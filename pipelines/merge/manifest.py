@@ -19,11 +19,13 @@ from experts.registry import default_root
 from opd import __version__
 from opd.config import PipelineConfig
 from opd.config.domains import RegisteredExperts
+from opd.config.prompts import PromptsConfig
 from opd.errors import RunDirError
 from opd.evaluation.harness import is_task_file
-from opd.files import atomic_write_text, blake3_file
+from opd.files import atomic_write_text
+from opd.prompts import find_source, is_hub_name
 from opd.run_dir import RunPaths
-from pipelines.inputs.read import Inputs
+from pipelines.inputs.read import Inputs, prompts_of
 
 MANIFEST_FORMAT = 3
 OLDER_FORMATS = (2,)
@@ -65,7 +67,6 @@ def renewed(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, 
 
 def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """What the run depends on, by content."""
-    files = {name: _prompt_files(config, inputs, name) for name in config.domains}
     return {
         "format": MANIFEST_FORMAT,
         "versions": versions(),
@@ -80,7 +81,7 @@ def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
             }
             for name, expert in inputs.experts.items()
         },
-        "prompts": {name: {str(path.absolute()): blake3_file(path) for path in paths} for name, paths in files.items()},
+        "prompts": {name: _prompt_hashes(config, inputs, name) for name in config.domains},
         "models": {
             "student": _size(inputs.student),
             "experts": {name: _size(expert.info) for name, expert in inputs.experts.items()},
@@ -104,7 +105,16 @@ def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
             data["experts"][name]["base"] = Path(expert.adapter.base) if expert.adapter else None
     tasks = config.evaluate.lm_eval.tasks
     data["evaluate"]["lm_eval"]["tasks"] = [Path(task) if is_task_file(task) else task for task in tasks]
+    for name, domain in config.domains.items():
+        _keep_hub_name(data["domains"][name], domain.prompts)
+        _keep_hub_name(data["domains"][name]["eval"], domain.eval.prompts if domain.eval else None)
     return _absolute(data)
+
+
+def _keep_hub_name(data: dict[str, Any], prompts: Path | PromptsConfig | None) -> None:
+    """The name of a data set of the hub is no path to be made absolute."""
+    if isinstance(prompts, PromptsConfig) and is_hub_name(prompts):
+        data["prompts"]["path"] = prompts.path.as_posix()
 
 
 def _absolute(value: Any) -> Any:
@@ -119,16 +129,19 @@ def _absolute(value: Any) -> Any:
     return value
 
 
-def _prompt_files(config: PipelineConfig, inputs: Inputs, name: str) -> list[Path]:
+def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[str, str]:
+    """Content hash of the training prompts' source, then of the exam's if it has one, each by its place."""
     domain = config.domains[name]
-    return [
-        p
-        for p in (
-            domain.prompts or inputs.experts[inputs.teachers[name].name].prompts,
-            domain.eval.prompts if domain.eval else None,
-        )
-        if p
-    ]
+    registered = inputs.experts[inputs.teachers[name].name].prompts
+    sources = {"": prompts_of(name, domain, registered)}
+    if domain.eval is not None and domain.eval.prompts is not None:
+        sources[" (eval)"] = domain.eval.prompts
+    hashes: dict[str, str] = {}
+    for use, prompts in sources.items():
+        source = find_source(prompts)
+        place = source.label if is_hub_name(prompts) else str(Path(source.label).absolute())
+        hashes[place if place not in hashes else place + use] = source.content_hash()
+    return hashes
 
 
 def versions() -> dict[str, str]:

@@ -662,6 +662,10 @@ def wrong_columns(b: Bench) -> None:
     ):
         b.prompts({"prompt": "a"}, "", bad)
         b.refused("upper.jsonl:3\n", word, fix)
+    (b.root / "upper.csv").write_text("prompt,metadata\na=,\nb=,{\n")
+    b.data["domains"]["upper"]["prompts"] = "upper.csv"
+    b.refused("upper.csv, row 2\n", "column `metadata`", "one JSON object")
+    b.data["domains"]["upper"]["prompts"] = "upper.jsonl"
     text = b'\xef\xbb\xbf{"prompt": "a="}\r\n\r\n{"prompt": "b="}\r\n'
     (b.root / "upper.jsonl").write_bytes(text)
     assert len(b.starts().prompts["upper"]) == 2
@@ -1022,7 +1026,7 @@ CASES = (
     Case(29, "Response that ends at once; step without a trained token", "The end token is trained. A step without any token is skipped, and its record says so.", nothing_to_train),
     Case(30, "Nearly all responses end at their limit", "Warning above 90 % of a domain's responses, once a domain; every step's record counts them by domain.", nearly_all_cut),
     Case(31, "Invalid UTF-8, surrogates, NUL, a line of 10 MB in a prompts file", "Refused with file and line (a surrogate: with the prompt's id). Deep nesting is bounded too.", unreadable_text),
-    Case(32, "JSONL with wrong or missing columns, messages with `from` and `value`, trailing comma; byte-order mark, CRLF", "Refused with file, line and the columns or keys that were found, when an expert is added as when a merge starts; for `from` and `value` with a command that converts them. Byte-order mark, CRLF and blank lines are accepted.", wrong_columns),
+    Case(32, "Prompts with wrong or missing columns, messages with `from` and `value`, trailing comma; byte-order mark, CRLF", "Refused with file, line (of CSV and Parquet: row) and the columns or keys that were found, when an expert is added as when a merge starts; for `from` and `value` with a command that converts them. Byte-order mark, CRLF and blank lines are accepted.", wrong_columns),
     Case(33, "Unknown or repeated key, wrong type in a pipeline; YAML made to explode", "Refused with the key, and the nearest known one. Size, depth and what aliases expand to are bounded; only plain YAML types are made.", pipeline_mistakes),
     Case(34, "Run directory that exists or cannot be made", "Refused; nothing is overwritten. Missing parents are created.", unfit_run_directory),
     Case(35, "Resume with another pipeline", "Refused: a run keeps its own `pipeline.yaml`.", resume_with_another_pipeline),

@@ -11,7 +11,7 @@ import pytest
 
 from opd.config import load_pipeline
 from opd.errors import ConfigError, PromptError
-from pipelines.inputs.prompts import is_held_out
+from opd.prompts import is_held_out
 from pipelines.inputs.read import read_inputs
 
 

@@ -1,0 +1,83 @@
+"""Where prompts come from: a path, or a mapping that also says which rows and columns of a data set are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from opd.config.strict import Name, Strict
+
+Column = Literal["prompt", "completion", "answer", "metadata"]
+
+
+def _scalar_kind(value: Any) -> str:
+    kinds = {str: "~text", bool: "~bool", int: "~whole"}
+    return kinds.get(type(value), "~number")
+
+
+Scalar = Annotated[
+    Annotated[str, Tag("~text")]
+    | Annotated[bool, Tag("~bool")]
+    | Annotated[int, Tag("~whole")]
+    | Annotated[float, Tag("~number")],
+    Discriminator(_scalar_kind),
+]
+
+
+class FilterConfig(Strict):
+    column: str
+    """Column of the data set, by its own name; it need not be one that is read."""
+    equals: Scalar | None = None
+    """Keep rows with this value. In CSV, where every cell is text, it is compared as text."""
+    one_of: Annotated[list[Scalar], Field(min_length=1)] | None = None
+    """Instead of `equals`: keep rows with one of these values."""
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> FilterConfig:
+        if (self.equals is None) == (self.one_of is None):
+            found = "neither" if self.equals is None else "both"
+            raise PydanticCustomError("filter", "either `equals` (a value) or `one_of` (a list)", {"found": found})
+        return self
+
+
+class PromptsConfig(Strict):
+    path: Path
+    """A file (`.parquet`, `.csv`, anything else is JSONL), a directory that `save_to_disk` of the library `datasets` wrote,
+    a directory of data files, or, where nothing of that name is here, a data set of the Hugging Face hub as `owner/name`."""
+    name: str | None = None
+    """Configuration of a hub data set or directory of data files, such as `main`."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub data set; give a commit to be sure of the same prompts tomorrow."""
+    split: Name | None = None
+    """Split of a directory or hub data set; default: `train`, or the only one that there is."""
+    columns: dict[Column, Annotated[str, Field(min_length=1)]] = {}
+    """What the data set calls our columns, e.g. `{prompt: question, answer: solution}`; those not named keep their names."""
+    filter: FilterConfig | None = None
+    """Keep only rows with this value in this column."""
+    shuffle_seed: int | None = Field(None, ge=0)
+    """Shuffle the rows that are left, so that `limit` and an exam take a random sample; training is shuffled anyway."""
+    limit: int | None = Field(None, ge=1)
+    """Read at most so many rows, counted after filter and shuffle."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Leave out, count and tell prompts of more tokens than this."""
+
+
+def _prompts_kind(value: Any) -> str:
+    # pydantic also asks with what it has made before: a Path, or the mapping's own class.
+    return "~more" if isinstance(value, (Mapping, PromptsConfig)) else "~text"
+
+
+Prompts = Annotated[
+    Annotated[Path, Tag("~text")] | Annotated[PromptsConfig, Tag("~more")],
+    Discriminator(_prompts_kind),
+]
+"""A path alone is a file or directory of this machine; only the mapping may name the hub."""
+
+
+def as_prompts_config(prompts: Path | PromptsConfig) -> PromptsConfig:
+    """The mapping that a path alone is short for."""
+    return prompts if isinstance(prompts, PromptsConfig) else PromptsConfig(path=prompts)

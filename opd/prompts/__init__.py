@@ -1,0 +1,35 @@
+"""Prompts: from a file, directory or hub data set to what each step trains on.
+
+    sources ─ readers ─→ line by line, checked ─ rows ─→ Arrow ─ encode ─→ table ─ mix ─→ the prompts of a step
+
+Column names are TRL's: `prompt` is text or a list of chat messages, `completion` (same kind) is only read when an expert is
+trained on the file, `answer` and `metadata` only by the verifier. What every format's rows become is one line of JSON
+(`line.py`), so the same rows are the same prompts wherever they come from.
+"""
+
+from opd.prompts.encode import Tokenizer, encode_prompt, render_prompt
+from opd.prompts.line import Messages, PromptLine
+from opd.prompts.mix import MixedPrompts, split_samples
+from opd.prompts.rows import Rows, open_rows, read_prompt_lines
+from opd.prompts.sources import Source, find_source, is_here, is_hub_name
+from opd.prompts.table import PromptTable, is_held_out, load_prompts
+
+__all__ = [
+    "Messages",
+    "MixedPrompts",
+    "PromptLine",
+    "PromptTable",
+    "Rows",
+    "Source",
+    "Tokenizer",
+    "encode_prompt",
+    "find_source",
+    "is_held_out",
+    "is_here",
+    "is_hub_name",
+    "load_prompts",
+    "open_rows",
+    "read_prompt_lines",
+    "render_prompt",
+    "split_samples",
+]

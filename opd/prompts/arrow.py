@@ -1,0 +1,136 @@
+"""Prompts as Arrow record batches: in memory where they are few, else in a file that is made once and mapped.
+
+    $HF_DATASETS_CACHE/opd/KEY.arrow        default of the first part: ~/.cache/huggingface/datasets
+
+KEY is a hash of all that decides the content, so a file is never out of date. It is written beside its place, flushed and
+renamed: whole or not there. Two processes that miss it both write it, the same bytes; nobody waits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from opd.errors import StorageError
+from opd.files import fsync_dir, storing
+
+IN_MEMORY_BYTES = 8 << 20
+"""Sources up to this size are read anew each time and leave nothing on disk."""
+BATCH_BYTES = 4 << 20
+STALE_S = 24 * 3600
+"""A temporary file of this age belongs to a process that was killed."""
+
+
+class Batches:
+    """Record batches of one schema as one long table."""
+
+    def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
+        self._batches = list(batches)
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._batches else 0
+
+    def value(self, column: str, index: int) -> Any:
+        """One cell, as Python's."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        batch = self._batches[number]
+        return batch.column(column)[index - int(self._ends[number]) + batch.num_rows].as_py()
+
+    def values(self, column: str, start: int, stop: int) -> list[Any]:
+        """The cells from `start` to before `stop`, as Python's."""
+        found: list[Any] = []
+        while start < min(stop, len(self)):
+            number = int(np.searchsorted(self._ends, start, side="right"))
+            cells = self._batches[number].column(column)
+            first = start - int(self._ends[number]) + len(cells)
+            found += cells.slice(first, stop - start).to_pylist()
+            start += len(cells) - first
+        return found
+
+    def numbers(self, column: str) -> np.ndarray[Any, Any]:
+        """A whole column of numbers."""
+        parts = [batch.column(column).to_numpy() for batch in self._batches]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def cache_dir() -> Path:
+    """Beside what the library `datasets` keeps, by its own variables."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets").expanduser() / "opd"
+
+
+def stored(key: str, schema: pa.Schema, make: Callable[[], Iterable[pa.RecordBatch]], *, cached: bool) -> Batches:
+    """The batches that `make` gives, or with `cached` those that it gave when the file of this key was made.
+
+    Raises: StorageError if the file cannot be written, and what `make` raises, which leaves no file.
+    """
+    if not cached:
+        return Batches(make())
+    path = cache_dir() / f"{key}.arrow"
+    try:
+        return _mapped(path)
+    except FileNotFoundError:
+        pass
+    except pa.ArrowInvalid:  # cut off, by a disk that lost what it had said was written
+        path.unlink(missing_ok=True)
+    try:
+        with storing(path):
+            _write(path, schema, make())
+    except StorageError as error:
+        raise StorageError(f"{error}; HF_DATASETS_CACHE moves this cache to another disk") from None
+    return _mapped(path)
+
+
+def in_batches(rows: Iterable[Sequence[Any]], schema: pa.Schema, sizes: int = 1024) -> Iterable[pa.RecordBatch]:
+    """Rows with as many cells as the schema has fields; a batch ends at `sizes` rows or some MB of bytes cells."""
+    columns: list[list[Any]] = [[] for _ in schema]
+    nbytes = 0
+    for row in rows:
+        for column, cell in zip(columns, row, strict=True):
+            column.append(cell)
+        nbytes += sum(len(cell) for cell in row if isinstance(cell, bytes))
+        if len(columns[0]) >= sizes or nbytes >= BATCH_BYTES:
+            yield pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
+            columns, nbytes = [[] for _ in schema], 0
+    if columns[0]:
+        yield pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
+
+
+def _mapped(path: Path) -> Batches:
+    """Pages are read when a row is asked for, and may be dropped again: they do not count as a process's own memory."""
+    reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    return Batches(reader.get_batch(number) for number in range(reader.num_record_batches))
+
+
+def _write(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            _sweep(temporary)
+            with pa.ipc.new_file(file, schema) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_dir(path.parent)
+
+
+def _sweep(new: Path) -> None:
+    """Delete what killed processes left beside a file that was just made, by the disk's own clock."""
+    now = new.stat().st_mtime
+    for path in new.parent.glob(".*.tmp"):
+        try:
+            if now - path.stat().st_mtime > STALE_S:
+                path.unlink()
+        except FileNotFoundError:
+            continue  # its process has just finished

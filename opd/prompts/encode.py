@@ -1,0 +1,81 @@
+"""From a prompt to the token ids that the engine reads: text as it is, chat messages through the model's own template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date, datetime, time
+from typing import Any, Protocol
+
+from opd.prompts.line import Messages
+
+ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+"""Whose messages a chat template may leave out on purpose."""
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that prompts need."""
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    def __call__(self, text: list[str], **options: Any) -> Any: ...
+
+    def apply_chat_template(
+        self, conversation: Messages, *, add_generation_prompt: bool, tokenize: bool, **variables: Any
+    ) -> Any: ...
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None) -> tuple[int, ...]:
+    """Token ids of a prompt. `day` is what a template that asks for the date is told; None: today."""
+    (ids,) = _encode(tokenizer, [render_prompt(tokenizer, prompt, day)])
+    return tuple(ids)
+
+
+def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None) -> str:
+    """The text that is tokenised. Raises: jinja2's TemplateError, ValueError or TypeError if the template refuses it."""
+    if isinstance(prompt, str):
+        return prompt
+    # A variable of a template comes before a function of the same name that transformers gives it.
+    clock = {} if day is None else {"strftime_now": datetime.combine(day, time()).strftime}
+    text: str = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **clock)
+    return text
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[str | Messages], day: date | None = None
+) -> list[Sequence[int]]:
+    """As `encode_prompt`, for many at once; no ids where there is nothing to answer: no visible sign, or special tokens only.
+
+    Raises: what `render_prompt` does, and ValueError if the template leaves the question out: then all prompts would be one.
+    """
+    asking = {index: _question(tokenizer, p, day) for index, p in enumerate(prompts) if not _is_blank(p)}
+    special = set(tokenizer.all_special_ids)
+    found: list[Sequence[int]] = [()] * len(prompts)
+    for index, ids in zip(asking, _encode(tokenizer, list(asking.values())), strict=True):
+        if any(token not in special for token in ids):
+            found[index] = ids
+    return found
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    if not texts:
+        return []
+    found: list[list[int]] = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
+    )["input_ids"]
+    return found
+
+
+def _is_blank(prompt: str | Messages) -> bool:
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    return not "".join(texts).strip()
+
+
+def _question(tokenizer: Tokenizer, prompt: str | Messages, day: date | None) -> str:
+    text = render_prompt(tokenizer, prompt, day)
+    if not isinstance(prompt, str):
+        lost = [message["role"] for message in prompt if message["content"].strip() not in text]
+        if len(lost) == len(prompt) or not set(lost) <= ROLES:
+            odd = next((role for role in lost if role not in ROLES), lost[0])
+            raise ValueError(f"a chat template that leaves out what has the role {odd!r}; most know user and assistant")
+    return text

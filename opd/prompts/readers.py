@@ -1,0 +1,280 @@
+"""Rows of a source, one after the other, each with its place for messages.
+
+CSV, Parquet and saved data sets are read by `datasets`, in batches. JSONL is not: the library guesses a column's type from
+blocks of 10 MB, so a row would depend on its neighbours (`{"a": 1}` becomes `{"a": 1, "b": None}`), and it cannot say which
+line is broken.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import glob
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from opd.config.prompts import PromptsConfig
+from opd.errors import PromptError
+from opd.prompts.line import COLUMNS, FORM, MAX_LINE_BYTES, BrokenRow, no_column, parse_json_line
+from opd.prompts.sources import Source, library, quiet
+
+BATCH_ROWS = 1024
+
+
+class Place(NamedTuple):
+    """Where a row stands."""
+
+    file: str
+    number: int
+    """From 1: of JSONL the line, else the row, which a CSV's header is not."""
+    line: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}" if self.line else f"{self.file}, row {self.number}"
+
+    def refusal(self, problem: BrokenRow) -> PromptError:
+        """What a user reads about this row."""
+        return problem.at(str(self), wanted=f"{'one JSON object' if self.line else 'a row'} with {FORM}")
+
+
+Row = tuple[Place, Any]
+"""A place, and the row's columns by the data set's names (of JSONL whatever the line holds); None: left out by the filter."""
+Clean = Callable[[dict[str, Any], str], dict[str, Any]]
+
+
+def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
+    """Every row of every file, one at a time. Raises: PromptError."""
+    if source.kind == "saved":
+        assert source.directory is not None
+        yield from _tables(str(source.directory), _saved(source.directory, config), _from_table, config)
+        return
+    for file, shown in zip(source.files, source.shown, strict=True):
+        if source.kind == "jsonl":
+            for place, row in _json_lines(file, shown):
+                yield place, row if kept(row, config, text=False) else None
+        elif source.kind == "csv":
+            yield from _tables(shown, _csv(file, shown, config), _from_text, config)
+        else:
+            yield from _tables(shown, _parquet(file, shown, config), _from_table, config)
+
+
+def kept(row: Any, config: PromptsConfig, *, text: bool) -> bool:
+    """What the pipeline's filter says of a row. `text`: the data set's cells are all text."""
+    rule = config.filter
+    if rule is None:
+        return True
+    wanted = [rule.equals] if rule.one_of is None else rule.one_of
+    found = row.get(rule.column) if isinstance(row, dict) else None
+    if text:
+        return found in [value if isinstance(value, str) else json.dumps(value) for value in wanted]
+    # True is 1 in Python, in no data set.
+    return any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in wanted)
+
+
+# JSONL
+
+
+def _json_lines(file: Path, shown: str) -> Iterator[Row]:
+    """A byte-order mark, CRLF and blank lines are accepted."""
+    with file.open("rb") as opened:
+        if opened.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            opened.seek(0)
+        number = 0
+        while line := opened.readline(MAX_LINE_BYTES + 2):
+            number += 1
+            place = Place(shown, number, line=True)
+            body = line.removesuffix(b"\n")
+            if len(body) > MAX_LINE_BYTES:
+                length = len(line) if line.endswith(b"\n") else len(line) + _rest(opened)
+                raise place.refusal(
+                    BrokenRow(
+                        f"a line of {length:,} bytes", "is it JSONL, one object a line? Split or delete this line"
+                    )
+                )
+            if body.strip():
+                try:
+                    yield place, parse_json_line(body)
+                except BrokenRow as problem:
+                    raise place.refusal(problem) from None
+
+
+def _rest(opened: Any) -> int:
+    """Bytes up to the end of the line."""
+    total = 0
+    while part := opened.readline(MAX_LINE_BYTES):
+        total += len(part.removesuffix(b"\n"))
+        if part.endswith(b"\n"):
+            break
+    return total
+
+
+# Tables, by `datasets`
+
+
+def _tables(shown: str, batches: Iterator[Any], clean: Clean, config: PromptsConfig) -> Iterator[Row]:
+    """`batches`: Arrow tables. Raises: PromptError also for what the library finds wrong with the file."""
+    number, text = 0, clean is _from_text
+    prompt, metadata = (config.columns.get(name, name) for name in ("prompt", "metadata"))
+    while (table := _next(shown, batches)) is not None:
+        for row in _values(table):
+            number += 1
+            place = Place(shown, number, line=False)
+            if not kept(row, config, text=text):
+                yield place, None
+                continue
+            try:
+                yield place, _with_metadata(clean(row, prompt), metadata)
+            except BrokenRow as problem:
+                raise place.refusal(problem) from None
+
+
+def _next(shown: str, batches: Iterator[Any]) -> Any:
+    import pyarrow as pa
+
+    try:
+        with quiet():
+            return next(batches, None)
+    except PromptError:
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:  # pandas' own are ValueErrors
+        raise _unreadable(shown, error) from None
+
+
+def _parquet(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    columns = _wanted(shown, parquet.read_schema(file).names, config)
+    stream = library().load_dataset(
+        "parquet",
+        data_files=glob.escape(str(file.absolute())),
+        split="train",
+        streaming=True,
+        columns=columns,
+        batch_size=BATCH_ROWS,
+    )
+    yield from stream.with_format("arrow").iter(BATCH_ROWS)
+
+
+def _csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
+    """Every cell is text: `007` stays `007`, and `NA` is no missing value."""
+    with file.open(encoding="utf-8-sig", newline="", errors="replace") as opened:
+        header = next(csv.reader(opened), [])
+    datasets = library()
+    columns = _wanted(shown, header, config)
+    stream = datasets.load_dataset(
+        "csv",
+        data_files=glob.escape(str(file.absolute())),
+        split="train",
+        streaming=True,
+        features=datasets.Features({name: datasets.Value("string") for name in columns}),
+        keep_default_na=False,
+    )
+    yield from stream.with_format("arrow").iter(BATCH_ROWS)
+
+
+def _saved(directory: Path, config: PromptsConfig) -> Iterator[Any]:
+    stored = library().load_from_disk(str(directory))
+    columns = _wanted(str(directory), stored.column_names, config)
+    yield from stored.select_columns(columns).with_format("arrow").iter(BATCH_ROWS)
+
+
+def _wanted(shown: str, names: Sequence[str], config: PromptsConfig) -> list[str]:
+    """Columns of the file to be read. Raises: PromptError if one that the pipeline names, or the prompt, is not there."""
+    named = [config.columns.get("prompt", "prompt"), *config.columns.values()]
+    named += [config.filter.column] if config.filter else []
+    for name in named:
+        if name not in names:
+            found, fix = no_column(name, dict.fromkeys(names))
+            raise PromptError.at(shown, found=found, wanted=f"columns with {FORM}", fix=fix)
+    ours = [config.columns.get(name, name) for name in COLUMNS]
+    return list(dict.fromkeys(name for name in (*named, *ours) if name in names))
+
+
+def _unreadable(shown: str, error: Exception) -> PromptError:
+    if isinstance(error, UnicodeDecodeError):
+        return PromptError.at(
+            _first_bad_line(shown),
+            found=f"bytes that are not UTF-8: {error.reason}",
+            wanted="UTF-8 text",
+            fix="convert the file to UTF-8",
+        )
+    return PromptError.at(
+        shown,
+        found=f"a file that cannot be read: {error}".strip(),
+        wanted="what its ending says: .csv with a header and as many cells in each row, or .parquet",
+        fix="write it again, or give a JSONL file",
+    )
+
+
+def _first_bad_line(shown: str) -> str:
+    """The library names no line; a file of the hub has no path that we could look at."""
+    if not Path(shown).is_file():
+        return shown
+    with Path(shown).open("rb") as opened:
+        for number, line in enumerate(opened, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f"{shown}:{number}"
+    return shown
+
+
+# What a table says of a row, in the terms of JSONL
+
+
+def _from_table(row: dict[str, Any], prompt: str) -> dict[str, Any]:
+    """Of a typed table: an empty cell is a column that the row does not have."""
+    return {name: _messages(value) for name, value in row.items() if value is not None or name == prompt}
+
+
+def _messages(value: Any) -> Any:
+    """All messages of a table have the same keys, so those that a message lacks are empty."""
+    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+        return [{key: part for key, part in message.items() if part is not None} for message in value]
+    return value
+
+
+def _from_text(row: dict[str, Any], prompt: str) -> dict[str, Any]:
+    """Of a CSV file: an empty cell is a column that the row does not have. Raises: BrokenRow."""
+    for name, value in row.items():
+        if value and value.startswith("[{") and _is_chat(value):
+            raise BrokenRow(
+                f"column `{name}`: chat messages as JSON, {value!r:.60}",
+                "give messages as lists, in JSONL or Parquet: the student would read this cell as the text that it is",
+            )
+    return {name: value for name, value in row.items() if value or name == prompt}
+
+
+def _is_chat(text: str) -> bool:
+    try:
+        value = json.loads(text)
+    except (RecursionError, ValueError):
+        return False
+    return all(isinstance(message, dict) and message.keys() >= {"role", "content"} for message in value)
+
+
+def _with_metadata(row: dict[str, Any], metadata: str) -> dict[str, Any]:
+    """A table may hold metadata as JSON, since its rows seldom have the same keys. Raises: BrokenRow."""
+    if not isinstance(row.get(metadata), str):
+        return row
+    try:
+        return {**row, metadata: json.loads(row[metadata])}
+    except (RecursionError, ValueError) as error:
+        raise BrokenRow(f"column `{metadata}`: {error}", "write metadata as one JSON object") from None
+
+
+def _values(table: Any) -> list[dict[str, Any]]:
+    """The table's rows; what has Arrow's type for JSON, also in lists, is no text but what the JSON says."""
+    import pyarrow as pa
+
+    columns = {}
+    for name in table.column_names:
+        values, kind = table[name].to_pylist(), table[name].type
+        if isinstance(kind, pa.JsonType):
+            values = [None if value is None else json.loads(value) for value in values]
+        elif pa.types.is_list(kind) and isinstance(kind.value_type, pa.JsonType):
+            values = [None if value is None else [json.loads(part) for part in value] for value in values]
+        columns[name] = values
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -1,0 +1,169 @@
+"""The rows of a source that a pipeline wants: checked one by one, then found again by number.
+
+source_rows ─ filter ─→ read_row ─→ canonical JSON in Arrow ─ shuffle_seed, limit ─→ Rows
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+import pyarrow as pa
+from blake3 import blake3
+
+from opd.config.prompts import PromptsConfig, as_prompts_config
+from opd.errors import PromptError
+from opd.prompts.arrow import IN_MEMORY_BYTES, Batches, in_batches, stored
+from opd.prompts.line import MAX_LINE_BYTES, BrokenRow, Messages, PromptLine, parsed, read_row
+from opd.prompts.mix import shuffled
+from opd.prompts.readers import source_rows
+from opd.prompts.sources import Source, find_source
+
+FORMAT = 1
+"""Of the cached rows: another number where the same file would give other rows."""
+SCHEMA = pa.schema([("row", pa.int64()), ("line", pa.large_binary())])
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Sequence[PromptLine]):
+    """Rows in the order of the file, or shuffled; read from memory or a mapped file when asked for."""
+
+    label: str
+    key: str
+    """Hash of everything that decides which rows these are, and of what is in them."""
+    cached: bool
+    """They are many: what is made of them is kept too."""
+    _batches: Batches
+    _order: np.ndarray[tuple[int], np.dtype[np.int64]] | None
+
+    def __len__(self) -> int:
+        return len(self._batches) if self._order is None else len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptLine: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptLine]: ...
+    def __getitem__(self, index: int | slice) -> PromptLine | list[PromptLine]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        line: PromptLine = PromptLine.from_json(self._batches.value("line", self._at(index)))
+        return line
+
+    def __iter__(self) -> Iterator[PromptLine]:
+        return (self[i] for i in range(len(self)))
+
+    def number(self, index: int) -> int:
+        """The row's number in the source, from 0: it names a prompt, whatever is filtered and shuffled."""
+        return int(self._batches.value("row", self._at(index)))
+
+    def prompts(self, start: int, stop: int) -> list[str | Messages]:
+        """The prompts of the rows from `start` to before `stop`, in one go."""
+        if self._order is None:
+            lines = self._batches.values("line", start, stop)
+        else:
+            lines = [self._batches.value("line", int(at)) for at in self._order[start:stop]]
+        return [parsed(line)["prompt"] for line in lines]
+
+    def _at(self, index: int) -> int:
+        index = range(len(self))[index]  # raises IndexError, takes negative ones
+        return index if self._order is None else int(self._order[index])
+
+
+def open_rows(prompts: Path | PromptsConfig) -> Rows:
+    """Read and check every row that the pipeline wants.
+
+    Raises: PromptError naming the file and the row that is broken or over-long, or a source that is missing or empty.
+    """
+    config = as_prompts_config(prompts)
+    source = find_source(prompts)
+    before = source.state()
+    key = _key(source, config)
+    cached = source.nbytes > IN_MEMORY_BYTES
+    batches = stored(f"rows-{key}", SCHEMA, lambda: in_batches(_steady(source, config, before), SCHEMA), cached=cached)
+    order = None
+    if config.shuffle_seed is not None:
+        whole = np.array(shuffled(len(batches), f"opd prompts {config.shuffle_seed}"), np.int64)
+        order = whole[: config.limit]
+    return Rows(source.label, _with(key, [config.shuffle_seed, config.limit]), cached, batches, order)
+
+
+def read_prompt_lines(prompts: Path | PromptsConfig) -> list[PromptLine]:
+    """All rows as a list, for those who need every one of them at once. Raises: PromptError."""
+    return list(open_rows(prompts))
+
+
+def _steady(source: Source, config: PromptsConfig, before: object) -> Iterator[tuple[int, bytes]]:
+    """As `_checked`. Raises: PromptError also if the files are no longer as they were when they were hashed."""
+    yield from _checked(source, config)
+    if source.state() != before:
+        raise PromptError.at(
+            source.label,
+            found="a file that was written to while it was read",
+            wanted="prompts that stay as they are",
+            fix="wait until whoever writes it is done",
+        )
+
+
+def _checked(source: Source, config: PromptsConfig) -> Iterator[tuple[int, bytes]]:
+    """Number and canonical JSON of each row. Raises: PromptError."""
+    seen: set[str] = set()
+    total = read = 0
+    for number, (place, row) in enumerate(source_rows(source, config)):
+        total = number + 1
+        if row is None:
+            continue
+        try:
+            line = read_row(row, config.columns).as_json()
+            if not place.line and len(line) > MAX_LINE_BYTES:
+                raise BrokenRow(f"a row of {len(line):,} bytes", "split or delete this row")
+        except BrokenRow as problem:
+            raise place.refusal(problem) from None
+        seen.update(name for name in config.columns.values() if name in row)
+        read += 1
+        yield number, line
+        if config.shuffle_seed is None and read == config.limit:
+            break
+    _refuse_none(source, config, total, read)
+    for ours, name in config.columns.items():
+        if name not in seen:
+            raise PromptError.at(
+                source.label,
+                found=f"no row with a column `{name}`",
+                wanted=f"the column that prompts.columns.{ours} names",
+                fix="correct the name",
+            )
+
+
+def _refuse_none(source: Source, config: PromptsConfig, total: int, read: int) -> None:
+    if read:
+        return
+    if total and config.filter is not None:
+        rule = config.filter
+        wanted = rule.equals if rule.one_of is None else rule.one_of
+        raise PromptError.at(
+            source.label,
+            found=f"no prompts: of {total:,} rows none has {wanted!r} in the column `{rule.column}`",
+            wanted="at least one row",
+            fix="correct prompts.filter",
+        )
+    raise PromptError.at(
+        source.label,
+        found="no prompts",
+        wanted="at least one line",
+        fix='lines look like {"prompt": "2+2=", "answer": "4"}',
+    )
+
+
+def _key(source: Source, config: PromptsConfig) -> str:
+    """Of the rows before shuffle and limit."""
+    wanted = config.model_dump(mode="json", include={"columns", "filter"})
+    first = config.limit if config.shuffle_seed is None else None
+    return _with("", [FORMAT, source.kind, source.content_hash(), wanted, first])
+
+
+def _with(key: str, more: object) -> str:
+    return blake3(json.dumps([key, more], sort_keys=True).encode()).hexdigest()

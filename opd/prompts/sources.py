@@ -1,0 +1,262 @@
+"""Which files a pipeline's `prompts` mean: one file, a directory that `datasets` saved, data files, or a hub data set."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from opd.config.prompts import PromptsConfig, as_prompts_config
+from opd.errors import PromptError
+from opd.files import blake3_file
+
+FORMATS = "a file of prompts (JSONL, CSV, Parquet) or a directory that the library `datasets` saved"
+KINDS = {".parquet": "parquet", ".csv": "csv"}
+"""By the file's ending; every other file is JSONL, whatever it is called."""
+FROM_LIBRARY = {"json": "jsonl", "csv": "csv", "parquet": "parquet"}
+"""Readers of `datasets` for data files, and ours. It has others, some of which unpickle: those are refused."""
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""What `save_to_disk` leaves in a directory of one data set, and in one of several splits."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Prompts on this machine, not opened yet."""
+
+    label: str
+    """What messages call it: the path or name as the pipeline has it, and the split if it says one."""
+    kind: str
+    """`jsonl`, `csv`, `parquet`, or `saved` by `datasets`."""
+    files: tuple[Path, ...]
+    """Whose bytes decide what is read, in order."""
+    directory: Path | None = None
+    """What `load_from_disk` is given, of a saved one."""
+    shown: tuple[str, ...]
+    """What messages call each of the files."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    def content_hash(self) -> str:
+        """BLAKE3 of the file's bytes, of several that of their names and hashes. Raises: OSError."""
+        if self.directory is None and len(self.files) == 1:
+            return blake3_file(self.files[0])
+        return blake3(json.dumps([[file.name, blake3_file(file)] for file in self.files]).encode()).hexdigest()
+
+    def state(self) -> list[tuple[int, int]]:
+        """Sizes and times, which change if somebody writes to the files. Raises: OSError."""
+        return [(found.st_size, found.st_mtime_ns) for found in (file.stat() for file in self.files)]
+
+
+def is_hub_name(prompts: Path | PromptsConfig) -> bool:
+    """A mapping whose path is `owner/name`, where nothing of that name is here. A path alone is always a local one."""
+    if not isinstance(prompts, PromptsConfig) or prompts.path.exists():
+        return False
+    return HUB_NAME.fullmatch(prompts.path.as_posix()) is not None and prompts.path.suffix not in (*KINDS, ".jsonl")
+
+
+def is_here(prompts: Path | PromptsConfig) -> bool:
+    """The file or directory can be looked at without a network."""
+    return as_prompts_config(prompts).path.exists()
+
+
+def find_source(prompts: Path | PromptsConfig) -> Source:
+    """Find the files. Raises: PromptError if there are none, or not in the form that the pipeline says."""
+    config = as_prompts_config(prompts)
+    label = str(config.path) + (f" (split {config.split})" if config.split else "")
+    try:
+        if is_hub_name(prompts):
+            return _data_files(config, label)
+        if not config.path.is_dir():
+            config.path.open("rb").close()
+            return _file(config, label)
+        if (config.path / SAVED_SPLITS).is_file() or (config.path / SAVED).is_file():
+            return _saved(config, label)
+        return _data_files(config, label)
+    except FileNotFoundError as error:
+        raise _missing(config, error) from None
+    except OSError as error:
+        raise PromptError.at(
+            config.path, found=error.strerror or str(error), wanted=FORMATS, fix="check the path and its rights"
+        ) from None
+
+
+def library() -> Any:
+    """The package `datasets`, imported when it is needed: that takes two seconds, and JSONL does without.
+
+    Raises: PromptError if it is not installed.
+    """
+    if find_spec("datasets") is None:
+        raise PromptError.at(
+            "prompts",
+            found="the package `datasets` is not installed",
+            wanted="it, to read anything but a JSONL file",
+            fix="pip install 'opd-merge[engines]', or convert the prompts to JSONL",
+        )
+    import datasets
+
+    return datasets
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """The library logs its errors before it raises them, which we tell once; and it imports torch for each stream of rows
+    to make it one of torch's too, which costs two seconds and 200 MB.
+    """
+    datasets = library()
+    logging, config = datasets.utils.logging, datasets.config
+    before = logging.get_verbosity(), config.TORCH_AVAILABLE
+    logging.set_verbosity(logging.CRITICAL)
+    config.TORCH_AVAILABLE = False
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before[0])
+        config.TORCH_AVAILABLE = before[1]
+
+
+def _missing(config: PromptsConfig, error: FileNotFoundError) -> PromptError:
+    if config.path.is_dir():
+        return PromptError.at(
+            config.path,
+            found=f"a directory without data files ({error})",
+            wanted=FORMATS,
+            fix="give the file itself, or a directory with .parquet, .csv or .jsonl files",
+        )
+    return PromptError.at(
+        config.path,
+        found="no such file",
+        wanted=FORMATS,
+        fix="check the path; it is relative to the current directory. A data set of the hub needs the long form: "
+        "prompts: {path: OWNER/NAME}",
+    )
+
+
+def _file(config: PromptsConfig, label: str) -> Source:
+    for key in ("name", "revision"):
+        if getattr(config, key) is not None:
+            raise _not_for(key, f"{config.path}, a file", config)
+    if config.split not in (None, "train"):
+        raise _not_for("split", f"{config.path}, a file, which has no splits", config)
+    kind = KINDS.get(config.path.suffix.lower(), "jsonl")
+    return Source(label=label, kind=kind, files=(config.path,), shown=(str(config.path),))
+
+
+def _not_for(key: str, found: str, config: PromptsConfig) -> PromptError:
+    return PromptError.at(
+        f"prompts.{key}: {getattr(config, key)}",
+        found=found,
+        wanted="a directory or a data set of the hub, to which this key belongs",
+        fix=f"leave `{key}` out",
+    )
+
+
+def _saved(config: PromptsConfig, label: str) -> Source:
+    for key in ("name", "revision"):
+        if getattr(config, key) is not None:
+            raise _not_for(key, f"{config.path}, a saved data set", config)
+    directory = config.path
+    if (directory / SAVED_SPLITS).is_file():
+        splits = _json(directory / SAVED_SPLITS, "splits")
+        directory /= _split(config, splits, label)
+    elif config.split not in (None, "train"):
+        raise _not_for("split", f"{config.path}, which was saved without splits", config)
+    names = [part["filename"] for part in _json(directory / SAVED, "_data_files")]
+    files = tuple(directory / Path(name).name for name in names)  # no name leads out of the directory
+    for file in (*files, directory / "dataset_info.json"):
+        file.stat()
+    shown = (str(directory),) * len(files)
+    return Source(label=label, kind="saved", files=files, directory=directory, shown=shown)
+
+
+def _json(file: Path, key: str) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))[key]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PromptError.at(
+            file, found=f"{type(error).__name__}: {error}", wanted="what `save_to_disk` wrote", fix="save it again"
+        ) from None
+
+
+def _split(config: PromptsConfig, splits: Sequence[str], label: str) -> str:
+    """The split asked for, else `train`, else the only one. Raises: PromptError."""
+    wanted = config.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
+    if wanted not in splits:
+        raise PromptError.at(
+            label,
+            found=f"the splits {', '.join(splits) or '(none)'}",
+            wanted=f"a split `{wanted}`",
+            fix="name one of them: prompts: {path: ..., split: NAME}",
+        )
+    return wanted
+
+
+def _data_files(config: PromptsConfig, label: str) -> Source:
+    """Files of a directory or hub repository, as `datasets` finds and names their splits; those of the hub are downloaded.
+
+    The library runs no code of a repository. The files are then read as local ones are, so broken rows are named.
+    """
+    datasets = library()
+    here = config.path.is_dir()
+    try:
+        with quiet():
+            path = str(config.path.absolute()) if here else config.path.as_posix()
+            builder = datasets.load_dataset_builder(path, config.name, revision=config.revision)
+            by_split: Mapping[str, Sequence[str]] = builder.config.data_files or {}
+            kind = FROM_LIBRARY.get(builder.name)
+            if kind is None or not by_split:
+                raise _unreadable(label, builder.name)
+            names = list(by_split[_split(config, [str(split) for split in by_split], label)])
+            _refuse_outside(path if here else "hf://datasets/", names, label)
+            local = names if here else datasets.DownloadManager().download(names)
+    except PromptError:
+        raise
+    except (OSError, ValueError) as error:
+        if here and isinstance(error, FileNotFoundError):
+            raise
+        raise _no_hub(config, str(error)) from None
+    shown = tuple(name if not here else str(config.path / Path(name).relative_to(Path(path))) for name in names)
+    return Source(label=label, kind=kind, files=tuple(Path(file) for file in local), shown=shown)
+
+
+def _refuse_outside(root: str, names: Sequence[str], label: str) -> None:
+    """A data set's own README may name files; not those of somebody else. Raises: PromptError."""
+    for name in names:
+        if not name.startswith(f"{root.rstrip('/')}/") or ".." in Path(name).parts:
+            raise PromptError.at(
+                label,
+                found=f"a README that names {name}",
+                wanted="files of the data set itself",
+                fix="give these files",
+            )
+
+
+def _unreadable(label: str, reader: str) -> PromptError:
+    return PromptError.at(
+        label,
+        found=f"data that `datasets` would read with its reader `{reader}`",
+        wanted="Parquet, CSV or JSONL files",
+        fix="convert it once: datasets.load_dataset(...).to_parquet('prompts.parquet')",
+    )
+
+
+def _no_hub(config: PromptsConfig, why: str) -> PromptError:
+    if config.path.is_dir():
+        return PromptError.at(config.path, found=why, wanted=FORMATS, fix="name the files' configuration and split")
+    name = config.path.as_posix()
+    return PromptError.at(
+        f"prompts: {name}",
+        found=why,
+        wanted="a data set of the hub that can be reached, or a file or directory here",
+        fix=f"where there is a network: `hf download {name} --repo-type dataset --local-dir DIR`, and give `path: DIR`; a "
+        "local path is relative to the current directory",
+    )

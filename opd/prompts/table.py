@@ -1,0 +1,193 @@
+"""The prompts of one domain, tokenised: as many as there are rows, of which only those asked for are made.
+
+Rows ─ encode_prompts ─→ token ids, hash of the text, hash of the ids in Arrow ─→ PromptTable ─ where ─→ PromptTable
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+from blake3 import blake3
+
+from opd.config.prompts import PromptsConfig
+from opd.errors import PromptError
+from opd.prompts.arrow import Batches, in_batches, stored
+from opd.prompts.encode import Tokenizer, encode_prompts
+from opd.prompts.line import Messages
+from opd.prompts.rows import Rows, open_rows
+from opd.types import Prompt
+
+FORMAT = 1
+"""Of the cached token ids: another number where the same rows would give other ids."""
+SCHEMA = pa.schema(
+    [
+        ("token_ids", pa.list_(pa.int32())),
+        ("length", pa.int32()),
+        ("side", pa.uint64()),
+        ("digest", pa.uint64()),
+    ]
+)
+ENCODED_AT_ONCE = 512
+_SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)  # json.dumps makes a new one for each prompt
+Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True)
+class PromptTable(Sequence[Prompt]):
+    """Some of a source's prompts, in order. A million cost a few numbers each; `Prompt`s are made when asked for."""
+
+    domain: str
+    rows: Rows
+    _tokens: Batches
+    indices: Indices
+    """Which of `rows` they are."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = int(self.indices[index])
+        line = self.rows[at]
+        return Prompt(
+            id=f"{self.domain}/{self.rows.number(at)}",
+            domain=self.domain,
+            token_ids=tuple(self._tokens.value("token_ids", at)),
+            answer=line.answer,
+            metadata=line.metadata,
+        )
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[i] for i in range(len(self)))
+
+    @cached_property
+    def lengths(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """[prompts] tokens of each; 0: it asks nothing."""
+        return self._tokens.numbers("length")[self.indices]
+
+    def where(self, mask: Mask) -> PromptTable:
+        """Those for which `mask` [prompts] is true."""
+        return replace(self, indices=self.indices[mask])
+
+    def ids(self, mask: Mask, limit: int) -> list[str]:
+        """Names of the first `limit` prompts for which `mask` is true."""
+        return [f"{self.domain}/{self.rows.number(int(at))}" for at in self.indices[mask][:limit]]
+
+    def held_out(self, share: float) -> Mask:
+        """Which prompts `is_held_out` keeps back."""
+        return self._tokens.numbers("side")[self.indices] < np.uint64(math.ceil(share * 2**64))
+
+    def among(self, prompts: Sequence[Prompt]) -> PromptTable:
+        """Those that may have the token ids of one of `prompts`: all that do, and hardly another."""
+        wanted = np.array([_digest(prompt.token_ids) for prompt in prompts], np.uint64)
+        return self.where(np.isin(self._tokens.numbers("digest")[self.indices], wanted))
+
+
+def side(prompt: str | Messages) -> int:
+    """64 bits of a prompt's text, on which side of a split it is."""
+    text = _SORTED.encode(prompt)
+    digest = hashlib.sha256(f"opd holdout {text}".encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def is_held_out(prompt: str | Messages, share: float) -> bool:
+    """Which side of a split a prompt is on: a function of its text and the share alone.
+
+    A larger share keeps everything back that a smaller one does.
+    """
+    return side(prompt) < share * 2**64
+
+
+def load_prompts(
+    prompts: Path | PromptsConfig, domain: str, tokenizer: Tokenizer, day: date | None = None
+) -> PromptTable:
+    """All prompts of one domain, tokenised; one that asks nothing has no token ids. `day` as for `encode_prompt`.
+
+    Raises: PromptError.
+    """
+    rows = open_rows(prompts)
+    tokens = stored(
+        f"tokens-{_key(rows, tokenizer, day)}" if rows.cached else "",
+        SCHEMA,
+        lambda: in_batches(_encoded(rows, domain, tokenizer, day), SCHEMA),
+        cached=rows.cached,
+    )
+    return PromptTable(domain, rows, tokens, np.arange(len(rows), dtype=np.int64))
+
+
+def _encoded(
+    rows: Rows, domain: str, tokenizer: Tokenizer, day: date | None
+) -> Iterator[tuple[np.ndarray[Any, Any], int, int, int]]:
+    """A row of `SCHEMA` for each prompt. Raises: PromptError."""
+
+    def encode(start: int) -> list[tuple[str | Messages, Sequence[int]]]:
+        prompts = rows.prompts(start, start + ENCODED_AT_ONCE)
+        return list(zip(prompts, _ids(rows, start, prompts, domain, tokenizer, day), strict=True))
+
+    # The tokenizer runs without Python's lock: the next prompts are cut into tokens while these are hashed and written.
+    with ThreadPoolExecutor(1) as ahead:
+        pending = ahead.submit(encode, 0)
+        for start in range(0, len(rows), ENCODED_AT_ONCE):
+            found, pending = pending.result(), ahead.submit(encode, start + ENCODED_AT_ONCE)
+            for prompt, ids in found:
+                yield np.asarray(ids, np.int32), len(ids), side(prompt), _digest(ids)
+
+
+def _ids(
+    rows: Rows, start: int, prompts: list[str | Messages], domain: str, tokenizer: Tokenizer, day: date | None
+) -> list[Sequence[int]]:
+    """Token ids of the prompts from row `start`. Raises: PromptError naming the one that cannot be encoded."""
+    from jinja2 import TemplateError
+
+    try:
+        return encode_prompts(tokenizer, prompts, day)
+    except (TemplateError, ValueError, TypeError) as error:
+        # No chat template, roles that the template refuses, or text that is not Unicode.
+        if len(prompts) > 1:  # one of them: which?
+            return [_ids(rows, start + i, [p], domain, tokenizer, day)[0] for i, p in enumerate(prompts)]
+        raise PromptError.at(
+            f"{rows.label}: prompt {domain}/{rows.number(start)}",
+            found=str(error),
+            wanted="a prompt that the student's tokenizer and chat template take",
+            fix="correct this prompt, give text instead of messages, or choose a student with a chat template",
+        ) from None
+
+
+def _digest(token_ids: Sequence[int]) -> int:
+    """64 bits of token ids: equal ids have equal ones."""
+    data = np.asarray(token_ids, np.int32).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+def _key(rows: Rows, tokenizer: Any, day: date | None) -> str:
+    """Of rows, tokenizer, chat template and day; and of the libraries, which may render and cut in another way tomorrow."""
+    parts = {
+        "format": FORMAT,
+        "rows": rows.key,
+        "tokenizer": blake3(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "class": type(tokenizer).__qualname__,
+        "special": tokenizer.all_special_ids,
+        "template": tokenizer.chat_template,
+        "tokens": tokenizer.special_tokens_map,  # a template may write them
+        "day": str(day or (date.today() if "strftime_now" in str(tokenizer.chat_template) else None)),
+        "versions": [version(name) for name in ("transformers", "tokenizers", "jinja2")],
+    }
+    return blake3(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,135 @@
+"""`opd prompts show`: what a domain's prompts become before the student reads them, and which of them are left out.
+
+Needs the student's tokenizer and the prompts; looks at no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experts.registry import Registry, default_root
+from opd.config import PipelineConfig
+from opd.config.domains import RegisteredExperts
+from opd.config.prompts import PromptsConfig, as_prompts_config
+from opd.errors import ConfigError
+from opd.prompts import PromptTable, load_prompts, render_prompt
+from pipelines.inputs.prompts import shown
+from pipelines.inputs.read import load_tokenizer, prompts_of
+from pipelines.inputs.template_date import dated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Prompts that go one way, and why."""
+
+    why: str
+    prompts: PromptTable
+    mask: Any
+    """[prompts] those that do."""
+
+    def __str__(self) -> str:
+        count = int(np.count_nonzero(self.mask))
+        names = f": {shown(self.prompts, self.mask)}" if count else ""
+        return f"  {count:>9,}  {self.why}{names}"
+
+
+def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iterator[str]:
+    """Lines about the first `count` prompts of one domain, or of each. Raises: OpdError."""
+    if domain is not None and domain not in config.domains:
+        raise ConfigError.at(
+            "--domain",
+            found=domain,
+            wanted=f"a domain of the pipeline: {', '.join(config.domains)}",
+            fix="correct the name",
+        )
+    tokenizer = load_tokenizer(config.student.model)
+    config = dated(config, tokenizer)
+    for name in [domain] if domain else config.domains:
+        settings = config.domains[name]
+        training = prompts_of(name, settings, None if settings.prompts else _registered(config, name))
+        yield from _source(config, tokenizer, name, training, count)
+        if settings.eval is not None and settings.eval.prompts is not None:
+            yield from _source(config, tokenizer, name, settings.eval.prompts, count, exam=True)
+
+
+def _source(
+    config: PipelineConfig,
+    tokenizer: Any,
+    domain: str,
+    source: Path | PromptsConfig,
+    count: int,
+    *,
+    exam: bool = False,
+) -> Iterator[str]:
+    prompts = load_prompts(source, domain, tokenizer, config.student.template_date)
+    yield f"{domain}, {'exam' if exam else 'training'}: {len(prompts):,} prompts of {prompts.rows.label}"
+    used, left = _left_out(config, domain, source, prompts, exam=exam)
+    yield from (str(part) for part in left)
+    yield f"  {len(used):,} are used, of {_tokens(used)}" if len(used) else "  none is used"
+    for index, prompt in enumerate(islice(used, count)):
+        line = used.rows[int(used.indices[index])]
+        yield ""
+        yield f"{prompt.id}: {len(prompt.token_ids)} tokens" + (f", answer {line.answer!r}" if line.answer else "")
+        yield f"  text: {render_prompt(tokenizer, line.prompt, config.student.template_date)!r}"
+        yield f"  ids:  {' '.join(map(str, prompt.token_ids))}"
+    yield ""
+
+
+def _left_out(
+    config: PipelineConfig, domain: str, source: Path | PromptsConfig, prompts: PromptTable, *, exam: bool
+) -> tuple[PromptTable, list[Left]]:
+    """The prompts that are used, and those that are not, in the order in which a merge looks."""
+    settings = config.domains[domain].eval
+    limit = as_prompts_config(source).max_prompt_tokens
+    room = config.rollout.max_model_len
+    left: list[Left] = []
+
+    def leave(why: str, mask: Any) -> None:
+        nonlocal prompts
+        left.append(Left(why=why, prompts=prompts, mask=mask))
+        prompts = prompts.where(~mask)
+
+    if settings is not None and settings.holdout is not None:
+        leave(f"held out for the exam (eval.holdout {settings.holdout:g})", prompts.held_out(settings.holdout))
+    if limit is not None:
+        leave(f"left out, longer than max_prompt_tokens = {limit}", prompts.lengths > limit)
+    if exam:
+        leave(
+            f"not asked, after the first evaluate.samples = {config.evaluate.samples}",
+            np.arange(len(prompts)) >= config.evaluate.samples,
+        )
+    end = "counted as wrong" if exam else "left out"
+    leave(f"{end}, no text", prompts.lengths == 0)
+    leave(
+        f"{end if exam else 'quarantined when they come'}, no room for a response in rollout.max_model_len = {room}",
+        prompts.lengths >= room,
+    )
+    return prompts, left
+
+
+def _tokens(prompts: PromptTable) -> str:
+    lengths = prompts.lengths
+    low, middle, high = (int(x) for x in (lengths.min(), np.median(lengths), lengths.max()))
+    return f"{low} to {high} tokens (median {middle}), {int(lengths.sum(dtype=np.int64)):,} in all"
+
+
+def _registered(config: PipelineConfig, domain: str) -> Path | None:
+    """The prompts that the domain's expert was registered with; whose it is a merge decides in `routes.py`."""
+    if not isinstance(config.experts, RegisteredExperts):
+        return None
+    registry = Registry(config.registry or default_root())
+    names = registry.names() if config.experts.use == "all" else config.experts.use
+    named = config.domains[domain].teachers
+    if isinstance(named, str):
+        names = [named]
+    elif named is not None:
+        names = [max(sorted(named), key=lambda name: named[name])]
+    experts = [registry.get(name) for name in names]
+    mine = [e.prompts for e in experts if named is not None or e.domain == domain]
+    return Path(mine[0]) if mine and mine[0] else None
