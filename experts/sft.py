@@ -90,6 +90,7 @@ class ImitationSpec:
     accumulate: int
     """Micro-batches of one step."""
     seed: int = 0
+    """Decides what the model's own chance does, such as dropout."""
 
 
 def imitate(

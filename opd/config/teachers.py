@@ -215,13 +215,14 @@ def changed_teachers(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
     """The section with some keys changed. Another engine takes over the keys that it has too."""
     engine = changes.get("engine", data["engine"])
     known = ENGINES[engine].model_fields if isinstance(engine, str) and engine in ENGINES else data
-    return {key: value for key, value in data.items() if key in known} | changes
+    return {key: value for key, value in data.items() if key in known} | dict(changes)
 
 
 def _is_default(owner: type[Teachers], key: str, value: Any) -> bool:
-    field = owner.model_fields[key]
-    read = TypeAdapter(field.annotation).validate_python(field.default) if isinstance(field.default, str) else None
-    return value == field.default or (read is not None and value == read)
+    """True for nothing, and for the key's default as it is written or as it is read."""
+    default = owner.model_fields[key].default
+    read: Any = TypeAdapter(ByteSize).validate_python(default) if key == "memory" else default
+    return value in (None, default, read)
 
 
 def _engine(value: Any) -> str:
