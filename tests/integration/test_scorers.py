@@ -20,10 +20,10 @@ from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
-from opd.rollouts.vllm import ENGINE_ENV
-from opd.settings import validate
 from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.top_k import TopTokens
+from opd.rollouts.vllm import ENGINE_ENV
+from opd.settings import validate
 from opd.stream.heads import head_tensor
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
