@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import inspect
 import itertools
 import json
 import os
@@ -151,30 +150,19 @@ def materialised(inputs: Inputs, case: Case) -> Tensor:
 def ours(inputs: Inputs, case: Case, **options: Any) -> Tensor:
     import torch
 
-    from opd.losses.chunked import chunked_objective
+    from opd.losses.chunked import Loss, Tokens, chunked_objective
     from opd.losses.reverse_kl import ReverseKLConfig
     from opd.payloads.hidden_states import TeacherBlock
 
     num = len(inputs.token_T)
-    loss, _ = chunked_objective(
-        ReverseKLConfig().build(),
-        inputs.hidden_T_D,
-        inputs.head_V_D,
-        [TeacherBlock(inputs.teacher_hidden_T_D, inputs.teacher_head_V_D)],
-        torch.full((num,), 1 / num),
-        inputs.token_T,
-        chunk=case.chunk,
-        vocab_size=case.vocab,
-        **options,
-    )
-    return loss
+    loss = Loss(objective=ReverseKLConfig().build(), chunk=case.chunk, vocab_size=case.vocab, **options)
+    tokens = Tokens(inputs.token_T, torch.full((num,), 1 / num), torch.zeros(num))
+    teacher = TeacherBlock(inputs.teacher_hidden_T_D, inputs.teacher_head_V_D)
+    value, _ = chunked_objective(loss, inputs.hidden_T_D, inputs.head_V_D, [teacher], tokens)
+    return value
 
 
 def ours_compiled(inputs: Inputs, case: Case) -> Tensor:
-    from opd.losses.chunked import chunked_objective
-
-    if "compiled" not in inspect.signature(chunked_objective).parameters:
-        raise Unavailable("chunked_objective has no keyword `compiled`")
     return ours(inputs, case, compiled=True)
 
 

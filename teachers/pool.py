@@ -12,7 +12,7 @@ from opd.errors import RunError
 from opd.payloads import answer_class
 from opd.rollouts.vllm import ENGINE_ENV
 from opd.stream.heads import HeadSource
-from opd.stream.targets import Expected, TargetStream
+from opd.stream.targets import Asked, Expected, TargetStream
 from opd.types import LayoutProof, Rollout, Teacher, WeightedTeacher
 from teachers.scorers import ScorerOptions
 from teachers.weights import base_key, weight_key
@@ -20,6 +20,8 @@ from teachers.worker import Group, TeacherWorker
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]
 """Domain -> the teachers that score it."""
+Heads = dict[str, HeadSource]
+"""By content hash."""
 AHEAD = 2
 """Parts that a worker is asked for before the first of them is taken, so that it never waits for the driver; together
 with `teachers.queue` this bounds the bytes that are scored and not yet trained."""
@@ -94,18 +96,20 @@ class Pool:
         heads = {key: known[key] for key in sorted(set(keys.values()))}
         return TargetStream(
             self._source(shares, asked, restarted, heads),
-            rollouts,
-            expected_rows({r.domain for r in rollouts}, self._routes, keys),
-            kind=(self._options.dtype, self._options.payload),
-            max_quarantined=self._max_quarantined,
+            Asked(
+                rollouts=rollouts,
+                teachers=expected_rows({r.domain for r in rollouts}, self._routes, keys),
+                kind=(self._options.dtype, self._options.payload),
+                max_quarantined=self._max_quarantined,
+            ),
             heads=heads,
             restarted=restarted,
         )
 
-    def heads(self) -> dict[str, HeadSource]:
+    def heads(self) -> Heads:
         """As `opd.interfaces.TeacherPool.heads`, once the pool is ready; a matrix is read from the weights of the first
         teacher that has it, when it is fetched."""
-        found: dict[str, HeadSource] = {}
+        found: Heads = {}
         for teacher, head in self._described.values():
             handle = cluster.Remote(self._workers[0], "head", (teacher,), self._timeout_s)
             found.setdefault(head.key, replace(head, handle=handle))
@@ -121,11 +125,7 @@ class Pool:
         cluster.kill(self._workers)
 
     def _source(
-        self,
-        shares: Sequence[Sequence[Group]],
-        asked: list[deque[Any]],
-        restarted: list[str],
-        heads: dict[str, HeadSource],
+        self, shares: Sequence[Sequence[Group]], asked: list[deque[Any]], restarted: list[str], heads: Heads
     ) -> Iterator[Any]:
         """Handles to the parts of all workers as they come; `asked`: by worker, its answers that are on their way.
 

@@ -59,52 +59,52 @@ class TokenStats:
     """Teacher's probability of the same tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What is known of N response tokens beside what the teachers say."""
+
+    token_N: Tensor
+    """Sampled ids."""
+    weight_N: Tensor
+    """0 where a token carries no loss; whatever the teacher says there, NaN included, has no effect."""
+    behaviour_N: Tensor
+    """Log-prob of the sampled ids when they were sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """An objective, and how it is computed."""
+
+    objective: Objective
+    chunk: int
+    """Tokens whose logits exist at one time."""
+    vocab_size: int
+    """Both vocabularies are cut to so many rows: rows beyond the tokenizer are padding and have no probability."""
+    rule: LogitRule = IDENTITY
+    """The student's."""
+    compiled: bool = False
+    """Fuse the elementwise part with torch.compile; it needs a C++ compiler when it first runs."""
+    temperature: float = 1.0
+    """The one that the tokens were sampled at. It matters to `TokenStats.logprob_N` alone, which is to be held against
+    `Tokens.behaviour_N`: objectives are about the student itself."""
+
+    def __post_init__(self) -> None:
+        assert self.chunk > 0
+
+
 def chunked_objective(
-    objective: Objective,
-    hidden_N_D: Tensor,
-    head_V_D: Tensor,
-    teachers: Sequence[Block],
-    weight_N: Tensor,
-    token_N: Tensor,
-    behaviour_N: Tensor | None = None,
-    *,
-    chunk: int,
-    vocab_size: int,
-    rule: LogitRule = IDENTITY,
-    compiled: bool = False,
-    temperature: float = 1.0,
+    loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block], tokens: Tokens
 ) -> tuple[Tensor, TokenStats]:
     """sum_n weight_n f(p_n) as a scalar with gradients for `hidden_N_D` and `head_V_D`, and per-token numbers.
 
-    `teachers` cover the N tokens in order; `weight_N` is 0 where a token carries no loss, and whatever the teacher says
-    there, NaN included, has no effect; `token_N` are the sampled ids, `behaviour_N` their log-probs when sampled.
-    Both vocabularies are cut to the first `vocab_size` rows: rows beyond the tokenizer are padding and have no
-    probability. Computes in float32, in float64 if the student's hidden states are float64.
-    `compiled` fuses the elementwise part with torch.compile; it needs a C++ compiler when it first runs.
-    `temperature` is the one that the tokens were sampled at. It matters to `TokenStats.logprob_N` alone, which is to be
-    held against `behaviour_N`: objectives are about the student itself.
-
+    `teachers` cover the N tokens in order. Computes in float32, in float64 if the student's hidden states are float64.
     Raises: ValueError if hidden states and head differ in width.
     """
-    assert chunk > 0
-    assert objective.mixes or not any(block.is_mixture for block in teachers)
-    assert sum(map(len, teachers)) == len(hidden_N_D) == len(weight_N) == len(token_N)
+    assert loss.objective.mixes or not any(block.is_mixture for block in teachers)
+    assert sum(map(len, teachers)) == len(hidden_N_D) == len(tokens.weight_N) == len(tokens.token_N)
     _check_widths(hidden_N_D, head_V_D, teachers)
-    if behaviour_N is None:
-        behaviour_N = torch.zeros_like(weight_N)
-    options = _Options(objective, chunk, vocab_size, rule, compiled, temperature)
-    loss, *stats = _Chunked.apply(hidden_N_D, head_V_D, tuple(teachers), weight_N, token_N, behaviour_N, options)
-    return loss, TokenStats(*stats)
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    objective: Objective
-    chunk: int
-    vocab_size: int
-    rule: LogitRule
-    compiled: bool
-    temperature: float
+    value, *stats = _Chunked.apply(hidden_N_D, head_V_D, tuple(teachers), tokens, loss)
+    return value, TokenStats(*stats)
 
 
 def _check_widths(hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block]) -> None:
@@ -128,17 +128,10 @@ def _spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block, slice
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_N_D: Tensor,
-        head_V_D: Tensor,
-        teachers: tuple[Block, ...],
-        weight_N: Tensor,
-        token_N: Tensor,
-        behaviour_N: Tensor,
-        options: _Options,
+        ctx: Any, hidden_N_D: Tensor, head_V_D: Tensor, teachers: tuple[Block, ...], tokens: Tokens, loss: Loss
     ) -> tuple[Tensor, ...]:
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
-        head_v_D = head_V_D[: options.vocab_size]
+        head_v_D = head_V_D[: loss.vocab_size]
         stats = [
             torch.full((len(hidden_N_D),), torch.nan, dtype=acc, device=hidden_N_D.device) for _ in fields(TokenStats)
         ]
@@ -146,18 +139,12 @@ class _Chunked(torch.autograd.Function):
         grad_head_V_D = None
         if ctx.needs_input_grad[1]:
             grad_head_V_D = torch.zeros(head_V_D.shape, dtype=acc, device=head_V_D.device)
-        for block, part, span in _spans(teachers, options.chunk):
+        for block, part, span in _spans(teachers, loss.chunk):
             h_C_D = hidden_N_D[span]
             raw_C_V = h_C_D @ head_v_D.T
-            given = block.given(part, options.vocab_size)
-            columns = (token_N[span], behaviour_N[span].to(acc), weight_N[span].to(acc))
-            for rows in _slices(raw_C_V, options.chunk):
-                part_columns = (columns[0][rows], columns[1][rows], columns[2][rows])
-                values, grad_C_V = _slice(options, raw_C_V[rows], given.rows(rows), part_columns)
-                raw_C_V[rows] = grad_C_V
-                for column, value in zip(stats, values, strict=True):
-                    if value is not None:
-                        column[span][rows] = value.to(acc)
+            columns = (tokens.token_N[span], tokens.behaviour_N[span].to(acc), tokens.weight_N[span].to(acc))
+            given = block.given(part, loss.vocab_size)
+            _to_gradient(loss, raw_C_V, given, columns, [column[span] for column in stats])
             del given  # the teacher's logits make room for what the products need
             if grad_hidden_N_D is not None:
                 grad_hidden_N_D[span] = raw_C_V @ head_v_D
@@ -168,8 +155,8 @@ class _Chunked(torch.autograd.Function):
         ctx.gradients = (grad_hidden_N_D, grad_head_V_D)
         ctx.head_dtype = head_V_D.dtype
         ctx.mark_non_differentiable(*stats)
-        loss = torch.where(weight_N != 0, stats[0] * weight_N.to(acc), 0).sum()
-        return (loss, *stats)
+        value = torch.where(tokens.weight_N != 0, stats[0] * tokens.weight_N.to(acc), 0).sum()
+        return (value, *stats)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
@@ -179,7 +166,18 @@ class _Chunked(torch.autograd.Function):
             hidden_N_D.mul_(grad_loss.to(hidden_N_D.dtype))
         if head_V_D is not None:
             head_V_D = _rounded_in_place(head_V_D.mul_(grad_loss), ctx.head_dtype)
-        return (hidden_N_D, head_V_D, *[None] * 5)
+        return (hidden_N_D, head_V_D, *[None] * 3)
+
+
+def _to_gradient(loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns, stats: Sequence[Tensor]) -> None:
+    """The gradient by the student's raw products takes their place, and the per-token numbers go into `stats`."""
+    for rows in _slices(raw_C_V, loss.chunk):
+        part_columns = (columns[0][rows], columns[1][rows], columns[2][rows])
+        values, grad_C_V = _slice(loss, raw_C_V[rows], given.rows(rows), part_columns)
+        raw_C_V[rows] = grad_C_V
+        for column, value in zip(stats, values, strict=True):
+            if value is not None:
+                column[rows] = value.to(column.dtype)
 
 
 def _slice_rows(raw_C_V: Tensor, chunk: int) -> int:
@@ -220,18 +218,16 @@ Columns = tuple[Tensor, Tensor, Tensor]
 """token_C, behaviour_C, weight_C."""
 
 
-def _slice(
-    options: _Options, raw_C_V: Tensor, given: Given, columns: Columns
-) -> tuple[tuple[Tensor | None, ...], Tensor]:
+def _slice(loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Elementwise part of some rows, compiled if that is wanted and possible."""
-    if not (options.compiled and given.compiles and _can_compile()):
-        return _elementwise(options, raw_C_V, given, columns)
+    if not (loss.compiled and given.compiles and _can_compile()):
+        return _elementwise(loss, raw_C_V, given, columns)
     # One shape per (chunk, V, dtype): what is left over is padded, so that it does not compile again.
     num = len(raw_C_V)
-    more = _slice_rows(raw_C_V, options.chunk) - num
+    more = _slice_rows(raw_C_V, loss.chunk) - num
     token_C, behaviour_C, weight_C = (pad(column, more) for column in columns)
     values, grad_C_V = _compiled_elementwise()(
-        options, pad(raw_C_V, more), given.padded(more), (token_C, behaviour_C, weight_C)
+        loss, pad(raw_C_V, more), given.padded(more), (token_C, behaviour_C, weight_C)
     )
     return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
 
@@ -250,20 +246,20 @@ def _compiled_elementwise() -> Any:
 
 
 def _elementwise(
-    options: _Options, raw_C_V: Tensor, given: Given, columns: Columns
+    loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Per-token numbers, and the gradient by the student's raw products in their own type."""
     token_C, behaviour_C, weight_C = columns
-    rule = options.rule
+    rule = loss.rule
     logits_C_V = upcast(rule.apply(raw_C_V))
     logp_C_V = logits_C_V.log_softmax(-1)
     if rule.softcap is None:
         logits_C_V = raw_C_V  # only a cap's derivative looks at the logits again
     logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
-    sampling_C = _at_temperature(logp_C_V, logp_C, options.temperature)
+    sampling_C = _at_temperature(logp_C_V, logp_C, loss.temperature)
     student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, behaviour_C, weight_C)
     teacher = given.chunk(token_C, logp_C_V.dtype)
-    slope = options.objective(student, teacher)
+    slope = loss.objective(student, teacher)
     stats = _token_stats(student, sampling_C, teacher, slope)
     # In place from here on: [chunk, V] temporaries are what the loss costs in memory.
     grad_C_V = slope.p_slope_C_V

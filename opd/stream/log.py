@@ -26,7 +26,7 @@ from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
 from opd.run_dir import step_name, step_of
 from opd.stream.schema import PartRecord, StreamError, TargetRow, read_stream
-from opd.stream.targets import Expected, TargetStream
+from opd.stream.targets import Asked, Expected, TargetStream
 from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment, unknown_id
 
 MANIFEST = "step.json"
@@ -121,12 +121,14 @@ class ArrowTargetLog:
             raise ValueError(f"no teacher has the output head {unknown[0][:16]}")
         targets = TargetStream(
             (cluster.put(part) for part in raw),
-            batch.rollouts,
-            teachers,
-            kind=tuple(manifest["kind"]),
-            max_quarantined=1.0,  # it passed when it was written
+            Asked(
+                rollouts=batch.rollouts,
+                teachers=teachers,
+                kind=tuple(manifest["kind"]),
+                max_quarantined=1.0,  # it passed when it was written
+                who="target log",
+            ),
             heads={key: heads[key] for key in keys},
-            who="target log",
         )
         targets.collect()  # now, while the step can still be rolled out instead
         return batch, targets
@@ -157,8 +159,10 @@ def _digest(prompts: Sequence[Prompt]) -> str:
 def _beside(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
     """What the parts do not tell of a step."""
     return {
-        "kind": targets.kind,
-        "teachers": {domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.teachers.items()},
+        "kind": targets.asked.kind,
+        "teachers": {
+            domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.asked.teachers.items()
+        },
         "samples": [r.sample_id for r in batch.rollouts],
         "truncated": [r.sample_id for r in batch.rollouts if r.truncated],
         "unscored": [asdict(r) for r in batch.rollouts if r.sample_id in targets.quarantined],

@@ -28,6 +28,21 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What teachers were asked in a step, and so what has to come back."""
+
+    rollouts: Sequence[Rollout]
+    teachers: Mapping[str, Mapping[str, Expected]]
+    """Domain -> teacher -> what its rows say."""
+    kind: tuple[str, str]
+    """Dtype and payload."""
+    max_quarantined: float
+    """Share of the responses that may be left out."""
+    who: str = "teachers"
+    """Who answers, in errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """Some rows of a step. The driver keeps no row: it has looked at them, the trainer reads them."""
 
@@ -48,17 +63,13 @@ class TargetStream:
     def __init__(
         self,
         source: Iterator[Any],
-        rollouts: Sequence[Rollout],
-        teachers: Mapping[str, Mapping[str, Expected]],
+        asked: Asked,
         *,
-        kind: tuple[str, str],
-        max_quarantined: float,
         heads: Mapping[str, HeadSource],
         restarted: Sequence[str] = (),
-        who: str = "teachers",
     ) -> None:
-        """`source` gives handles to parts as they are scored, and may add to `restarted`; `teachers`: domain -> name ->
-        what its rows say; `kind`: dtype and payload; `who` names them in errors."""
+        """`source` gives handles to parts as they are scored, and may add to `restarted`."""
+        self.asked = asked
         self.heads = heads
         """By content hash, every head that the rows name. A rank fetches what it needs and does not hold."""
         self.quarantined: dict[str, str] = {}
@@ -69,16 +80,10 @@ class TargetStream:
         """All parts came, and no row is missing."""
         self.num_parts = 0
         self.nbytes = 0
-        self.teachers = teachers
-        """Domain -> teacher -> what its rows say."""
-        self.kind = kind
-        """Dtype and payload."""
         self._source = source
-        self._sent = {r.sample_id: r for r in rollouts}
-        self._missing = {(r.sample_id, name) for r in rollouts for name in teachers[r.domain]}
+        self._sent = {r.sample_id: r for r in asked.rollouts}
+        self._missing = {(r.sample_id, name) for r in asked.rollouts for name in asked.teachers[r.domain]}
         self._to_take = Counter(sample_id for sample_id, _ in self._missing)
-        self._who = who
-        self._max_quarantined = max_quarantined
         self._collected: deque[Part] = deque()
         self._records: dict[int, list[PartRecord]] = {}
         self._came: dict[int, Counter[str]] = {}
@@ -117,7 +122,7 @@ class TargetStream:
     @property
     def rows(self) -> int:
         """Rows of the samples that are not quarantined: one for each teacher of a sample."""
-        return sum(len(self.teachers[r.domain]) for i, r in self._sent.items() if i not in self.quarantined)
+        return sum(len(self.asked.teachers[r.domain]) for i, r in self._sent.items() if i not in self.quarantined)
 
     def _next(self) -> Part | None:
         if self.arrived:
@@ -132,10 +137,10 @@ class TargetStream:
         try:
             stream = read_stream(memoryview(raw))
         except StreamError as error:
-            raise StreamError(f"{self._who}: {error}") from None
-        if (stream.dtype, stream.payload) != self.kind:
+            raise StreamError(f"{self.asked.who}: {error}") from None
+        if (stream.dtype, stream.payload) != self.asked.kind:
             raise StreamError(
-                f"{self._who}: {stream.payload} in {stream.dtype} came, wanted {' in '.join(self.kind[::-1])}"
+                f"{self.asked.who}: {stream.payload} in {stream.dtype} came, wanted {' in '.join(self.asked.kind[::-1])}"
             )
         for row in stream.rows:
             self._check(row)
@@ -151,11 +156,11 @@ class TargetStream:
 
     def _check(self, row: TargetRow) -> None:
         """Asked for, not yet here, and about the very tokens that were sent. Raises: StreamError."""
-        who = f"{self._who}: row {row.sample_id} of teacher {row.teacher}"
+        who = f"{self.asked.who}: row {row.sample_id} of teacher {row.teacher}"
         rollout = self._sent.get(row.sample_id)
         if rollout is None or (row.sample_id, row.teacher) not in self._missing:
             raise StreamError(f"{who}: not asked for, or twice")
-        expected = self.teachers[rollout.domain][row.teacher]
+        expected = self.asked.teachers[rollout.domain][row.teacher]
         if row.weight != float(np.float32(expected.weight)) or row.answer.head_key() != expected.head:
             raise StreamError(f"{who}: another weight or head")
         if not _same(row, rollout):
@@ -166,15 +171,15 @@ class TargetStream:
         records = self._records.setdefault(record.worker, [])
         if record.number != len(records) or (records and records[-1].teachers is not None):
             raise StreamError(
-                f"{self._who}: part {record.number} of worker {record.worker} came after {len(records)} of its parts"
+                f"{self.asked.who}: part {record.number} of worker {record.worker} came after {len(records)} of its parts"
             )
         records.append(record)
         self._came.setdefault(record.worker, Counter()).update(row.teacher for row in rows)
         strange = sorted(set(record.broken) - set(self._sent))
         if strange:
-            raise StreamError(f"{self._who}: {strange[0]} is said to be broken, but was not sent")
+            raise StreamError(f"{self.asked.who}: {strange[0]} is said to be broken, but was not sent")
         self.quarantined |= record.broken
-        refuse_many_broken(self.quarantined, len(self._sent), self._max_quarantined)
+        refuse_many_broken(self.quarantined, len(self._sent), self.asked.max_quarantined)
 
     def _check_whole(self) -> None:
         """Raises: StreamError if a worker's last part or a row is missing."""
@@ -182,16 +187,16 @@ class TargetStream:
             counted = records[-1].teachers
             if counted is None:
                 raise StreamError(
-                    f"{self._who}: worker {worker} ends after {len(records)} parts without its end record"
+                    f"{self.asked.who}: worker {worker} ends after {len(records)} parts without its end record"
                 )
             if +Counter(counted) != +self._came[worker]:
                 raise StreamError(
-                    f"{self._who}: worker {worker} counts {dict(counted)} rows, {dict(self._came[worker])} came"
+                    f"{self.asked.who}: worker {worker} counts {dict(counted)} rows, {dict(self._came[worker])} came"
                 )
         # Of a quarantined response, a second teacher's row may be there all the same.
         missing = sorted(sample_id for sample_id, _ in self._missing if sample_id not in self.quarantined)
         if missing:
-            raise StreamError(f"{self._who}: {len(missing)} rows are missing, first {missing[0]}")
+            raise StreamError(f"{self.asked.who}: {len(missing)} rows are missing, first {missing[0]}")
 
 
 def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: float) -> None:

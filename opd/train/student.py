@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from opd.layouts import Packed
 from opd.losses.blocks import Block
-from opd.losses.chunked import TokenStats, chunked_objective
+from opd.losses.chunked import Loss, Tokens, TokenStats, chunked_objective
 from opd.losses.logits import token_logprobs
 from opd.losses.objective import Objective
 from opd.stream.heads import Head, logit_rule
@@ -24,11 +24,10 @@ from opd.train.batch import MicroBatch
 class LossHead(nn.Module):
     """Owns the output head; computes the objective or plain log-probs from hidden states."""
 
-    def __init__(self, weight_V_D: nn.Parameter, objective: Objective, options: Mapping[str, Any]) -> None:
+    def __init__(self, weight_V_D: nn.Parameter, loss: Loss) -> None:
         super().__init__()
         self.weight = weight_V_D
-        self._objective = objective
-        self._options = dict(options)
+        self._loss = loss
 
     def forward(
         self,
@@ -39,11 +38,10 @@ class LossHead(nn.Module):
         token_N: Tensor,
     ) -> Any:
         if batch is None or weight_N is None:
-            head_v_D = self.weight[: self._options["vocab_size"]]  # padding rows have no probability here either
-            return token_logprobs(hidden_N_D, head_v_D, token_N, self._options["rule"])
-        return chunked_objective(
-            self._objective, hidden_N_D, self.weight, blocks, weight_N, token_N, batch.behaviour_N, **self._options
-        )
+            head_v_D = self.weight[: self._loss.vocab_size]  # padding rows have no probability here either
+            return token_logprobs(hidden_N_D, head_v_D, token_N, self._loss.rule)
+        tokens = Tokens(token_N, weight_N, batch.behaviour_N)
+        return chunked_objective(self._loss, hidden_N_D, self.weight, blocks, tokens)
 
 
 class Student(nn.Module):
@@ -61,9 +59,15 @@ class Student(nn.Module):
     ) -> None:
         super().__init__()
         self.lm = lm
-        options = {"chunk": chunk, "vocab_size": vocab_size, "rule": logit_rule(lm.config), "compiled": compiled}
-        options["temperature"] = temperature
-        self.loss_head = LossHead(lm.get_output_embeddings().weight, objective, options)
+        loss = Loss(
+            objective=objective,
+            chunk=chunk,
+            vocab_size=vocab_size,
+            rule=logit_rule(lm.config),
+            compiled=compiled,
+            temperature=temperature,
+        )
+        self.loss_head = LossHead(lm.get_output_embeddings().weight, loss)
 
     def forward(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Tensor, TokenStats]:
         """The micro-batch's share of the loss, and per-token numbers."""

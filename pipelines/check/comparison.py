@@ -19,7 +19,7 @@ from torch import Tensor
 from opd.devices import to_device
 from opd.errors import RunError
 from opd.layouts import single
-from opd.losses.chunked import chunked_objective
+from opd.losses.chunked import Loss, Tokens, chunked_objective
 from opd.losses.reverse_kl import ReverseKLConfig
 from opd.model_weights import attention_of
 from opd.payloads.hidden_states import HiddenStates
@@ -77,11 +77,11 @@ class Comparer:
             attn_implementation=attention_of(student_dir),
             trust_remote_code=False,
         )
-        self._objective = OBJECTIVE.build()
-        student = Student(lm, self._objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size)
+        objective = OBJECTIVE.build()
+        student = Student(lm, objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size)
         self._student = student.to(self._device).eval()
         self._head_V_D = lm.get_output_embeddings().weight.detach().cpu()
-        self._rule = logit_rule(lm.config)
+        self._loss = Loss(objective=objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size, rule=logit_rule(lm.config))
 
     def compare(self, teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
         """`responses` are the student's; `texts` are prompts with their answers as `response_ids`."""
@@ -101,17 +101,9 @@ class Comparer:
         heads = {self._scorer.head_key(teacher): Head(self._scorer.head(teacher), self._scorer.head_rule(teacher))}
         for rows in self._rows(teacher, responses):
             batch = micro_batch([(row,) for row in rows], getattr(torch, DTYPE))
-            _, stats = chunked_objective(
-                self._objective,
-                self._student_hidden(rows),
-                self._head_V_D,
-                [block.with_heads(heads) for block in batch.blocks],
-                torch.ones(len(batch.token_N)),
-                batch.token_N,
-                chunk=OBJECTIVE.chunk,
-                vocab_size=self._options.vocab_size,
-                rule=self._rule,
-            )
+            tokens = Tokens(batch.token_N, torch.ones(len(batch.token_N)), batch.behaviour_N)
+            blocks = [block.with_heads(heads) for block in batch.blocks]
+            _, stats = chunked_objective(self._loss, self._student_hidden(rows), self._head_V_D, blocks, tokens)
             kl += stats.kl_N.abs().tolist()
             agree += stats.agree_N.tolist()
         return _mean(kl), _mean(agree)

@@ -21,7 +21,7 @@ from opd.losses.rule import LogitRule
 from opd.payloads import answer_class
 from opd.stream.heads import HeadSource, head_key, head_tensor
 from opd.stream.schema import VERSION as STREAM_VERSION
-from opd.stream.targets import TargetStream
+from opd.stream.targets import Asked, TargetStream
 from opd.types import LayoutProof, Rollout
 from teachers.flight.access import read_roots, read_token
 from teachers.flight.protocol import (
@@ -124,12 +124,14 @@ class FlightPool:
         keys = {a.teacher.name: self._served[d, a.teacher.name].head for d in domains for a in self._routes[d]}
         return TargetStream(
             (cluster.put(raw) for raw in self._parts(rollouts)),
-            rollouts,
-            expected_rows(domains, self._routes, keys if self._sends_heads else {}),
-            kind=(self._options.dtype, self._options.payload),
-            max_quarantined=self._max_quarantined,
+            Asked(
+                rollouts=rollouts,
+                teachers=expected_rows(domains, self._routes, keys if self._sends_heads else {}),
+                kind=(self._options.dtype, self._options.payload),
+                max_quarantined=self._max_quarantined,
+                who=str(self),
+            ),
             heads={key: self._heads[key] for key in sorted(set(keys.values()) & set(self._heads))},
-            who=str(self),
         )
 
     def heads(self) -> Mapping[str, HeadSource]:

@@ -29,7 +29,7 @@ from opd.payloads import PAYLOADS, answer_class
 from opd.payloads.answer import Answer, Columns, Said, ScoredRow
 from opd.settings import validate
 from opd.stream.schema import StreamError, read_stream
-from opd.stream.targets import Expected, TargetStream
+from opd.stream.targets import Asked, Expected, TargetStream
 from opd.train import rank
 from opd.train.rank import RankWork
 from opd.train.student import Student
@@ -207,11 +207,12 @@ def of_the_worker() -> list[np.ndarray]:
     return parts
 
 
-def targets_of(parts: Sequence[np.ndarray]) -> TargetStream:
-    return TargetStream(
-        iter(parts), ROLLOUTS, {"d": {"t": Expected(weight=1.0, head="")}}, kind=("float32", "greedy"),
-        max_quarantined=0.0, heads={},
+def targets_of(parts: Sequence[np.ndarray], payload: str = "greedy") -> TargetStream:
+    asked = Asked(
+        rollouts=ROLLOUTS, teachers={"d": {"t": Expected(weight=1.0, head="")}}, kind=("float32", payload),
+        max_quarantined=0.0,
     )  # fmt: skip
+    return TargetStream(iter(parts), asked, heads={})
 
 
 def test_a_pipeline_names_them_and_their_options_are_checked() -> None:
@@ -270,10 +271,7 @@ def test_what_does_not_fit_is_refused_as_of_any_payload(in_process: Any) -> None
     with pytest.raises(StreamError, match="greedy_ids from 0 to 10, wanted 0 to 9"):
         read_stream(memoryview(part), vocab_size=10)
     with pytest.raises(StreamError, match="greedy in float32 came"):
-        TargetStream(
-            iter([part]), ROLLOUTS, {"d": {"t": Expected(weight=1.0, head="")}}, kind=("float32", "hidden_states"),
-            max_quarantined=0.0, heads={},
-        ).collect()  # fmt: skip
+        targets_of([part], "hidden_states").collect()
 
 
 def test_a_shipped_scorer_and_the_pool_give_the_new_payload(

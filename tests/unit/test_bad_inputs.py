@@ -838,13 +838,14 @@ def no_compiler(b: Bench) -> None:
     from opd.losses import chunked
     from opd.losses.reverse_kl import ReverseKL
     from opd.payloads.hidden_states import TeacherBlock
+    from tests.losses import chunked_objective
 
     def loss(compiled: bool) -> float:
         generator = torch.Generator().manual_seed(0)
         hidden, head, teacher, other = (torch.randn(n, 8, generator=generator) for n in (6, 20, 6, 20))
         blocks = [TeacherBlock(teacher, other)]
         weight, token = torch.full((6,), 1 / 6), torch.zeros(6, dtype=torch.long)
-        value, _ = chunked.chunked_objective(
+        value, _ = chunked_objective(
             ReverseKL(), hidden.requires_grad_(), head.requires_grad_(), blocks, weight, token,
             chunk=4, vocab_size=20, compiled=compiled,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opd.losses import chunked
-from opd.losses.chunked import _rounded_in_place, chunked_objective
+from opd.losses.chunked import _rounded_in_place
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
 from opd.losses.reverse_kl import ReverseKL
@@ -20,6 +20,7 @@ from opd.losses.skew import Skew
 from opd.losses.top_k import TopK
 from opd.payloads.hidden_states import TeacherBlock
 from opd.payloads.top_k import TopKBlock
+from tests.losses import chunked_objective
 
 FLOAT = 4
 """Bytes of a float32."""

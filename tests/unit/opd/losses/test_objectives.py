@@ -19,7 +19,7 @@ from torch import Tensor
 from opd.config.objectives import objective_config
 from opd.losses import OBJECTIVES, chunked
 from opd.losses.blocks import Block
-from opd.losses.chunked import TokenStats, chunked_objective
+from opd.losses.chunked import TokenStats
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
 from opd.losses.objective import Objective
@@ -32,6 +32,7 @@ from opd.payloads.hidden_states import MixtureBlock, TeacherBlock
 from opd.payloads.sampled_logprobs import SampledBlock
 from opd.payloads.top_k import TopKBlock
 from opd.settings import validate
+from tests.losses import chunked_objective
 
 V, D, N = 19, 5, 17
 STUDENT_RULE = LogitRule(scale=0.7, softcap=3.0)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from opd.config.objectives import objective_config
-from opd.losses.chunked import chunked_objective
 from opd.losses.reverse_kl import ReverseKL
 from opd.payloads.hidden_states import TeacherBlock
+from tests.losses import chunked_objective
 
 V, D = 23, 6
 Case = tuple[Tensor, Tensor, list[TeacherBlock], Tensor, Tensor]

@@ -17,7 +17,7 @@ from opd.losses.rule import LogitRule
 from opd.stream.heads import HeadSource, head_array, head_tensor
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
-from opd.stream.targets import Expected, TargetStream
+from opd.stream.targets import Asked, Expected, TargetStream
 from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment
 from tests.rows import changed, make_row
 
@@ -62,7 +62,8 @@ TEACHERS = {"a": {"t": Expected(weight=1.0, head="h")}, "b": {"t": Expected(weig
 
 def stream(batch: RolloutBatch, parts: list[np.ndarray], teachers: Any = TEACHERS) -> TargetStream:
     return TargetStream(
-        iter(parts), batch.rollouts, teachers, kind=("float32", "hidden_states"), max_quarantined=0.0,
+        iter(parts),
+        Asked(rollouts=batch.rollouts, teachers=teachers, kind=("float32", "hidden_states"), max_quarantined=0.0),
         heads={"h": HEADS["h"]},
     )  # fmt: skip
 

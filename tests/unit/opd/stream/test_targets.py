@@ -12,7 +12,7 @@ import pytest
 
 from opd.errors import RunError
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
-from opd.stream.targets import Expected, TargetStream
+from opd.stream.targets import Asked, Expected, TargetStream
 from opd.types import Rollout, Segment
 from tests.rows import make_row
 
@@ -58,8 +58,12 @@ WORKER_1 = [part(Y_ROWS, worker=1, teachers={"y": 2})]
 
 def targets(parts: Iterator[Any] | list[Any], *, max_quarantined: float = 0.0, **changes: Any) -> TargetStream:
     return TargetStream(
-        iter(parts), ROLLOUTS, TEACHERS, kind=("float32", "hidden_states"), max_quarantined=max_quarantined,
-        heads={}, who="teachers at HOST", **changes,
+        iter(parts),
+        Asked(
+            rollouts=ROLLOUTS, teachers=TEACHERS, kind=("float32", "hidden_states"), max_quarantined=max_quarantined,
+            who="teachers at HOST",
+        ),
+        heads={}, **changes,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.layouts import LAYOUTS, predict_positions
-from opd.losses.chunked import chunked_objective
+from opd.losses.chunked import Loss
 from opd.losses.logits import token_logprobs
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.rule import IDENTITY
@@ -33,6 +33,7 @@ from opd.train.batch import (
 )
 from opd.train.batch import micro_batch as tensors
 from opd.train.student import Student
+from tests.losses import chunked_objective
 from tests.rows import changed, make_row
 
 WIDTH = 64
@@ -115,7 +116,7 @@ def test_padding_rows_of_the_head_have_no_probability_in_the_probe_either(lm: An
     gen = torch.Generator().manual_seed(0)
     hidden, tokens = torch.randn(9, 8, generator=gen), torch.randint(0, 5, (9,), generator=gen)
     weight = torch.nn.Parameter(torch.randn(13, 8, generator=gen))
-    head = LossHead(weight, ReverseKL(), {"vocab_size": 5, "rule": IDENTITY})
+    head = LossHead(weight, Loss(objective=ReverseKL(), chunk=1, vocab_size=5))
     want = (hidden @ weight[:5].T).log_softmax(-1)[range(9), tokens]
     torch.testing.assert_close(head(hidden, None, (), None, tokens), want)
 

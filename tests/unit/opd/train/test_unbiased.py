@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.losses.chunked import chunked_objective
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.sampled import Sampled
 from opd.payloads.hidden_states import TeacherBlock
@@ -25,6 +24,7 @@ from opd.stream.schema import TargetRow
 from opd.train.batch import leave_one_out
 from opd.train.totals import row_weights
 from opd.types import Rollout, Segment
+from tests.losses import chunked_objective
 from tests.rows import make_row
 
 END, V = 2, 3

@@ -20,7 +20,7 @@ from opd.files import storing
 from opd.run_dir import RunPaths
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, write_stream
-from opd.stream.targets import Expected, TargetStream
+from opd.stream.targets import Asked, Expected, TargetStream
 from opd.train.shards import write_shard
 from opd.types import Prompt, Rollout, RolloutBatch, Segment, WrittenFile
 from pipelines.inputs.read import read_inputs
@@ -102,7 +102,8 @@ def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) 
         part = np.frombuffer(write_stream([row], "float32", part=PartRecord(teachers={"t": 1})), np.uint8)
         teachers = {"a": {"t": Expected(weight=1.0, head="h")}}
         targets = TargetStream(
-            iter([part]), [rollout], teachers, kind=("float32", "hidden_states"), max_quarantined=0, heads={},
+            iter([part]),
+            Asked(rollouts=[rollout], teachers=teachers, kind=("float32", "hidden_states"), max_quarantined=0), heads={},
         )  # fmt: skip
         log.record(step, 0, prompts, RolloutBatch(rollouts=(rollout,), quarantined=()), targets)
         targets.collect()
