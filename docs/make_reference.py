@@ -26,6 +26,7 @@ from experts.spec import ExpertsSpec
 from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
 from opd.report import build_report
+from opd.step_record import StepRecord
 from opd.settings import load_yaml
 from pipelines.catalog import shipped
 
@@ -159,7 +160,8 @@ def suites() -> str:
 
 def report_example() -> str:
     """What `opd.report.build_report` makes of one domain and two steps."""
-    records = [{"response_tokens": 1000, "phase_s": {"rollout": 0.5, "score": 0.25, "train": 0.75, "sync": 0.1}}] * 2
+    phase_s = {"rollout": 0.5, "score": 0.25, "train": 0.75, "sync": 0.1}
+    records = [StepRecord(step=step, response_tokens=1000, phase_s=phase_s) for step in (1, 2)]
     report = build_report(
         "example",
         {"before": {"reverse": 0.4}, "expert": {"reverse": 1.0}, "after": {"reverse": 0.94}},

@@ -126,20 +126,14 @@ class DeepSpeedTrainer:
         share = _scored_share(rollouts, weights, targets.quarantined)
         results = self._call("finish_step", [[share]] * len(self._ranks))
         report = _report(step, lr, results)
-<<<<<<< HEAD
-        if not self._objective.IS_ESTIMATE:
-            refuse_impossible_means(step, self._objective.kind, report.domains)
-        refuse_gap(step, report.domains, self._spec.tolerance)
-=======
         self._refuse_broken(report)
->>>>>>> g-payloads
         return replace(report, early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
 
     def _refuse_broken(self, report: StepReport) -> None:
         """Raises: RunError for a step that no more should follow."""
         if not self._objective.IS_ESTIMATE:
             refuse_impossible_means(report.step, self._objective.kind, report.domains)
-        refuse_gap(report.step, report.domains, self._tolerance)
+        refuse_gap(report.step, report.domains, self._spec.tolerance)
 
     def _plan(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
         """As `plan_micro_batches`, for the layout that was proven."""

@@ -290,7 +290,7 @@ def test_nothing_left_to_do() -> None:
 def test_a_scoring_worker_that_died_is_in_the_record_of_its_step() -> None:
     events = Events(restarted={2: ("teacher worker 1", "teacher worker 0")})
     run(events.parts(), plan(last_step=3))
-    assert [r.get("restarted") for r in events.records] == [None, ["teacher worker 1", "teacher worker 0"], None]
+    assert [r.get("restarted") for r in events.records] == [None, ("teacher worker 1", "teacher worker 0"), None]
 
 
 def test_a_push_that_did_not_arrive_leaves_no_record_and_no_checkpoint() -> None:
