@@ -32,6 +32,7 @@ from opd.interfaces import (
     WeightSync,
 )
 from opd.metrics import PhaseClock
+from opd.run_dir import step_name
 from opd.step_record import step_record
 from opd.types import RolloutBatch, SavedCheckpoint
 
@@ -131,5 +132,5 @@ def _evaluate(parts: Parts, step: int, clock: PhaseClock) -> dict[str, float]:
     """Accuracy by domain of the weights after this step."""
     with clock("evaluate"):
         found = replace(parts.evaluator.evaluate(model=f"step {step}"), step=step)
-    parts.reporter.evaluation(f"step-{step:06d}", found)
+    parts.reporter.evaluation(step_name(step), found)
     return found.accuracy
