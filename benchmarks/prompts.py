@@ -31,6 +31,9 @@ sys.path.insert(0, str(ROOT))
 FEW = 100
 FORMATS = ("parquet", "csv", "jsonl")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_draw = random.Random(0)
+WORDS = ["".join(_draw.choices(LETTERS, k=_draw.randrange(2, 9))) for _ in range(5000)]
+"""What prompts and the tokenizer are made of."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Measured:
     peak_mib: float
     own_mib: float
     """At the end, without the pages of mapped files, which the system may take back."""
+    mean_tokens: float
+    """Of a prompt."""
     digest: str
     """Of the prompts of the first steps: equal for equal rows, whatever the format."""
 
@@ -58,8 +63,7 @@ def write(path: Path, rows: int, chat: bool) -> None:
     from pyarrow import csv, parquet
 
     draw = random.Random(rows)
-    words = ["".join(draw.choices(LETTERS, k=draw.randrange(2, 9))) for _ in range(5000)]
-    texts = [f"reverse {' '.join(draw.choices(words, k=12))} {number}=" for number in range(rows)]
+    texts = [f"reverse {' '.join(draw.choices(WORDS, k=12))} {number}=" for number in range(rows)]
     answers = [str(number) for number in range(rows)]
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in texts] if chat else texts
     if path.suffix == ".jsonl":
@@ -71,15 +75,34 @@ def write(path: Path, rows: int, chat: bool) -> None:
         csv.write_csv(table, path) if path.suffix == ".csv" else parquet.write_table(table, path)
 
 
-def first_step(train: Path, exam: Path) -> dict[str, Any]:
+def make_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of 8,000 tokens, the kind that most models have, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8000,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([f" {word}" for word in WORDS], trainer)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=template).save_pretrained(folder)
+
+
+def first_step(train: Path, exam: Path, model: Path) -> dict[str, Any]:
     """What a merge does with its prompts up to step 1, in this process."""
     began = time.monotonic()
     from blake3 import blake3
 
-    from experts.suites.letters import build_tokenizer
     from opd.config import PipelineConfig
     from opd.prompts import MixedPrompts
     from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks
+    from pipelines.inputs.read import load_tokenizer
 
     config = PipelineConfig.model_validate(
         {
@@ -90,7 +113,7 @@ def first_step(train: Path, exam: Path) -> dict[str, Any]:
             "trainer": {"steps": 1, "samples_per_step": 8},
         }
     )
-    tokenizer = build_tokenizer()
+    tokenizer = load_tokenizer(model)
     training = load_training(config, {"d": train}, tokenizer)
     refuse_leaks(load_exams(config, tokenizer), training)
     asking = {name: table.where(table.lengths > 0) for name, table in training.items()}
@@ -106,6 +129,7 @@ def first_step(train: Path, exam: Path) -> dict[str, Any]:
         "cpu_s": used.user + used.system,
         "peak_mib": int(status[status.index("VmHWM:") + 1]) / 1024,
         "own_mib": int(status[status.index("RssAnon:") + 1]) / 1024,
+        "mean_tokens": float(training["d"].lengths.mean()),
         "digest": blake3(shown.encode()).hexdigest(),
     }
 
@@ -116,7 +140,7 @@ def starts(folder: Path, form: str, rows: int, chat: bool) -> Iterator[Measured]
     write(train, rows, chat)
     exam.write_text("".join(json.dumps({"prompt": f"question {i}=", "answer": "a"}) + "\n" for i in range(FEW)))
     environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache")}
-    command = [sys.executable, __file__, "--first-step", str(train), str(exam)]
+    command = [sys.executable, __file__, "--first-step", str(train), str(exam), str(folder / "model")]
     for start in (1, 2):
         found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=1800)
         yield Measured(format=form, chat=chat, rows=rows, start=start, **json.loads(found.stdout))
@@ -161,7 +185,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--chat", action="store_true", help="chat messages in Parquet too")
     parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--first-step", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--first-step", nargs=3, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.first_step:
         print(json.dumps(first_step(*args.first_step)))
@@ -169,6 +193,7 @@ def main() -> None:
     facts = machine(os.cpu_count() or 1, "pyarrow", "datasets", "tokenizers", "transformers")
     measured = []
     with tempfile.TemporaryDirectory(prefix="opd-prompts-") as scratch:
+        make_tokenizer(Path(scratch) / "model")
         for form, chat in [*((form, False) for form in args.formats), *([("parquet", True)] if args.chat else [])]:
             for rows in (FEW, args.rows):
                 measured += starts(Path(scratch), form, rows, chat)

@@ -26,8 +26,8 @@ from experts.spec import ExpertsSpec
 from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
 from opd.report import build_report
-from opd.step_record import StepRecord
 from opd.settings import load_yaml
+from opd.step_record import StepRecord
 from pipelines.catalog import shipped
 
 PAGE = Path(__file__).with_name("pipelines.md")

@@ -28,7 +28,7 @@ FORMAT = 1
 SCHEMA = pa.schema([("row", pa.int64()), ("line", pa.large_binary())])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rows(Sequence[PromptLine]):
     """Rows in the order of the file, or shuffled; read from memory or a mapped file when asked for."""
 

@@ -45,7 +45,7 @@ Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PromptTable(Sequence[Prompt]):
     """Some of a source's prompts, in order. A million cost a few numbers each; `Prompt`s are made when asked for."""
 

@@ -34,6 +34,7 @@ from opd.train import rank
 from opd.train.rank import RankWork
 from opd.train.student import Student
 from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from teachers.scorers import SCORERS, ScorerOptions
 from teachers.scorers.rows import target_row
@@ -235,14 +236,12 @@ def test_rows_go_from_the_scorer_to_the_gradient(tiny_model_dir: Path, in_proces
     from transformers import AutoModelForCausalLM
 
     targets = targets_of(of_the_worker())
-    step = rank._Step(
-        RankWork(step=1, lr=0.1, micro_batches=(("b", "a"),), weights={"a": 0.2, "b": 0.2}), {}, False, 76
-    )
+    step = rank._Step(RankWork(step=1, lr=0.1, micro_batches=(("b", "a"),), weights={"a": 0.2, "b": 0.2}), {}, 76)
     while (part := targets.take()) is not None:
         step.receive([part.handle])
     assert targets.arrived and targets.rows == 2
 
-    batch = step.micro_batch(["b", "a"], frozenset())
+    batch = step.micro_batch(["b", "a"])
     (block,) = batch.blocks
     assert isinstance(block, GreedyBlock) and block.first_N.tolist() == [9, 10, 6, 7, 8, 0]
 
@@ -280,7 +279,8 @@ def test_a_shipped_scorer_and_the_pool_give_the_new_payload(
     from transformers import AutoModelForCausalLM
 
     teacher = Teacher(name="t", model_dir=expert_dirs["rev"])
-    pool = Pool(PipelineConfig.model_validate(PIPELINE), {"d": [WeightedTeacher(teacher=teacher, weight=1.0)]}, 76)
+    spec = pool_spec(PipelineConfig.model_validate(PIPELINE), 76)
+    pool = Pool(spec, {"d": [WeightedTeacher(teacher=teacher, weight=1.0)]})
     pool.wait_ready()
     targets = pool.score(ROLLOUTS)
     rows = {row.sample_id: row for row in rows_of(targets)}

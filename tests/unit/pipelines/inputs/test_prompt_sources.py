@@ -79,6 +79,23 @@ def test_over_long_prompts_are_left_out_and_told(world: Any) -> None:
     )
 
 
+def test_no_prompt_is_made_before_it_is_asked_for(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opd.prompts import rows, table
+    from opd.types import Prompt
+
+    made: list[str] = []
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(world.root / "cache"))
+    monkeypatch.setattr(rows, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(table, "Prompt", lambda **fields: (made.append(fields["id"]), Prompt(**fields))[1])
+    with (world.root / "upper.jsonl").open("a") as file:
+        file.writelines(json.dumps({"prompt": f"upp {i:04d}="}) + "\n" for i in range(5000))
+    inputs = inputs_of(world)
+    assert len(inputs.prompts["upper"]) == 5006
+    assert len(made) == 12, "the questions of the two exams"
+    MixedPrompts(inputs.prompts, {"reverse": 3, "upper": 2}, 0).take(1)
+    assert len(made) == 17
+
+
 def test_a_resume_is_bound_to_the_rows_and_not_to_their_place(world: Any) -> None:
     world.data["domains"]["upper"]["prompts"] = {"path": convert(world.root / "upper.jsonl", "saved"), "limit": 5}
     config = load_pipeline(world.write())

@@ -136,6 +136,15 @@ def test_a_key_that_a_later_release_added_is_its_default() -> None:
         accept_changes(recorded, config(trainer__weight_decay=0.1), MANIFEST)
 
 
+def test_a_path_may_become_the_mapping_that_it_is_short_for() -> None:
+    mapping = {"path": "/elsewhere/p.jsonl"}
+    assert len(accept_changes(config(), config(domains__d__prompts=mapping), MANIFEST)) == 2
+    with pytest.raises(RunDirError, match=r"domains\.d\.prompts\.filter\.equals"):
+        accept_changes(
+            config(), config(domains__d__prompts=mapping | {"filter": {"column": "c", "equals": 3}}), MANIFEST
+        )
+
+
 def test_every_pattern_names_a_key() -> None:
     """A key that was renamed must not leave its permission behind."""
     from fnmatch import fnmatchcase
@@ -145,7 +154,7 @@ def test_every_pattern_names_a_key() -> None:
                   objective__kind="sampled")  # fmt: skip
     mapped = {"path": "/p.parquet", "split": "train"}
     keys = changed_keys({}, full | {"registry": "/r"})
-    keys |= changed_keys({}, config(domains__d__prompts=mapped, domains__d__eval__prompts=mapped))
+    keys |= changed_keys({}, config(domains__d__prompts={"path": "/p"}, domains__d__eval__prompts={"path": "/q"}))
     keys |= {f"teachers.{key}": (None, None) for engine in ENGINES.values() for key in engine.model_fields}
     for pattern in (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING):
         assert any(fnmatchcase(key, pattern) for key in keys), pattern
