@@ -124,8 +124,7 @@ class DeepSpeedTrainer:
         while finish_oldest():
             pass
         share = _scored_share(rollouts, weights, targets.quarantined)
-        results = self._call("finish_step", [[share]] * len(self._ranks))
-        report = _report(step, lr, results)
+        report = _report(step, lr, self._call("finish_step", [[share]] * len(self._ranks)))
         self._refuse_broken(report)
         return replace(report, early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
 
