@@ -40,6 +40,7 @@ from opd.progress import RunReporter
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import Sampled, _sampled, swap_weights
 from opd.run_dir import RunPaths
+from opd.step_record import StepRecord
 from opd.stream.heads import HeadSource
 from opd.stream.targets import refuse_many_broken
 from opd.sync.shared_memory import SharedMemorySync
@@ -632,7 +633,8 @@ def nearly_all_cut(b: Bench) -> None:
     plain = {"step": 3, "loss": 0.5, "response_tokens": 20, "probe_gap": 1e-3, "quarantined": {}, "phase_s": {"a": 4.0}}
     domains = {name: {"samples": 20} for name in ("reverse", "upper")}
     for _ in range(2):
-        reporter.step(plain | {"domains": domains, "truncated_by_domain": {"reverse": 18, "upper": 19}})
+        cut = {"domains": domains, "truncated_by_domain": {"reverse": 18, "upper": 19}}
+        reporter.step(StepRecord.from_json(plain | cut))
     (line,) = heard.lines
     assert line.startswith("warning: step 3: 19 of 20 responses of domain upper end at their limit")
     assert "raise rollout.max_new_tokens" in line

@@ -152,7 +152,6 @@ def test_every_pattern_names_a_key() -> None:
     full = config(experts__e__base="/b", teachers__engine="openai", teachers__payload="sampled_logprobs",
                   teachers__servers={"e": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}},
                   objective__kind="sampled")  # fmt: skip
-    mapped = {"path": "/p.parquet", "split": "train"}
     keys = changed_keys({}, full | {"registry": "/r"})
     keys |= changed_keys({}, config(domains__d__prompts={"path": "/p"}, domains__d__eval__prompts={"path": "/q"}))
     keys |= {f"teachers.{key}": (None, None) for engine in ENGINES.values() for key in engine.model_fields}
