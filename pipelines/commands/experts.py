@@ -26,7 +26,9 @@ def add(
     name: Annotated[str, typer.Argument(help="Letters, digits, dot, dash and underscore.")],
     model: Annotated[Path, typer.Option(help="Hugging Face or LoRA adapter directory, safetensors only.")],
     domain: Annotated[str, typer.Option(help="Domain the expert is good at.")],
-    prompts: Annotated[Path | None, typer.Option(help="JSONL of the domain's prompts.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="The domain's prompts: a file (JSONL, CSV, Parquet) or a saved data set.")
+    ] = None,
     base: Annotated[
         Path | None, typer.Option(help="Base model of a LoRA adapter. Default: the one that the adapter names.")
     ] = None,

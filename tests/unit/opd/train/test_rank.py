@@ -449,7 +449,7 @@ def test_a_mean_below_zero_stops_a_divergence_and_no_estimate(kind: str, stops: 
 
     in_process.replace = Negative
     data = config().model_dump(mode="json") | {"objective": {"kind": kind}}
-    trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(PipelineConfig.model_validate(data), 9))
     if stops:
         with pytest.raises(RunError, match="step 1: reverse_kl of domain d is -3 nats a token"):
             trainer.train_step(1, [rollout("a"), rollout("b")], Targets("a", "b"))  # type: ignore[arg-type]
@@ -626,7 +626,7 @@ def test_baselines_are_over_the_whole_step_and_not_over_the_ranks_part(in_proces
     for ranks in (1, 2, 3):
         in_process.workers.clear()
         data = config(ranks=ranks).model_dump(mode="json") | SAMPLED_WITH_BASELINE
-        trainer = deepspeed.DeepSpeedTrainer(PipelineConfig.model_validate(data), vocab_size=9)
+        trainer = deepspeed.DeepSpeedTrainer(trainer_spec(PipelineConfig.model_validate(data), 9))
         targets = Targets("x", "c", "a", "b", broken=("x",), handle=lambda i: logprob_part(i, said[i]))
         trainer.train_step(1, [rollout(i) for i in said], targets)  # type: ignore[arg-type]
         found = [work.baselines for fake in in_process.workers for work, _ in fake.works]
