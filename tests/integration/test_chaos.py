@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.chaos import Cell, run_cells
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_trains(tmp_path: Path) -> None:
     """All workers are started again from the last checkpoint, and the weights are those of an undisturbed merge."""
     said: list[str] = []

@@ -149,6 +149,7 @@ def test_a_push_reaches_the_engine(tmp_path: Path, make_model_dir: Make, tiny_to
     stop(engine, trainer, pool)
 
 
+@pytest.mark.slow
 def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_model_dir: Make) -> None:
     """The repair is what makes the push arrive: without it the same probe sees the old head."""
     import opd.rollouts.worker as worker_module
@@ -275,7 +276,7 @@ def test_equal_teacher_and_zero_rate_change_nothing(tmp_path: Path, make_model_d
     stop(trainer, pool)
 
 
-@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_two_accumulating_ranks_equal_one(tmp_path: Path, make_model_dir: Make, tie: bool) -> None:
     """The global token mean does not depend on how rows are cut into ranks and micro-batches.
 
@@ -384,7 +385,7 @@ def test_a_missing_row_stops_the_step(tmp_path: Path, make_model_dir: Make) -> N
 @pytest.mark.parametrize(
     ("payload", "objective"),
     [
-        ("sampled_logprobs", {"kind": "sampled", "baseline": "leave_one_out"}),
+        pytest.param("sampled_logprobs", {"kind": "sampled", "baseline": "leave_one_out"}, marks=pytest.mark.slow),
         ("top_k", {"kind": "top_k", "k": 8}),
         ("hidden_states", {"kind": "jsd", "beta": 0.5, "normalize": "sequence_mean", "compile": True}),
     ],
@@ -477,6 +478,7 @@ def test_a_step_after_one_with_a_quarantined_response_is_like_any_other(tmp_path
     stop(trainer, whole, half)
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_in_float32_by_a_bfloat16_trainer(tmp_path: Path, make_model_dir: Make) -> None:
     """128 equal micro-batches have the gradient of one; summed in bfloat16 even its norm is off by a part in a thousand."""
     student, expert = make_model_dir(tmp_path / "s", seed=0), make_model_dir(tmp_path / "e", seed=1)

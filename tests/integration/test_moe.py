@@ -81,7 +81,8 @@ def test_a_mixture_learns_from_mixtures(ray: None, tmp_path: Path, make_mixture_
     stop(trainer, pool)
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "glm4_moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_a_mixtures_push_reaches_the_engine(
     ray: None, tmp_path: Path, make_mixture_dir: Make, tiny_tokenizer: Any, family: str
 ) -> None:

@@ -150,7 +150,7 @@ def mean_gap(
     return float(torch.cat(gaps).mean())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("payload", OBJECTIVES)
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_scores_are_those_of_a_plain_forward(
