@@ -1,1 +1,22 @@
-"""Pipelines: the shipped YAML files, and what turns one into a running merge."""
+"""Pipelines: the shipped YAML files, and what turns one into a running merge.
+
+For programs and notebooks: `merge`, `resume`, `evaluate`, `register_expert`, `load_pipeline`, `MergeResult`; see
+`pipelines.api`. They are imported when they are asked for, since the command line must not wait for engines.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipelines.api import MergeResult, evaluate, load_pipeline, merge, register_expert, resume
+
+__all__ = ["MergeResult", "evaluate", "load_pipeline", "merge", "register_expert", "resume"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pipelines import api
+
+    return getattr(api, name)

@@ -17,9 +17,9 @@ from opd.report.stale import other_budget
 from opd.run_dir import RunPaths
 from pipelines.baselines.jobs import BaselineJob
 from pipelines.inputs.read import Inputs
-from pipelines.merge.changes import identity, refuse_changed_inputs
-from pipelines.merge.manifest import manifest_of, read_manifest
-from pipelines.merge.results import trained
+from pipelines.merging.changes import identity, refuse_changed_inputs
+from pipelines.merging.manifest import manifest_of, read_manifest
+from pipelines.merging.results import trained
 
 NOT_OF_A_MODEL = ("logging",)
 """Sections of a pipeline that no result depends on."""

@@ -29,8 +29,8 @@ from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import on_day
-from pipelines.merge import run as merging
-from pipelines.merge.results import trained
+from pipelines.merging import run as merging
+from pipelines.merging.results import trained
 
 FORMAT = 1
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)

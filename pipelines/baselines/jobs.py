@@ -18,7 +18,7 @@ from opd.errors import ConfigError, RunDirError
 from opd.metrics import MetricsFile
 from opd.run_dir import RunPaths
 from pipelines.baselines.weights import WEIGHT_METHODS
-from pipelines.merge.changes import accept_changes
+from pipelines.merging.changes import accept_changes
 
 TRAINED_METHODS = {"off_policy": "Off-policy", "mixed_sft": "Mixed SFT", "opd": "On-policy"}
 """Method -> label: those that train, and have shares of the merge's training."""

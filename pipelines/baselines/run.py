@@ -28,8 +28,8 @@ from pipelines.baselines.jobs import TRAINED_METHODS, BaselineJob
 from pipelines.baselines.mergekit import environment, merge_weights
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
 from pipelines.inputs.read import Inputs, read_inputs
-from pipelines.merge import run as merging
-from pipelines.merge.results import trained
+from pipelines.merging import run as merging
+from pipelines.merging.results import trained
 
 MERGED_BYTES = 2 << 30
 """Merged models that lie on disk at a time, beside the best of each method; one in any case."""

@@ -38,7 +38,7 @@ def merge(
     from pipelines.catalog import find
 
     config = None if pipeline is None else load_pipeline(find(pipeline), overrides)
-    from pipelines.merge import rounds
+    from pipelines.merging import rounds
 
     if resume is not None:
         paths = RunPaths(resume)

@@ -22,7 +22,7 @@ from pipelines.evaluation.lm_eval import lm_eval_models
 from pipelines.evaluation.matrix import Matrix, evaluate_matrix
 from pipelines.evaluation.models import Tell, evaluate_models, with_all_domains
 from pipelines.evaluation.tables import matrix_rows, score_columns, score_rows, side_by_side_rows
-from pipelines.merge.changes import refused_keys
+from pipelines.merging.changes import refused_keys
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 """Title, headings, rows."""

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipelines.merge.manifest import versions
+from pipelines.merging.manifest import versions
 from tests.models.families import FAMILIES
 from tests.models.row import Row, make_row
 from tests.models.table import render

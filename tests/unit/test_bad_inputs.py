@@ -26,7 +26,7 @@ from typer.testing import CliRunner, Result
 
 import pipelines.inputs.memory
 import pipelines.interrupts
-import pipelines.merge.run
+import pipelines.merging.run
 from cli import app
 from experts.registry import Registry
 from opd import checkpoints, cluster
@@ -47,7 +47,7 @@ from opd.sync.shared_memory import SharedMemorySync
 from opd.types import DomainStats, Prompt, Rollout, Segment, Teacher, WrittenFile
 from pipelines.check.measure import template_findings
 from pipelines.inputs.read import Inputs
-from pipelines.merge.directory import locked
+from pipelines.merging.directory import locked
 from pipelines.specs import pool_spec, rollout_spec, trainer_spec
 
 ROOT = Path(__file__).parents[2]
@@ -152,11 +152,11 @@ def bench(
 ) -> Bench:
     made = Bench(world, monkeypatch, in_process, make_model_dir, make_adapter, capsys)
 
-    def run(found: pipelines.merge.run.Run, *_: Any) -> None:
+    def run(found: pipelines.merging.run.Run, *_: Any) -> None:
         made.inputs = found.inputs
         raise Started
 
-    monkeypatch.setattr(pipelines.merge.run, "_session", run)
+    monkeypatch.setattr(pipelines.merging.run, "_session", run)
     return made
 
 
@@ -773,7 +773,7 @@ def disk_full(b: Bench) -> None:
     def run(*_: Any) -> None:
         raise error.value
 
-    b.patch.setattr(pipelines.merge.run, "_session", run)
+    b.patch.setattr(pipelines.merging.run, "_session", run)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 3
     assert "No space left on device" in result.stderr and "opd merge --resume" in result.stderr
@@ -978,7 +978,7 @@ def interrupts(b: Bench) -> None:
     def run(*_: Any) -> None:
         raise pipelines.interrupts.Interrupted(5, Path("runs/two"), signal.SIGINT)
 
-    b.patch.setattr(pipelines.merge.run, "_session", run)
+    b.patch.setattr(pipelines.merging.run, "_session", run)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 130 and "opd merge --resume runs/two" in result.stderr
 

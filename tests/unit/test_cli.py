@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 import pipelines.baselines.run
 import pipelines.check.measure
-import pipelines.merge.run
+import pipelines.merging.run
 from cli import app
 from experts.registry import Registry
 from opd import __version__
@@ -62,7 +62,7 @@ def no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any) -> dict[str, Any]:
         raise AssertionError("the run started")
 
-    monkeypatch.setattr(pipelines.merge.run, "_session", started)
+    monkeypatch.setattr(pipelines.merging.run, "_session", started)
 
 
 def refused(result: Result, *words: str | Path) -> None:
@@ -327,7 +327,7 @@ def test_a_resume_with_another_pipeline_shows_what_differs(started: Path, world:
 
 def test_a_resume_may_change_what_decides_nothing(started: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(pipelines.merge.run, "_session", lambda *args: ran.append(args) or REPORT)
+    monkeypatch.setattr(pipelines.merging.run, "_session", lambda *args: ran.append(args) or REPORT)
     result = opd("merge", "--resume", started, "--set", "trainer.ranks=1")
     assert result.exit_code == 0, result.output
     run, checkpoint, notices, _ = ran[0]
@@ -351,7 +351,7 @@ def test_a_resume_from_a_checkpoint_that_is_not_there_is_refused(started: Path) 
 
 def test_a_resume_names_other_versions(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(pipelines.merge.run, "_session", lambda *args: ran.append(args) or REPORT)
+    monkeypatch.setattr(pipelines.merging.run, "_session", lambda *args: ran.append(args) or REPORT)
     recorded = json.loads((started / "manifest.json").read_text())["versions"]
     edit(started / "manifest.json", versions=recorded | {"torch": "1.0"})
     assert opd("merge", "--resume", started).exit_code == 0
@@ -434,7 +434,7 @@ def test_how_a_run_ends(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(pipelines.merge.run, "_session", fails)
+    monkeypatch.setattr(pipelines.merging.run, "_session", fails)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == code
     assert all(word in result.stderr for word in words), result.stderr
@@ -444,7 +444,7 @@ def test_a_bug_of_ours_keeps_its_traceback(world: Any, monkeypatch: pytest.Monke
     def fails(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(pipelines.merge.run, "_session", fails)
+    monkeypatch.setattr(pipelines.merging.run, "_session", fails)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)
@@ -465,7 +465,7 @@ REPORT = {
 
 
 def test_a_merge_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines.merge.run, "_session", lambda *_: REPORT)
+    monkeypatch.setattr(pipelines.merging.run, "_session", lambda *_: REPORT)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 0
     assert re.search(r"reverse +│ +0\.25 +│ +1\.00 +│ +0\.75 +│ +67 %", result.stdout)
@@ -477,7 +477,7 @@ def test_a_merge_in_rounds_prints_what_each_gained(world: Any, monkeypatch: pyte
         {"round": 1, "steps": 2, "mean_gain": 0.25, "mean_headroom": 1 / 3, "mean_headroom_in_round": 1 / 3},
         {"round": 2, "steps": 2, "mean_gain": -0.05, "mean_headroom": None, "mean_headroom_in_round": 0.5},
     ]
-    monkeypatch.setattr("pipelines.merge.rounds._go_on", lambda *_: REPORT | {"rounds": rows})
+    monkeypatch.setattr("pipelines.merging.rounds._go_on", lambda *_: REPORT | {"rounds": rows})
     world.data["rounds"] = 2
     result = opd("merge", world.write())
     assert result.exit_code == 0, result.output

@@ -115,7 +115,7 @@ def test_a_signal_that_stops_a_merge_inside_is_in_the_exit_code(
 
 COMMAND = """
 import sys, time
-import pipelines.merge.run
+import pipelines.merging.run
 from cli import app
 from pipelines.interrupts import Interrupted
 
@@ -128,7 +128,7 @@ def steps(run, checkpoint, notices, signals):
     raise Interrupted(1, run.paths.root, signals.number)
 
 
-pipelines.merge.run._session = steps
+pipelines.merging.run._session = steps
 sys.argv[0] = "opd"
 app()
 """

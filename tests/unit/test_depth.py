@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 from typer.testing import CliRunner
 
-import pipelines.merge.run
+import pipelines.merging.run
 from cli import app
 from opd.errors import RunError
 from tests.unit.sources import ROOT
@@ -31,10 +31,10 @@ def test_a_step_is_few_calls_below_the_command(world: Any, monkeypatch: pytest.M
 
     parts = MagicMock()
     parts.trainer.train_step = train_step
-    monkeypatch.setattr(pipelines.merge.run, "build", lambda *_: parts)
-    monkeypatch.setattr(pipelines.merge.run, "ray_session", lambda *_: nullcontext())
-    monkeypatch.setattr(pipelines.merge.run, "record_layouts", lambda *_: None)
-    monkeypatch.setattr(pipelines.merge.run, "_before_and_experts", lambda *_: (None, None))
+    monkeypatch.setattr(pipelines.merging.run, "build", lambda *_: parts)
+    monkeypatch.setattr(pipelines.merging.run, "ray_session", lambda *_: nullcontext())
+    monkeypatch.setattr(pipelines.merging.run, "record_layouts", lambda *_: None)
+    monkeypatch.setattr(pipelines.merging.run, "_before_and_experts", lambda *_: (None, None))
     result = CliRunner().invoke(app, ["merge", str(world.write())])
     assert (result.exit_code, "as deep as the driver goes" in result.stderr) == (1, True), result.output
     print("\n".join(stack))

@@ -9,9 +9,9 @@ the `__init__.py` of each package on the way is not counted.
 from __future__ import annotations
 
 import ast
+import resource
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 
@@ -55,7 +55,7 @@ def test_the_law_is_about_every_import() -> None:
     """A reader of imports that missed some would let everything pass."""
     known = set(imports())
     assert Import("cli", "pipelines.commands.merge", "start") in known, "a module from its package"
-    assert Import("pipelines.commands.merge", "pipelines.merge.rounds", "later") in known
+    assert Import("pipelines.commands.merge", "pipelines.merging.rounds", "later") in known
     assert Import("pipelines.commands.baselines", "opd.config", "typing") in known
     spelt = sum(isinstance(node, ast.Import | ast.ImportFrom) for name in files() for node in ast.walk(tree(name)))
     assert len({(one.source, one.target, one.when) for one in imports()}) > spelt / 2 and spelt > 500
@@ -86,11 +86,12 @@ def test_the_command_line_starts_without_anything_heavy(code: str) -> None:
 
 
 def test_help_answers_within_a_second() -> None:
-    """The best of five: the machine may be busy."""
+    """Seconds of processor time, the best of five: the machine may be busy."""
 
-    def timed() -> float:
-        began = time.perf_counter()
+    def spent() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "cli", "--help"], cwd=ROOT, check=True, capture_output=True, timeout=60)
-        return time.perf_counter() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(timed() for _ in range(5)) < 1.0
+    assert min(spent() for _ in range(5)) < 1.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import pipelines.merge.run
+import pipelines.merging.run
 from cli import app
 
 TOKEN, KEY, PASSWORD = "t0ken-hunter2-aaaa", "sk-hunter2-bbbb", "pa55-hunter2-cccc"
@@ -31,7 +31,7 @@ def opd(world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def started(*_: Any) -> None:
         raise Started
 
-    monkeypatch.setattr(pipelines.merge.run, "_session", started)
+    monkeypatch.setattr(pipelines.merging.run, "_session", started)
 
     def run(*args: str | Path) -> Result:
         result = CliRunner().invoke(app, [str(a) for a in args])

@@ -18,7 +18,7 @@ from opd.evaluation.scores import DomainScore, Evaluation
 from pipelines.baselines import run
 from pipelines.baselines.jobs import open_run, plan
 from pipelines.inputs.read import read_inputs
-from pipelines.merge.manifest import manifest_of
+from pipelines.merging.manifest import manifest_of
 
 SCORE = DomainScore(accuracy=0.5, stderr=0, low=0, high=1, questions=6)
 

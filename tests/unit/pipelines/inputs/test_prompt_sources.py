@@ -13,8 +13,8 @@ from opd.config import load_pipeline
 from opd.errors import PromptError, RunDirError
 from opd.prompts import MixedPrompts
 from pipelines.inputs.read import Inputs, read_inputs
-from pipelines.merge.changes import accept_changes, identity, refuse_changed_inputs
-from pipelines.merge.manifest import manifest_of
+from pipelines.merging.changes import accept_changes, identity, refuse_changed_inputs
+from pipelines.merging.manifest import manifest_of
 
 
 def convert(source: Path, kind: str) -> str:

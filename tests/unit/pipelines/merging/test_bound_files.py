@@ -18,8 +18,8 @@ from opd.config import load_pipeline
 from opd.errors import RunDirError, RunError
 from pipelines.inputs import template_date
 from pipelines.inputs.read import read_inputs
-from pipelines.merge import rounds
-from pipelines.merge import run as merging
+from pipelines.merging import rounds
+from pipelines.merging import run as merging
 
 STUDENT_FILES = [
     "config.json",

@@ -13,7 +13,7 @@ from opd.checkpoints import Checkpoint
 from opd.config import PipelineConfig
 from opd.config.teachers import ENGINES
 from opd.errors import RunDirError
-from pipelines.merge.changes import (
+from pipelines.merging.changes import (
     SAME_BUT_FOR_ROUNDING,
     SAME_WEIGHTS,
     accept_changes,

@@ -1,6 +1,6 @@
 """Merges one after the other, each from the student that the one before left; a pipeline of one round is one merge.
 
-    RUN_DIR/round-1/, round-2/ ...   a run directory of `pipelines.merge.run` each     RUN_DIR/model/   that of the last round
+    RUN_DIR/round-1/, round-2/ ...   a run directory of `pipelines.merging.run` each     RUN_DIR/model/   that of the last round
     RUN_DIR/rounds.json              what each round works on, by content, as it was before the first began
     RUN_DIR/evaluation/              the very first student, the last model and the experts, on the domains of all rounds
 
@@ -33,12 +33,13 @@ from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import Inputs, read_inputs, read_rounds
 from pipelines.inputs.template_date import as_recorded, on_day
-from pipelines.interrupts import Interrupted, interrupts
-from pipelines.merge import run as merging
-from pipelines.merge.changes import accept_changes, refuse_changed_inputs, unrecorded
-from pipelines.merge.directory import locked, new_directory, refuse_existing
-from pipelines.merge.manifest import manifest_of, resolved, write_inputs
-from pipelines.merge.run import Run
+from pipelines.interrupts import Interrupted
+from pipelines.merging import run as merging
+from pipelines.merging.changes import accept_changes, refuse_changed_inputs, unrecorded
+from pipelines.merging.directory import locked, new_directory, refuse_existing
+from pipelines.merging.manifest import manifest_of, resolved, write_inputs
+from pipelines.merging.run import Run
+from pipelines.merging.surroundings import TERMINAL, Surroundings
 
 FORMAT = 1
 """The format of `rounds.json`."""
@@ -62,13 +63,13 @@ class Rounds:
     """The checkpoint of the round under way to go on from; None for a run that begins."""
     tell: Tell
 
-    def carry_out(self) -> dict[str, Any]:
-        """Take all rounds to their end. Returns the report. Raises: as `pipelines.merge.run.Run.carry_out`."""
+    def carry_out(self, around: Surroundings = TERMINAL) -> dict[str, Any]:
+        """Take all rounds to their end. Returns the report. Raises: as `pipelines.merging.run.Run.carry_out`."""
         with locked(RunPaths(self.root)):
             if self.resume_from is None:
-                return _go_on(self, self.plan, checkpoints.LATEST)
+                return _go_on(self, self.plan, checkpoints.LATEST, around)
             sweep(self.root)
-            return _go_on(self, _checked_again(self), self.resume_from)
+            return _go_on(self, _checked_again(self), self.resume_from, around)
 
 
 def begin(config: PipelineConfig, root: Path, tell: Tell) -> Run | Rounds:
@@ -92,7 +93,7 @@ def begin(config: PipelineConfig, root: Path, tell: Tell) -> Run | Rounds:
 def reopen(
     root: Path, config: PipelineConfig | None, overrides: list[str] | None, wanted: str, tell: Tell
 ) -> Run | Rounds:
-    """An interrupted merge, to go on in its round or with the next one. As `pipelines.merge.run.reopen`."""
+    """An interrupted merge, to go on in its round or with the next one. As `pipelines.merging.run.reopen`."""
     paths = RunPaths(root)
     if not paths.rounds.exists():
         return merging.reopen(root, config, overrides, wanted)
@@ -205,7 +206,7 @@ def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
     return len(configs)
 
 
-def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str) -> dict[str, Any]:
+def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str, around: Surroundings) -> dict[str, Any]:
     """The rounds that are left, and what is made of all of them."""
     configs, whole, num = run.configs, RunPaths(run.root), len(run.configs)
     finished = _num_finished(configs, run.root)
@@ -218,7 +219,7 @@ def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str) -> dict[str, Any]:
             wanted="a round that was interrupted, to go back in",
             fix="leave the option out",
         )
-    with interrupts() as signals:
+    with around.signals() as signals:
         for index in range(finished, num):
             config, paths = configs[index], whole.round(index + 1)
             if index:
@@ -226,29 +227,30 @@ def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str) -> dict[str, Any]:
                 config = config.model_copy(update={"student": student})
             if paths.root.exists():
                 run.tell(f"round {index + 1} of {num}: going on")
-                merging.resume(paths.root, config, None, wanted)
+                merging.resume(paths.root, config, None, wanted, around)
             elif index:
                 run.tell(f"round {index + 1} of {num}: from the model of round {index}")
-                _begin(config, whole, index, plan, run.tell)
+                _begin(config, index, plan, run, around)
             else:
                 run.tell(f"round 1 of {num}")
-                merging.start(config, paths.root)
+                merging.start(config, paths.root, around=around)
             if signals.asked() and index + 1 < num:
                 raise Interrupted(config.trainer.steps, run.root, signals.number)
         return _finish(run, plan)
 
 
-def _begin(config: PipelineConfig, whole: RunPaths, index: int, plan: Sequence[Facts], tell: Tell) -> None:
+def _begin(config: PipelineConfig, index: int, plan: Sequence[Facts], run: Rounds, around: Surroundings) -> None:
     """Start round `index`, from 0 and not the first, with what the one before measured. Raises: as `start`."""
+    whole = RunPaths(run.root)
     before = whole.round(index)
     facts = _facts(config, read_inputs(config))
     refuse_changed_inputs(plan[index] | {"student": facts["student"]}, facts, whole.rounds)
     if before.checkpoints.exists() or before.targets.exists():
-        tell(f"round {index} is finished: its checkpoints are deleted, its model stays")
+        run.tell(f"round {index} is finished: its checkpoints are deleted, its model stays")
         shutil.rmtree(before.checkpoints, ignore_errors=True)
         shutil.rmtree(before.targets, ignore_errors=True)
     known = known_evaluations(before, plan[index - 1], facts)
-    merging.start(config, whole.round(index + 1).root, known)
+    merging.start(config, whole.round(index + 1).root, known, around)
 
 
 def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, str]:

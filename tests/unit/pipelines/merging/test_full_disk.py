@@ -24,8 +24,8 @@ from opd.stream.targets import Asked, Expected, TargetStream
 from opd.train.shards import write_shard
 from opd.types import Prompt, Rollout, RolloutBatch, Segment, WrittenFile
 from pipelines.inputs.read import read_inputs
-from pipelines.merge.directory import says_what_is_intact
-from pipelines.merge.run import Run, _export
+from pipelines.merging.directory import says_what_is_intact
+from pipelines.merging.run import Run, _export
 from tests.rows import make_row
 
 FULL = "could not be written: No space left on device"

@@ -29,8 +29,8 @@ from opd.types import WrittenFile
 from pipelines.baselines import jobs
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.interrupts import Interrupted
-from pipelines.merge import rounds
-from pipelines.merge import run as merging
+from pipelines.merging import rounds
+from pipelines.merging import run as merging
 
 # By how often its weights were trained; experts are much better than that.
 STUDENT = {0: 0.2, 1: 0.5, 2: 0.6, 3: 0.7}
@@ -284,7 +284,7 @@ def test_the_model_is_whole_with_and_without_hard_links(
         raise OSError("no hard links here")
 
     if not links:
-        monkeypatch.setattr("pipelines.merge.rounds.os.link", refused)
+        monkeypatch.setattr("pipelines.merging.rounds.os.link", refused)
     source, target = tmp_path / "round-2" / "model", tmp_path / "model"
     source.mkdir(parents=True)
     (source / "config.json").write_text("new")

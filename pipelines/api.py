@@ -1,0 +1,190 @@
+"""Merges from Python: the functions that `pipelines` offers to a program or a notebook.
+
+    from pipelines import merge
+    result = merge("quickstart", on_step=lambda record: print(record.step, record.loss))
+    print(result.after, result.model)
+
+No signal handler is set and nothing is printed unless it is asked for. Errors are those of `opd.errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experts.registry import Manifest, Registry, default_root
+from opd import config as pipeline_files
+from opd.config import PipelineConfig
+from opd.interfaces import Display
+from opd.progress import display
+from opd.report import read_run
+from opd.run_dir import RunPaths
+from opd.settings import apply_overrides, validate
+from opd.step_record import StepRecord
+from pipelines.catalog import find
+from pipelines.evaluation.models import evaluate_models
+from pipelines.interrupts import Interrupts, interrupts
+from pipelines.merging import rounds
+from pipelines.merging.surroundings import Surroundings
+
+Pipeline = PipelineConfig | Path | str | Mapping[str, Any]
+"""A pipeline as an object, a file, the name of a shipped one, or its keys as plain data."""
+OnStep = Callable[[StepRecord], None]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeResult:
+    """A merge that has ended."""
+
+    run_dir: Path
+    report: Mapping[str, Any]
+    """What report.json holds; docs/report.md lists its keys."""
+
+    @property
+    def model(self) -> Path:
+        """Hugging Face directory of the merged model."""
+        return RunPaths(self.run_dir).model
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The record of every step."""
+        return read_run(self.run_dir).records
+
+    @property
+    def before(self) -> dict[str, float]:
+        """Accuracy of the student as it was, by domain."""
+        return self._accuracy("before")
+
+    @property
+    def expert(self) -> dict[str, float]:
+        """Accuracy of each domain's expert."""
+        return self._accuracy("expert")
+
+    @property
+    def after(self) -> dict[str, float]:
+        """Accuracy of the merged model, by domain."""
+        return self._accuracy("after")
+
+    @property
+    def mean_headroom(self) -> float | None:
+        """Share of the way from student to expert, the mean over domains; None if no expert is better than the student."""
+        found: float | None = self.report["mean_headroom"]
+        return found
+
+    def _accuracy(self, exam: str) -> dict[str, float]:
+        return {domain: values[exam] for domain, values in self.report["domains"].items()}
+
+
+def load_pipeline(pipeline: Pipeline, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """A pipeline with every default filled in; `overrides` are KEY=VALUE. Raises: ConfigError."""
+    if isinstance(pipeline, PipelineConfig | Mapping):
+        data = pipeline.model_dump(mode="json") if isinstance(pipeline, PipelineConfig) else pipeline
+        return validate(PipelineConfig, apply_overrides(dict(data), list(overrides)), "pipeline")
+    return pipeline_files.load_pipeline(find(str(pipeline)), list(overrides))
+
+
+def merge(
+    pipeline: Pipeline,
+    *,
+    run_dir: Path | str | None = None,
+    on_step: OnStep | None = None,
+    tell: Tell | None = None,
+    progress: bool = False,
+    handle_signals: bool = False,
+) -> MergeResult:
+    """Merge a pipeline's experts into its student. Blocks until the report is there.
+
+    `run_dir` must not exist; default: `runs/NAME`. `on_step` gets each step's record once it is stored, `tell` each
+    sentence that the command line would print; `progress` shows the bar instead. With `handle_signals` Ctrl-C finishes the
+    step and leaves a checkpoint, else it ends the merge where it is; `resume` goes on in both cases.
+    Raises: OpdError before any compute, RunError if the run cannot go on.
+    """
+    config = load_pipeline(pipeline)
+    root = Path(run_dir) if run_dir is not None else Path("runs") / config.name
+    work = rounds.begin(config, root, tell or _silent)
+    return MergeResult(root, work.carry_out(_surroundings(on_step, tell, progress, handle_signals)))
+
+
+def resume(
+    run_dir: Path | str,
+    *,
+    overrides: Sequence[str] = (),
+    on_step: OnStep | None = None,
+    tell: Tell | None = None,
+    progress: bool = False,
+    handle_signals: bool = False,
+) -> MergeResult:
+    """Go on with an interrupted merge from its last checkpoint. Takes and raises what `merge` does; `overrides` are
+    KEY=VALUE of the keys that a resume may change."""
+    root = Path(run_dir)
+    work = rounds.reopen(root, None, list(overrides), "latest", tell or _silent)
+    return MergeResult(root, work.carry_out(_surroundings(on_step, tell, progress, handle_signals)))
+
+
+def evaluate(
+    models: Sequence[Path | str], pipeline: Pipeline, *, domains: Sequence[str] | None = None, tell: Tell | None = None
+) -> dict[str, dict[str, float]]:
+    """Accuracy by model and domain on the pipeline's held-out prompts; models are Hugging Face or adapter directories.
+
+    Raises: OpdError before any compute, RunError if a worker fails.
+    """
+    config = load_pipeline(pipeline)
+    found = evaluate_models(config, [Path(model) for model in models], domains, tell or _silent)
+    return {name: evaluation.accuracy for name, evaluation in found.items()}
+
+
+def register_expert(
+    name: str,
+    model: Path | str,
+    domain: str,
+    *,
+    prompts: Path | str | None = None,
+    base: Path | str | None = None,
+    registry: Path | str | None = None,
+) -> Manifest:
+    """Check an expert's files and write its manifest, as `opd experts add` does. Raises: OpdError."""
+    store = Registry(Path(registry) if registry is not None else default_root())
+    return store.add(name, Path(model), domain, _path(prompts), _path(base))
+
+
+def _path(given: Path | str | None) -> Path | None:
+    return None if given is None else Path(given)
+
+
+def _silent(line: str) -> None: ...
+
+
+class _Teller:
+    """A display that hands sentences on and leaves the steps to the callback."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.say = tell
+
+    def step(self, step: int, summary: str) -> None: ...
+
+
+class _Callback:
+    """A sink that calls a function of the user's."""
+
+    def __init__(self, on_step: OnStep) -> None:
+        self.step = on_step
+
+
+def _surroundings(on_step: OnStep | None, tell: Tell | None, progress: bool, handle_signals: bool) -> Surroundings:
+    @contextmanager
+    def quiet(total: int, done: int) -> Iterator[Display]:
+        yield _Teller(tell or _silent)
+
+    @contextmanager
+    def deaf() -> Iterator[Interrupts]:
+        yield Interrupts()
+
+    return Surroundings(
+        display=display if progress else quiet,
+        signals=interrupts if handle_signals else deaf,
+        sinks=(_Callback(on_step),) if on_step else (),
+    )
