@@ -164,6 +164,8 @@ def found_in(error: ErrorDetails) -> str:
 def _explain(error: ErrorDetails, source: object) -> ConfigError:
     keys = keys_of(error)
     context = error.get("ctx", {})
+    if isinstance(context.get("error"), ConfigError):  # worded where it was found
+        return ConfigError(f"{source}: {context['error']}")
     if error["type"] == "unknown_key":
         where = ".".join([*keys, context["key"]])
         message = ConfigError.at(

@@ -15,13 +15,13 @@ from opd.loop import Parts, Plan
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.prompts import MixedPrompts, split_samples
-from opd.rollouts.vllm import VLLMRolloutEngine
+from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run_dir import RunPaths
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
 from opd.sync.shared_memory import probe_sequences
 from opd.train.deepspeed import DeepSpeedTrainer
-from pipelines.inputs.read import Inputs
+from pipelines.inputs.read import Inputs, users_engine
 from pipelines.specs import flight_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
 from teachers.pool import Pool, Routes
@@ -103,7 +103,16 @@ def start_rollouts(
     """Rollout engines that hold the student; returns before they are up. `untrained` as `Inputs.untrained`."""
     student = inputs.student
     spec = rollout_spec(config, config.student.model, student.vocab_size, student.eos_token_ids, untrained)
-    return ROLLOUT_ENGINES[config.rollout.engine](spec, inputs.tokenizer)
+    return rollout_engine(config)(spec, inputs.tokenizer)
+
+
+def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMRolloutEngine]:
+    """What makes the engine that `rollout.engine` names. Raises: ConfigError for a user's class that is not there."""
+    name = config.rollout.engine
+    if name in ROLLOUT_ENGINES:
+        return ROLLOUT_ENGINES[name]
+    made: Callable[[RolloutSpec, Any], VLLMRolloutEngine] = users_engine(name)
+    return made
 
 
 def _start_workers(

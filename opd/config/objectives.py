@@ -10,13 +10,15 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Serializ
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from opd.config.strict import Strict
+from opd.errors import ConfigError
 from opd.losses import OBJECTIVES
-from opd.named import imported
+from opd.named import imported, is_place, users
 
 if TYPE_CHECKING:
     from opd.losses.objective import Objective
 
 DEFAULT_KIND = "reverse_kl"
+SECTION = "a class on top of opd.config.objectives.ObjectiveConfig, as module:Class"
 
 
 class ObjectiveConfig(Strict):
@@ -75,8 +77,13 @@ class ObjectiveConfig(Strict):
 
 
 def objective_config(kind: str) -> type[ObjectiveConfig]:
-    """The class of a kind's section. Raises: KeyError for a name that is no kind."""
-    found: type[ObjectiveConfig] = imported(OBJECTIVES[kind])
+    """The class of a kind's section, or the user's class of that name.
+
+    Raises: KeyError for a name that is no kind; ConfigError for a `module:Class` that cannot be imported or is no section.
+    """
+    found: type[ObjectiveConfig] = users(kind, "objective.kind", SECTION) if ":" in kind else imported(OBJECTIVES[kind])
+    if not (isinstance(found, type) and issubclass(found, ObjectiveConfig) and hasattr(found, "OBJECTIVE")):
+        raise ConfigError.at("objective.kind", found=kind, wanted=SECTION, fix="see docs/python.md for an example")
     return found
 
 
@@ -99,8 +106,11 @@ def _of_its_kind(value: Any) -> ObjectiveConfig:
     if isinstance(value, ObjectiveConfig):
         return value
     kind = value.get("kind", DEFAULT_KIND) if isinstance(value, Mapping) else DEFAULT_KIND
-    if kind not in list(OBJECTIVES):  # it may be anything, a list too
-        raise PydanticCustomError("objective_kind", "`kind` is one of: {kinds}", {"kinds": ", ".join(OBJECTIVES)})
+    if kind not in list(OBJECTIVES) and not is_place(kind):  # it may be anything, a list too
+        kinds = ", ".join(OBJECTIVES)
+        raise PydanticCustomError(
+            "objective_kind", "`kind` is one of: {kinds}, or your own module:Class", {"kinds": kinds}
+        )
     return objective_config(kind).model_validate(value)
 
 

@@ -11,8 +11,9 @@ from opd.config.strict import DType, Strict
 
 
 class RolloutConfig(Strict):
-    engine: Literal["vllm"] = "vllm"
-    """What writes: vLLM, an engine in each rollout worker."""
+    engine: str = Field("vllm", pattern=r"^(vllm|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    """What writes: `vllm`, an engine in each rollout worker; or a class of yours, as `module:Class`, with the methods of
+    `opd.interfaces.RolloutEngine` and `wait_ready()`, which is made of a `opd.rollouts.vllm.RolloutSpec` and the tokenizer."""
     workers: int = Field(1, ge=1)
     """Rollout engines; prompts are dealt out among them."""
     dtype: DType = "float32"

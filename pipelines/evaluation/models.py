@@ -22,7 +22,7 @@ from opd.evaluation.evaluator import BEFORE, DomainExam, EngineEvaluator
 from opd.evaluation.scores import Evaluation
 from opd.prompts import is_here, is_hub_name
 from opd.types import Teacher
-from pipelines.build import ROLLOUT_ENGINES
+from pipelines.build import rollout_engine
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings
 from pipelines.inputs.read import as_teacher, inspect_student, load_tokenizer
 from pipelines.inputs.template_date import dated
@@ -169,7 +169,7 @@ def evaluate_subjects(config: PipelineConfig, subjects: Sequence[Subject], tell:
     with ray_session(config.cluster, config.rollout.workers), whole(subjects[0].model) as start:
         first = subjects[0]
         spec = rollout_spec(config, start, first.vocab_size, first.eos_token_ids)
-        engine = ROLLOUT_ENGINES[config.rollout.engine](spec, first.tokenizer)
+        engine = rollout_engine(config)(spec, first.tokenizer)
         engine.wait_ready()
         for subject in subjects:
             if subject is not first:

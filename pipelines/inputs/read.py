@@ -27,6 +27,7 @@ from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
 from opd.lora import ADAPTER_WEIGHTS
+from opd.named import is_place, users
 from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
@@ -89,12 +90,19 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     return Teaching(student=student, experts=by_name, routes=routes, warnings=(*warnings, *notices))
 
 
+def users_engine(place: str) -> Any:
+    """A rollout engine of the user's. Raises: ConfigError if there is none."""
+    return users(place, "rollout.engine", "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()")
+
+
 def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> Inputs:
     """Read and check everything a pipeline names; `exam` takes the place of its section `evaluate`.
 
     Raises: OpdError (a ValueError) for the first thing that is wrong.
     """
     exam = exam or config.evaluate
+    if is_place(config.rollout.engine):
+        users_engine(config.rollout.engine)
     refuse_missing(config.logging)
     if isinstance(config.teachers, FlightTeachers):
         read_token(config.teachers.token_file)
