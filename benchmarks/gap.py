@@ -26,7 +26,7 @@ def written(model_dir: Path, dtype: str, vocab_size: int) -> list[tuple[tuple[in
     from opd.rollouts.vllm import ENGINE_ENV
 
     os.environ.update(ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "1"})
-    from opd.rollouts.worker import EngineOptions, Request, VLLMWorker
+    from opd.rollouts.worker import EngineOptions, GenerateRequest, VLLMWorker
 
     options = EngineOptions(
         model_dir=model_dir,
@@ -38,7 +38,9 @@ def written(model_dir: Path, dtype: str, vocab_size: int) -> list[tuple[tuple[in
     )
     rng = random.Random(0)
     prompts = [tuple(rng.choices(range(vocab_size), k=PROMPT_TOKENS)) for _ in range(PROMPTS)]
-    requests = [Request(token_ids=p, max_tokens=NEW_TOKENS, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
+    requests = [
+        GenerateRequest(token_ids=p, max_tokens=NEW_TOKENS, temperature=1.0, seed=i) for i, p in enumerate(prompts)
+    ]
     return list(zip(prompts, VLLMWorker(options, ()).generate(requests), strict=True))
 
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.work import measured, used_bytes
 from opd.rollouts.vllm import ENGINE_ENV
-from opd.rollouts.worker import EngineOptions, Request, VLLMWorker
+from opd.rollouts.worker import EngineOptions, GenerateRequest, VLLMWorker
 from tests.conftest import build_model_dir
 
 PROBE = [tuple(range(5 + i, 26 + i)) for i in range(4)]
@@ -50,7 +50,7 @@ def measure(check: Check) -> None:
 
 def _sampled_gap(worker: VLLMWorker, model_dir: Path) -> float:
     """Of the tokens that it samples: what it says of them against transformers."""
-    requests = [Request(token_ids=ids[:8], max_tokens=16, temperature=1.0, seed=7) for ids in PROBE]
+    requests = [GenerateRequest(token_ids=ids[:8], max_tokens=16, temperature=1.0, seed=7) for ids in PROBE]
     sampled = worker.generate(requests)
     whole = _plain(model_dir, [(*r.token_ids, *s.token_ids) for r, s in zip(requests, sampled, strict=True)])
     wanted = [part[len(r.token_ids) - 1 :] for r, part in zip(requests, whole, strict=True)]

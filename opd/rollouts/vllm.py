@@ -13,7 +13,7 @@ from typing import Any
 from opd import cluster
 from opd.errors import RunError
 from opd.interfaces import Decoder
-from opd.rollouts.worker import EngineOptions, Request, Sampled, VLLMWorker
+from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
 from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch, Segment, unknown_id
 
 ENGINE_ENV = {
@@ -90,7 +90,7 @@ class VLLMRolloutEngine:
         sample_ids = _sample_ids(prompts, step)
         fitting = [(p, s) for p, s in zip(prompts, sample_ids, strict=True) if _fits(p, room)]
         requests = [
-            Request(
+            GenerateRequest(
                 token_ids=p.token_ids,
                 max_tokens=min(limit, room - len(p.token_ids)),
                 temperature=self._spec.temperature,
@@ -116,7 +116,7 @@ class VLLMRolloutEngine:
         limit, room = self._spec.max_answer_tokens, self._spec.engine.max_model_len
         asked = [(p, i) for p in prompts for i in range(n)]
         requests = [
-            Request(
+            GenerateRequest(
                 token_ids=p.token_ids,
                 max_tokens=min(limit, room - len(p.token_ids)),
                 temperature=temperature,
@@ -136,7 +136,7 @@ class VLLMRolloutEngine:
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return self._call("logprobs", [[token_ids]] * len(self._workers))
 
-    def _completion(self, prompt: Prompt, sampled: Sampled | None) -> Completion:
+    def _completion(self, prompt: Prompt, sampled: Generated | None) -> Completion:
         ids = sampled.token_ids if sampled else ()
         return Completion(
             prompt=prompt,
@@ -145,7 +145,7 @@ class VLLMRolloutEngine:
             truncated=sampled is not None and sampled.truncated,
         )
 
-    def _generate(self, requests: Sequence[Request]) -> list[Sampled]:
+    def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Deal out round-robin, so workers get equal domain mixes, and put the answers back in order."""
         num = len(self._workers)
         parts = self._call("generate", [[requests[i::num]] for i in range(num)])
@@ -211,7 +211,7 @@ def _refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) -
 
 
 def _rollout(
-    prompt: Prompt, sample_id: str, step: int, policy_version: int, out: Sampled, untrained: frozenset[int]
+    prompt: Prompt, sample_id: str, step: int, policy_version: int, out: Generated, untrained: frozenset[int]
 ) -> Rollout:
     return Rollout(
         sample_id=sample_id,

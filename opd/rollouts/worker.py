@@ -36,7 +36,7 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class GenerateRequest:
     """One sequence to continue."""
 
     token_ids: tuple[int, ...]
@@ -47,7 +47,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class Generated:
     """What the engine wrote for one request."""
 
     token_ids: tuple[int, ...]
@@ -66,7 +66,7 @@ class VLLMWorker:
         self._shape = model_shape(options.model_dir)
         self._asleep = False
 
-    def generate(self, requests: Sequence[Request]) -> list[Sampled]:
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Sample (or, at temperature 0, decode greedily) every request. Raises: RunError on NaN log-probs."""
         from vllm import SamplingParams
 
@@ -86,7 +86,7 @@ class VLLMWorker:
         prompts: Any = [{"prompt_token_ids": list(r.token_ids)} for r in requests]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         self._sleep()
-        return [_sampled(output.outputs[0]) for output in outputs]
+        return [_generated(output.outputs[0]) for output in outputs]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, at temperature 1."""
@@ -253,9 +253,9 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     return llm
 
 
-def _sampled(output: Any) -> Sampled:
+def _generated(output: Any) -> Generated:
     logprobs = tuple(float(step[token].logprob) for token, step in zip(output.token_ids, output.logprobs, strict=True))
     # NaN weights make vLLM emit token 0 for ever without an error; NaN is the one value unequal to itself.
     if any(value != value for value in logprobs):
         raise RunError("the rollout engine returned NaN log-probs: the student's weights are broken")
-    return Sampled(token_ids=tuple(output.token_ids), logprobs=logprobs, truncated=output.finish_reason == "length")
+    return Generated(token_ids=tuple(output.token_ids), logprobs=logprobs, truncated=output.finish_reason == "length")

@@ -30,7 +30,7 @@ from teachers.flight.protocol import (
     Hello,
     ProtocolError,
     Reply,
-    Request,
+    ScoreRequest,
     ServedTeacher,
     parse,
     rollout_batches,
@@ -181,7 +181,7 @@ class FlightPool:
 
     def _exchange(self, rollouts: Sequence[Rollout], options: Any) -> Iterator[np.ndarray]:
         """One question. Raises: ProtocolError for an answer without its last record."""
-        request = Request(served=self._identity, rollouts=len(rollouts)).model_dump_json().encode()
+        request = ScoreRequest(served=self._identity, rollouts=len(rollouts)).model_dump_json().encode()
         writer, reader = self._client.do_exchange(flight.FlightDescriptor.for_command(request), options)
         with writer:
             writer.begin(ROLLOUTS)

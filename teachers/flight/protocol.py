@@ -94,7 +94,7 @@ class Hello(Wire):
         return blake3(self.model_dump_json().encode()).hexdigest()
 
 
-class Request(Wire):
+class ScoreRequest(Wire):
     """Goes before the rollouts."""
 
     protocol: str = PROTOCOL

@@ -23,7 +23,7 @@ from teachers.flight.protocol import (
     Hello,
     ProtocolError,
     Reply,
-    Request,
+    ScoreRequest,
     ServedTeacher,
     WireRule,
     check_rollouts_schema,
@@ -104,7 +104,7 @@ class PoolServer(flight.FlightServerBase):
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """A step's rollouts in, its targets out, part by part."""
         with self._worded(context, "score"):
-            request = parse(Request, descriptor.command)
+            request = parse(ScoreRequest, descriptor.command)
             if request.served != self._identity:
                 raise RunError(
                     "these are not the teachers that you began with: the server was started anew with others"

@@ -38,7 +38,7 @@ from opd.losses.rule import IDENTITY
 from opd.metrics import MetricsFile, PhaseClock
 from opd.progress import RunReporter
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.rollouts.worker import Sampled, _sampled, swap_weights
+from opd.rollouts.worker import Generated, _generated, swap_weights
 from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 from opd.stream.heads import HeadSource
@@ -462,7 +462,7 @@ def broken_states(b: Bench) -> None:
         refuse_many_broken(broken | {"x": "why"}, 1000, 0.001)
     nan = SimpleNamespace(token_ids=[0], logprobs=[{0: SimpleNamespace(logprob=float("nan"))}], finish_reason="length")
     with pytest.raises(RunError, match="NaN log-probs"):
-        _sampled(nan)
+        _generated(nan)
 
 
 def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
@@ -563,10 +563,10 @@ def engine(b: Bench, **rollout_settings: Any) -> tuple[VLLMRolloutEngine, list[A
         def __init__(self, *_: Any) -> None:
             pass
 
-        def generate(self, requests: Sequence[Any]) -> list[Sampled]:
+        def generate(self, requests: Sequence[Any]) -> list[Generated]:
             asked.extend(requests)
             return [
-                Sampled(token_ids=(5,) * r.max_tokens, logprobs=(-1.0,) * r.max_tokens, truncated=True)
+                Generated(token_ids=(5,) * r.max_tokens, logprobs=(-1.0,) * r.max_tokens, truncated=True)
                 for r in requests
             ]
 

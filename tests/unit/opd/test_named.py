@@ -36,7 +36,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "users_module_of_a_test"
 
 
-@pytest.mark.parametrize(("name", "answer"), [("a.b:C", True), ("vllm", False), ("a:", False), (":b", False), (7, False)])
+@pytest.mark.parametrize(
+    ("name", "answer"), [("a.b:C", True), ("vllm", False), ("a:", False), (":b", False), (7, False)]
+)
 def test_a_place_has_a_module_and_a_name(name: Any, answer: bool) -> None:
     assert is_place(name) is answer
 

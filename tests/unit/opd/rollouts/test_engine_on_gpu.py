@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opd.rollouts import worker
-from opd.rollouts.worker import EngineOptions, Request, VLLMWorker
+from opd.rollouts.worker import EngineOptions, GenerateRequest, VLLMWorker
 
 OPTIONS = EngineOptions(
     model_dir=Path("m"),
@@ -86,7 +86,7 @@ def test_only_an_engine_that_will_sleep_is_told_so(platform: SimpleNamespace) ->
 def test_an_engine_sleeps_from_the_last_token_it_wrote_to_the_next_push(platform: SimpleNamespace) -> None:
     """One night a step: what a step asks comes as push, probe, rollouts."""
     one = VLLMWorker(OPTIONS, (2,))
-    request = Request(token_ids=(1,), max_tokens=4, temperature=1.0, seed=0)
+    request = GenerateRequest(token_ids=(1,), max_tokens=4, temperature=1.0, seed=0)
     for _ in range(2):
         one.load(Path("new"))
         assert one.logprobs([(1, 2)]) == [[-2.0]]
@@ -100,6 +100,6 @@ def test_an_engine_with_a_gpu_of_its_own_never_sleeps(platform: SimpleNamespace)
     import dataclasses
 
     one = VLLMWorker(dataclasses.replace(OPTIONS, sleep=False), (2,))
-    one.generate([Request(token_ids=(1,), max_tokens=4, temperature=1.0, seed=0)])
+    one.generate([GenerateRequest(token_ids=(1,), max_tokens=4, temperature=1.0, seed=0)])
     one.load(Path("new"))
     assert one._llm.said == ["write", "load"]

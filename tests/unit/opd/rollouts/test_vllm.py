@@ -13,7 +13,7 @@ from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed, _segments
-from opd.rollouts.worker import Request, Sampled, _sampled
+from opd.rollouts.worker import Generated, GenerateRequest, _generated
 from opd.types import Prompt
 from pipelines.specs import rollout_spec
 
@@ -26,12 +26,12 @@ class FakeWorker:
 
     def __init__(self, options: Any, stop: Sequence[int]) -> None:
         self.options, self.stop = options, stop
-        self.requests: list[Request] = []
+        self.requests: list[GenerateRequest] = []
 
-    def generate(self, requests: Sequence[Request]) -> list[Sampled]:
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         self.requests += requests
         return [
-            Sampled(token_ids=(r.token_ids[0],) * r.max_tokens, logprobs=(-1.0,) * r.max_tokens, truncated=True)
+            Generated(token_ids=(r.token_ids[0],) * r.max_tokens, logprobs=(-1.0,) * r.max_tokens, truncated=True)
             for r in requests
         ]
 
@@ -216,13 +216,13 @@ class Output:
 
 
 def test_the_sampled_tokens_own_log_prob_is_read() -> None:
-    assert _sampled(Output([-0.5, -1.5])) == Sampled(token_ids=(0, 1), logprobs=(-0.5, -1.5), truncated=False)
-    assert _sampled(Output([-0.5], "length")).truncated
+    assert _generated(Output([-0.5, -1.5])) == Generated(token_ids=(0, 1), logprobs=(-0.5, -1.5), truncated=False)
+    assert _generated(Output([-0.5], "length")).truncated
 
 
 def test_nan_log_probs_stop_the_run() -> None:
     with pytest.raises(RunError, match="NaN log-probs"):
-        _sampled(Output([-0.5, float("nan")]))
+        _generated(Output([-0.5, float("nan")]))
 
 
 # A worker that dies
@@ -238,7 +238,7 @@ class Mortal(FakeWorker):
         super().__init__(options, stop)
         self.loads = []
 
-    def generate(self, requests: Sequence[Request]) -> list[Sampled]:
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         self._may_die("generate")
         return super().generate(requests)
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import pipelines.evaluation.models
 from cli import app
 from opd.evaluation.scores import Evaluation
-from opd.rollouts.worker import Request, Sampled
+from opd.rollouts.worker import GenerateRequest
 
 
 class Parrot:
@@ -33,14 +33,14 @@ class Parrot:
     def logprobs(self, sequences: Any) -> Any:
         return []
 
-    def generate(self, requests: Sequence[Request]) -> list[Sampled]:
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         knows = {"rev": ("rev",), "up": ("upp",), "model": ("rev", "upp"), "base": ()}[self.loads[-1]]
         return [self._one(self.tokenizer.decode(r.token_ids), knows, r.seed) for r in requests]
 
-    def _one(self, prompt: str, knows: Sequence[str], seed: int | None) -> Sampled:
+    def _one(self, prompt: str, knows: Sequence[str], seed: int | None) -> Generated:
         right = prompt[:3] in knows and not (self.loads[-1] == "up" and "A" in prompt)
         ids = tuple(self.tokenizer.encode(prompt[4:7] if right else "no", add_special_tokens=False))
-        return Sampled(token_ids=ids, logprobs=(0.0,) * len(ids), truncated=False)
+        return Generated(token_ids=ids, logprobs=(0.0,) * len(ids), truncated=False)
 
 
 @pytest.fixture(autouse=True)

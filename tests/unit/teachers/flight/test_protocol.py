@@ -18,7 +18,7 @@ from teachers.flight.protocol import (
     Hello,
     ProtocolError,
     Reply,
-    Request,
+    ScoreRequest,
     check_rollouts_schema,
     parse,
     read_rollouts,
@@ -88,7 +88,7 @@ def test_records() -> None:
     reply = Reply(sizes=(1, 2))
     assert parse(Reply, reply.model_dump_json().encode()) == reply
     other = json.dumps({"protocol": "3", "something": "new"}).encode()
-    for model in (Hello, Request, Reply):
+    for model in (Hello, ScoreRequest, Reply):
         with pytest.raises(ProtocolError, match="speaks protocol '3', this side '2'"):
             parse(model, other)
     for raw in (
