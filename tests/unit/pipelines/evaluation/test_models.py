@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import pipelines.evaluation.models
 from cli import app
 from opd.evaluation.scores import Evaluation
-from opd.rollouts.worker import GenerateRequest
+from opd.rollouts.worker import Generated, GenerateRequest
 
 
 class Parrot:
