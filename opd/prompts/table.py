@@ -124,11 +124,13 @@ def load_prompts(
     Raises: PromptError.
     """
     rows = open_rows(prompts)
+    # Of a tokenizer that is written in Python nothing says all that decides its ids: these are made anew each time.
+    cached = rows.cached and hasattr(tokenizer, "backend_tokenizer")
     tokens = stored(
-        f"tokens-{_key(rows, tokenizer, day)}" if rows.cached else "",
+        f"tokens-{_key(rows, tokenizer, day)}" if cached else "",
         SCHEMA,
         lambda: in_batches(_encoded(rows, domain, tokenizer, day), SCHEMA),
-        cached=rows.cached,
+        cached=cached,
     )
     return PromptTable(domain, rows, tokens, np.arange(len(rows), dtype=np.int64))
 
