@@ -95,18 +95,23 @@ def users_engine(place: str) -> Any:
     return users(place, "rollout.engine", "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()")
 
 
-def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> Inputs:
-    """Read and check everything a pipeline names; `exam` takes the place of its section `evaluate`.
-
-    Raises: OpdError (a ValueError) for the first thing that is wrong.
-    """
-    exam = exam or config.evaluate
+def _refuse_what_is_not_here(config: PipelineConfig) -> None:
+    """Raises: ConfigError for the user's engine, a sink's package, or a token or certificate of a server."""
     if is_place(config.rollout.engine):
         users_engine(config.rollout.engine)
     refuse_missing(config.logging)
     if isinstance(config.teachers, FlightTeachers):
         read_token(config.teachers.token_file)
         read_roots(config.teachers.tls_root_certs)
+
+
+def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> Inputs:
+    """Read and check everything a pipeline names; `exam` takes the place of its section `evaluate`.
+
+    Raises: OpdError (a ValueError) for the first thing that is wrong.
+    """
+    exam = exam or config.evaluate
+    _refuse_what_is_not_here(config)
     teaching = read_teachers(config)
     by_name, routes = teaching.experts, teaching.routes
     refuse_untrainable(config, teaching.student)

@@ -23,7 +23,6 @@ from opd.files import blake3_file
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.report import build_report, write_report
-from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 from opd.types import WrittenFile
 from pipelines.baselines import jobs
@@ -31,6 +30,7 @@ from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.interrupts import Interrupted
 from pipelines.merging import rounds
 from pipelines.merging import run as merging
+from pipelines.merging.surroundings import TERMINAL
 
 # By how often its weights were trained; experts are much better than that.
 STUDENT = {0: 0.2, 1: 0.5, 2: 0.6, 3: 0.7}
@@ -344,7 +344,8 @@ def test_inputs_that_change_while_a_round_goes_on_end_before_the_next(
         run(resumed=True)
     with pytest.raises(RunDirError, match="experts changed"):
         config = load_pipeline(world.root / "run" / "round-1" / "pipeline.yaml")
-        rounds._begin(config, RunPaths(world.root / "run"), 1, plan["rounds"], said.append)
+        whole: Any = SimpleNamespace(root=world.root / "run", tell=said.append)
+        rounds._begin(config, 1, plan["rounds"], whole, TERMINAL)
 
 
 @pytest.mark.parametrize("number", [1, 2])
