@@ -161,17 +161,15 @@ def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Prog
         progress(f"{job.name}: finished before, kept")
         return
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from transformers import AutoTokenizer, set_seed
 
-    from opd.model_weights import attention_of
+    from opd.model_weights import load_causal_lm
 
     assert job.train is not None
     set_seed(spec.seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
     saved_dtype = getattr(torch, inspect_model(base, hash_weights=False).dtype)
-    model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, use_safetensors=True, attn_implementation=attention_of(base)
-    )
+    model = load_causal_lm(base, torch.float32)
     if spec.method == "lora":
         model = _fit_adapter(spec, model, tokenizer, job, progress)
     else:

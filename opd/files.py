@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from blake3 import blake3
 
@@ -25,10 +26,17 @@ def fsync_dir(path: Path) -> None:
 
 def atomic_write_text(path: Path, text: str) -> None:
     """Write UTF-8 so that `path` holds either its old content or all of the new one. Raises: OSError."""
+    with atomic_file(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file beside `path` to write to, which takes its place when the block ends well and is deleted otherwise. Raises: OSError."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with tmp.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with tmp.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         tmp.replace(path)

@@ -145,7 +145,7 @@ class Checkpoints(Protocol):
 
 
 class Decoder(Protocol):
-    """The one method of a tokenizer that an engine's answers need."""
+    """The one method of a tokenizer that makes token ids readable."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 

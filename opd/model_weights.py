@@ -40,6 +40,19 @@ def attention_of(model_dir: Path) -> str:
     return attention(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
 
 
+def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
+    """transformers' causal language model of a directory, from safetensors alone; no code from it is run."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        model_dir,
+        dtype=dtype,
+        attn_implementation=attention_of(model_dir),
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
+
+
 class Naming:
     """An architecture without its numbers: which of a file's tensors make which of a module's.
 

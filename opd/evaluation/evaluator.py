@@ -8,13 +8,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.scores import Answer, DomainScore, Evaluation
 from opd.evaluation.statistics import interval, pass_at, standard_error
 from opd.evaluation.verifiers import Verifier
-from opd.interfaces import Evaluator, RolloutEngine
+from opd.interfaces import Decoder, Evaluator, RolloutEngine
 from opd.types import Completion, Prompt, Teacher
 
 KEPT_QUESTIONS = 5
@@ -32,12 +31,6 @@ class DomainExam:
 
     prompts: tuple[Prompt, ...]
     verifier: Verifier
-
-
-class Decoder(Protocol):
-    """The one tokenizer method that readable prompts need."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class EngineEvaluator:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from opd.errors import StorageError
-from opd.files import fsync_dir, storing
+from opd.files import atomic_file, storing
 
 IN_MEMORY_BYTES = 8 << 20
 """Sources up to this size are read anew each time and leave nothing on disk."""
@@ -110,19 +110,11 @@ def _mapped(path: Path) -> Batches:
 
 def _write(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            _sweep(temporary)
-            with pa.ipc.new_file(file, schema) as writer:
-                for batch in batches:
-                    writer.write_batch(batch)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_dir(path.parent)
+    with atomic_file(path) as file:
+        _sweep(Path(file.name))
+        with pa.ipc.new_file(file, schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
 
 
 def _sweep(new: Path) -> None:

@@ -34,7 +34,7 @@ class RunFiles:
     """Empty where there is no pipeline.yaml."""
     manifest: dict[str, Any]
     records: list[StepRecord]
-    """metrics.jsonl, a dict for each step."""
+    """metrics.jsonl, a record for each step."""
     before: Evaluation | None
     expert: Evaluation | None
     after: Evaluation | None

@@ -15,7 +15,7 @@ import torch
 from opd.config.objectives import ObjectiveConfig
 from opd.devices import to_device
 from opd.errors import RunError
-from opd.model_weights import attention_of
+from opd.model_weights import load_causal_lm
 from opd.stream.heads import Head, HeadSource
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import MicroBatch, gather_samples, micro_batch
@@ -82,8 +82,8 @@ class TrainerRank(ZeroEngine):
         """Add the gradients of the step's micro-batch `index`; all ranks do at the same time.
 
         `parts` are streams of this rank's rows that came since the last call; arguments of their own, because that is what
-        Ray hands over as views into shared memory. `left_out` could not be scored by one of their teachers: what the others sent does
-        not count. Raises: RunError if rows are missing.
+        Ray hands over as views into shared memory. `left_out` could not be scored by one of their teachers: what the others
+        sent does not count. Raises: RunError if rows are missing.
         """
         step = self._step
         step.receive(parts)
@@ -123,14 +123,7 @@ class TrainerRank(ZeroEngine):
 
 
 def _load_student(options: RankOptions) -> Student:
-    from transformers import AutoModelForCausalLM
-
-    lm = AutoModelForCausalLM.from_pretrained(
-        options.model_dir,
-        dtype=getattr(torch, options.dtype),
-        attn_implementation=attention_of(options.model_dir),
-        trust_remote_code=False,
-    )
+    lm = load_causal_lm(options.model_dir, getattr(torch, options.dtype))
     loss = options.objective
     known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
     return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)

@@ -212,12 +212,9 @@ def _fit(
 def _student(model_dir: Path) -> Any:
     """The student as it starts, to be trained in float32."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from opd.model_weights import attention_of
+    from opd.model_weights import load_causal_lm
 
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation=attention_of(model_dir), trust_remote_code=False
-    )
+    return load_causal_lm(model_dir, torch.float32)

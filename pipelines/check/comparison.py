@@ -21,7 +21,7 @@ from opd.errors import RunError
 from opd.layouts import single
 from opd.losses.chunked import Loss, Tokens, chunked_objective
 from opd.losses.reverse_kl import ReverseKLConfig
-from opd.model_weights import attention_of
+from opd.model_weights import load_causal_lm
 from opd.payloads.hidden_states import HiddenStates
 from opd.stream.heads import Head, logit_rule
 from opd.stream.schema import TargetRow
@@ -64,19 +64,12 @@ class Comparer:
     """Holds the student, and one teacher at a time."""
 
     def __init__(self, student_dir: Path, vocab_size: int, memory_bytes: int) -> None:
-        from transformers import AutoModelForCausalLM
-
         self._options = ScorerOptions(
             dtype=DTYPE, payload=PAYLOAD, top_k=0, vocab_size=vocab_size, memory_bytes=memory_bytes
         )
         self._scorer = make_scorer("transformers", self._options)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        lm = AutoModelForCausalLM.from_pretrained(
-            student_dir,
-            dtype=getattr(torch, DTYPE),
-            attn_implementation=attention_of(student_dir),
-            trust_remote_code=False,
-        )
+        lm = load_causal_lm(student_dir, getattr(torch, DTYPE))
         objective = OBJECTIVE.build()
         student = Student(lm, objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size)
         self._student = student.to(self._device).eval()
