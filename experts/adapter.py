@@ -24,7 +24,7 @@ from experts.weight_files import OTHER_FORMATS, Hashes, refuse_no_directory, wei
 from opd.config.strict import Strict
 from opd.errors import ModelError
 from opd.files import blake3_file
-from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, split_name, updates
+from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, merged, split_name, updates
 from opd.types import Teacher
 
 MERGE_FIRST = (
@@ -148,10 +148,8 @@ def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
                 change = changes.pop(name.removesuffix(".weight"), None)
                 if change is not None:
                     weight = source.get_tensor(name)
-                    added = change.scaling * (change.b_O_K.float() @ change.a_K_I.float())
-                    merged = (weight.float() + added).to(weight.dtype).contiguous()
                     target.seek(data_start(shard) + tensor.data_offsets[0])
-                    target.write(merged.view(torch.uint8).numpy().data)
+                    target.write(merged(weight, change).contiguous().view(torch.uint8).numpy().data)
     assert not changes, f"modules that the base lacks: {sorted(changes)}"
 
 

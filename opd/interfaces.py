@@ -42,9 +42,15 @@ class RolloutEngine(Protocol):
         each has a seed of its prompt's id and its number. A prompt that does not fit gets empty answers."""
         ...
 
-    def load(self, model_dir: Path, again: Callable[[], AbstractContextManager[Path]] | None = None) -> None:
+    def load(
+        self,
+        model_dir: Path,
+        again: Callable[[], AbstractContextManager[Path]] | None = None,
+        base: Path | None = None,
+    ) -> None:
         """Hold the weights of this Hugging Face directory in every worker, caches reset. Where the directory goes away,
-        `again` makes another one with the same weights, for a worker that died."""
+        `again` makes another one with the same weights, for a worker that died. With `base` the directory has some of the
+        weights alone, and the others are those of `base`, another one of the same model."""
         ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -101,6 +107,15 @@ class Trainer(Protocol):
 
     def export(self, path: Path) -> None:
         """Write the weights as a Hugging Face directory (config and safetensors)."""
+        ...
+
+    def export_changed(self, path: Path) -> Path | None:
+        """The same, but without weights that training leaves as they are. Returns the directory that has these; None if
+        all were written."""
+        ...
+
+    def export_adapter(self, path: Path) -> None:
+        """Write what LoRA trained as a PEFT directory."""
         ...
 
     def begin_save(self, path: Path) -> None:

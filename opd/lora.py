@@ -68,6 +68,11 @@ def split_name(tensor: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+def tensor_name(module: str, letter: str) -> str:
+    """What `split_name` splits."""
+    return f"base_model.model.{module}.lora_{letter}.weight"
+
+
 def updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str, Update]:
     """By module. The tensors are those of a checked adapter: every A has its B, and there is nothing else."""
     parts = {split_name(name): tensor for name, tensor in tensors.items()}
@@ -77,6 +82,12 @@ def updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str, Upda
         module: Update(a_K_I=parts[module, "A"], b_O_K=parts[module, "B"], scaling=config.scaling(module))
         for module in modules
     }
+
+
+def merged(weight_O_I: Tensor, update: Update) -> Tensor:
+    """The weight of a module with its update in it: added in float32, and then in the weight's own type."""
+    added_O_I = update.scaling * (update.b_O_K.float() @ update.a_K_I.float())
+    return (weight_O_I.float() + added_O_I).to(weight_O_I.dtype)
 
 
 def not_linear(model: nn.Module, changes: Mapping[str, Update]) -> list[str]:

@@ -5,7 +5,8 @@
       metrics.jsonl   layouts.json              how it went
       targets/        checkpoints/              what a resume needs
       evaluation/     NAME.json each            before, expert, after, step-NNNNNN; matrix, lm-eval
-      model/          report.json  report.html  what came out
+      model/          adapter/                  what came out
+      report.json     report.html               what it is worth
       baselines/      NAME.json each            other ways to merge; their models/NAME/ and runs/NAME/ while they are needed
       tensorboard/    wandb/  mlflow-run-id     the same numbers for other tools
       rounds.json     round-1/ round-2/ ...     of a merge in several rounds: a run directory for each
@@ -75,6 +76,11 @@ class RunPaths:
     @property
     def model(self) -> Path:
         return self.root / "model"
+
+    @property
+    def adapter(self) -> Path:
+        """What LoRA trained, as PEFT has it, where the pipeline wants it beside the model."""
+        return self.root / "adapter"
 
     @property
     def report(self) -> Path:

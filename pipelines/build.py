@@ -81,7 +81,7 @@ def build(
             engine,
             probe,
             tolerance=sync_tolerance(config),
-            nbytes=inputs.student.parameters * DTYPE_BYTES[config.trainer.dtype],
+            nbytes=inputs.pushed * DTYPE_BYTES[config.trainer.dtype],
             tell=shown.say,
         ),
         evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),

@@ -13,6 +13,7 @@ from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeac
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.train.deepspeed import TrainerSpec
+from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
@@ -89,9 +90,19 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         grad_accum_dtype=trainer.grad_accum_dtype,
         gradient_checkpointing=trainer.gradient_checkpointing,
         head_memory_bytes=trainer.head_memory,
+        lora=lora_options(config),
         timeout_s=config.cluster.phase_timeout_s,
         lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
     )
+
+
+def lora_options(config: PipelineConfig) -> LoraOptions | None:
+    """How the pipeline's student is adapted; None if its own weights are trained."""
+    lora = config.student.lora
+    if lora is None:
+        return None
+    targets = lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
+    return LoraOptions(r=lora.r, alpha=lora.alpha, targets=targets, seed=config.seed)
 
 
 def learning_rate(trainer: TrainerConfig) -> LearningRate:

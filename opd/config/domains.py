@@ -15,9 +15,28 @@ from opd.config.strict import Name, Strict, text_or_more
 from opd.config.verifiers import VerifierConfig
 
 
+class StudentLora(Strict):
+    r: int = Field(16, ge=1)
+    """Rank of what is trained: beside a linear module of I inputs and O outputs, two matrices `[r, I]` and `[O, r]`."""
+    alpha: float = Field(32, gt=0)
+    """The product of the two is added to the module's weight `alpha / r` times."""
+    targets: Annotated[
+        Annotated[Literal["all-linear"], Tag("~text")]
+        | Annotated[list[Annotated[str, Field(pattern=r"^\w[\w.]*$")]], Field(min_length=1), Tag("~more")],
+        Discriminator(text_or_more),
+    ] = "all-linear"
+    """Modules that get an adapter: names such as `q_proj`, or ends of full names such as `0.self_attn.q_proj`;
+    `all-linear`: all linear modules but the output head."""
+    export: Literal["merged", "adapter"] = "merged"
+    """`merged`: the run ends with `model/`, a whole model that has the adapters in its weights; `adapter`: with the same, and
+    with `adapter/`, the adapters alone in PEFT's files."""
+
+
 class StudentConfig(Strict):
     model: Path
     """Hugging Face directory of the model that learns: config, tokenizer, safetensors."""
+    lora: StudentLora | None = None
+    """Train adapters and leave the model's own weights as they are; default: train every weight."""
     template_date: date | None = None
     """The day, as 2026-11-20, that a chat template which asks for today's date is given in every prompt of training and
     exams; default: the day on which the run begins, which is recorded here. Other templates leave it unused."""

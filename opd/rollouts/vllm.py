@@ -79,6 +79,8 @@ class VLLMRolloutEngine:
         self._restarted: list[str] = []
         """Since the last rollouts."""
         self._weights: Weights = lambda: nullcontext(model_dir)
+        self._base: Path | None = None
+        """Has the weights that `_weights` does not give; None if it gives all."""
 
     def wait_ready(self) -> None:
         """Block until every engine is up. Raises: RunError past the deadline."""
@@ -128,9 +130,9 @@ class VLLMRolloutEngine:
         answers = iter(self._generate(requests))
         return [self._completion(p, next(answers) if _fits(p, room) else None) for p, _ in asked]
 
-    def load(self, model_dir: Path, again: Weights | None = None) -> None:
-        self._weights = lambda: nullcontext(model_dir)
-        self._call("load", [[model_dir.absolute()]] * len(self._workers))
+    def load(self, model_dir: Path, again: Weights | None = None, base: Path | None = None) -> None:
+        self._weights, self._base = lambda: nullcontext(model_dir), base and base.absolute()
+        self._call("load", [[model_dir.absolute(), self._base]] * len(self._workers))
         self._weights = again or self._weights
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -168,7 +170,10 @@ class VLLMRolloutEngine:
                 self._workers[index] = self._spawn(index)
                 with self._weights() as model_dir:
                     cluster.call(
-                        [self._workers[index]], "load", [[model_dir.absolute()]], timeout_s=self._spec.start_timeout_s
+                        [self._workers[index]],
+                        "load",
+                        [[model_dir.absolute(), self._base]],
+                        timeout_s=self._spec.start_timeout_s,
                     )
                 (refs[index],) = cluster.submit([self._workers[index]], method, [argument_lists[index]])
 

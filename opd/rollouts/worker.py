@@ -65,6 +65,8 @@ class VLLMWorker:
         self._llm = start_engine(options)
         self._shape = model_shape(options.model_dir)
         self._asleep = False
+        self._base: Path | None = options.model_dir
+        """Whose weights the engine holds, but for those that were put in their place since; None if that is not known."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Sample (or, at temperature 0, decode greedily) every request. Raises: RunError on NaN log-probs."""
@@ -101,9 +103,20 @@ class VLLMWorker:
             for ids, output in zip(sequences, outputs, strict=True)
         ]
 
-    def load(self, model_dir: Path) -> None:
-        """Hold this directory's weights. Raises: RunError if the caches could not be reset."""
+    def load(self, model_dir: Path, base: Path | None = None) -> None:
+        """Hold this directory's weights; with `base` those that it lacks are `base`'s, which are read only if the engine
+        holds others. Raises: RunError if the caches could not be reset."""
+        if base is not None and base != self._base:
+            self.load(base)
         self._wake()
+        self._base = None  # until all weights are there
+        if base is not None:
+            swap_weights(self._llm, model_dir, whole=False)
+        else:
+            self._load_all(model_dir)
+        self._base = base or model_dir
+
+    def _load_all(self, model_dir: Path) -> None:
         shape = model_shape(model_dir)
         if can_swap(self._shape, shape):
             swap_weights(self._llm, model_dir)
@@ -138,12 +151,13 @@ def can_swap(old: dict[str, Any], new: dict[str, Any]) -> bool:
     return old == new and new["model_type"] not in RESTARTED
 
 
-def swap_weights(llm: Any, model_dir: Path) -> None:
-    """Put a directory's weights into a running engine of that shape.
+def swap_weights(llm: Any, model_dir: Path, *, whole: bool = True) -> None:
+    """Put a directory's weights into a running engine of that shape; without `whole` it has some of them, and the others stay.
 
     Raises: RunError if the prefix cache, which holds what the old weights computed, could not be reset.
     """
-    drop_expert_kernels(engine_model(llm))
+    if whole:
+        drop_expert_kernels(engine_model(llm))  # experts that stay are packed already
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})
     repack_output_head(engine_model(llm))
     _reset_prefix_cache(llm)

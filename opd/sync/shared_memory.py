@@ -36,7 +36,7 @@ class SharedMemorySync:
         nbytes: int,
         tell: Callable[[str], None],
     ) -> None:
-        """`nbytes` is the size of the weights, which decides whether shared memory has room for them; `tell` gets
+        """`nbytes` is the size of what a push has, which decides whether shared memory has room for them; `tell` gets
         notices, one line each."""
         self._trainer = trainer
         self._engine = engine
@@ -64,15 +64,16 @@ class SharedMemorySync:
 
     def _push(self, version: int) -> float:
         """One push; returns what `measure` says after it."""
-        with self._exported(version) as directory:
-            self._engine.load(directory, again=lambda: self._exported(version))
+        with self._place(version) as directory:
+            base = self._trainer.export_changed(directory)
+            self._engine.load(directory, again=lambda: self._exported(version), base=base)
         return self.measure()
 
     @contextmanager
     def _exported(self, version: int) -> Iterator[Path]:
-        """The trainer's weights as files, for as long as engines read them."""
+        """What was pushed once more, for an engine that came later, as long as it reads."""
         with self._place(version) as directory:
-            self._trainer.export(directory)
+            self._trainer.export_changed(directory)
             yield directory
 
     def measure(self) -> float:

@@ -146,6 +146,13 @@ class DeepSpeedTrainer:
     def export(self, path: Path) -> None:
         self._call("export", [[path]] * len(self._ranks))
 
+    def export_changed(self, path: Path) -> Path | None:
+        whole = self._call("export", [[path, True]] * len(self._ranks))
+        return None if all(whole) else self._spec.rank.model_dir
+
+    def export_adapter(self, path: Path) -> None:
+        self._call("export_adapter", [[path]] * len(self._ranks))
+
     def begin_save(self, path: Path) -> None:
         self._call("begin_save", [[path]] * len(self._ranks))
 

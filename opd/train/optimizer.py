@@ -22,14 +22,14 @@ class AdamWOptions:
 
 
 def adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch.optim.AdamW:
-    """AdamW over all parameters of `module`."""
+    """AdamW over all parameters of `module` that are trained."""
     groups = parameter_groups(module, options.weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=options.betas, eps=options.epsilon)
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Weight decay on matrices only, as usual: not on norms and biases."""
-    params = list(module.parameters())
+    params = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},

@@ -15,10 +15,12 @@ import torch
 from opd.config.objectives import ObjectiveConfig
 from opd.devices import to_device
 from opd.errors import RunError
+from opd.lora import tensor_name
 from opd.model_weights import load_causal_lm
 from opd.stream.heads import Head, HeadSource
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import MicroBatch, gather_samples, micro_batch
+from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
 from opd.train.zero import ZeroEngine, ZeroOptions
@@ -63,6 +65,8 @@ class RankOptions(ZeroOptions):
     """At which responses are sampled."""
     head_memory_bytes: int
     """Budget of the teachers' heads that stay on this rank."""
+    lora: LoraOptions | None = None
+    """What is trained beside the student's own weights, which then stay as they are; None: the weights themselves."""
 
 
 class TrainerRank(ZeroEngine):
@@ -112,6 +116,20 @@ class TrainerRank(ZeroEngine):
             loss=totals.loss / share, grad_norm=grad_norm, domains=totals.domains, positions=totals.positions
         )
 
+    def export_adapter(self, path: Path) -> None:
+        """Gather the adapters and let rank 0 write them into `path` as PEFT does."""
+        from deepspeed import zero
+
+        lm, tensors = self._engine.module.lm, {}
+        for weight in plain_weights(lm):
+            if weight.update is not None:
+                with zero.GatheredParameters(weight.params):
+                    for letter, part in (("A", weight.update.a_K_I), ("B", weight.update.b_O_K)):
+                        name = tensor_name(weight.module, letter)
+                        tensors[name] = part.detach().to("cpu", self._dtype, copy=True)
+        if self._rank == 0:
+            write_adapter(lm, tensors, self._options.model_dir, path)
+
     def _head(self, source: HeadSource) -> Head:
         """The head on this device, in the type it was sent, kept while the least recently used ones make room."""
         key, budget = source.key, self._options.head_memory_bytes
@@ -125,6 +143,8 @@ class TrainerRank(ZeroEngine):
 
 def _load_student(options: RankOptions) -> Student:
     lm = load_causal_lm(options.model_dir, getattr(torch, options.dtype))
+    if options.lora is not None:
+        adapt(lm, options.lora)
     loss = options.objective
     known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
     return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,7 @@ from opd.files import storing
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import persistent_buffers, to_files
 from opd.train.builds import clear_dead_locks
+from opd.train.lora import changed_weights, plain_weights
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
 from opd.types import WrittenFile
@@ -159,37 +160,40 @@ class ZeroEngine:
 
     # Weights and state
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and weight, one gathered at a time: on rank 0 a copy on the CPU, on others of no use once the next is asked
-        for."""
+    def export(self, path: Path, only_changed: bool = False) -> bool:
+        """Gather the weights, one at a time, and let rank 0 write config and safetensors into `path`: a model without
+        adapters, which has what they add in its weights.
+
+        `only_changed`: those that training changes, see `changed_weights`. Returns whether all weights were written.
+        """
         from deepspeed import zero
-
-        for name, param in self._engine.module.lm.named_parameters():
-            with zero.GatheredParameters([param]):
-                yield name, param.detach().to("cpu", self._dtype, copy=True) if self._rank == 0 else param
-
-    def export(self, path: Path) -> None:
-        """Gather the weights, one parameter at a time, and let rank 0 write config and safetensors into `path`."""
         from huggingface_hub import save_torch_state_dict
 
         lm, state = self._engine.module.lm, {}
-        for name, weight in self.weights():
-            if self._rank == 0:
-                state[name] = weight
+        every = plain_weights(lm)
+        wanted = changed_weights(lm, every) if only_changed else every
+        for weight in wanted:
+            with zero.GatheredParameters(weight.params):
+                if self._rank == 0:
+                    state[weight.name] = weight.value().to("cpu", self._dtype, copy=True)
+        whole = len(wanted) == len(every)
         if self._rank == 0:
-            state |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(lm)}
+            if whole:
+                state |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(lm)}
             with storing(path):
                 save_torch_state_dict(to_files(lm, state), path, max_shard_size="5GB")
                 lm.config.save_pretrained(path)
+        return whole
 
     def begin_save(self, path: Path) -> None:
-        """Copy this rank's float32 weights and Adam moments; a thread writes them into `path` while the run goes on."""
+        """Copy this rank's float32 weights and Adam moments; a thread writes them into `path` while the run goes on. Frozen
+        weights have no copy in float32 and are not in it: they come from the model's directory again."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         if not self._adam_state():
             self._create_moments(0)  # no step has been taken yet: what AdamW would begin with
         tensors = {}
-        for name, param in self._engine.module.lm.named_parameters():
+        for name, param in self._trained():
             kept = part_sizes(param.ds_numel, self._options.world_size)[self._rank]
             local = {"param": safe_get_local_fp32_param(param)} | {
                 k: safe_get_local_optimizer_state(param, k) for k in MOMENTS
@@ -215,7 +219,7 @@ class ZeroEngine:
         optimizer.checkpoint_event_prologue()  # small parameters live whole on every rank: back into shards
         with Shards(path) as shards:
             self._create_moments(shards.adam_step)
-            for name, param in self._engine.module.lm.named_parameters():
+            for name, param in self._trained():
                 size = param.ds_tensor.numel()
 
                 def part(kind: str, name: str = name, numel: int = param.ds_numel, size: int = size) -> Tensor:
@@ -227,6 +231,10 @@ class ZeroEngine:
                 for kind in MOMENTS:
                     safe_set_local_optimizer_state(param, part(kind), kind)
         optimizer.checkpoint_event_epilogue()  # and whole again
+
+    def _trained(self) -> list[tuple[str, Any]]:
+        """The parameters that training changes, by name."""
+        return [(name, param) for name, param in self._engine.module.lm.named_parameters() if param.requires_grad]
 
     def _flat_groups(self) -> list[Tensor]:
         return self._engine.optimizer.fp32_partitioned_groups_flat

@@ -122,13 +122,13 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
         found += [_teacher(config, inputs)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
         heads = heads_bytes(config, inputs) if answer_class(config.teachers.payload).SENDS_HEADS else 0
-        kept = trainer_state_bytes(config, student) // config.trainer.ranks + heads
-        summed = 4 * student.parameters // config.trainer.ranks  # gradients in float32, as the optimiser takes them
+        kept = trainer_state_bytes(config, inputs) // config.trainer.ranks + heads
+        summed = 4 * inputs.trained // config.trainer.ranks  # gradients in float32, as the optimiser takes them
         rank = Role(
             what="trainer rank",
             gpus=cluster.trainer_gpus,
             kept=kept,
-            passing=gathered_bytes(config, student) + max(micro_batch_bytes(config, student), summed),
+            passing=gathered_bytes(config, student) + max(micro_batch_bytes(config, inputs), summed),
         )
         found += [rank] * config.trainer.ranks
     return found

@@ -113,16 +113,16 @@ def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
 def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     student, ranks = inputs.student, config.trainer.ranks
     # Rank 0 holds the whole state while it writes a checkpoint; gradients and activations are let go before.
-    checkpoint = 12 * student.parameters
+    checkpoint = 12 * inputs.trained
     needs = [
         Need(
             what="trainer: weights, gradients, AdamW",
-            nbytes=trainer_state_bytes(config, student) + ranks * gathered_bytes(config, student),
+            nbytes=trainer_state_bytes(config, inputs) + ranks * gathered_bytes(config, student),
             knobs="student.model, trainer.ranks, trainer.grad_accum_dtype",
         ),
         Need(
             what="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
-            nbytes=max(ranks * micro_batch_bytes(config, student), checkpoint),
+            nbytes=max(ranks * micro_batch_bytes(config, inputs), checkpoint),
             knobs="trainer.micro_batch_tokens, objective.chunk, trainer.gradient_checkpointing, trainer.ranks",
         ),
     ]
@@ -137,14 +137,17 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     return needs
 
 
-def trainer_state_bytes(config: PipelineConfig, student: ModelInfo) -> int:
-    """What all ranks hold together: compute copy, float32 master, both moments, gradients as they are summed.
+def trainer_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
+    """What all ranks hold together: compute copy, float32 master, both moments, gradients as they are summed; of weights
+    that LoRA leaves alone the compute copy.
 
     The float32 copy of these that the optimiser takes is smaller than what the writing of a checkpoint takes, and comes at
     another time.
     """
     trainer = config.trainer
-    return student.parameters * (DTYPE_BYTES[trainer.dtype] + 4 + 8 + DTYPE_BYTES[trainer.grad_accum_dtype])
+    frozen = inputs.student.parameters if inputs.lora else 0
+    copy, gradients = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[trainer.grad_accum_dtype]
+    return frozen * copy + inputs.trained * (copy + 4 + 8 + gradients)
 
 
 def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
@@ -152,12 +155,12 @@ def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
     return min(student.parameters, GATHERED_AT_ONCE) * DTYPE_BYTES[config.trainer.dtype]
 
 
-def micro_batch_bytes(config: PipelineConfig, student: ModelInfo) -> int:
-    """What one rank adds while it works on a micro-batch: activations, logits, the head's gradient."""
-    trainer, width = config.trainer, DTYPE_BYTES[config.trainer.dtype]
+def micro_batch_bytes(config: PipelineConfig, inputs: Inputs) -> int:
+    """What one rank adds while it works on a micro-batch: activations, logits, the gradient of a head that is trained."""
+    student, trainer, width = inputs.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
     tokens = trainer.micro_batch_tokens + config.rollout.max_model_len
     activations = tokens * _activation_width(student, checkpointing=trainer.gradient_checkpointing) * width
-    head = student.vocab_size * student.hidden_size
+    head = 0 if inputs.lora else student.vocab_size * student.hidden_size
     return (
         activations
         + LOGIT_COPIES * config.objective.chunk * student.vocab_size
@@ -232,7 +235,7 @@ def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
 
 
 def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    pushed = inputs.student.parameters * DTYPE_BYTES[config.trainer.dtype]
+    pushed = inputs.pushed * DTYPE_BYTES[config.trainer.dtype]
     responses = config.trainer.samples_per_step * config.rollout.max_new_tokens
     per_token = answer_class(config.teachers.payload).token_bytes(
         hidden_size=max(e.info.hidden_size for e in inputs.experts.values()),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experts.adapter import AdapterInfo, inspect_expert
 from experts.bound_files import model_digest
@@ -32,10 +32,14 @@ from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
+from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
 from pipelines.inputs.routes import Expert, route_domains
 from pipelines.inputs.template_date import dated
 from teachers.flight.access import read_roots, read_token
+
+if TYPE_CHECKING:
+    from opd.train.lora import LoraSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +58,20 @@ class Inputs:
     """Domain -> token ids that one of its teachers never writes."""
     tokenizer: Any
     warnings: tuple[str, ...]
+    lora: LoraSize | None = None
+    """How much of the student is trained and pushed; None if all of it is."""
     template_date: date | None = None
     """The day that is written into the prompts; None where the student's chat template does not ask for a date."""
+
+    @property
+    def trained(self) -> int:
+        """Numbers that the optimiser has a state for."""
+        return self.lora.trained if self.lora else self.student.parameters
+
+    @property
+    def pushed(self) -> int:
+        """Numbers that a push brings to the rollout engines."""
+        return self.lora.pushed if self.lora else self.student.parameters
 
     @property
     def teachers(self) -> dict[str, Teacher]:
@@ -115,6 +131,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     teaching = read_teachers(config)
     by_name, routes = teaching.experts, teaching.routes
     refuse_untrainable(config, teaching.student)
+    lora = size_of_lora(config, teaching.student)
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
     tokenizer = load_tokenizer(config.student.model)
     config = dated(config, tokenizer)
@@ -138,6 +155,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         exams=exams,
         untrained=_untrained(config, teaching.routes, tokenizer),
         tokenizer=tokenizer,
+        lora=lora,
         template_date=config.student.template_date,
         warnings=(*teaching.warnings, *notices, *room_warnings(exams, config.rollout.max_model_len)),
     )

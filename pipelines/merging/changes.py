@@ -44,6 +44,7 @@ SAME_WEIGHTS = (
     "trainer.head_memory",
     # Where files lie: what is in them is compared by hash.
     "student.model",
+    "student.lora.export",
     "registry",
     "experts.*.model",
     "experts.*.base",

@@ -323,7 +323,7 @@ def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Ev
 
 
 def _export(parts: loop.Parts, run: Run) -> None:
-    """The merged model as a Hugging Face directory that plain transformers and vLLM load."""
+    """The merged model as a Hugging Face directory that plain transformers and vLLM load, and LoRA's adapter if wanted."""
     paths = run.paths
     temporary = paths.scratch("model")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -336,6 +336,10 @@ def _export(parts: loop.Parts, run: Run) -> None:
                     shutil.copy(file, temporary / file.name)
             (temporary / "README.md").write_text(model_card(run.config, run.inputs), encoding="utf-8")
             replace_dir(temporary, paths.model)
+            if run.config.student.lora and run.config.student.lora.export == "adapter":
+                temporary.mkdir()
+                parts.trainer.export_adapter(temporary.absolute())
+                replace_dir(temporary, paths.adapter)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
 

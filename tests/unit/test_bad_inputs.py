@@ -800,10 +800,10 @@ class Ends:
         self.gaps = gaps
         self.places: list[Path] = []
 
-    def export(self, path: Path) -> None:
+    def export_changed(self, path: Path) -> None:
         (path / "model.safetensors").write_bytes(b"new")
 
-    def load(self, path: Path, again: Any = None) -> None:
+    def load(self, path: Path, again: Any = None, base: Any = None) -> None:
         self.places.append(path.parent)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

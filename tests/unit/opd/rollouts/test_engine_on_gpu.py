@@ -65,7 +65,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(worker, "engine_model", lambda llm: llm)
     monkeypatch.setattr(worker, "rotate_every_head", lambda model: None)
     monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, vocab_size: None)
-    monkeypatch.setattr(worker, "swap_weights", lambda llm, model_dir: llm.said.append("load"))
+    monkeypatch.setattr(worker, "swap_weights", lambda llm, model_dir, whole=True: llm.said.append("load"))
     return found
 
 

@@ -35,8 +35,8 @@ class FakeWorker:
             for r in requests
         ]
 
-    def load(self, model_dir: Path) -> None:
-        self.model_dir = model_dir
+    def load(self, model_dir: Path, base: Path | None = None) -> None:
+        self.model_dir, self.base = model_dir, base
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return [[-1.0] * (len(s) - 1) for s in sequences]
@@ -242,9 +242,10 @@ class Mortal(FakeWorker):
         self._may_die("generate")
         return super().generate(requests)
 
-    def load(self, model_dir: Path) -> None:
+    def load(self, model_dir: Path, base: Path | None = None) -> None:
         self._may_die("load")
         self.loads.append(model_dir)
+        self.base = base
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._may_die("logprobs")
@@ -299,6 +300,17 @@ def test_a_worker_that_dies_in_a_push_gets_what_is_pushed(mortal: Any) -> None:
     made.logprobs([[1, 2]])
     assert workers[3].loads == [Path("new-again").absolute()]
     assert made.generate(PROMPTS, step=1, policy_version=0).restarted == ("rollout worker 1", "rollout worker 0")
+
+
+def test_a_worker_that_starts_again_gets_the_base_under_what_was_pushed(mortal: Any) -> None:
+    made, workers = mortal
+    made.load(Path("some"), again=lambda: nullcontext(Path("some-again")), base=Path("base"))
+    assert {worker.base for worker in workers} == {Path("base").absolute()}
+    workers[0].dies_in = "generate"
+    made.generate(PROMPTS, step=1, policy_version=0)
+    assert (workers[2].loads, workers[2].base) == ([Path("some-again").absolute()], Path("base").absolute())
+    made.load(Path("whole"))
+    assert workers[2].base is None
 
 
 def test_a_worker_that_dies_twice_in_a_call_ends_it(mortal: Any, in_process: Any) -> None:

@@ -20,8 +20,11 @@ PROBE = [[1, 2, 3], [4, 5]]
 
 
 class FakeTrainer:
-    def export(self, path: Path) -> None:
+    base: Path | None = None
+
+    def export_changed(self, path: Path) -> Path | None:
         (path / "model.safetensors").write_bytes(b"new")
+        return self.base
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         return [[-1.0] * (len(ids) - 1) for ids in token_ids]
@@ -34,8 +37,8 @@ class FakeEngine:
         self.gaps = gaps
         self.loaded: list[tuple[Path, bytes]] = []
 
-    def load(self, model_dir: Path, again: Any = None) -> None:
-        self.again = again
+    def load(self, model_dir: Path, again: Any = None, base: Path | None = None) -> None:
+        self.again, self.base = again, base
         self.loaded.append((model_dir, (model_dir / "model.safetensors").read_bytes()))
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -76,7 +79,7 @@ def test_any_engine_that_holds_other_weights_stops_the_run(gaps: tuple[float, ..
 
 def test_a_push_that_an_engine_missed_is_made_again() -> None:
     class Misses(FakeEngine):
-        def load(self, model_dir: Path, again: Any = None) -> None:
+        def load(self, model_dir: Path, again: Any = None, base: Path | None = None) -> None:
             super().load(model_dir)
             self.gaps = (0.3,) if len(self.loaded) == 1 else (0.0,)
 
@@ -99,7 +102,7 @@ def test_the_tolerance_is_the_pipelines() -> None:
 
 def test_a_failed_load_leaves_nothing_behind() -> None:
     class Refuses(FakeEngine):
-        def load(self, model_dir: Path, again: Any = None) -> None:
+        def load(self, model_dir: Path, again: Any = None, base: Path | None = None) -> None:
             super().load(model_dir)
             raise RunError("vLLM refused")
 
@@ -186,3 +189,14 @@ def test_a_worker_that_comes_later_gets_the_same_weights() -> None:
         assert directory != first and (directory / "model.safetensors").read_bytes() == b"new"
         assert directory.name.startswith(leftovers.prefix())
     assert not directory.exists()
+
+
+def test_the_engine_is_told_where_the_weights_are_that_a_push_leaves_out(tmp_path: Path) -> None:
+    engine = FakeEngine(0.0)
+    trainer: Any = FakeTrainer()
+    trainer.base = tmp_path
+    fake: Any = engine
+    SharedMemorySync(trainer, fake, PROBE, tolerance=0.02, nbytes=10, tell=print).push(7)
+    assert engine.base == tmp_path
+    sync(engine).push(8)
+    assert engine.base is None, "all weights came"

@@ -47,7 +47,7 @@ def test_what_each_role_takes(inputs: Any) -> None:
     assert (engine.share, engine.least) == (0.5, 4 * PARAMETERS)
     assert (teacher.kept, teacher.share) == (4 * PARAMETERS, 0)
     assert rank.kept == 20 * PARAMETERS + memory.heads_bytes(config, found)
-    assert rank.passing == 4 * PARAMETERS + memory.micro_batch_bytes(config, found.student)
+    assert rank.passing == 4 * PARAMETERS + memory.micro_batch_bytes(config, found)
     halves = roles(changed(config, trainer={"ranks": 2}, cluster={"trainer_gpus": 1}), found)
     assert [role.kept - memory.heads_bytes(config, found) for role in halves[2:]] == [10 * PARAMETERS] * 2
 

@@ -1,0 +1,226 @@
+"""A student that LoRA trains: its own weights stay as they are, and linear modules get two small matrices each.
+
+    adapt            PEFT's layers, put into a transformers model in place
+    plain_weights    the tensors of the model as if there were no adapters, and what each is made of
+    changed_weights  those of them that training changes: what an engine that holds the rest has to be told
+
+PEFT computes; what an adapter adds to a weight is said in `opd.lora`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opd.errors import ConfigError
+from opd.files import storing
+from opd.lora import ADAPTER_WEIGHTS, Update, merged
+from opd.model_weights import to_files
+
+ALL_LINEAR = "all-linear"
+_ADAPTER = "default"
+"""PEFT's name of the one adapter that there is."""
+_BASE, _A, _B = ".base_layer.", f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
+"""How PEFT names a module's own tensors and its two matrices, behind the module's name."""
+_EXPERTS = re.compile(r"\.experts\.\d")
+"""In the name of a module that is part of one of several experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraOptions:
+    """How a student is adapted; plain values, so they cross process boundaries."""
+
+    r: int
+    """Rank."""
+    alpha: float
+    """What is added is multiplied by `alpha / r`."""
+    targets: str | tuple[str, ...]
+    """Names of linear modules or ends of them, or `ALL_LINEAR`."""
+    seed: int
+    """Decides the adapters' first values."""
+
+
+def adapt(lm: Any, options: LoraOptions) -> None:
+    """Give the target modules of a transformers model adapters, in place, and freeze all else.
+
+    The adapters add nothing yet. Equal seeds give equal ones, whatever chance was used for before.
+    Raises: ConfigError for targets that are no linear modules inside the model.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = options.targets
+    _refuse_targets(lm, targets)
+    config = LoraConfig(
+        r=options.r,
+        lora_alpha=options.alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        try:
+            inject_adapter_in_model(config, lm, low_cpu_mem_usage=next(lm.parameters()).is_meta)
+        except ValueError as error:  # such as a module whose weight its owner reads without running it
+            raise _refused(lm, str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """A tensor of the model as if it had no adapters. Under ZeRO-3 `params` have to be whole for `value`."""
+
+    name: str
+    """Its name without adapters."""
+    own: nn.Parameter
+    update: Update | None = None
+    """What the module's adapter adds to it."""
+
+    @property
+    def params(self) -> list[Any]:
+        return [self.own, self.update.a_K_I, self.update.b_O_K] if self.update else [self.own]
+
+    @property
+    def module(self) -> str:
+        """Whose tensor it is."""
+        return self.name.rpartition(".")[0]
+
+    def value(self) -> Tensor:
+        """The tensor, in the parameter's type."""
+        with torch.no_grad():
+            return merged(self.own, self.update) if self.update else self.own.detach()
+
+
+def plain_weights(lm: Any) -> list[PlainWeight]:
+    """Every parameter of the model without its adapters, those of a model that has none as they are."""
+    params = dict(lm.named_parameters())
+    found = []
+    for name, param in params.items():
+        module, _, own = name.rpartition(_BASE)
+        if not module:
+            found += [] if name.endswith((_A, _B)) else [PlainWeight(name, param)]
+        elif own != "weight":
+            found.append(PlainWeight(f"{module}.{own}", param))
+        else:
+            scaling = lm.get_submodule(module).scaling[_ADAPTER]
+            update = Update(a_K_I=params[module + _A], b_O_K=params[module + _B], scaling=scaling)
+            found.append(PlainWeight(f"{module}.weight", param, update))
+    return found
+
+
+def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeight]:
+    """Those of `plain_weights` that training changes, and the linear modules beside them; all, if there are no adapters.
+
+    Rollout engines fuse linear modules that stand side by side, such as queries, keys and values, and take such a layer's
+    weights together or not at all. All too where the architecture's files cannot hold the changed ones by themselves.
+    """
+    adapted = {weight.module for weight in every if weight.update}
+    if not adapted:
+        return every
+    parents = {_parent(module) for module in adapted}
+    linear = adapted | {name for name, module in lm.named_modules() if isinstance(module, nn.Linear)}
+    changed = [w for w in every if w.module in linear and _parent(w.module) in parents]
+    return changed if _is_apart(lm, changed, every) else every
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSize:
+    """How much of a student LoRA trains and pushes."""
+
+    trained: int
+    """Numbers of the adapters."""
+    pushed: int
+    """Numbers of the weights that a push has."""
+
+
+def lora_size(lm: Any) -> LoraSize:
+    """Of a model that was adapted; its shapes alone are looked at."""
+    every = plain_weights(lm)
+    updates = [weight.update for weight in every if weight.update]
+    return LoraSize(
+        trained=sum(u.a_K_I.numel() + u.b_O_K.numel() for u in updates),
+        pushed=sum(weight.own.numel() for weight in changed_weights(lm, every)),
+    )
+
+
+def write_adapter(lm: Any, tensors: dict[str, Tensor], base: Path, path: Path) -> None:
+    """PEFT's two files of an adapter of `base`; `tensors` by PEFT's names. Raises: StorageError."""
+    from safetensors.torch import save_file
+
+    config = lm.peft_config[_ADAPTER]
+    config.base_model_name_or_path, config.inference_mode = str(base), True
+    with storing(path):
+        save_file(tensors, path / ADAPTER_WEIGHTS, {"format": "pt"})
+        config.save_pretrained(path)
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _is_apart(lm: Any, some: Sequence[PlainWeight], every: Sequence[PlainWeight]) -> bool:
+    """Whether the files of some weights and of the rest, made apart, are those of all. Found out on shapes."""
+
+    def files(weights: Sequence[PlainWeight]) -> dict[str, torch.Size]:
+        shapes = {w.name: getattr(w.own, "ds_shape", w.own.shape) for w in weights}  # ZeRO-3 leaves an empty tensor
+        state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        return {name: tensor.shape for name, tensor in to_files(lm, state).items()}
+
+    chosen = {weight.name for weight in some}
+    ours, rest = files(some), files([weight for weight in every if weight.name not in chosen])
+    return not ours.keys() & rest.keys() and ours | rest == files(every)
+
+
+def _refuse_targets(lm: Any, targets: str | tuple[str, ...]) -> None:
+    """Raises: ConfigError for a target that fits no module, or one that is not linear or not inside the body; for
+    `ALL_LINEAR` where there are matrices that no adapter can have."""
+    linear = _linear_modules(lm)
+    if targets == ALL_LINEAR:
+        without = _without_adapters(lm)
+        if without or not linear:
+            raise _refused(lm, f"{ALL_LINEAR}, which cannot be had for {without[0] if without else 'this model'}")
+        return
+    names = [name for name, _ in lm.named_modules()]
+    for target in targets:
+        found = [name for name in names if name == target or name.endswith(f".{target}")]
+        wrong = [name for name in found if name not in linear]
+        if not found or wrong:
+            raise _refused(lm, f"`{target}`, " + (f"which is also {wrong[0]}" if wrong else "which is no module"))
+
+
+def _refused(lm: Any, found: str) -> ConfigError:
+    names = sorted({name.rpartition(".")[2] for name in _linear_modules(lm)})
+    return ConfigError.at(
+        "student.lora.targets",
+        found=found,
+        wanted=f"linear modules of {type(lm).__name__}, not its output head and not its experts: "
+        + (", ".join(names) or "it has none"),
+        fix="name those to adapt, such as `targets: [q_proj, v_proj]`; what is not named stays as it is",
+    )
+
+
+def _linear_modules(lm: Any) -> set[str]:
+    """Names of the modules that may have an adapter."""
+    head = lm.get_output_embeddings()
+    return {
+        name
+        for name, module in lm.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not _EXPERTS.search(name)
+    }
+
+
+def _without_adapters(lm: Any) -> list[str]:
+    """Names of what holds matrices and may have no adapter: experts in one tensor or in a list, and GPT-2's modules, whose
+    weights lie the other way round."""
+    found = []
+    for name, module in lm.named_modules():
+        listed = isinstance(module, nn.Linear) and _EXPERTS.search(name)
+        if listed or type(module).__name__ == "Conv1D":
+            found.append(name)
+        elif not isinstance(module, nn.Conv1d | nn.Conv2d):
+            found += [f"{name}.{own}" for own, p in module.named_parameters(recurse=False) if p.ndim == 3]
+    return found

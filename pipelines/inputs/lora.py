@@ -1,0 +1,30 @@
+"""What LoRA makes of a student, found before any worker starts: its targets are tried out on a model without numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from experts.model_dir import ModelInfo
+from opd.config import PipelineConfig
+
+if TYPE_CHECKING:
+    from opd.train.lora import LoraSize
+
+
+def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
+    """How much of the student is trained and pushed; None without `student.lora`. The student has passed
+    `refuse_untrainable`. Raises: ConfigError for targets that it does not have."""
+    import torch
+    from transformers import AutoConfig
+
+    from opd.model_weights import Naming
+    from opd.train.lora import adapt, lora_size
+    from pipelines.specs import lora_options
+
+    options = lora_options(config)
+    if options is None:
+        return None
+    found = AutoConfig.from_pretrained(student.path, trust_remote_code=False)
+    lm = Naming(found, torch.float32).model
+    adapt(lm, options)
+    return lora_size(lm)
