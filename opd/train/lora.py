@@ -3,6 +3,7 @@
     adapt            PEFT's layers, put into a transformers model in place
     plain_weights    the tensors of the model as if there were no adapters, and what each is made of
     changed_weights  those of them that training changes: what an engine that holds the rest has to be told
+    fold             the adapters into the weights, where nothing is sharded
 
 PEFT computes; what an adapter adds to a weight is said in `opd.lora`.
 """
@@ -125,6 +126,15 @@ def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeig
     linear = adapted | {name for name, module in lm.named_modules() if isinstance(module, nn.Linear)}
     changed = [w for w in every if w.module in linear and _parent(w.module) in parents]
     return changed if _is_apart(lm, changed, every) else every
+
+
+def fold(lm: Any) -> None:
+    """Put what the adapters add into the model's own weights, and take them out, in place. Not for ZeRO-3."""
+    for weight in plain_weights(lm):
+        weight.own.data.copy_(weight.value())
+    for name, module in list(lm.named_modules()):
+        if hasattr(module, "base_layer"):
+            setattr(lm.get_submodule(_parent(name)), name.rpartition(".")[2], module.base_layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

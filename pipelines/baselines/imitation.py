@@ -29,7 +29,7 @@ from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
 from pipelines.inputs.read import Inputs, prompts_of
-from pipelines.specs import imitation_spec
+from pipelines.specs import imitation_spec, lora_options
 
 PILOT_SAMPLES = 1000
 """Responses from which the mean length is estimated."""
@@ -188,12 +188,15 @@ def _fit(
     from transformers import set_seed
 
     from experts.sft import IGNORED, Example, imitate
+    from opd.train.lora import adapt, fold
 
     staging = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     set_seed(config.seed)
-    model = _student(config.student.model)
+    model, lora = _student(config.student.model), lora_options(config)
+    if lora is not None:
+        adapt(model, lora)
     examples = [
         Example(input_ids=[*p.token_ids, *r], labels=[IGNORED] * len(p.token_ids) + list(r)) for p, r in written
     ]
@@ -204,6 +207,8 @@ def _fit(
         scratch=staging,
         report=lambda step, loss: tell(f"step {step}/{config.trainer.steps}  loss {loss:.4f}"),
     )
+    if lora is not None:
+        fold(model)
     model.to(getattr(torch, config.trainer.dtype)).save_pretrained(staging)
     inputs.tokenizer.save_pretrained(staging)
     replace_dir(staging, out)

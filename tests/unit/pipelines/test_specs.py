@@ -15,6 +15,7 @@ from opd.config.sections import RolloutConfig, TrainerConfig
 from opd.config.teachers import ENGINES
 from opd.rollouts.vllm import RolloutSpec
 from opd.train.deepspeed import TrainerSpec
+from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
@@ -116,3 +117,12 @@ def test_every_field_of_a_spec_says_what_it_is(spec: type) -> None:
     for field, after in zip(made.body, [*made.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign):
             assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(field)
+
+
+def test_a_lora_student_reaches_the_rank_with_the_runs_seed() -> None:
+    assert trainer_spec(config(), 76).rank.lora is None
+    student = {"model": "base", "lora": {"r": 2, "alpha": 3, "targets": ["q_proj", "v_proj"]}}
+    spec = trainer_spec(config(student=student, seed=5), 76)
+    assert spec.rank.lora == LoraOptions(r=2, alpha=3, targets=("q_proj", "v_proj"), seed=5)
+    default = trainer_spec(config(student={"model": "base", "lora": {}}), 76).rank.lora
+    assert default == LoraOptions(r=16, alpha=32, targets="all-linear", seed=0)

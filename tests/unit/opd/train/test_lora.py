@@ -23,6 +23,7 @@ from opd.train.lora import (
     PlainWeight,
     adapt,
     changed_weights,
+    fold,
     lora_size,
     plain_weights,
     write_adapter,
@@ -101,6 +102,14 @@ def test_plain_weights_are_those_of_a_model_that_says_the_same(tmp_path: Path, m
     assert not torch.allclose(logits(load_causal_lm(base, torch.float32)), logits(lm), atol=0.1)
     head = found["model.embed_tokens.weight"]
     assert head.update is None and torch.equal(head.value(), head.own)
+
+
+def test_adapters_can_be_put_into_the_weights(tiny_model_dir: Path) -> None:
+    lm = trained(adapted(tiny_model_dir))
+    wanted = {weight.name: weight.value() for weight in plain_weights(lm)}
+    fold(lm)
+    assert {name: param.shape for name, param in lm.named_parameters()} == {n: v.shape for n, v in wanted.items()}
+    assert all(torch.equal(param, wanted[name]) for name, param in lm.named_parameters())
 
 
 def test_in_bfloat16_an_update_is_added_in_float32_and_rounded_once(tiny_model_dir: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from opd.config import PipelineConfig, load_pipeline
+from opd.config.domains import StudentLora
 from opd.errors import PromptError
 from opd.prompts import MixedPrompts
 from opd.types import Prompt, Rollout, RolloutBatch, Segment, Teacher, WeightedTeacher
@@ -143,6 +144,19 @@ def test_without_a_merge_the_prompts_are_those_a_merge_would_take(
     found, before = (load_file(d / "model.safetensors") for d in (tmp_path / "out", config.student.model))
     assert any(not torch.equal(found[name], before[name]) for name in before)
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_lora_student_is_trained_by_its_adapters_here_too(
+    learning: tuple[PipelineConfig, Inputs], tmp_path: Path
+) -> None:
+    config, inputs = learning
+    lora = StudentLora(r=4, targets=["q_proj"])
+    config = config.model_copy(update={"student": config.student.model_copy(update={"lora": lora})})
+    train((config, inputs), None, tmp_path / "out")
+    found, before = (load_file(d / "model.safetensors") for d in (tmp_path / "out", config.student.model))
+    assert set(found) == set(before), "a whole model"
+    moved = {name for name in before if not torch.equal(found[name], before[name])}
+    assert moved == {name for name in before if "q_proj" in name}
 
 
 def test_the_samples_of_a_step_make_up_the_merges_tokens(

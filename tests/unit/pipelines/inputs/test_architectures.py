@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from opd.config import load_pipeline
-from opd.errors import ModelError
+from opd.errors import ConfigError, ModelError
 from opd.rollouts.served import CPU_ATTENTION, _architectures, _supported_sizes, refusal
 from pipelines.inputs.read import read_inputs, read_teachers
 
@@ -144,3 +144,19 @@ def test_the_installed_vllm_is_understood() -> None:
     assert {"LlamaForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM"} <= _architectures()
     assert "BertModel" not in _architectures()
     assert {32, 64, 128} <= set(_supported_sizes(CPU_ATTENTION)) and 16 not in _supported_sizes(CPU_ATTENTION)
+
+
+def test_lora_targets_that_the_student_does_not_have(world: Any) -> None:
+    world.data["student"]["lora"] = {"targets": ["query"]}
+    with pytest.raises(ConfigError, match=r"student\.lora\.targets") as error:
+        read_inputs(load_pipeline(world.write()))
+    assert "`query`, which is no module" in str(error.value) and "down_proj, gate_proj, k_proj" in str(error.value)
+
+
+def test_lora_of_a_mixture_has_to_be_told_what_to_adapt(mixtures: Any) -> None:
+    mixtures.data["student"]["lora"] = {}
+    with pytest.raises(ConfigError, match=r"all-linear, which cannot be had for model\.layers\.\d\.mlp\.experts"):
+        read_inputs(load_pipeline(mixtures.write()))
+    mixtures.data["student"]["lora"] = {"r": 4, "targets": ["q_proj"]}
+    found = read_inputs(load_pipeline(mixtures.write()))
+    assert found.trained < found.pushed < found.student.parameters / 2

@@ -52,6 +52,15 @@ def test_what_each_role_takes(inputs: Any) -> None:
     assert [role.kept - memory.heads_bytes(config, found) for role in halves[2:]] == [10 * PARAMETERS] * 2
 
 
+def test_a_lora_trainer_keeps_a_copy_of_the_weights_and_the_state_of_its_adapters(world: Any) -> None:
+    world.data["student"]["lora"] = {"r": 4, "targets": ["q_proj"]}
+    config = on_one_gpu(load_pipeline(world.write()))
+    found = read_inputs(config)
+    *_, rank = roles(config, found)
+    assert found.trained == 2 * 4 * 2 * 64
+    assert rank.kept == 4 * PARAMETERS + 20 * found.trained + memory.heads_bytes(config, found)
+
+
 def test_teachers_elsewhere_take_nothing_and_an_engine_its_share(inputs: Any) -> None:
     config, found = on_one_gpu(inputs[0]), inputs[1]
     served = changed(config, teachers={"engine": "flight", "address": "grpc://127.0.0.1:1"})

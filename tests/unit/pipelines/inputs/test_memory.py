@@ -45,6 +45,26 @@ def test_the_trainers_state_is_20_bytes_a_parameter_and_a_gathered_copy_on_each_
     assert lines(given, trainer=narrow)[what] == (16 + 2) * PARAMETERS
 
 
+LORA = 2 * 4 * (4 * 2 * 64 + 3 * (64 + 128))
+"""Numbers of adapters of rank 4 on all linear modules."""
+LINEAR = 2 * (4 * 64**2 + 3 * 64 * 128)
+"""Numbers of all linear modules in the layers."""
+
+
+def test_of_a_lora_student_the_optimiser_sees_the_adapters_alone(world: Any, given: Any) -> None:
+    full = lines(given, trainer={"ranks": 1})
+    world.data["student"]["lora"] = {"r": 4}
+    config = load_pipeline(world.write())
+    inputs = read_inputs(config)
+    assert (inputs.trained, inputs.pushed) == (LORA, LINEAR)
+    found = lines((config, inputs), trainer={"ranks": 1})
+    state = "trainer: weights, gradients, AdamW"
+    assert found[state] == 4 * PARAMETERS + 20 * LORA + 4 * PARAMETERS < full[state] / 2
+    assert found["new weights on their way"] == 2 * 4 * LINEAR
+    work = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
+    assert full[work] - found[work] == 4 * VOCABULARY * WIDTH, "the head has no gradient"
+
+
 def test_activations_are_the_ends_of_every_linear_layer(given: Any) -> None:
     what = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
     # Each of 2 layers: q, k, v, o with 64 + 64, gate, up, down with 64 + 128.

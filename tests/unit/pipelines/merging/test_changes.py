@@ -145,6 +145,14 @@ def test_a_path_may_become_the_mapping_that_it_is_short_for() -> None:
         )
 
 
+def test_adapters_may_be_wanted_later_but_not_another_kind_of_training() -> None:
+    began = config(student__lora__r=4)
+    accept_changes(began, config(student__lora__r=4, student__lora__export="adapter"), MANIFEST)
+    for other in (config(), config(student__lora__r=8), config(student__lora__r=4, student__lora__targets=["q_proj"])):
+        with pytest.raises(RunDirError, match=r"student\.lora"):
+            accept_changes(began, other, MANIFEST)
+
+
 def test_every_pattern_names_a_key() -> None:
     """A key that was renamed must not leave its permission behind."""
     from fnmatch import fnmatchcase
@@ -154,6 +162,7 @@ def test_every_pattern_names_a_key() -> None:
                   objective__kind="sampled")  # fmt: skip
     keys = changed_keys({}, full | {"registry": "/r"})
     keys |= changed_keys({}, config(domains__d__prompts={"path": "/p"}, domains__d__eval__prompts={"path": "/q"}))
+    keys |= changed_keys({}, config(student__lora__export="adapter"))
     keys |= {f"teachers.{key}": (None, None) for engine in ENGINES.values() for key in engine.model_fields}
     for pattern in (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING):
         assert any(fnmatchcase(key, pattern) for key in keys), pattern

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from pipelines.inputs.read import read_inputs
 from pipelines.merging import run as merging
 from pipelines.merging.changes import refuse_changed_inputs
 from pipelines.merging.manifest import manifest_of, resolved
-from pipelines.merging.run import Run, _before_and_experts, _refuse_fewer_steps
+from pipelines.merging.run import Run, _before_and_experts, _export, _refuse_fewer_steps
 
 
 @pytest.fixture
@@ -327,3 +328,26 @@ def test_a_run_records_how_it_was_called_and_what_it_is_made_of(world: Any, monk
     assert manifest["models"]["student"]["parameters"] == sum(t.numel() for t in weights.values())
     assert set(manifest["models"]["experts"]) == {"rev", "up"}
     assert merging.resume(world.root / "run") == {}, "neither is compared"
+
+
+class Exporting:
+    """A trainer that writes a word where its weights would be."""
+
+    def export(self, path: Path) -> None:
+        (path / "model.safetensors").write_text("merged")
+
+    def export_adapter(self, path: Path) -> None:
+        (path / "adapter_model.safetensors").write_text("adapter")
+
+
+@pytest.mark.parametrize("wanted", ["merged", "adapter"])
+def test_an_adapter_is_left_beside_the_model_if_it_is_wanted(world: Any, wanted: str) -> None:
+    world.data["student"]["lora"] = {"r": 4, "export": wanted}
+    config, paths = load_pipeline(world.write()), RunPaths(world.root / "run")
+    paths.root.mkdir()
+    parts: Any = SimpleNamespace(trainer=Exporting())
+    _export(parts, Run(config=config, inputs=read_inputs(config), paths=paths, identity={}))
+    assert (paths.model / "model.safetensors").read_text() == "merged" and (paths.model / "tokenizer.json").is_file()
+    assert sorted(p.name for p in paths.root.iterdir()) == (["adapter", "model"] if wanted == "adapter" else ["model"])
+    if wanted == "adapter":
+        assert [p.name for p in paths.adapter.iterdir()] == ["adapter_model.safetensors"]
