@@ -43,7 +43,7 @@ class AdaptiveKL:
     mixes: ClassVar[bool] = True
 
     bound: float = 0.2
-    """Overlap from which on there is reverse KL alone."""
+    """Overlap from which on there is reverse KL alone, above 0."""
 
     def __call__(self, student: StudentChunk, teacher: WholeChunk) -> Slope:
         p_C_V, q_C_V = student.p_C_V, teacher.q_C_V()
@@ -67,5 +67,4 @@ class AdaptiveKLConfig(ObjectiveConfig):
     kind: Literal["adaptive_kl"]
     """Forward KL at tokens where student and teacher hardly overlap, reverse KL at all others."""
     bound: float = Field(0.2, gt=0, le=1)
-    """Overlap, the sum over the vocabulary of the smaller of the two probabilities, from which on a token has reverse KL
-    alone; forward KL's share rises linearly to 1 at an overlap of 0."""
+    """Overlap sum_v min(p_v, q_v) from which on there is reverse KL alone; below, forward KL's share rises to 1 at 0."""
