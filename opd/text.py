@@ -13,5 +13,5 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """As `printable`, on one line, at most `limit` signs of the text."""
+    """The text as `printable` gives it, on one line, cut to its first `limit` characters."""
     return printable(" ".join(text[:limit].split()))

@@ -1,4 +1,4 @@
-"""Who trains on which rows: decided once per step in the driver, from lengths alone."""
+"""Plan which rank trains on which rows: decided once per step in the driver, from lengths alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """What planning needs to know of a row."""
+    """The facts about a row that the plan depends on."""
 
     sample_id: str
     domain: str
@@ -50,7 +50,7 @@ def _split(rows: Sequence[RowSize], num: int) -> list[list[RowSize]]:
     parts: list[list[RowSize]] = [[] for _ in range(num)]
     done = 0
     for row in rows:
-        # The middle of the row decides, so a long last row does not open a part of its own.
+        # The middle of a row decides to which part it belongs, so a long last row does not open a part of its own.
         parts[min(num - 1, int((done + row.length / 2) * num / total))].append(row)
         done += row.length
     return parts
