@@ -143,7 +143,7 @@ def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype) -
     the model's states are not finite.
     """
     alone, neighbour = layout_differences(body, layout, vocab_size)
-    worst = torch.tensor([alone / ALONE[dtype], neighbour / NEIGHBOUR]).max()  # torch's `max` gives NaN if one is NaN; Python's may not
+    worst = torch.tensor([alone / ALONE[dtype], neighbour / NEIGHBOUR]).max()  # NaN if one is NaN, unlike Python's `max`
     return float(worst)
 
 

@@ -14,7 +14,7 @@ from opd.errors import PromptError
 Messages = list[dict[str, str]]
 """Each with `role` and `content`."""
 COLUMNS: tuple[Column, ...] = ("prompt", "completion", "answer", "metadata")
-_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would make a new encoder for each row
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps makes a new one for each row
 SPOKEN: tuple[Column, ...] = ("prompt", "completion")
 """Columns that may be chat messages."""
 MAX_LINE_BYTES = 8 << 20

@@ -19,7 +19,7 @@ from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch, Se
 ENGINE_ENV = {
     # Run the engine inside the worker: faster on a small machine, and no engine process can outlive its owner.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Binding threads to cores would put the engine and the other roles, which take turns, on the same few cores.
+    # Otherwise vLLM pins its threads to cores of its own choice, the same ones in every engine of a machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -67,7 +67,7 @@ class VLLMRolloutEngine:
         self._spec = spec
         self._tokenizer = tokenizer
         model_dir = spec.engine.model_dir
-        options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker's current directory is another one
+        options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker starts in another directory
         env = cluster.worker_env(spec.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         if not spec.gpus:
             env |= {"CUDA_VISIBLE_DEVICES": ""}

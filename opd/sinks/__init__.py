@@ -1,7 +1,7 @@
-"""Where a run's numbers go beside `metrics.jsonl`: one small file each, behind one dictionary from the key of `logging`
-to what writes there. A sink is an `opd.interfaces.Sink` and a context manager; its package is imported when it is opened.
+"""Sinks: tools that get a run's numbers beside `metrics.jsonl`. One small file each, behind one dictionary.
 
-A resume takes the steps after the last checkpoint again; no sink shows a step twice.
+A sink is an `opd.interfaces.Sink` and a context manager; its package is imported when it is opened. A resume takes the steps
+after the last checkpoint again; no sink shows a step twice.
 """
 
 from __future__ import annotations

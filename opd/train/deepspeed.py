@@ -55,7 +55,7 @@ class DeepSpeedTrainer:
         self._spec = spec
         self._objective = spec.rank.objective
         self._timeout_s = spec.rank.timeout_s
-        options = replace(spec.rank, model_dir=spec.rank.model_dir.absolute())  # a worker's current directory is another one
+        options = replace(spec.rank, model_dir=spec.rank.model_dir.absolute())  # a worker starts in another directory
         env = cluster.worker_env(options.world_size)
         if not spec.gpus:
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

@@ -126,7 +126,8 @@ class Totals:
 
     def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:
         place_N = torch.cat([torch.arange(0), *(torch.arange(length) for length in batch.row_lengths)])
-        bits_M = torch.frexp(place_N[batch.mask_N].double()).exponent  # the exponent of an integer is its number of bits: 0, 1, 2-3, 4-7 ...
+        # The exponent of an integer is its number of bits, which groups the places: 0, 1, 2-3, 4-7 ...
+        bits_M = torch.frexp(place_N[batch.mask_N].double()).exponent
         tokens = torch.bincount(bits_M).tolist()
         sums = torch.bincount(bits_M, weights=kl_N[batch.mask_N].double()).tolist()
         for bits, (count, total) in enumerate(zip(tokens, sums, strict=True)):
