@@ -143,7 +143,8 @@ def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype) -
     the model's states are not finite.
     """
     alone, neighbour = layout_differences(body, layout, vocab_size)
-    worst = torch.tensor([alone / ALONE[dtype], neighbour / NEIGHBOUR]).max()  # NaN if one is NaN, unlike Python's `max`
+    # torch's `max` is NaN if one of the two is; Python's may lose it.
+    worst = torch.tensor([alone / ALONE[dtype], neighbour / NEIGHBOUR]).max()
     return float(worst)
 
 

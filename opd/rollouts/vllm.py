@@ -19,7 +19,7 @@ from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch, Se
 ENGINE_ENV = {
     # Run the engine inside the worker: faster on a small machine, and no engine process can outlive its owner.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Otherwise vLLM pins its threads to cores of its own choice, the same ones in every engine of a machine.
+    # Otherwise vLLM chooses its own number of threads and pins them to cores, to the same ones in every engine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
