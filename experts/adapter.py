@@ -139,6 +139,7 @@ def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
     config = validated(LoraConfig, read_json(adapter / ADAPTER_CONFIG), adapter / ADAPTER_CONFIG)
     changes = updates(config, load_file(adapter / ADAPTER_WEIGHTS))
     out.mkdir(parents=True)
+    # Other weight formats stay behind: a loader could read them in place of the merged safetensors.
     for file in base.iterdir():
         if file.is_file() and file.suffix not in (".safetensors", *OTHER_FORMATS):
             shutil.copyfile(file, out / file.name)

@@ -104,8 +104,8 @@ def imitate(
     """Train `model` in place as a merge trains its student, but on given text: its optimiser, its schedule, its steps.
 
     Each step takes the next `micro_batch * accumulate` of the examples, in their order; the loss is the mean over the
-    step's trained tokens. `report` and `scratch` are explained at `fine_tune`. This uses transformers' Trainer and not a `ZeroEngine`,
-    because in one process ZeRO-3 costs 25 to 31 % more time.
+    step's trained tokens. `report` and `scratch` are explained at `fine_tune`. This uses transformers' Trainer and not a
+    `ZeroEngine`, because in one process ZeRO-3 costs 25 to 31 % more time.
     """
     assert len(examples) == spec.rate.steps * spec.micro_batch * spec.accumulate
     chosen = {

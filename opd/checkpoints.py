@@ -118,7 +118,7 @@ class CheckpointStore:
                 replace_dir(writing.path, self._root / step_name(writing.step))
         except RunError:
             self._writing = None
-            shutil.rmtree(writing.path, ignore_errors=True)  # room for what is to be written next
+            shutil.rmtree(writing.path, ignore_errors=True)  # the disk may be full: give the room back
             raise
         self._committed = SavedCheckpoint(step=writing.step, background_s=max(f.seconds for f in files), size=size)
         self._drop_old(writing.step)

@@ -69,7 +69,7 @@ def _namespace() -> int:
 
 def _start(pid: int) -> tuple[str, str]:
     """When a process started, and its state. Raises: OSError if there is none."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may have spaces
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold spaces and brackets
     return fields[19], fields[0]
 
 
@@ -85,13 +85,14 @@ def _alive(theirs: str) -> bool:
     try:
         pid, started, namespace = map(int, theirs.split("-"))
     except ValueError:
-        return True  # no mark of this release
+        return True  # the mark of another release: leave it alone
     if namespace != _namespace():
         return True
     try:
         found, state = _start(pid)
     except (FileNotFoundError, ProcessLookupError):
         return False
+    # A process with the number but another start is a later one; a zombie (Z) is dead, its parent has not noticed yet.
     return int(found) == started and state != "Z"
 
 
@@ -114,6 +115,6 @@ def _remove_directories() -> list[str]:
         for path in parent.glob("opd-run-*") if parent.is_dir() else ():
             match = _MARK.match(path.name)
             if match and path.is_dir() and not path.is_symlink() and not _alive(match[1]):
-                shutil.rmtree(path, ignore_errors=True)  # of another user, perhaps
+                shutil.rmtree(path, ignore_errors=True)  # may belong to another user
                 found += [] if path.exists() else [str(path)]
     return found

@@ -34,7 +34,7 @@ def attention(config: Any) -> str:
 
 
 def attention_of(model_dir: Path) -> str:
-    """`attention` of a model directory; no code from it is run."""
+    """The `attention` of a model directory; no code from it is run."""
     from transformers import AutoConfig
 
     return attention(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
@@ -70,7 +70,7 @@ class Naming:
         self._dtype = dtype
         self._names = set(self._model.state_dict())
         self._plan = self._model._get_dtype_plan(dtype)
-        self._turn = Lock()
+        self._turn = Lock()  # a conversion uses the model as its workspace: one thread at a time
 
     @property
     def model(self) -> Any:
@@ -97,6 +97,7 @@ class Naming:
                 state = {n: t.detach() for n, t in self._model.state_dict().items() if n not in absent}
                 return state, self._problem(found)
             finally:
+                # The conversion puts the tensors into the model itself; `state` keeps them, the model must not.
                 to_meta(self._model)
 
     def head_names(self, names: Iterable[str]) -> tuple[str, ...]:

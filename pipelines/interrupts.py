@@ -59,6 +59,7 @@ class Interrupts:
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal: ask, end the run, or end the process, as told above."""
+        # Three cases: the first signal in the loop asks, a signal elsewhere or a second one raises, a third one kills.
         asks = self._ask if not self.number and not self._ending else None
         if postponed(number, frame, raises=not asks and not self._ending):
             return

@@ -55,6 +55,7 @@ class WeightCache:
 
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to read a teacher as far as there is room beside the one in use; returns at once."""
+        # All of these must be in memory together, so they decide whether the next teacher fits; others can be dropped.
         missing, keep = self._missing(teacher), {*self._in_use, *self._coming, *_parts(teacher)}
         fits = sum(self._sizes[key] for key in keep) <= self._budget_bytes
         if fits:
@@ -93,7 +94,7 @@ class WeightCache:
         """The teacher's parts that are neither in memory nor being read."""
         missing = {k: d for k, d in _parts(teacher).items() if k not in self._states and k not in self._coming}
         for key, directory in missing.items():
-            if key not in self._sizes:
+            if key not in self._sizes:  # measuring opens every file: once is enough
                 self._sizes[key] = self._measure(directory, self._dtype)
         return missing
 

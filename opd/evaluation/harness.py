@@ -97,6 +97,7 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
         settings, results, log = (Path(scratch) / name for name in ("config.yaml", "results", "log"))
         settings.write_text(yaml.safe_dump(_settings(config, model_dir, dtype, results)), encoding="utf-8")
         command = [sys.executable, "-m", "lm_eval", "run", "--config", str(settings)]
+        # A file, not a pipe: nothing has to read it while the harness runs.
         with log.open("w") as written:
             try:
                 done = subprocess.run(
@@ -123,7 +124,7 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
 
 
 def _settings(config: LMEvalConfig, model_dir: Path, dtype: str, results: Path) -> dict[str, Any]:
-    """The harness's own configuration file. It runs no code of a model directory and no unsafe task unless told to."""
+    """The harness's configuration file. Without further keys the harness runs no code of a model directory and no unsafe task."""
     settings: dict[str, Any] = {
         "model": config.model,
         "model_args": {"pretrained": str(model_dir.absolute()), "dtype": dtype},

@@ -61,5 +61,6 @@ class MixedPrompts:
         key = (domain, epoch)
         if key not in self._orders:
             order = shuffled(len(self._by_domain[domain]), f"{self._seed}/{domain}/{epoch}")
+            # A step can reach from one epoch into the next: keep the order of the epoch before, drop older ones.
             self._orders = {k: v for k, v in self._orders.items() if k[0] != domain or k[1] >= epoch - 1} | {key: order}
         return self._orders[key]

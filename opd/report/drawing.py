@@ -26,7 +26,7 @@ COLOURS = {name: f"#0a0b{index + 1:02x}" for index, name in enumerate(NAMES)}
 """Variable of the page -> the placeholder that stands for it while drawing."""
 
 STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
+    "svg.fonttype": "none",  # text stays text instead of outlines
     "text.parse_math": False,  # a dollar sign in a label is text
     "font.size": 9,
     "font.family": "sans-serif",
@@ -76,6 +76,7 @@ Draw = Callable[[Axes], None]
 
 def plot(name: str, title: str, draw: Draw, *, width: float = WIDTH, height: float = HEIGHT, **more: Any) -> Plot:
     """Draw on one set of axes."""
+    # Ids in the SVG come from the salt, and no date is stored: the same run gives the same bytes.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasSVG(figure)

@@ -35,6 +35,7 @@ def plan_micro_batches(
     shares = [sorted(share, key=lambda r: (r.domain, r.length, r.sample_id)) for share in shares]
     num = max(1, -(-max(loads) // micro_batch_tokens))
     most = max(micro_batch_tokens, max((row.length for row in rows), default=0))
+    # Padding fills a micro-batch to its longest row, so equal tokens may still be too large: cut finer until all fit.
     while padded and max(_padded_size(part) for share in shares for part in _split(share, num)) > most:
         num += max(1, num // 4)
     return [[[row.sample_id for row in part] for part in _split(share, num)] for share in shares]

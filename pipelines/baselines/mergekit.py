@@ -63,6 +63,7 @@ def merge_weights(recipes: Mapping[str, Recipe], out: Path, *, seed: int, timeou
     out.mkdir(parents=True)
     file = out / "recipes.yaml"
     file.write_text(yaml.safe_dump_all([{"name": n, **r} for n, r in recipes.items()], sort_keys=False))
+    # -P: without it Python would import modules from the current directory first.
     command = ["-P", "-m", "mergekit.scripts.multimerge", str(file), "--intermediate-dir", str(out)]
     paths = [str(home), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -82,7 +83,7 @@ def _install(target: Path) -> None:
     """Install mergekit with pip if the interpreter has it, else with uv. Raises: RunError."""
     options = ["--target", str(target), "--no-deps", "--require-hashes", "-r", str(REQUIREMENTS)]
     if find_spec("pip"):
-        # Not pip's many retries: without a network the answer should come at once.
+        # One retry instead of pip's five: without a network the error should come at once.
         command = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1", *options]
     elif uv := shutil.which("uv"):
         command = [uv, "pip", "install", "--quiet", "--python", sys.executable, *options]

@@ -66,7 +66,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
 
     Raises: OpdError for inputs that a merge refuses, before any compute; RunError if a worker fails.
     """
-    exam = EvaluateConfig(samples=samples)  # one greedy answer each
+    exam = EvaluateConfig(samples=samples)  # one greedy answer to each, whatever the pipeline says
     inputs = read_inputs(config, exam)
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")

@@ -156,6 +156,7 @@ def place(wanted: Sequence[Role]) -> list[list[Role]]:
         if role.gpus >= 1:
             whole += [[role]] * round(role.gpus)
             continue
+        # 1e-9: three fractions that add up to 1 are a little more in floating point.
         room = [gpu for gpu in shared if sum(r.gpus for r in gpu) + role.gpus <= 1 + 1e-9]
         if room:
             max(room, key=lambda gpu: sum(r.gpus for r in gpu)).append(role)

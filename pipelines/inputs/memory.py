@@ -112,7 +112,7 @@ def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
 
 def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     student, ranks = inputs.student, config.trainer.ranks
-    # Rank 0 holds the whole state while it writes a checkpoint; gradients and activations are let go before.
+    # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before.
     checkpoint = 12 * student.parameters
     needs = [
         Need(
@@ -175,7 +175,7 @@ def heads_bytes(config: PipelineConfig, inputs: Inputs) -> int:
 def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     rollout, student = config.rollout, inputs.student
     width = DTYPE_BYTES[rollout.dtype]
-    # The head is packed apart from the embedding, and one copy is in flight while new weights are taken.
+    # Twice: a copy of the new weights is in memory while the engine takes them. A tied head has a packed copy of its own.
     weights = (2 * student.parameters + student.vocab_rows * student.hidden_size) * width
     logits = rollout.max_num_seqs * student.vocab_rows * 4 * 3
     tokens = max(PREFILLED_AT_ONCE, rollout.max_model_len)

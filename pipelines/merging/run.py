@@ -88,6 +88,7 @@ class Run:
             if self.changed:
                 atomic_write_text(self.paths.manifest, json.dumps(self.changed, indent=2))
                 atomic_write_text(self.paths.pipeline, yaml.safe_dump(self.changed["config"], sort_keys=False))
+            # One handler for all attempts: a Ctrl-C while workers start again must not get lost.
             with around.signals() as signals:
                 for restart in itertools.count(1):
                     try:
@@ -142,7 +143,7 @@ def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
         temporary.evaluation.mkdir()
         for name, text in known.items():
             atomic_write_text(temporary.evaluation / name, text)
-    replace_dir(temporary.root, root)
+    replace_dir(temporary.root, root)  # from here on `opd merge --resume` works, even without a checkpoint
     return Run(
         config=config, inputs=inputs, paths=RunPaths(root), identity=manifest["identity"], notices=tuple(notices)
     )
