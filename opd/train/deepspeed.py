@@ -88,12 +88,10 @@ class DeepSpeedTrainer:
         return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
     def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetStream) -> StepReport:
-        """Take one optimiser step over all rows. If no token is trained, skip the step; the report says so.
+        """Take one optimiser step over all rows; skip it, and report that, if no token is trained.
 
-        Tokens are weighted as if all rollouts were scored, so training can begin before we know which are quarantined.
-        Quarantined rollouts give no gradient, and the optimiser divides by the share of the weight that was scored: the
-        loss is the mean over scored tokens.
-        Raises: RunError if a rank fails, or if the step shows that weights or scores are broken.
+        Weights are those of all rollouts, so training can begin before we know which are quarantined. These give no
+        gradient; the optimiser divides by the share that was scored. Raises: RunError if a rank fails or the step is broken.
         """
         lr = self._spec.rate.at(step)
         skipped = StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
@@ -116,8 +114,7 @@ class DeepSpeedTrainer:
             feed.trained(index)
             return True
 
-        # Ranks work while this loop fetches more rows: submitted rounds run one after the other, and nothing here waits
-        # for them except a full queue (`Feed.parts`) and the end of the step.
+        # Rounds run while this loop fetches more rows: only a full queue (`Feed.parts`) and the end of the step wait.
         for index in range(len(plan[0])):
             handles = feed.parts(index, finish_oldest)
             left_out = frozenset(targets.quarantined)
