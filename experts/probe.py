@@ -58,7 +58,7 @@ def take_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeReco
         raise ModelError.at(
             adapter.path if adapter else info.path,
             found="log-probs that are not finite",
-            wanted="a model that computes",
+            wanted="finite log-probs",
             fix="take an earlier checkpoint of the training that made it",
         )
     return ProbeRecord(dtype=dtype, mean=round(fmean(logprobs), 3), token_ids=token_ids, logprobs=logprobs)
@@ -116,7 +116,7 @@ def _attach(model: Any, adapter: Path) -> None:
     if odd:
         raise ModelError.at(
             f"{adapter / ADAPTER_WEIGHTS}: module `{odd[0]}`",
-            found=f"an adapter of what is no linear module of {type(model).__name__} in transformers",
+            found=f"an adapter of a module that is not linear in {type(model).__name__} of transformers",
             wanted="linear modules only: nothing else can be scored with an adapter",
             fix=MERGE_FIRST,
         )

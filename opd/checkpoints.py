@@ -168,7 +168,7 @@ def choose(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | 
     raise RunDirError.at(
         root,
         found=f"{len(steps)} checkpoints, every one of them damaged",
-        wanted="one that is whole",
+        wanted="a checkpoint that is whole",
         fix="put the files back, or start a new run",
     )
 

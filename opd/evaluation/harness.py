@@ -45,7 +45,7 @@ def check_tasks(config: LMEvalConfig) -> None:
         raise ConfigError.at(
             "evaluate.lm_eval",
             found="lm-evaluation-harness is not installed",
-            wanted=f"it, to run {', '.join(config.tasks)}",
+            wanted=f"the harness, to run {', '.join(config.tasks)}",
             fix="pip install 'opd-merge[lm-eval]'",
         )
     if config.model == "vllm" and not _has_distribution("vllm"):

@@ -204,7 +204,7 @@ def _unreadable(shown: str, error: Exception) -> PromptError:
     return PromptError.at(
         shown,
         found=f"a file that cannot be read: {error}".strip(),
-        wanted="what its ending says: .csv with a header and as many cells in each row, or .parquet",
+        wanted="the format of its ending: .csv with a header and as many cells in each row, or .parquet",
         fix="write it again, or give a JSONL file",
     )
 

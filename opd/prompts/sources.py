@@ -238,7 +238,7 @@ def _refuse_outside(root: str, names: Sequence[str], label: str) -> None:
                 label,
                 found=f"a README that names {name}",
                 wanted="files of the data set itself",
-                fix="give these files",
+                fix="put the paths of these files under prompts",
             )
 
 

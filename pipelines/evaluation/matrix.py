@@ -93,7 +93,10 @@ def _matrix_subjects(
         models.append(as_teacher(MERGED, info, None))
     if len({model.name for model in models}) < len(models):
         raise ConfigError.at(
-            "experts", found=f"an expert called `{MERGED}`", wanted="another name", fix="the merged model has this one"
+            "experts",
+            found=f"an expert called `{MERGED}`",
+            wanted="another name",
+            fix="rename the expert: the merged model has this name",
         )
     last = {name: exam for one in rounds for name, exam in one.exams.items()}
     exams = {name: last[name] for name in names}

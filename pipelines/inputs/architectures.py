@@ -63,7 +63,7 @@ def _naming(path: Path, info: ModelInfo) -> Any:
         raise ModelError.at(
             path,
             found=f"weights that do not fit config.json: {problem}",
-            wanted=f"what {known.__name__} of transformers has, no more and no less",
+            wanted=f"the tensors of transformers' {known.__name__}, all of them and no others",
             fix="copy the directory again, or save the model again with save_pretrained",
         )
     return naming

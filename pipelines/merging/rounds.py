@@ -216,7 +216,7 @@ def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str, around: Surroundings
         raise RunDirError.at(
             f"--resume-from {wanted}",
             found=f"{finished} of {num} rounds finished, and none under way",
-            wanted="a round that was interrupted, to go back in",
+            wanted="an interrupted round, in which the run can go back",
             fix="leave the option out",
         )
     with around.signals() as signals:
