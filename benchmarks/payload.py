@@ -33,7 +33,7 @@ from opd.stream.schema import TargetRow, write_parts  # noqa: E402
 from opd.types import Rollout, Segment, Teacher  # noqa: E402
 
 SMALL_VOCAB = 256
-"""Of the tiny model; ids are 4 bytes whatever the vocabulary."""
+"""Vocabulary of the tiny model. Its size does not matter: an id always takes 4 bytes."""
 DENSE_VOCAB = (49152, 151936)
 TOKEN_BYTES = 16
 """Allowed per token beside the payload: its id, the student's log-prob, the mask, its share of prompt and names."""
@@ -53,7 +53,7 @@ class Payload:
     width: int = 0
     """d of `hidden_states`, K of `top_k`."""
     dtype: str = "float32"
-    """Of the hidden states; log-probs are float32."""
+    """Type of the hidden states; log-probs are float32."""
 
     @property
     def token_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Measured:
 
 
 Measure = Callable[[Payload, int], Measured]
-"""Of a payload and a length of all responses."""
+"""Function that measures a payload, with the same length of all responses."""
 
 
 def payloads(widths: Sequence[int], ks: Sequence[int]) -> Iterator[Payload]:
@@ -103,7 +103,7 @@ def payloads(widths: Sequence[int], ks: Sequence[int]) -> Iterator[Payload]:
 
 
 def make_rollouts(rows: int, prompt: int, response: int) -> dict[str, list[Rollout]]:
-    """By domain, as even as possible."""
+    """Domain -> rollouts, spread as evenly as possible."""
     rng = random.Random(0)
     rollouts: dict[str, list[Rollout]] = {domain: [] for domain in DOMAINS[:rows]}
     for i in range(rows):

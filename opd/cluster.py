@@ -76,7 +76,7 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
             yield
         except WorkerDied as error:
             if error.actor is None:
-                leftovers.end_own()  # before Ray's farewell, which waits for what does not answer
+                leftovers.end_own()  # before Ray shuts down, which would wait for workers that do not answer
             raise
         finally:
             _watched.clear()
@@ -156,7 +156,7 @@ class _Beating:
         super().__init__(*args)
 
     def node_address(self) -> str:
-        """Of the machine it runs on, as the cluster's other machines reach it."""
+        """Address of the machine that it runs on, as the cluster's other machines reach it."""
         import ray
 
         address: str = ray.util.get_node_ip_address()
@@ -234,7 +234,7 @@ class Remote:
     timeout_s: float
 
     def fetch(self) -> Any:
-        """As `fetch`, for whoever knows nothing of Ray."""
+        """Fetch the answer, for callers that know nothing of Ray: see `fetch`."""
         return fetch(self)
 
 
@@ -245,7 +245,7 @@ class Stored:
     handle: Any
 
     def fetch(self) -> Any:
-        """As `fetch`, for whoever knows nothing of Ray."""
+        """Fetch the answer, for callers that know nothing of Ray: see `fetch`."""
         return fetch(self.handle)
 
 

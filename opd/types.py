@@ -134,9 +134,9 @@ class Teacher:
     digest: str = ""
     """BLAKE3 of all its weight files: experts of equal digest are one teacher. Empty: not known."""
     base_digest: str = ""
-    """Of a LoRA expert, the digest that its base has as an expert of its own: equal bases are loaded once."""
+    """For a LoRA expert, the digest that its base has as an expert of its own: equal bases are loaded once."""
     probe: Probe | None = None
-    """By which the worker that loads it knows it again; None: not registered, or without one."""
+    """Log-probs by which a worker that loads the teacher recognises it; None if it was not registered with any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ class PositionStats:
 
     tokens: int
     kl_sum: float
-    """As `DomainStats.kl_sum`."""
+    """The same sum as `DomainStats.kl_sum`."""
 
     def __add__(self, other: PositionStats) -> PositionStats:
         return PositionStats(tokens=self.tokens + other.tokens, kl_sum=self.kl_sum + other.kl_sum)
@@ -205,7 +205,7 @@ class StepReport:
     schedule."""
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats] = field(default_factory=dict)
-    """By bits of the token's place in its response: 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
+    """Bits of a token's place in its response -> sums: 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
     early_micro_batches: int = 0

@@ -41,7 +41,7 @@ class TeacherWorker:
         return described
 
     def layout(self, teacher: Teacher) -> LayoutProof | None:
-        """As `Scorer.layout`. Raises: RunError if rows of this teacher cannot share a forward pass."""
+        """See `Scorer.layout`. Raises: RunError if rows of this teacher cannot share a forward pass."""
         return self._scorer.layout(teacher)
 
     def head(self, teacher: Teacher) -> np.ndarray:

@@ -39,7 +39,7 @@ def build_model(path: Path, size: str, *, dtype: torch.dtype, seed: int, device:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the responses of one step."""
+    """The size of one step's responses."""
 
     rows: int
     prompt: int

@@ -27,7 +27,7 @@ Position = Mapping[int, float]
 
 
 class ScoredRow(Protocol):
-    """As much of `opd.stream.schema.TargetRow` as a payload looks at."""
+    """The part of `opd.stream.schema.TargetRow` that payloads read."""
 
     @property
     def sample_id(self) -> str: ...

@@ -17,8 +17,9 @@ from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMW
 from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch, Segment, unknown_id
 
 ENGINE_ENV = {
-    # In-process: faster on a small machine, and no engine process that outlives its owner.
+    # Run the engine inside the worker: faster on a small machine, and no engine process can outlive its owner.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Otherwise vLLM chooses its own number of threads and pins them to cores, to the same ones in every engine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -26,15 +27,15 @@ ENGINE_ENV = {
 
 
 Weights = Callable[[], AbstractContextManager[Path]]
-"""Gives the weights that the engines hold as a Hugging Face directory, for as long as one reads it."""
+"""Gives the weights that the engines hold as a Hugging Face directory, which exists within the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """What rollout engines are started with."""
+    """The settings that rollout engines are started with."""
 
     engine: EngineOptions
-    """What every worker's engine is started with: the model first of all."""
+    """The model and the settings of every worker's engine."""
     stop_token_ids: tuple[int, ...]
     """Token ids that end a response."""
     untrained: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -46,15 +47,15 @@ class RolloutSpec:
     kv_cache_gib: int = 1
     """Key-value cache of an engine on the CPU, whole GiB."""
     seed: int = 0
-    """Decides, with the sample id, what is sampled."""
+    """Together with the sample id it decides what is sampled."""
     temperature: float = 1.0
-    """At which responses are sampled."""
+    """Temperature at which responses are sampled."""
     max_new_tokens: int
     """Longest response."""
     max_answer_tokens: int
     """Longest answer in an exam."""
     start_timeout_s: float
-    """Deadline for an engine to be up with its model loaded."""
+    """Deadline for an engine to start and load its model."""
     timeout_s: float
     """Deadline of every other call."""
 
@@ -66,7 +67,7 @@ class VLLMRolloutEngine:
         self._spec = spec
         self._tokenizer = tokenizer
         model_dir = spec.engine.model_dir
-        options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker has another directory
+        options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker starts in another directory
         env = cluster.worker_env(spec.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         if not spec.gpus:
             env |= {"CUDA_VISIBLE_DEVICES": ""}
@@ -77,7 +78,7 @@ class VLLMRolloutEngine:
         self._spawn = spawn
         self._workers = [spawn(index) for index in range(spec.workers)]
         self._restarted: list[str] = []
-        """Since the last rollouts."""
+        """Workers that were started again since the last rollouts."""
         self._weights: Weights = lambda: nullcontext(model_dir)
 
     def wait_ready(self) -> None:
@@ -152,8 +153,11 @@ class VLLMRolloutEngine:
         return [parts[i % num][i // num] for i in range(len(requests))]
 
     def _call(self, method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
-        """As `cluster.call`, but a worker that dies is started again, once a call: it gets the weights that the others
-        hold, and does its part anew. Seeds are of the requests, so the answers are the same."""
+        """Call every worker as `cluster.call` does, and start a worker that dies again, once a call.
+
+        The new worker gets the weights that the others hold and does its part anew. Seeds belong to requests, so its
+        answers are the same. Raises: what `cluster.call` raises.
+        """
         refs = cluster.submit(self._workers, method, argument_lists)
         restarted: set[int] = set()
         while True:
@@ -202,7 +206,7 @@ def _seed(seed: int, sample_id: str) -> int:
 
 
 def _refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises: RunError for an id that no token has, before it gets into the target log."""
+    """Refuse a token id that the tokenizer does not know, before it gets into the target log. Raises: RunError."""
     wrong = unknown_id(token_ids, vocab_size)
     if wrong is not None:
         raise RunError(
@@ -227,6 +231,6 @@ def _rollout(
 
 
 def _segments(token_ids: Sequence[int], untrained: frozenset[int]) -> tuple[Segment, ...]:
-    """Runs of trained and untrained tokens."""
+    """Cut a response into segments: runs of trained and of untrained tokens."""
     runs = groupby(token_ids, key=lambda token: token not in untrained)
     return tuple(Segment(length=len(list(run)), trained=trained) for trained, run in runs)

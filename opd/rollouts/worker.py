@@ -52,7 +52,7 @@ class Generated:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each token in the distribution that it was drawn from, temperature included."""
+    """Log-prob of each token in the distribution that it was drawn from, temperature included."""
     truncated: bool
 
 

@@ -32,7 +32,7 @@ class HeadFile:
 
     model_dir: Path
     names: tuple[str, ...]
-    """Of the tensor; the first that the files have."""
+    """Names that the tensor may have; the first one that the files have counts."""
     dtype: str
 
     def read(self) -> Tensor | None:

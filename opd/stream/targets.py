@@ -71,7 +71,7 @@ class TargetStream:
         """`source` gives handles to parts as they are scored, and may add to `restarted`."""
         self.asked = asked
         self.heads = heads
-        """By content hash, every head that the rows name. A rank fetches what it needs and does not hold."""
+        """Content hash -> head, for every head that the rows name. A rank fetches the heads that it lacks."""
         self.quarantined: dict[str, str] = {}
         """Sample id -> why its teacher's scores cannot be used; such a sample is not trained. Whole when `arrived`."""
         self.restarted = restarted

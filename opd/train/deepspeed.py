@@ -26,20 +26,20 @@ from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepRepo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """What a trainer is started with."""
+    """The settings that a trainer is started with."""
 
     rank: RankOptions
-    """What every rank is started with; there are `rank.world_size` of them."""
+    """Settings of every rank; there are `rank.world_size` ranks."""
     rate: LearningRate
     """Learning rate of every step."""
     domain_weights: Mapping[str, float]
-    """Domain -> loss weight of its tokens; 1 for one that is not named."""
+    """Domain -> loss weight of its tokens; 1 for a domain that is not named."""
     micro_batch_tokens: int
-    """Prompt and response tokens that a rank pushes through the model at a time."""
+    """Prompt and response tokens of one forward pass of a rank."""
     queue_bytes: int
     """Scored rows that may wait for the trainer, in bytes."""
     tolerance: float
-    """Largest mean difference from the engine's log-probs of the sampled tokens, nats, before the run stops."""
+    """The run stops if a step's mean difference from the engine's log-probs of sampled tokens is larger, in nats."""
     gpus: float = 0
     """GPUs of each rank; 0: the CPU."""
     one_machine: bool = True
@@ -55,7 +55,7 @@ class DeepSpeedTrainer:
         self._spec = spec
         self._objective = spec.rank.objective
         self._timeout_s = spec.rank.timeout_s
-        options = replace(spec.rank, model_dir=spec.rank.model_dir.absolute())  # a worker has another directory
+        options = replace(spec.rank, model_dir=spec.rank.model_dir.absolute())  # a worker starts in another directory
         env = cluster.worker_env(options.world_size)
         if not spec.gpus:
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -68,7 +68,7 @@ class DeepSpeedTrainer:
         """How rows are laid out; proven in `wait_ready`."""
 
     def _submit_start(self, one_machine: bool, timeout_s: float) -> list[Any]:
-        # What a machine calls itself may be an address of its own alone: Debian's hosts file says 127.0.1.1.
+        # A machine's own name may stand for an address that no other machine reaches: Debian's hosts file has 127.0.1.1.
         address = "127.0.0.1" if one_machine else cluster.node_address(self._ranks[0], timeout_s=timeout_s)
         (meeting,) = cluster.call(self._ranks[:1], "meeting_point", [[address]], timeout_s=timeout_s)
         return cluster.submit(self._ranks, "start", [meeting] * len(self._ranks))
@@ -83,16 +83,15 @@ class DeepSpeedTrainer:
         self._call("use_layout", [[self.layout.layout]] * len(self._ranks))
 
     def _layout_error(self, layout: str) -> float:
-        """The worst of all ranks; NaN if one of them says so."""
+        """Largest `layout_error` of all ranks; NaN if one rank has NaN, which Python's `max` could lose."""
         errors = self._call("layout_error", [[layout]] * len(self._ranks))
         return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
     def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetStream) -> StepReport:
-        """One optimiser step over all rows; skipped, and said so, if no token is trained.
+        """Take one optimiser step over all rows; skip it, and report that, if no token is trained.
 
-        Weights are those of all rollouts, so that training can begin before it is known which cannot be scored. These
-        give no gradient, and the optimiser divides by the share that is left: the loss is a mean over what was scored.
-        Raises: RunError if a rank fails or the loss is none.
+        Weights are those of all rollouts, so training can begin before we know which are quarantined. These give no
+        gradient; the optimiser divides by the share that was scored. Raises: RunError if a rank fails or the step is broken.
         """
         lr = self._spec.rate.at(step)
         skipped = StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
@@ -115,6 +114,7 @@ class DeepSpeedTrainer:
             feed.trained(index)
             return True
 
+        # Rounds run while this loop fetches more rows: only a full queue (`Feed.parts`) and the end of the step wait.
         for index in range(len(plan[0])):
             handles = feed.parts(index, finish_oldest)
             left_out = frozenset(targets.quarantined)
@@ -129,13 +129,13 @@ class DeepSpeedTrainer:
         return replace(report, early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
 
     def _refuse_broken(self, report: StepReport) -> None:
-        """Raises: RunError for a step that no more should follow."""
+        """Refuse to go on after a step whose numbers are impossible. Raises: RunError."""
         if not self._objective.IS_ESTIMATE:
             refuse_impossible_means(report.step, self._objective.kind, report.domains)
         refuse_gap(report.step, report.domains, self._spec.tolerance)
 
     def _plan(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
-        """As `plan_micro_batches`, for the layout that was proven."""
+        """Plan the ranks' micro-batches for the layout that was proven."""
         sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
         padded = self.layout.layout == "padded"
         return plan_micro_batches(sizes, len(self._ranks), self._spec.micro_batch_tokens, padded=padded)
@@ -171,7 +171,7 @@ def _works(
     weights: Mapping[str, float],
     baselines: Mapping[str, float] | None,
 ) -> list[RankWork]:
-    """Each rank's part of the step, with what belongs to its own samples."""
+    """Each rank's part of the step, with the weights and baselines of its own samples only."""
     return [
         RankWork(
             step=step,
@@ -185,15 +185,17 @@ def _works(
 
 
 def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
-    """`leave_one_out` over all ranks' samples: a mean over the step's other responses, which must not depend on how many
-    ranks there are. Waits for all parts. Raises: as `TargetStream.take`."""
+    """Sample id -> `leave_one_out` baseline over the samples of all ranks, so that it does not depend on their number.
+
+    Waits for all parts. Raises: what `TargetStream.take` raises.
+    """
     targets.collect()
     rows = (row for part in targets.collected for row in read_stream(pa.py_buffer(cluster.fetch(part.handle))).rows)
     return leave_one_out(gather_samples(row for row in rows if row.sample_id not in targets.quarantined))
 
 
 def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], left_out: Collection[str]) -> float:
-    """How much of the weight of all trained tokens is on those that were scored, 0..1; exactly 1 if nothing is left out."""
+    """Share of the trained tokens' weight that lies on scored tokens, 0..1; exactly 1 if nothing was left out."""
     if not left_out:
         return 1.0
     each = {r.sample_id: weights[r.sample_id] * sum(r.loss_mask) for r in rollouts}

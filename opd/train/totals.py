@@ -19,8 +19,8 @@ from opd.train.batch import MicroBatch
 from opd.types import DomainStats, PositionStats, Rollout
 
 LEAST_MEAN, MOST_MEAN = -1e-3, 50.0
-"""Nats a token: what a domain's mean divergence may be. Below zero is more than rounding; a teacher that calls every
-token of the student's impossible is not one to learn from."""
+"""Bounds of a domain's mean divergence, nats a token. A divergence is not negative, and rounding explains no more than the
+lower bound; above the upper one the teacher calls nearly every token of the student's impossible."""
 
 
 def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]) -> dict[str, float]:
@@ -48,7 +48,7 @@ def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Map
 
 
 def _lengths_of_others(rollouts: Sequence[Rollout], tokens: Mapping[str, int]) -> dict[str, float]:
-    """Sample id -> mean trained tokens of the step's other responses of its domain; its own where they have none."""
+    """Sample id -> mean trained tokens of the step's other responses of its domain; its own number if they have none."""
     members: dict[str, list[str]] = defaultdict(list)
     for rollout in rollouts:
         members[rollout.domain].append(rollout.sample_id)
@@ -62,7 +62,7 @@ def _lengths_of_others(rollouts: Sequence[Rollout], tokens: Mapping[str, int]) -
 
 
 def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainStats]) -> None:
-    """Raises: RunError naming the first domain whose mean loss is no divergence."""
+    """Refuse a domain whose mean loss cannot be a divergence. Raises: RunError naming the first."""
     for name, stats in domains.items():
         mean = stats.kl_sum / max(1, stats.tokens)
         if not LEAST_MEAN <= mean <= MOST_MEAN:  # written so that NaN fails too
@@ -74,8 +74,8 @@ def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainSt
 
 
 def refuse_gap(step: int, domains: Mapping[str, DomainStats], tolerance: float) -> None:
-    """Raises: RunError if trainer and engine disagree on the tokens that the engine sampled: what is trained would not be
-    what wrote them."""
+    """Refuse a step in which trainer and engine disagree on the sampled tokens: the policy that is trained would not be the
+    one that wrote them. Raises: RunError."""
     tokens = sum(stats.tokens for stats in domains.values())
     gap = sum(stats.gap_sum for stats in domains.values()) / max(1, tokens)
     if not gap <= tolerance:  # written so that NaN fails too
@@ -102,7 +102,7 @@ class Totals:
         self.positions: dict[int, PositionStats] = {}
 
     def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats) -> None:
-        """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks."""
+        """Add one micro-batch. `weight_N` are the tokens' weights before they are multiplied by the number of ranks."""
         mask_N = batch.mask_N
         self.loss += float(torch.where(weight_N != 0, stats.kl_N.float() * weight_N, 0.0).sum())
         columns = {
@@ -126,7 +126,8 @@ class Totals:
 
     def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:
         place_N = torch.cat([torch.arange(0), *(torch.arange(length) for length in batch.row_lengths)])
-        bits_M = torch.frexp(place_N[batch.mask_N].double()).exponent  # of an integer: its number of bits
+        # The exponent of an integer is its number of bits, which groups the places: 0, 1, 2-3, 4-7 ...
+        bits_M = torch.frexp(place_N[batch.mask_N].double()).exponent
         tokens = torch.bincount(bits_M).tolist()
         sums = torch.bincount(bits_M, weights=kl_N[batch.mask_N].double()).tolist()
         for bits, (count, total) in enumerate(zip(tokens, sums, strict=True)):

@@ -1,7 +1,7 @@
-"""The student and one teacher on the same tokens, in one process. Runs in a Ray actor; knows nothing of Ray.
+"""Compare the student with one teacher on the same tokens, in one process. It runs in a Ray actor but does not know Ray.
 
 The teacher goes through the scorer that a merge uses, the student through the trainer's own module and loss, both in
-float32: what is compared is what a merge would compute.
+float32. So the comparison covers the code that a merge would run.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ OBJECTIVE = ReverseKLConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What one teacher says, in means over tokens; None where there was no token to look at."""
+    """Means over tokens for one teacher; None where there was no token."""
 
     broken: str = ""
-    """Why the teacher cannot be used at all; then there is nothing else."""
+    """Why the teacher cannot be used at all; then there are no figures. Empty if it can."""
     kl: float | None = None
     """|KL(student || teacher)| on the student's responses, nats."""
     overlap: float | None = None
@@ -51,10 +51,10 @@ class Comparison:
     """-log q of the domain's answers, nats a token."""
 
     def guessing(self, vocab_size: int) -> float | None:
-        """The better of the two as a share of ln V, which a blind guess among all tokens has.
+        """The smaller NLL, of prompts or of answers, as a share of ln V, the NLL of a blind guess among all tokens.
 
-        A model that was only trained on answers may know nothing of prompts, one that reasons first nothing of bare
-        answers; a garbled one knows neither.
+        A model that was only trained on answers may know nothing of prompts, and one that reasons first nothing of bare
+        answers. A garbled one knows neither.
         """
         known = [nll for nll in (self.prompt_nll, self.answer_nll) if nll is not None]
         return min(known) / math.log(vocab_size) if known else None
@@ -83,12 +83,12 @@ class Comparer:
             check_probe(self._scorer, teacher, self._options)
             kl, overlap = self._distance(teacher, responses)
             prompt_nll, answer_nll = self._nll(teacher, texts)
-        except RunError as error:  # whatever the scorer and we say of this teacher; the others can still be looked at
+        except RunError as error:  # about this teacher alone; others can be compared
             return Comparison(broken=str(error))
         return Comparison(kl=kl, overlap=overlap, prompt_nll=prompt_nll, answer_nll=answer_nll)
 
     def _distance(self, teacher: Teacher, responses: Sequence[Rollout]) -> tuple[float | None, float | None]:
-        """Mean |KL|, and the share of tokens with one argmax."""
+        """Mean |KL|, and the share of tokens on which both have the same argmax."""
         kl: list[float] = []
         agree: list[float] = []
         heads = {self._scorer.head_key(teacher): Head(self._scorer.head(teacher), self._scorer.head_rule(teacher))}
@@ -103,7 +103,7 @@ class Comparer:
 
     @torch.no_grad()
     def _student_hidden(self, rows: Sequence[TargetRow]) -> Tensor:
-        """[N, D] on the CPU, as the teacher's; each row alone, so that what a scorer's layout does wrong is seen."""
+        """[N, D] on the CPU, like the teacher's. Each row is computed alone, so that an error of a scorer's layout shows."""
         parts = []
         for row in rows:
             ids = [*row.prompt_ids, *row.response_ids]

@@ -29,7 +29,7 @@ class Endpoint:
     token: str | None
 
     def url(self, port: int) -> str:
-        """As a pipeline's `teachers.address`."""
+        """The address in the form of a pipeline's `teachers.address`."""
         return f"{'grpc+tls' if self.tls else 'grpc'}://{Address(self.address.host, port)}"
 
 

@@ -59,13 +59,13 @@ class ServedTeacher(Wire):
     name: str
     weight: float
     digest: str
-    """As `opd.types.Teacher.digest`."""
+    """See `opd.types.Teacher.digest`."""
     head: str
     """Content hash of its output head."""
 
 
 class WireRule(Wire):
-    """As `opd.losses.rule.LogitRule`."""
+    """`opd.losses.rule.LogitRule` on the wire."""
 
     scale: float
     softcap: float | None

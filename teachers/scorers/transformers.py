@@ -47,7 +47,7 @@ class TransformersScorer:
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, weights_nbytes)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._architectures: dict[str, _Architecture] = {}
-        """By the config's JSON."""
+        """JSON of a config -> architecture."""
         self._architecture_of: dict[Path, _Architecture] = {}
         self._loaded = ""
         self._base = ""
@@ -251,7 +251,7 @@ class _Architecture:
     skeleton: Any
     """A causal language model of transformers without weights; one teacher's at a time are assigned to it."""
     proof: LayoutProof | None = None
-    """Of its layout, once a teacher with finite states has shown it."""
+    """Proof of its layout, once a teacher with finite states has shown it."""
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> Any:

@@ -61,7 +61,7 @@ class VLLMScorer:
         self._shape: dict[str, Any] = {}
         self._loaded = ""
         self._heads: dict[str, HeadSource] = {}
-        """By the teacher's weights."""
+        """Key of a teacher's weights -> its head."""
 
     def prefetch(self, teacher: Teacher) -> None:
         """Nothing: the engine reads a teacher's files when it needs them."""
@@ -71,7 +71,7 @@ class VLLMScorer:
         return self._reference().head(teacher)
 
     def head_key(self, teacher: Teacher) -> str:
-        """As `TransformersScorer.head_key`. Raises: RunError, also if vLLM answers otherwise than transformers."""
+        """Content hash of the head, see `Scorer.head_key`. Raises: RunError, also if vLLM's answers differ from transformers'."""
         return self._known(teacher).key
 
     def head_file(self, teacher: Teacher) -> HeadFile | None:
