@@ -107,8 +107,7 @@ class DeepSpeedTrainer:
             return skipped
         plan = self._plan(rollouts)
         baselines = whole_step_baselines(targets) if self._objective.wants_baseline else None
-        works = _works(step, lr, plan, weights, baselines)
-        for rank, work in zip(self._ranks, works, strict=True):
+        for rank, work in zip(self._ranks, _works(step, lr, plan, weights, baselines), strict=True):
             rank.submit(TrainerRank.begin_step, work, dict(targets.heads))
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         running: deque[tuple[int, list[Pending[None]]]] = deque()
