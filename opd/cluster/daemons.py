@@ -1,4 +1,4 @@
-"""Ray's own processes: whoever asks them for something while they are dead or stopped would wait, whatever its deadline."""
+"""Ray's own processes. A call into Ray while one of them is dead or stopped would wait past every deadline."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from opd.cluster.pulse import LOOK_S, SILENT_S
 
 
 def refuse_dead_ray() -> None:
-    """Raises: WorkerDied if one of Ray's own processes is gone.
+    """Refuse to ask Ray for anything once one of its own processes is gone. Raises: WorkerDied.
 
-    Ray lets a driver that asks it for something then wait for a minute, and ends the driver's process after that.
+    Ray would let the driver wait for a minute, and then end the driver's process.
     """
     for kind, process in _daemons():
         if process.poll() is not None:
@@ -27,7 +27,7 @@ def refuse_dead_ray() -> None:
 
 @contextmanager
 def ray_lives() -> Iterator[None]:
-    """Around calls into Ray. Raises: WorkerDied if its own processes are gone, whichever error Ray finds for that."""
+    """Surround a call into Ray. Raises: WorkerDied if Ray's own processes are gone, whichever error Ray has for that."""
     import ray
 
     try:
@@ -66,7 +66,7 @@ def no_daemon_stands_still() -> Iterator[None]:
 
 
 def _daemons() -> list[tuple[str, subprocess.Popen[bytes]]]:
-    """Ray's own processes with what they are, where this driver started them."""
+    """Kind and process of each of Ray's own processes that this driver started."""
     import ray
 
     node = ray._private.worker._global_node

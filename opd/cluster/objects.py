@@ -1,4 +1,4 @@
-"""Values in Ray's object store, and answers that a worker makes when somebody fetches them."""
+"""Values in Ray's object store, and calls that are made when somebody fetches the answer."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Remote(Generic[R]):
-    """A worker's answer that is made when somebody fetches it, and again for the next; may travel to other workers.
+    """A call that a worker gets whenever somebody fetches the answer; may travel to other workers.
 
     `Worker.on_demand` makes it.
     """
 
     actor: Any
-    """Ray's handle to the worker: that one may travel."""
+    """Ray's handle to the worker, which may travel where a `Worker` may not."""
     method: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

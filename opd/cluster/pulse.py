@@ -16,7 +16,7 @@ LOOK_S = 2.0
 SILENT_S = 40.0
 """A worker that has not said so for this long is hung, whatever it was doing: it is killed."""
 NAMESPACE = "opd"
-"""Of the key-value store."""
+"""Where in the key-value store the pulses are."""
 
 
 class Beating:
@@ -49,26 +49,27 @@ class Pulse:
     """A worker as the driver hears it."""
 
     key: bytes
-    """Where the store has what it says."""
+    """Key under which the store has what it says."""
     last: bytes = b""
     """What it said last: a count, its pid and its machine."""
     silent_s: float = 0.0
-    """For how long the driver has listened and heard nothing new."""
+    """How long the driver has listened and heard nothing new."""
     looked_at: float = 0.0
+    """When the driver looked last, by the monotonic clock."""
     ended: str = ""
-    """If the worker was killed because it had fallen silent, what to tell whoever waits for it."""
+    """The reason, if the worker was killed because it fell silent, for whoever waits for it; else empty."""
 
     @property
     def pid(self) -> str:
-        """The worker's process; to be asked once it has spoken."""
+        """Number of the worker's process, once it has spoken."""
         return self.last.decode().split()[1]
 
     def hear(self, said: bytes, now: float) -> None:
-        """Take what the store has now."""
+        """Take what the store has now, at the time `now` by the monotonic clock."""
         if said != self.last or not said:
             self.last, self.silent_s = said, 0.0
         else:
-            # No more than it listened: all of them may have slept, after Ctrl-Z or in a container that was paused.
+            # Only while the driver listened: all processes may have slept, after Ctrl-Z or in a container that was paused.
             self.silent_s += min(now - self.looked_at, 2 * LOOK_S)
         self.looked_at = now
 

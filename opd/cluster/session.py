@@ -21,11 +21,11 @@ LOCAL = "local"
 """The address that means Ray on this machine, started and stopped by us."""
 
 _watch: Watch | None = None
-"""Who listens to the workers of the session under way. A global, since Ray is one for the process, and so is its session."""
+"""The watch of the session under way. It is a global because a process has one Ray, and so one session at a time."""
 
 
 def current_watch() -> Watch:
-    """Who listens to the workers of the session under way. Raises: WorkerDied outside of a session."""
+    """The watch of the session under way. Raises: WorkerDied outside of a session."""
     if _watch is None:
         raise WorkerDied("Ray itself is gone: its session has ended, or was not begun")
     return _watch
@@ -35,9 +35,9 @@ def current_watch() -> Watch:
 def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
     """Connect to the cluster, or start Ray on this machine; stop it on exit.
 
-    A local Ray listens on loopback only, has no dashboard, and asks for a token that lives as long as this process. What
-    an earlier driver left when it was killed is cleared first, and no process of this one outlives the session.
-    Raises: RunError if it would listen elsewhere.
+    A local Ray listens on loopback only, has no dashboard, and asks for a token that lives as long as this process. The
+    session first clears what earlier drivers left when they were killed, and none of its own processes outlives it.
+    Raises: RunError if Ray would listen elsewhere.
     """
     global _watch
     if config.address == LOCAL:
@@ -64,20 +64,20 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
             yield
         except WorkerDied as error:
             if error.worker is None:
-                leftovers.end_own()  # before `ray.shutdown`, which waits for processes that do not answer
+                leftovers.end_own()  # before Ray shuts down, which would wait for processes that do not answer
             raise
         finally:
             watch.clear()
             _watch = None
             ray.shutdown()
-            leftovers.end_own()  # what was stopped or hung does not go by itself
+            leftovers.end_own()  # a process that is stopped or hung does not end by itself
 
 
 def _keep_to_this_machine() -> None:
-    """Settings that Ray reads when it is imported.
+    """Set the variables that Ray reads when it is imported.
 
-    On Linux it turns 127.0.0.1 into the machine's outer address and listens there; without clusters it does not. Its own
-    token lies in a file that other users may be able to read.
+    On Linux Ray turns 127.0.0.1 into the machine's outer address and listens there, unless it is told that there are no
+    clusters. The token is ours, because Ray's own lies in a file that other users may be able to read.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
@@ -86,7 +86,7 @@ def _keep_to_this_machine() -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself when it starts, and would end the driver in the middle of a step."""
+    """Keep SIGTERM as it was: Ray takes it when it starts, and would end the driver in the middle of a step."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -22,14 +22,14 @@ EXPLAIN_S = 10.0
 
 
 def wait(pending: Sequence[Pending[R]], *, timeout_s: float) -> list[R]:
-    """All answers, in order.
+    """Wait for all answers, and return them in order.
 
     Raises: a worker's own OpdError or RunError; WorkerDied if one died or Ray is gone; RunError with the workers' names
     past the deadline.
     """
     left, deadline = list(pending), time.monotonic() + timeout_s
     while left:
-        # One at a time: when a rank fails, the others wait for it in a collective, and its error is the one that explains.
+        # One at a time: when a rank fails, the others wait for it in a collective, and its error explains theirs.
         ready = _next_of(pending, left, deadline, timeout_s)
         left.remove(ready)
         try:
@@ -43,14 +43,14 @@ def wait(pending: Sequence[Pending[R]], *, timeout_s: float) -> list[R]:
 
 
 def first(pending: Sequence[Pending[Any]], *, timeout_s: float) -> int:
-    """Index of an answer that has come, waiting for one. Raises: as `wait`."""
+    """Wait until one answer has come, and return its index. Raises: what `wait` raises."""
     ready = _next_of(pending, pending, time.monotonic() + timeout_s, timeout_s)
     _answer(ready)
     return list(pending).index(ready)
 
 
 def _next_of(asked: Sequence[Pending[R]], left: Sequence[Pending[R]], deadline: float, timeout_s: float) -> Pending[R]:
-    """One of `left` whose answer has come, waiting for it; `asked` are all that were asked with it.
+    """Wait until one of `left` has its answer, and return it; `asked` are all calls that were made together.
 
     Raises: RunError past the deadline, WorkerDied if Ray is gone.
     """
@@ -74,7 +74,7 @@ def _next_of(asked: Sequence[Pending[R]], left: Sequence[Pending[R]], deadline: 
 
 
 def _answer(pending: Pending[R]) -> R:
-    """An answer that has come. Raises: as `wait`."""
+    """Read an answer that has come. Raises: what `wait` raises."""
     import ray
 
     try:
@@ -88,7 +88,7 @@ def _answer(pending: Pending[R]) -> R:
 
 
 def _death(pending: Pending[Any], error: Any) -> WorkerDied:
-    """Who died during what, and why as far as we know."""
+    """The error that says which worker died during which method, and why, as far as we know."""
     worker = pending.worker
     last_words = log_tail(worker.pulse) if worker.watch.forget(worker) else ""
     found = worker.pulse.ended or f"the worker died during `{pending.method}`: {str(error).strip()}{last_words}"
@@ -96,9 +96,9 @@ def _death(pending: Pending[Any], error: Any) -> WorkerDied:
 
 
 def _raise_a_death(pending: Sequence[Pending[Any]]) -> None:
-    """Raises: WorkerDied if one of the pending calls ends in its worker's death soon.
+    """Look for a worker's death behind another one's failure. Raises: WorkerDied if one of the pending calls ends so soon.
 
-    A worker that lost its partner fails too, and often first: the partner's death is then what the failure meant.
+    A worker that lost its partner fails too, and often first; the partner's death is then the better explanation.
     """
     import ray
 

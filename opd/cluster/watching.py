@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from opd.cluster.workers import Worker
 
 LOG_LINES = 20
-"""How much of a dead worker's log an error shows."""
+"""Lines of a dead worker's log that an error shows."""
 
 
 class Watch:
@@ -43,8 +43,9 @@ class Watch:
     def end_silent(self, method: str) -> None:
         """Listen to every worker, and kill those that have been silent for `SILENT_S`; `method` is what is waited for.
 
-        Every worker, because the one that is waited for may be stuck behind another, and goes on when Ray learns that
-        that one is dead. Calls of a worker that is killed end with WorkerDied. Raises: WorkerDied if Ray is gone.
+        It listens to all of them because the worker that is waited for may be stuck behind a silent one: once that one is
+        killed, Ray lets the other go on. Calls of a worker that was killed end with WorkerDied. Raises: WorkerDied if Ray
+        is gone.
         """
         if not self._workers:
             return
@@ -53,7 +54,7 @@ class Watch:
         client = internal_kv_get_gcs_client()
         for worker in self.workers:
             pulse = worker.pulse
-            with ray_lives():  # a deadline of its own: a store that stands still would be waited for without an end
+            with ray_lives():  # with a deadline: a store that stands still would never answer
                 said = client.internal_kv_get(pulse.key, NAMESPACE.encode(), timeout=SILENT_S) or b""
             pulse.hear(said, time.monotonic())
             if pulse.silent_s > SILENT_S:

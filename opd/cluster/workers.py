@@ -32,7 +32,7 @@ class Worker(Generic[T]):
         self.pulse = pulse
         """What the driver heard from it."""
         self.watch = watch
-        """Who listens to it."""
+        """The watch of its session, which listens to it."""
         self._actor = actor
 
     def submit(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
@@ -46,18 +46,18 @@ class Worker(Generic[T]):
     def on_demand(
         self, timeout_s: float, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Remote[R]:
-        """A call that is made when somebody fetches its answer, here or in another worker, with that deadline."""
+        """A call that is made when somebody fetches its answer, here or in another worker, and then has this deadline."""
         return Remote(self._actor, method.__name__, args, kwargs, timeout_s)
 
     def node_address(self, *, timeout_s: float) -> str:
-        """The address at which the cluster's other machines reach the one that it runs on. Raises: as `wait`."""
+        """The address at which the cluster's other machines reach the one that it runs on. Raises: what `wait` raises."""
         address: str = self._submit(Beating.node_address.__name__).result(timeout_s=timeout_s)
         return address
 
     def kill(self) -> None:
         """End it at once; whoever waits for one of its calls gets the error of a worker that died.
 
-        What Ray says reaches a worker that has not been listened to yet a moment later: until then it may still answer.
+        A worker that has not been heard yet learns it from Ray a moment later, and may answer until then.
         """
         import ray
 
@@ -79,10 +79,10 @@ class Pending(Generic[R]):
     worker: Worker[Any]
     method: str
     handle: Any
-    """Leads to the answer, as what `put` returns leads to a value."""
+    """Leads to the answer, as a handle from `put` leads to a value."""
 
     def result(self, *, timeout_s: float) -> R:
-        """The answer, waiting for it. Raises: as `wait`."""
+        """Wait for the answer. Raises: what `wait` raises."""
         (answer,) = wait([self], timeout_s=timeout_s)
         return answer
 

@@ -154,10 +154,10 @@ class VLLMRolloutEngine:
         return [parts[i % num][i // num] for i in range(len(requests))]
 
     def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
-        """The answers of all workers; `ask` calls one, and gets its index too. Raises: as `opd.cluster.wait`.
+        """The answers of all workers; `ask` calls one of them, and gets its index too.
 
-        A worker that dies is started again, once a call: it gets the weights that the others hold, and does its part
-        anew. Seeds belong to requests, so the answers are the same.
+        A worker that dies is started again, once a call. The new worker gets the weights that the others hold and does
+        its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait` raises.
         """
         pending = [ask(worker, index) for index, worker in enumerate(self._workers)]
         restarted: set[int] = set()

@@ -73,7 +73,7 @@ class DeepSpeedTrainer:
 
     def _submit_start(self, one_machine: bool, timeout_s: float) -> list[Pending[None]]:
         rank_0 = self._ranks[0]
-        # What a machine calls itself may be an address of its own alone: Debian's hosts file says 127.0.1.1.
+        # A machine's own name may stand for an address that no other machine reaches: Debian's hosts file has 127.0.1.1.
         address = "127.0.0.1" if one_machine else rank_0.node_address(timeout_s=timeout_s)
         meeting = rank_0.submit(TrainerRank.meeting_point, address).result(timeout_s=timeout_s)
         return self._submit(TrainerRank.start, *meeting)
@@ -88,7 +88,7 @@ class DeepSpeedTrainer:
         self._call(TrainerRank.use_layout, self.layout.layout)
 
     def _layout_error(self, layout: str) -> float:
-        """The worst of all ranks; NaN if one of them says so."""
+        """Largest `layout_error` of all ranks; NaN if one rank has NaN, which Python's `max` could lose."""
         errors = self._call(TrainerRank.layout_error, layout)
         return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
@@ -149,7 +149,7 @@ class DeepSpeedTrainer:
         refuse_gap(report.step, report.domains, self._spec.tolerance)
 
     def _plan(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
-        """What each rank trains in which micro-batch, see `plan_micro_batches`, in the layout that was proven."""
+        """Plan the ranks' micro-batches for the layout that was proven."""
         sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
         padded = self.layout.layout == "padded"
         return plan_micro_batches(sizes, len(self._ranks), self._spec.micro_batch_tokens, padded=padded)
@@ -177,7 +177,7 @@ class DeepSpeedTrainer:
         return [rank.submit(method, *args, **kwargs) for rank in self._ranks]
 
     def _call(self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """The answers of all ranks to a call with the same arguments. Raises: as `opd.cluster.wait`."""
+        """The answers of all ranks to a call with the same arguments. Raises: what `opd.cluster.wait` raises."""
         return cluster.wait(self._submit(method, *args, **kwargs), timeout_s=self._timeout_s)
 
 
