@@ -150,7 +150,7 @@ def materialised(inputs: Inputs, case: Case) -> Tensor:
 def ours(inputs: Inputs, case: Case, **options: Any) -> Tensor:
     import torch
 
-    from opd.losses.chunked import Loss, Tokens, chunked_objective
+    from opd.losses.chunked import Loss, LossHead, Tokens
     from opd.losses.reverse_kl import ReverseKLConfig
     from opd.payloads.hidden_states import TeacherBlock
 
@@ -158,7 +158,7 @@ def ours(inputs: Inputs, case: Case, **options: Any) -> Tensor:
     loss = Loss(objective=ReverseKLConfig().build(), chunk=case.chunk, vocab_size=case.vocab, **options)
     tokens = Tokens(inputs.token_T, torch.full((num,), 1 / num), torch.zeros(num))
     teacher = TeacherBlock(inputs.teacher_hidden_T_D, inputs.teacher_head_V_D)
-    value, _ = chunked_objective(loss, inputs.hidden_T_D, inputs.head_V_D, [teacher], tokens)
+    value, _ = LossHead(inputs.head_V_D, loss)(inputs.hidden_T_D, tokens, [teacher])
     return value
 
 

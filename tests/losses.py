@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.losses import chunked
 from opd.losses.blocks import Block
-from opd.losses.chunked import Loss, Tokens, TokenStats
+from opd.losses.chunked import Loss, LossHead, Tokens, TokenStats
 from opd.losses.objective import Objective
 
 
@@ -26,4 +25,5 @@ def chunked_objective(
 ) -> tuple[Tensor, TokenStats]:
     """`options` are the fields of `Loss`; without `behaviour` log-probs when sampled are 0."""
     tokens = Tokens(token, weight, torch.zeros_like(weight) if behaviour is None else behaviour)
-    return chunked.chunked_objective(Loss(objective=objective, **options), hidden, head, teachers, tokens)
+    value, stats = LossHead(head, Loss(objective=objective, **options))(hidden, tokens, teachers)
+    return value, stats

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.work import measured
 from opd.losses.blocks import Block
-from opd.losses.chunked import Loss, Tokens, chunked_objective
+from opd.losses.chunked import Loss, LossHead, Tokens
 from opd.losses.forward_kl import ForwardKLConfig
 from opd.losses.jsd import JSDConfig
 from opd.losses.reverse_kl import ReverseKLConfig
@@ -161,7 +161,7 @@ def _gradients(config: Any, inputs: Inputs, device: str, dtype: torch.dtype) -> 
     compiled = config.compile and dtype != torch.float64
     loss = Loss(objective=config.build(), chunk=40, vocab_size=len(head), compiled=compiled)
     tokens = Tokens(token_N, weight_N, torch.zeros_like(weight_N))
-    value, _ = chunked_objective(loss, hidden, head, [block], tokens)
+    value, _ = LossHead(head, loss)(hidden, tokens, [block])
     value.backward()
     assert hidden.grad is not None and head.grad is not None
     return hidden.grad, head.grad

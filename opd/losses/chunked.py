@@ -22,10 +22,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opd.losses.blocks import Block, Given
-from opd.losses.logits import pad, upcast
+from opd.losses.logits import pad, token_logprobs, upcast
 from opd.losses.objective import Objective, Slope, StudentChunk, TeacherChunk
 from opd.losses.rule import IDENTITY, LogitRule
 
@@ -33,6 +33,10 @@ SLICE_VALUES = 1 << 18
 """Values of a [rows, V] slice that the elementwise part works on at a time on a CPU; a GPU takes the whole chunk."""
 TILE_VALUES = 1 << 20
 """Values of the head's gradient that one matrix product adds at a time: a product for all of it would be its size again."""
+
+
+Columns = tuple[Tensor, Tensor, Tensor]
+"""token_C, behaviour_C, weight_C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,10 @@ class Tokens:
     behaviour_N: Tensor
     """Log-prob of the sampled ids when they were sampled."""
 
+    def some(self, rows: slice, dtype: torch.dtype) -> Columns:
+        """The columns of some tokens, with log-probs and weights in the type that the loss computes in."""
+        return self.token_N[rows], self.behaviour_N[rows].to(dtype), self.weight_N[rows].to(dtype)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
@@ -92,22 +100,58 @@ class Loss:
         assert self.chunk > 0
 
 
-def chunked_objective(
-    loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block], tokens: Tokens
-) -> tuple[Tensor, TokenStats]:
-    """sum_n weight_n f(p_n) as a scalar with gradients for `hidden_N_D` and `head_V_D`, and per-token numbers.
+class LossHead(nn.Module):
+    """Owns an output head, and computes the objective or plain log-probs from the hidden states before it.
 
-    `teachers` cover the N tokens in order. Computes in float32, in float64 if the student's hidden states are float64.
-    Raises: ValueError if hidden states and head differ in width.
+    A module of its own, because under ZeRO-3 a weight is whole only while the module runs that owns it.
     """
+
+    def __init__(self, weight_V_D: Tensor, loss: Loss) -> None:
+        super().__init__()
+        self.weight = weight_V_D
+        self._loss = loss
+
+    def forward(self, hidden_N_D: Tensor, tokens: Tokens | Tensor, teachers: Sequence[Block] = ()) -> Any:
+        """sum_n weight_n f(p_n) as a scalar with gradients for hidden states and head, and `TokenStats`.
+
+        `teachers` cover the N tokens in order. Ids in place of `Tokens`: their log-probs [N] instead.
+        Computes in float32, in float64 if the student's hidden states are float64.
+        Raises: ValueError if hidden states and head differ in width.
+        """
+        loss = self._loss
+        head_v_D = self.weight[: loss.vocab_size]  # rows beyond it are padding and have no probability
+        if isinstance(tokens, Tensor):
+            return token_logprobs(hidden_N_D, head_v_D, tokens, loss.rule)
+        _check(loss, hidden_N_D, self.weight, teachers, tokens)
+        acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
+        stats = [hidden_N_D.new_full((len(hidden_N_D),), torch.nan, dtype=acc) for _ in fields(TokenStats)]
+        gradients = _Gradients(hidden_N_D, self.weight, acc)
+        with torch.no_grad():
+            for block, part, span in _spans(teachers, loss.chunk):
+                h_C_D = hidden_N_D[span]
+                raw_C_V = h_C_D @ head_v_D.T
+                given = block.given(part, loss.vocab_size)
+                elementwise = (
+                    _padded_and_compiled if loss.compiled and given.compiles and _can_compile() else _elementwise
+                )
+                for rows in _slices(raw_C_V, loss.chunk):
+                    where = slice(span.start + rows.start, span.start + rows.stop)
+                    # The gradient by the student's raw products takes their place.
+                    values, raw_C_V[rows] = elementwise(loss, raw_C_V[rows], given.rows(rows), tokens.some(where, acc))
+                    for column, value in zip(stats, values, strict=True):
+                        if value is not None:
+                            column[where] = value.to(acc)
+                del given  # the teacher's logits make room for what the products need
+                gradients.add(span, raw_C_V, h_C_D, head_v_D)
+                del raw_C_V  # before the next chunk's are made
+            value = torch.where(tokens.weight_N != 0, stats[0] * tokens.weight_N.to(acc), 0).sum()
+        return _WithGradients.apply(hidden_N_D, self.weight, value, gradients), TokenStats(*stats)
+
+
+def _check(loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block], tokens: Tokens) -> None:
+    """Raises: ValueError if hidden states and head differ in width."""
     assert loss.objective.mixes or not any(block.is_mixture for block in teachers)
     assert sum(map(len, teachers)) == len(hidden_N_D) == len(tokens.weight_N) == len(tokens.token_N)
-    _check_widths(hidden_N_D, head_V_D, teachers)
-    value, *stats = _Chunked.apply(hidden_N_D, head_V_D, tuple(teachers), tokens, loss)
-    return value, TokenStats(*stats)
-
-
-def _check_widths(hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block]) -> None:
     pairs = [(hidden_N_D, head_V_D, "student")]
     pairs += [(hidden, head, "teacher") for block in teachers for hidden, head in block.products()]
     for hidden, head, who in pairs:
@@ -125,59 +169,41 @@ def _spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block, slice
         start += len(block)
 
 
-class _Chunked(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_N_D: Tensor, head_V_D: Tensor, teachers: tuple[Block, ...], tokens: Tokens, loss: Loss
-    ) -> tuple[Tensor, ...]:
-        acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
-        head_v_D = head_V_D[: loss.vocab_size]
-        stats = [
-            torch.full((len(hidden_N_D),), torch.nan, dtype=acc, device=hidden_N_D.device) for _ in fields(TokenStats)
-        ]
-        grad_hidden_N_D = torch.zeros_like(hidden_N_D) if ctx.needs_input_grad[0] else None
-        grad_head_V_D = None
-        if ctx.needs_input_grad[1]:
-            grad_head_V_D = torch.zeros(head_V_D.shape, dtype=acc, device=head_V_D.device)
-        for block, part, span in _spans(teachers, loss.chunk):
-            h_C_D = hidden_N_D[span]
-            raw_C_V = h_C_D @ head_v_D.T
-            columns = (tokens.token_N[span], tokens.behaviour_N[span].to(acc), tokens.weight_N[span].to(acc))
-            given = block.given(part, loss.vocab_size)
-            _to_gradient(loss, raw_C_V, given, columns, [column[span] for column in stats])
-            del given  # the teacher's logits make room for what the products need
-            if grad_hidden_N_D is not None:
-                grad_hidden_N_D[span] = raw_C_V @ head_v_D
-            if grad_head_V_D is not None:
-                _add_head_gradient(grad_head_V_D, raw_C_V, h_C_D)
-            del raw_C_V  # before the next chunk's are made
-        # Not saved tensors: the backward pass, of which there is one, turns them into its results in place.
-        ctx.gradients = (grad_hidden_N_D, grad_head_V_D)
-        ctx.head_dtype = head_V_D.dtype
-        ctx.mark_non_differentiable(*stats)
-        value = torch.where(tokens.weight_N != 0, stats[0] * tokens.weight_N.to(acc), 0).sum()
-        return (value, *stats)
+class _Gradients:
+    """The loss's gradients by hidden states and head while chunks add to them; None where nobody wants one."""
+
+    def __init__(self, hidden_N_D: Tensor, head_V_D: Tensor, acc: torch.dtype) -> None:
+        wanted = torch.is_grad_enabled()
+        self.hidden_N_D = torch.zeros_like(hidden_N_D) if wanted and hidden_N_D.requires_grad else None
+        self.head_V_D = torch.zeros_like(head_V_D, dtype=acc) if wanted and head_V_D.requires_grad else None
+
+    def add(self, span: slice, grad_C_V: Tensor, h_C_D: Tensor, head_v_D: Tensor) -> None:
+        """What a chunk's gradient by its raw products makes of them."""
+        if self.hidden_N_D is not None:
+            self.hidden_N_D[span] = grad_C_V @ head_v_D
+        if self.head_V_D is not None:
+            _add_head_gradient(self.head_V_D, grad_C_V, h_C_D)
+
+
+class _WithGradients(torch.autograd.Function):
+    """A value whose gradients are known already."""
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, hidden_N_D: Tensor, head_V_D: Tensor, value: Tensor, gradients: _Gradients) -> Tensor:
+        # Not saved tensors: the backward pass, of which there is one, turns them into its results in place.
+        ctx.gradients = (gradients.hidden_N_D, gradients.head_V_D)
+        ctx.head_dtype = head_V_D.dtype
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         assert ctx.gradients is not None, "the loss was differentiated a second time"
         (hidden_N_D, head_V_D), ctx.gradients = ctx.gradients, None
         if hidden_N_D is not None:
             hidden_N_D.mul_(grad_loss.to(hidden_N_D.dtype))
         if head_V_D is not None:
             head_V_D = _rounded_in_place(head_V_D.mul_(grad_loss), ctx.head_dtype)
-        return (hidden_N_D, head_V_D, *[None] * 3)
-
-
-def _to_gradient(loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns, stats: Sequence[Tensor]) -> None:
-    """The gradient by the student's raw products takes their place, and the per-token numbers go into `stats`."""
-    for rows in _slices(raw_C_V, loss.chunk):
-        part_columns = (columns[0][rows], columns[1][rows], columns[2][rows])
-        values, grad_C_V = _slice(loss, raw_C_V[rows], given.rows(rows), part_columns)
-        raw_C_V[rows] = grad_C_V
-        for column, value in zip(stats, values, strict=True):
-            if value is not None:
-                column[rows] = value.to(column.dtype)
+        return hidden_N_D, head_V_D, None, None
 
 
 def _slice_rows(raw_C_V: Tensor, chunk: int) -> int:
@@ -214,15 +240,11 @@ def _rounded_in_place(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded_V_D
 
 
-Columns = tuple[Tensor, Tensor, Tensor]
-"""token_C, behaviour_C, weight_C."""
-
-
-def _slice(loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Elementwise part of some rows, compiled if that is wanted and possible."""
-    if not (loss.compiled and given.compiles and _can_compile()):
-        return _elementwise(loss, raw_C_V, given, columns)
-    # One shape per (chunk, V, dtype): what is left over is padded, so that it does not compile again.
+def _padded_and_compiled(
+    loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns
+) -> tuple[tuple[Tensor | None, ...], Tensor]:
+    """`_elementwise`, compiled. One shape for each (chunk, V, dtype): the last rows are padded, so that it does not compile
+    again."""
     num = len(raw_C_V)
     more = _slice_rows(raw_C_V, loss.chunk) - num
     token_C, behaviour_C, weight_C = (pad(column, more) for column in columns)

@@ -96,7 +96,8 @@ class TrainerRank(ZeroEngine):
         weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
         scaled_N = (weight_N * self._options.world_size).to(self._device)
         last = index == len(step.work.micro_batches) - 1
-        stats = self.add_gradients(to_device(batch, self._device), heads, scaled_N, last=last)
+        loss, stats = self.model(to_device(batch, self._device), heads, scaled_N)
+        self.add_gradients(loss, last=last)
         step.totals.add(batch, weight_N, to_device(stats, torch.device("cpu")))
 
     def finish_step(self, share: float) -> RankResult:

@@ -7,41 +7,16 @@ of both uses of a tied weight arrives in one accumulation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from opd.layouts import Packed
-from opd.losses.blocks import Block
-from opd.losses.chunked import Loss, Tokens, TokenStats, chunked_objective
-from opd.losses.logits import token_logprobs
+from opd.losses.chunked import Loss, LossHead, Tokens, TokenStats
 from opd.losses.objective import Objective
 from opd.stream.heads import Head, logit_rule
 from opd.train.batch import MicroBatch
-
-
-class LossHead(nn.Module):
-    """Owns the output head; computes the objective or plain log-probs from hidden states."""
-
-    def __init__(self, weight_V_D: nn.Parameter, loss: Loss) -> None:
-        super().__init__()
-        self.weight = weight_V_D
-        self._loss = loss
-
-    def forward(
-        self,
-        hidden_N_D: Tensor,
-        batch: MicroBatch | None,
-        blocks: Sequence[Block],
-        weight_N: Tensor | None,
-        token_N: Tensor,
-    ) -> Any:
-        if batch is None or weight_N is None:
-            head_v_D = self.weight[: self._loss.vocab_size]  # padding rows have no probability here either
-            return token_logprobs(hidden_N_D, head_v_D, token_N, self._loss.rule)
-        tokens = Tokens(token_N, weight_N, batch.behaviour_N)
-        return chunked_objective(self._loss, hidden_N_D, self.weight, blocks, tokens)
 
 
 class Student(nn.Module):
@@ -73,7 +48,8 @@ class Student(nn.Module):
         """The micro-batch's share of the loss, and per-token numbers."""
         hidden_N_D = self.hidden(batch.packed)[batch.predict_N]
         blocks = [block.with_heads(heads) for block in batch.blocks]
-        return self.loss_head(hidden_N_D, batch, blocks, weight_N, batch.token_N)
+        value, stats = self.loss_head(hidden_N_D, Tokens(batch.token_N, weight_N, batch.behaviour_N), blocks)
+        return value, stats
 
     def hidden(self, packed: Packed) -> Tensor:
         """[B*T, D] last hidden state after the final norm."""
@@ -81,5 +57,5 @@ class Student(nn.Module):
 
     def logprobs(self, packed: Packed, predict_N: Tensor, token_N: Tensor) -> Tensor:
         """[N] log-prob of each token, from the hidden state at the position that predicts it."""
-        log_prob_N: Tensor = self.loss_head(self.hidden(packed)[predict_N], None, (), None, token_N)
-        return log_prob_N
+        logprob_N: Tensor = self.loss_head(self.hidden(packed)[predict_N], token_N)
+        return logprob_N

@@ -123,15 +123,18 @@ class ZeroEngine:
 
     # One optimiser step
 
-    def add_gradients(self, *inputs: Any, last: bool) -> Any:
-        """Add the gradients of one micro-batch; returns what the module gives beside the loss.
+    @property
+    def model(self) -> Any:
+        """DeepSpeed's engine around the module: called with a micro-batch, it gives what the module's forward gives."""
+        return self._engine
+
+    def add_gradients(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradients of one micro-batch's loss, which `model` gave.
 
         DeepSpeed averages gradients over ranks. `last` says that the optimiser steps after this micro-batch.
         """
         self._engine.set_gradient_accumulation_boundary(last)
-        loss, found = self._engine(*inputs)
         self._engine.backward(loss)
-        return found
 
     def take_step(self, step: int, lr: float, share: float = 1.0) -> float:
         """Step the optimiser with the gradients that were added, divided by `share`; returns their norm.

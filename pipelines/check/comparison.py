@@ -19,7 +19,7 @@ from torch import Tensor
 from opd.devices import to_device
 from opd.errors import RunError
 from opd.layouts import single
-from opd.losses.chunked import Loss, Tokens, chunked_objective
+from opd.losses.chunked import Loss, LossHead, Tokens
 from opd.losses.reverse_kl import ReverseKLConfig
 from opd.model_weights import load_causal_lm
 from opd.payloads.hidden_states import HiddenStates
@@ -73,8 +73,8 @@ class Comparer:
         objective = OBJECTIVE.build()
         student = Student(lm, objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size)
         self._student = student.to(self._device).eval()
-        self._head_V_D = lm.get_output_embeddings().weight.detach().cpu()
-        self._loss = Loss(objective=objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size, rule=logit_rule(lm.config))
+        loss = Loss(objective=objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size, rule=logit_rule(lm.config))
+        self._loss_head = LossHead(lm.get_output_embeddings().weight.detach().cpu(), loss)
 
     def compare(self, teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
         """`responses` are the student's; `texts` are prompts with their answers as `response_ids`."""
@@ -96,7 +96,7 @@ class Comparer:
             batch = micro_batch([(row,) for row in rows], getattr(torch, DTYPE))
             tokens = Tokens(batch.token_N, torch.ones(len(batch.token_N)), batch.behaviour_N)
             blocks = [block.with_heads(heads) for block in batch.blocks]
-            _, stats = chunked_objective(self._loss, self._student_hidden(rows), self._head_V_D, blocks, tokens)
+            _, stats = self._loss_head(self._student_hidden(rows), tokens, blocks)
             kl += stats.kl_N.abs().tolist()
             agree += stats.agree_N.tolist()
         return _mean(kl), _mean(agree)

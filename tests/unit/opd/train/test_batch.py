@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.layouts import LAYOUTS, predict_positions
-from opd.losses.chunked import Loss
+from opd.losses.chunked import Loss, LossHead
 from opd.losses.logits import token_logprobs
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.rule import IDENTITY
@@ -111,14 +111,12 @@ def test_the_log_prob_of_token_t_lives_at_t_minus_1(lm: Any) -> None:
 
 def test_padding_rows_of_the_head_have_no_probability_in_the_probe_either(lm: Any) -> None:
     """The engine that the probe is held against cannot give them any."""
-    from opd.train.student import LossHead
-
     gen = torch.Generator().manual_seed(0)
     hidden, tokens = torch.randn(9, 8, generator=gen), torch.randint(0, 5, (9,), generator=gen)
     weight = torch.nn.Parameter(torch.randn(13, 8, generator=gen))
     head = LossHead(weight, Loss(objective=ReverseKL(), chunk=1, vocab_size=5))
     want = (hidden @ weight[:5].T).log_softmax(-1)[range(9), tokens]
-    torch.testing.assert_close(head(hidden, None, (), None, tokens), want)
+    torch.testing.assert_close(head(hidden, tokens), want)
 
 
 def test_positions_are_direct_indices() -> None:

@@ -118,16 +118,18 @@ def critic() -> ZeroEngine:
 def test_any_loss_can_be_trained() -> None:
     """d/dw mean (w x)^2 = mean 2 (w x) x, summed over micro-batches."""
     engine = critic()
-    assert engine.add_gradients(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), last=False) == 2, "what comes beside the loss"
-    assert engine.add_gradients(torch.tensor([[0.0, 2.0]]), last=True) == 1
+    loss, rows = engine.model(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    assert rows == 2, "what comes beside the loss"
+    engine.add_gradients(loss, last=False)
+    engine.add_gradients(engine.model(torch.tensor([[0.0, 2.0]]))[0], last=True)
     assert engine.take_step(1, 0.25) == pytest.approx(math.hypot(2, 8))
     assert engine._engine.module.lm.weight.tolist() == [[0.5, -1.0]]
-    engine.add_gradients(torch.tensor([[2.0, 0.0]]), last=True)
+    engine.add_gradients(engine.model(torch.tensor([[2.0, 0.0]]))[0], last=True)
     assert engine.take_step(2, 0.0, 0.5) == pytest.approx(4 / 0.5), "divided by the share"
 
 
 def test_a_gradient_that_broke_is_told_with_the_models_name() -> None:
     engine = critic()
-    engine.add_gradients(torch.tensor([[math.inf, 0.0]]), last=True)
+    engine.add_gradients(engine.model(torch.tensor([[math.inf, 0.0]]))[0], last=True)
     with pytest.raises(RunError, match=r"step 7: gradient norm nan: the critic's weights or the learning rate broke"):
         engine.take_step(7, 0.1)
