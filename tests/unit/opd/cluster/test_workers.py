@@ -44,11 +44,11 @@ class Actor:
 
 @pytest.fixture(autouse=True)
 def ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer has come."""
+    """Answers come one after the other, the last one first."""
     import ray
 
     def wait(handles: Sequence[Any], **_: Any) -> tuple[list[Any], list[Any]]:
-        return [handles[0]], list(handles[1:])
+        return [handles[-1]], list(handles[:-1])
 
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", lambda handle, **_: handle())
@@ -100,7 +100,7 @@ def test_an_answer_on_demand_is_asked_for_each_time_it_is_fetched(watch: Watch) 
 def test_answers_come_in_order_whichever_came_first(watch: Watch) -> None:
     asked = [start(watch, f"counter {i}", lambda i=i: i)[0].submit(Counter.add, i) for i in range(3)]
     assert wait(asked, timeout_s=1) == [0, 1, 2]
-    assert first(asked[1:], timeout_s=1) == 0
+    assert first(asked[:2], timeout_s=1) == 1
 
 
 def test_a_death_is_told_with_worker_and_method_and_the_worker_no_longer_listened_to(watch: Watch) -> None:
@@ -120,7 +120,7 @@ def test_the_death_of_a_worker_that_was_silent_is_told_by_its_reason(watch: Watc
 def test_a_partners_death_explains_a_failure(watch: Watch) -> None:
     failing, dead = start(watch, "counter 0", fails)[0], start(watch, "counter 1", dies)[0]
     with pytest.raises(WorkerDied, match=r"^counter 1: the worker died during `fail`"):
-        wait([failing.submit(Counter.fail), dead.submit(Counter.fail)], timeout_s=1)
+        wait([dead.submit(Counter.fail), failing.submit(Counter.fail)], timeout_s=1)
     alone, other = start(watch, "counter 0", fails)[0], start(watch, "counter 1", fails)[0]
     with pytest.raises(RunError, match=r"^step 3: connection closed by peer$"):
         wait([alone.submit(Counter.fail), other.submit(Counter.fail)], timeout_s=1)
