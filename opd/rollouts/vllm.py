@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from opd import cluster
+from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.interfaces import Decoder
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
@@ -25,7 +26,7 @@ ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-
+R = TypeVar("R")
 Weights = Callable[[], AbstractContextManager[Path]]
 """Gives the weights that the engines hold as a Hugging Face directory, which exists within the context."""
 
@@ -72,7 +73,7 @@ class VLLMRolloutEngine:
         if not spec.gpus:
             env |= {"CUDA_VISIBLE_DEVICES": ""}
 
-        def spawn(index: int) -> Any:
+        def spawn(index: int) -> Worker[VLLMWorker]:
             return cluster.spawn(VLLMWorker, options, spec.stop_token_ids, name=_name(index), env=env, gpus=spec.gpus)
 
         self._spawn = spawn
@@ -83,8 +84,9 @@ class VLLMRolloutEngine:
 
     def wait_ready(self) -> None:
         """Block until every engine is up. Raises: RunError past the deadline."""
-        probe = [[[0, 0]]]  # two tokens of one sequence: the smallest request there is
-        cluster.call(self._workers, "logprobs", [probe] * len(self._workers), timeout_s=self._spec.start_timeout_s)
+        probe = [[0, 0]]  # two tokens of one sequence: the smallest request there is
+        answers = [worker.submit(VLLMWorker.logprobs, probe) for worker in self._workers]
+        cluster.wait(answers, timeout_s=self._spec.start_timeout_s)
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         limit, room = self._spec.max_new_tokens, self._spec.engine.max_model_len
@@ -131,11 +133,11 @@ class VLLMRolloutEngine:
 
     def load(self, model_dir: Path, again: Weights | None = None) -> None:
         self._weights = lambda: nullcontext(model_dir)
-        self._call("load", [[model_dir.absolute()]] * len(self._workers))
+        self._call(lambda worker, _: worker.submit(VLLMWorker.load, model_dir.absolute()))
         self._weights = again or self._weights
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        return self._call("logprobs", [[token_ids]] * len(self._workers))
+        return self._call(lambda worker, _: worker.submit(VLLMWorker.logprobs, token_ids))
 
     def _completion(self, prompt: Prompt, sampled: Generated | None) -> Completion:
         ids = sampled.token_ids if sampled else ()
@@ -149,32 +151,31 @@ class VLLMRolloutEngine:
     def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Deal out round-robin, so workers get equal domain mixes, and put the answers back in order."""
         num = len(self._workers)
-        parts = self._call("generate", [[requests[i::num]] for i in range(num)])
+        parts = self._call(lambda worker, i: worker.submit(VLLMWorker.generate, requests[i::num]))
         return [parts[i % num][i // num] for i in range(len(requests))]
 
-    def _call(self, method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call every worker as `cluster.call` does, and start a worker that dies again, once a call.
+    def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
+        """The answers of all workers; `ask` calls one of them, and gets its index too.
 
-        The new worker gets the weights that the others hold and does its part anew. Seeds belong to requests, so its
-        answers are the same. Raises: what `cluster.call` raises.
+        A worker that dies is started again, once a call. The new worker gets the weights that the others hold and does
+        its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait` raises.
         """
-        refs = cluster.submit(self._workers, method, argument_lists)
+        pending = [ask(worker, index) for index, worker in enumerate(self._workers)]
         restarted: set[int] = set()
         while True:
             try:
-                return cluster.wait(self._workers, refs, method, timeout_s=self._spec.timeout_s)
+                return cluster.wait(pending, timeout_s=self._spec.timeout_s)
             except cluster.WorkerDied as error:
-                if error.actor not in self._workers or self._workers.index(error.actor) in restarted:
+                if error.worker not in self._workers or self._workers.index(error.worker) in restarted:
                     raise
-                index = self._workers.index(error.actor)
+                index = self._workers.index(error.worker)
                 restarted.add(index)
                 self._restarted.append(_name(index))
-                self._workers[index] = self._spawn(index)
+                worker = self._workers[index] = self._spawn(index)
                 with self._weights() as model_dir:
-                    cluster.call(
-                        [self._workers[index]], "load", [[model_dir.absolute()]], timeout_s=self._spec.start_timeout_s
-                    )
-                (refs[index],) = cluster.submit([self._workers[index]], method, [argument_lists[index]])
+                    loaded = worker.submit(VLLMWorker.load, model_dir.absolute())
+                    loaded.result(timeout_s=self._spec.start_timeout_s)
+                pending[index] = ask(worker, index)
 
 
 def _name(index: int) -> str:

@@ -80,11 +80,8 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         comparer = cluster.spawn(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
 
         def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
-            (compared,) = cluster.call(
-                [comparer], "compare", [[teacher, responses, texts]], timeout_s=config.cluster.phase_timeout_s
-            )
-            found: Comparison = compared
-            return found
+            asked = comparer.submit(Comparer.compare, teacher, responses, texts)
+            return asked.result(timeout_s=config.cluster.phase_timeout_s)
 
         engine.wait_ready()
         evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell)

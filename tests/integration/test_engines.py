@@ -123,10 +123,10 @@ def weights(trainer: DeepSpeedTrainer, path: Path) -> dict[str, torch.Tensor]:
 
 
 def stop(*parts: Any) -> None:
-    """Free the actors' memory before the next test starts its own."""
+    """Free the workers' memory before the next test starts its own."""
     for part in parts:
-        for actor in getattr(part, "_workers", None) or part._ranks:
-            cluster.kill([actor])
+        for worker in getattr(part, "_workers", None) or part._ranks:
+            worker.kill()
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
@@ -176,10 +176,10 @@ def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_mode
     gaps = {}
     for cls in (VLLMWorker, WithoutRepair):
         worker = cluster.spawn(cls, options, (EOS,), name=cls.__name__, env=env)
-        cluster.call([worker], "load", [[new]], timeout_s=200)
-        (scored,) = cluster.call([worker], "logprobs", [[PROBE]], timeout_s=200)
+        worker.submit(VLLMWorker.load, new).result(timeout_s=200)
+        scored = worker.submit(VLLMWorker.logprobs, PROBE).result(timeout_s=200)
         gaps[cls.__name__] = mean_gap(scored, truth)
-        cluster.kill([worker])
+        worker.kill()
     assert gaps["VLLMWorker"] < 1e-4
     assert gaps["WithoutRepair"] > 0.02
 

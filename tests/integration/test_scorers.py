@@ -97,8 +97,7 @@ def start_pool(engine: str, payload: str, left: Path, right: Path, *, dtype: str
 
 def stop(pool: Pool) -> None:
     """Free its memory before the next one starts."""
-    for actor in pool._workers:
-        cluster.kill([actor])
+    pool.stop()
 
 
 def scored(pool: Pool, given: Sequence[Rollout]) -> tuple[list[TargetRow], dict[str, torch.Tensor]]:

@@ -31,6 +31,7 @@ from cli import app
 from experts.registry import Registry
 from opd import checkpoints, cluster
 from opd.checkpoints import CheckpointStore
+from opd.cluster.watching import Watch
 from opd.config.sections import CheckpointConfig
 from opd.errors import ModelError, RegistryError, RunDirError, RunError, StorageError
 from opd.files import blake3_file, storing
@@ -893,14 +894,15 @@ def dead_or_hung_worker(b: Bench) -> None:
 
 
 def hung_worker(b: Bench) -> None:
-    b.patch.undo()  # the real `wait`, with a Ray whose answer never comes
+    b.patch.undo()  # the real waiting, with a Ray whose answer never comes
     import ray
 
     no_node = SimpleNamespace(worker=SimpleNamespace(_global_node=None))
     silent = SimpleNamespace(wait=lambda refs, **_: ([], list(refs)), exceptions=ray.exceptions, _private=no_node)
     b.patch.setitem(sys.modules, "ray", silent)
     with pytest.raises(RunError, match=r"rollout worker 0: `generate` took longer than 0 s \(cluster\.phase_timeout_s"):
-        cluster.wait([SimpleNamespace(_opd_name="rollout worker 0")], ["ref"], "generate", timeout_s=0.01)
+        worker = SimpleNamespace(name="rollout worker 0", watch=Watch())
+        cluster.Pending(worker, "generate", "handle").result(timeout_s=0.01)  # type: ignore[arg-type]
 
 
 def dead_and_hung_workers(b: Bench) -> None:

@@ -308,7 +308,7 @@ def test_a_worker_that_dies_twice_in_a_call_ends_it(mortal: Any, in_process: Any
 
     def spawn_mortal(index: int) -> Any:
         worker = spawn(index)
-        worker.dies_in = "generate"
+        worker.object.dies_in = "generate"
         return worker
 
     made._spawn = spawn_mortal

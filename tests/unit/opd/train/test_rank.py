@@ -31,6 +31,7 @@ from opd.train.totals import Totals
 from opd.types import DomainStats, PositionStats, Rollout, Segment
 from pipelines.specs import rank_options, trainer_spec
 from tests.rows import changed, make_row
+from tests.unit.conftest import InProcessWorker
 
 WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25})
 NONE: frozenset[str] = frozenset()
@@ -150,7 +151,7 @@ class Owner:
 
 
 def source_at(owner: Owner, key: str, rule: LogitRule = IDENTITY) -> HeadSource:
-    return HeadSource(key=key, rule=rule, handle=cluster.Remote(owner, "head", (key,), 1.0))
+    return HeadSource(key=key, rule=rule, handle=InProcessWorker(owner).on_demand(1.0, Owner.head, key))
 
 
 class Optimizer(torch.optim.SGD):
@@ -421,7 +422,7 @@ def test_the_layout_is_the_first_that_is_right_on_every_rank(in_process: Any) ->
         trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(ranks=ranks), 9))
         trainer.wait_ready()
         chosen[ranks] = trainer.layout
-        assert {made.layout for made in trainer._ranks} == {trainer.layout.layout}
+        assert {made.object.layout for made in trainer._ranks}  # type: ignore[attr-defined] == {trainer.layout.layout}
     assert (chosen[1].layout, dict(chosen[1].tried)) == ("packed", {"packed": 0.5})
     assert (chosen[2].layout, dict(chosen[2].tried)) == (
         "padded",
