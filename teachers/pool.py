@@ -21,7 +21,7 @@ from teachers.worker import Group, TeacherWorker
 Routes = Mapping[str, Sequence[WeightedTeacher]]
 """Domain -> the teachers that score it."""
 Heads = dict[str, HeadSource]
-"""By content hash."""
+"""Content hash -> head."""
 AHEAD = 2
 """Parts that a worker is asked for before the first of them is taken, so that it never waits for the driver; together
 with `teachers.queue` this bounds the bytes that are scored and not yet trained."""
@@ -66,9 +66,9 @@ class Pool:
         self._workers = [self._spawn(index) for index in range(spec.workers)]
         self._stopped = False
         self._described: dict[str, tuple[Teacher, HeadSource]] = {}
-        """By the teacher's weights: one teacher that has them, and its output head, without a handle."""
+        """`weight_key` -> one teacher that has these weights, and its output head, without a handle."""
         self.layouts: dict[str, LayoutProof] = {}
-        """By teacher's name, how its rows share a forward pass; proven in `wait_ready`."""
+        """Teacher's name -> how its rows share a forward pass; proven in `wait_ready`."""
         self._sends_heads = answer_class(spec.scorer.payload).SENDS_HEADS
 
     def wait_ready(self) -> None:
@@ -107,8 +107,8 @@ class Pool:
         )
 
     def heads(self) -> Heads:
-        """As `opd.interfaces.TeacherPool.heads`, once the pool is ready; a matrix is read from the weights of the first
-        teacher that has it, when it is fetched."""
+        """Content hash -> head, once the pool is ready; a matrix is read from the weights of the first teacher that has
+        it, when it is fetched."""
         found: Heads = {}
         for teacher, head in self._described.values():
             handle = cluster.Remote(self._workers[0], "head", (teacher,), self._timeout_s)
