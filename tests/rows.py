@@ -55,8 +55,12 @@ def make_row(**columns: Any) -> TargetRow:
 
 
 def changed(row: TargetRow, **columns: Any) -> TargetRow:
-    """The same row with other columns."""
-    return make_row(**columns_of_row(row) | columns)
+    """The same row with other columns; `loss_mask` and `policy_version` make new spans."""
+    kept = columns_of_row(row)
+    if {"loss_mask", "policy_version"} & set(columns):
+        del kept["spans"]
+        kept |= {"loss_mask": row.rollout.loss_mask, "policy_version": row.rollout.policy_version}
+    return make_row(**kept | columns)
 
 
 def columns_of_row(row: TargetRow) -> dict[str, Any]:

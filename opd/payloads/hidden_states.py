@@ -74,6 +74,8 @@ class HiddenStates(Answer):
         """[N, D]"""
         import torch
 
+        if not self.hidden:  # torch makes no tensor of an empty buffer
+            return torch.zeros(0, self.hidden_size, dtype=dtype)
         # bytearray copies: the stream's buffer is read-only shared memory, which torch does not accept silently.
         return torch.frombuffer(bytearray(self.hidden), dtype=dtype).view(-1, self.hidden_size)
 

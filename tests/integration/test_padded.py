@@ -171,8 +171,8 @@ def merged_without_a_padding_id(
     assert max(max(r["probe_gap"], r["logprob_gap"]) for r in found) < 1e-3
     assert found[-1]["loss"] < 0.9 * found[0]["loss"]
     logged = [row for part in log.glob("step-*/*.arrow") for row in read_stream(part.read_bytes()).rows]
-    assert {row.step for row in logged} == set(range(1, steps + 1))
-    ids = [token for row in logged for token in row.response_ids]
+    assert {row.rollout.step for row in logged} == set(range(1, steps + 1))
+    ids = [token for row in logged for token in row.rollout.response_ids]
     assert len(ids) == sum(r["response_tokens"] for r in found)
     assert max(ids) < VOCABULARY
 

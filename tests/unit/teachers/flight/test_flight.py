@@ -27,7 +27,7 @@ from opd.errors import RunError
 from opd.stream.heads import HeadSource
 from opd.stream.schema import PartRecord, TargetRow, read_stream, write_stream
 from opd.stream.targets import Part
-from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from opd.types import Rollout, Teacher, WeightedTeacher
 from pipelines.specs import flight_spec, pool_spec, scorer_options
 from teachers.flight import client as flight_client
 from teachers.flight import protocol
@@ -35,7 +35,7 @@ from teachers.flight.access import Endpoint, endpoint
 from teachers.flight.client import FlightPool
 from teachers.flight.server import PoolServer, make_hello
 from teachers.pool import Pool
-from tests.rows import changed
+from tests.rows import changed, make_rollout
 
 VOCABULARY = 76
 TOKEN = "correct-horse"
@@ -45,11 +45,11 @@ Routes = dict[str, tuple[WeightedTeacher, ...]]
 
 def rollout(i: int, domain: str = "reverse", response: int = 5) -> Rollout:
     rng = random.Random(i)
-    return Rollout(
+    return make_rollout(
         sample_id=f"000001/{domain}/{i}", step=1, domain=domain, policy_version=2,
         prompt_ids=tuple(rng.choices(range(76), k=4)), response_ids=tuple(rng.choices(range(76), k=response)),
         behaviour_logprobs=tuple(-rng.random() for _ in range(response)),
-        segments=(Segment(length=2, trained=True), Segment(length=response - 2, trained=False)), truncated=False,
+        loss_mask=[i < 2 for i in range(response)],
     )  # fmt: skip
 
 
@@ -448,7 +448,9 @@ class Tampered:
         self.heads, self.head_of = pool.heads, pool.head_of
 
     def score(self, rollouts: Any) -> Any:
-        rows = self._change(sorted(rows_of(score(self._pool, rollouts)), key=lambda r: (r.sample_id, r.teacher)))
+        rows = self._change(
+            sorted(rows_of(score(self._pool, rollouts)), key=lambda r: (r.rollout.sample_id, r.teacher))
+        )
         counts = dict(Counter(row.teacher for row in rows))
         record = PartRecord(**{"teachers": counts, **self._record})
         whole = np.frombuffer(write_stream(rows, "float32", part=record), np.uint8)
@@ -477,7 +479,7 @@ def tamper(name: str) -> Callable[[list[TargetRow]], list[TargetRow]]:
         "another policy": at(0, policy_version=1),
         "another prompt": at(0, prompt_ids=(1, 2, 3)),
         "another response": at(0, response_ids=(1, 2, 3)),
-        "another mask": at(0, loss_mask=(True, True, True)),
+        "another mask": at(0, loss_mask=(True, False, True)),
         "other log-probs": at(0, behaviour_logprobs=(-1.0, -1.0, -1.0)),
     }[name]  # fmt: skip
 
