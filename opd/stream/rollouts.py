@@ -7,7 +7,7 @@ row of the target stream (`opd.stream.schema`) begins with these columns. No ext
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import pyarrow as pa
@@ -31,20 +31,22 @@ SAMPLE_ID = pa.field("sample_id", pa.string(), nullable=False)
 SHARED: tuple[pa.Field, ...] = (
     pa.field("step", pa.int32(), nullable=False),
     pa.field("domain", pa.string(), nullable=False),
+    pa.field("policy_version", pa.int32(), nullable=False),
     pa.field("stop_reason", pa.string(), nullable=False),
-)
-"""Columns with few different values in a step: the target stream sends each combination once."""
-OWN: tuple[pa.Field, ...] = (
     pa.field("group", pa.string()),
     pa.field("episode", pa.string()),
+    pa.field("reward", pa.float64()),
+)
+"""Columns that are equal in many rollouts of a step: the target stream sends each combination once. `group` and `episode`
+are missing where they equal the sample id, `reward` where there is none."""
+OWN: tuple[pa.Field, ...] = (
     pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
     pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
     pa.field("behaviour_logprobs", pa.list_(pa.float32()), nullable=False),
-    pa.field("spans", pa.list_(pa.field("item", _SPAN, nullable=False)), nullable=False),
-    pa.field("reward", pa.float64()),
+    pa.field("spans", pa.list_(pa.field("item", _SPAN, nullable=False))),
 )
-"""Columns with a value of its own in each rollout. `group` and `episode` are missing where they equal the sample id,
-`reward` where there is none; nothing else may be missing."""
+"""Columns with a value of its own in each rollout. `spans` is missing where the policy wrote the whole response with the
+weights of `policy_version`."""
 TOKEN_IDS = ("prompt_ids", "response_ids")
 SCHEMA = pa.schema([SAMPLE_ID, *SHARED, *OWN], {"opd.rollouts": VERSION})
 
@@ -59,28 +61,17 @@ def values_of(rollout: Rollout) -> dict[str, Any]:
     for name in ("group", "episode"):
         if values[name] == rollout.sample_id:
             values[name] = None
-    values["spans"] = [(s.length, ORIGINS.index(s.origin), s.policy_version) for s in rollout.spans]
+    if rollout.spans == _usual_spans(len(rollout.response_ids), rollout.policy_version):
+        values["spans"] = None
+    else:
+        values["spans"] = [(s.length, ORIGINS.index(s.origin), s.policy_version) for s in rollout.spans]
     return values
 
 
 def rollout_of(values: Mapping[str, Any]) -> Rollout:
     """Inverse of `values_of`, for values out of Arrow's `to_pylist`. Raises: RolloutError if they contradict each other."""
     sample_id = values["sample_id"]
-    where = f"rollout {sample_id}"
-    num = len(values["response_ids"])
-    spans = tuple(_span(where, **span) for span in values["spans"])
-    if not spans or not num == len(values["behaviour_logprobs"]) == sum(s.length for s in spans):
-        raise RolloutError(
-            f"{where}: {num} response tokens, {len(values['behaviour_logprobs'])} log-probs, "
-            f"spans of {[s.length for s in spans]}: the lengths disagree"
-        )
-    if not values["prompt_ids"]:
-        raise RolloutError(f"{where}: an empty prompt, nothing predicts its first token")
-    if values["stop_reason"] not in get_args(StopReason):
-        raise RolloutError(f"{where}: stop reason {values['stop_reason']!r}, wanted one of {get_args(StopReason)}")
-    if values["reward"] is not None and not math.isfinite(values["reward"]):
-        raise RolloutError(f"{where}: reward {values['reward']}, wanted a finite number or none")
-    return Rollout(
+    rollout = Rollout(
         sample_id=sample_id,
         group=sample_id if values["group"] is None else values["group"],
         episode=sample_id if values["episode"] is None else values["episode"],
@@ -89,16 +80,46 @@ def rollout_of(values: Mapping[str, Any]) -> Rollout:
         prompt_ids=tuple(values["prompt_ids"]),
         response_ids=tuple(values["response_ids"]),
         behaviour_logprobs=tuple(values["behaviour_logprobs"]),
-        spans=spans,
+        spans=_spans(values),
         stop_reason=values["stop_reason"],
         reward=values["reward"],
     )
+    wrong = _contradiction(rollout, values["policy_version"])
+    if wrong:
+        raise RolloutError(f"rollout {sample_id}: {wrong}")
+    return rollout
 
 
-def _span(where: str, *, length: int, origin: int, policy_version: int) -> Span:
-    if not 0 <= origin < len(ORIGINS) or length < 0 or policy_version < 0:
-        raise RolloutError(f"{where}: a span of {length} tokens, origin {origin} and policy version {policy_version}")
-    return Span(length=length, origin=ORIGINS[origin], policy_version=policy_version)
+def _usual_spans(num: int, policy_version: int) -> tuple[Span, ...]:
+    return (Span(length=num, origin="policy", policy_version=policy_version),)
+
+
+def _spans(values: Mapping[str, Any]) -> tuple[Span, ...]:
+    """Raises: RolloutError for an origin that does not exist."""
+    if values["spans"] is None:
+        return _usual_spans(len(values["response_ids"]), values["policy_version"])
+    found = []
+    for span in values["spans"]:
+        if not 0 <= span["origin"] < len(ORIGINS):
+            raise RolloutError(f"rollout {values['sample_id']}: a span of origin {span['origin']}")
+        found.append(Span(**span | {"origin": ORIGINS[span["origin"]]}))
+    return tuple(found)
+
+
+def _contradiction(rollout: Rollout, policy_version: int) -> str:
+    """What cannot be true of a rollout, empty if nothing; `policy_version` is what its column says."""
+    num, lengths = len(rollout.response_ids), [span.length for span in rollout.spans]
+    if not lengths or min(lengths) < 0 or not num == len(rollout.behaviour_logprobs) == sum(lengths):
+        return f"{num} response tokens, {len(rollout.behaviour_logprobs)} log-probs, spans of {lengths}: they disagree"
+    if rollout.policy_version != policy_version or min(span.policy_version for span in rollout.spans) < 0:
+        return f"policy version {policy_version}, spans of {[span.policy_version for span in rollout.spans]}"
+    if not rollout.prompt_ids:
+        return "an empty prompt, nothing predicts its first token"
+    if rollout.stop_reason not in get_args(StopReason):
+        return f"stop reason {rollout.stop_reason!r}, wanted one of {get_args(StopReason)}"
+    if rollout.reward is not None and not math.isfinite(rollout.reward):
+        return f"reward {rollout.reward}, wanted a finite number or none"
+    return ""
 
 
 def encode(rollouts: Sequence[Rollout]) -> pa.RecordBatch:
@@ -156,7 +177,7 @@ def read_file(source: pa.Buffer | bytes | memoryview, vocab_size: int) -> list[R
         with pa.ipc.open_stream(source) as reader:
             check_schema(reader.schema)
             batches = list(reader)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: text that is not UTF-8
         raise RolloutError(f"rollouts: not a whole Arrow stream: {error}") from None
     if len(batches) != 1:
         raise RolloutError(f"rollouts: {len(batches)} batches, wanted 1: the file was cut")
@@ -169,20 +190,18 @@ def incomplete_column(batch: pa.RecordBatch) -> str | None:
     Raises: pa.ArrowInvalid for offsets, dictionary numbers or UTF-8 that are wrong, all the way down.
     """
     batch.validate(full=True)
-    may_miss = {field.name for field in OWN if field.nullable}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if name not in may_miss and any(part.null_count for part in _parts(column)):
-            return name
-    return None
+    columns = zip(batch.schema, batch.columns, strict=True)
+    return next((field.name for field, column in columns if _has_gap(column, field.nullable)), None)
 
 
-def _parts(array: pa.Array) -> Iterator[pa.Array]:
-    """The array and all that it is made of."""
-    yield array
+def _has_gap(array: pa.Array, nullable: bool) -> bool:
+    """Whether a value is missing in the array, or in anything that it is made of. Items of a list never may."""
+    if array.null_count and not nullable:
+        return True
     if isinstance(array, pa.DictionaryArray):
-        yield from _parts(array.dictionary)
-    elif isinstance(array, pa.ListArray):
-        yield from _parts(array.values)
-    elif isinstance(array, pa.StructArray):
-        for i in range(array.type.num_fields):
-            yield from _parts(array.field(i))
+        return _has_gap(array.dictionary, False)
+    if isinstance(array, pa.ListArray):
+        return _has_gap(array.values, False)
+    if isinstance(array, pa.StructArray):
+        return any(_has_gap(array.field(i), array.type.field(i).nullable) for i in range(array.type.num_fields))
+    return False

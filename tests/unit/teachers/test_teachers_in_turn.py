@@ -87,7 +87,7 @@ def test_the_next_teacher_is_read_while_this_one_scores(groups: list[Group], mon
         prefetch(teacher)
 
     def noted_forward(rows: Any, layout: str) -> Any:
-        events.append(f"score {rows[0].rollout.domain}")
+        events.append(f"score {rows[0].domain}")
         return forward(rows, layout)
 
     monkeypatch.setattr(weights, "get", noted_get)

@@ -100,7 +100,7 @@ def learned(
     student.zero_grad()
     batch = micro_batch([(row,) for row in rows], torch.float32)
     heads = {key: Head(teacher_head, IDENTITY) for block in batch.blocks for key in block.head_keys()}
-    mask_N = torch.tensor([m for mask in masks for m in mask])
+    mask_N = torch.tensor([m for mask in masks for m in mask], dtype=torch.bool)
     weight_N = torch.where(mask_N, token_weights(batch, [0.25, 0.5, 0.125, 0.3][: len(rows)]), 0.0)
     loss, stats = student(batch, heads, weight_N)
     loss.backward()
@@ -123,13 +123,13 @@ def test_loss_and_gradients_are_those_of_all_positions_masked(
     head_V_D = head.weight.detach()
     found = learned(payload, lm, head_V_D, rows, [[True] * n for n in TRAINED])
     want = learned(payload, lm, head_V_D, wholes, [list(r.loss_mask) for r in GIVEN])
-    assert found[0] == pytest.approx(want[0], rel=1e-6) and abs(want[0]) > 1e-3
-    assert float((found[1] - want[1]).norm()) < 1e-6 * float(want[1].norm())
-    assert found[2].loss == pytest.approx(want[2].loss, rel=1e-6)
+    assert found[0] == pytest.approx(want[0], rel=1e-5) and abs(want[0]) > 1e-3
+    assert float((found[1] - want[1]).norm()) < 1e-5 * float(want[1].norm())
+    assert found[2].loss == pytest.approx(want[2].loss, rel=1e-5)
     assert (found[2].domains["reverse"].tokens, found[2].domains["reverse"].samples) == (18, 3)
     places = [place for r in GIVEN for place in r.trained]
     assert {bits: p.tokens for bits, p in sorted(found[2].positions.items())} == {
-        bits: sum(place.bit_length() == bits for place in places) for bits in range(4)
+        bits: sum(place.bit_length() == bits for place in places) for bits in range(5)
     }
 
 

@@ -84,7 +84,9 @@ def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
     # Packed side by side: a masked neighbour's NaN would still come through, as 0 * NaN.
     scoring, broken = scorer(vocab_size=VOCABULARY), {}
     bad = damaged(teachers["reverse"], tmp_path, "model.embed_tokens.weight", 70, tie=False)
-    rollouts = [dataclasses.replace(rollout(i), prompt_ids=(5 + i, 6), response_ids=(7, 8, 9)) for i in range(5)]
+    rollouts = [
+        dataclasses.replace(rollout(i, response=3), prompt_ids=(5 + i, 6), response_ids=(7, 8, 9)) for i in range(5)
+    ]
     rollouts[2] = dataclasses.replace(rollouts[2], prompt_ids=(70, 6))
     rows = [row for batch in scoring.score(bad, rollouts, broken) for row in batch]
     assert list(broken) == [rollouts[2].sample_id]
@@ -150,7 +152,7 @@ def test_top_k_is_that_of_a_plain_forward(k: int, teachers: dict[str, Teacher], 
 def test_rows_of_the_head_beyond_the_vocabulary_are_padding(
     teachers: dict[str, Teacher], expert_dirs: dict[str, Path]
 ) -> None:
-    small = dataclasses.replace(rollout(0), prompt_ids=(1, 2), response_ids=(3, 4, 5))
+    small = dataclasses.replace(rollout(0, response=3), prompt_ids=(1, 2), response_ids=(3, 4, 5))
     ((row,),) = scorer(payload="top_k", top_k=100, vocab_size=60).score(teachers["reverse"], [small], {})
     want = plain_log_probs(expert_dirs["rev"], row)[:, :60].log_softmax(-1)
     assert sorted(set(row.answer.topk_ids)) == list(range(60))

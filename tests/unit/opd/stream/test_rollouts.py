@@ -45,23 +45,26 @@ def test_rollouts_come_back_as_they_were() -> None:
 
 
 def test_every_field_of_a_rollout_has_a_column() -> None:
-    assert set(SCHEMA.names) == {f.name for f in dataclasses.fields(Rollout)}
+    fields = {f.name for f in dataclasses.fields(Rollout)}
+    assert set(SCHEMA.names) == {*fields, "policy_version"}
     changes: dict[str, Any] = {
         "sample_id": "x", "group": "g", "episode": "e", "step": 7, "domain": "o", "prompt_ids": (8,),
         "response_ids": (1, 2, 3, 4), "behaviour_logprobs": (-1.0,) * 4, "spans": spans_of((True,) * 4, 6),
         "stop_reason": "length", "reward": -1.5,
     }  # fmt: skip
-    assert set(changes) == set(SCHEMA.names)
+    assert set(changes) == fields
     for name, value in changes.items():
         (found,) = decode([encode([rollout(0, **{name: value})])], 76)
         assert getattr(found, name) == value != getattr(rollout(0), name)
 
 
-def test_ids_that_equal_the_sample_id_cost_nothing() -> None:
-    alone = rollout(1, group="000001/d/1")
+def test_what_is_usual_costs_nothing() -> None:
+    alone = rollout(1, group="000001/d/1", spans=spans_of((True,) * 4, 7))
     assert alone.episode == alone.sample_id
     row = encode([alone]).to_pylist()[0]
-    assert (row["group"], row["episode"], row["reward"]) == (None, None, None)
+    assert [row[name] for name in ("group", "episode", "reward", "spans", "policy_version")] == [None] * 4 + [7]
+    for other in (spans_of((False,) * 4, 7), spans_of((True, True, True, False), 7)):
+        assert encode([rollout(1, spans=other)]).to_pylist()[0]["spans"] is not None
 
 
 def test_what_a_span_says() -> None:
@@ -83,10 +86,9 @@ def test_what_a_span_says() -> None:
         ({"spans": SPANS[:2]}, "disagree"),
         (
             {"spans": (dataclasses.replace(SPANS[0], length=5), dataclasses.replace(SPANS[1], length=-1))},
-            "a span of -1",
+            "they disagree",
         ),
         ({"spans": spans_of((True,) * 4, -1)}, "policy version -1"),
-        ({"response_ids": (), "behaviour_logprobs": (), "spans": ()}, "disagree"),
         ({"stop_reason": "abort"}, "stop reason 'abort', wanted one of"),
         ({"reward": float("nan")}, "reward nan"),
         ({"reward": float("-inf")}, "reward -inf"),
@@ -106,7 +108,7 @@ def replaced(column: str, values: list[Any]) -> pa.RecordBatch:
 
 @pytest.mark.parametrize("origin", [-1, 3])
 def test_an_origin_that_does_not_exist_is_refused(origin: int) -> None:
-    with pytest.raises(RolloutError, match=f"rollout 000001/d/2: .*origin {origin} "):
+    with pytest.raises(RolloutError, match=f"rollout 000001/d/2: a span of origin {origin}$"):
         decode([replaced("spans", [[(4, 0, 3)], [(4, origin, 3)]])], 76)
 
 
@@ -118,11 +120,24 @@ def test_an_origin_that_does_not_exist_is_refused(origin: int) -> None:
         ("response_ids", [[1, 2, 3, 4], None]),
         ("response_ids", [[1, 2, 3, 4], [1, None, 3, 4]]),
         ("spans", [[(4, 0, 3)], [(4, 0, None)]]),
-        ("spans", [[(4, 0, 3)], None]),
+        ("policy_version", [4, None]),
     ],
 )
 def test_a_missing_value_is_refused(column: str, values: list[Any]) -> None:
     with pytest.raises(RolloutError, match=f"column {column} has missing values"):
+        decode([replaced(column, values)], 76)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "words"),
+    [
+        ("spans", [[(4, 1, 4)], []], "spans of .. they disagree"),
+        ("spans", [[(4, 1, 4)], [(4, 1, 3)]], "policy version 4, spans of .3."),
+        ("policy_version", [4, 5], "policy version 5, spans of .3, 3, 4."),
+    ],
+)
+def test_spans_that_contradict_the_other_columns_are_refused(column: str, values: list[Any], words: str) -> None:
+    with pytest.raises(RolloutError, match=f"rollout 000001/d/2: .*{words}"):
         decode([replaced(column, values)], 76)
 
 

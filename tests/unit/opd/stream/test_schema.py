@@ -163,7 +163,9 @@ def test_a_payload_has_no_columns_of_another(payload: str) -> None:
     }
     found = set(FIELDS[payload].names) | {f.name for f in FIELDS[payload].field("shared").type.value_type}
     assert found & set().union(*mine.values()) == mine[payload]
-    assert found - mine[payload] - {"shared"} == {"teacher", "weight"} | {f.name for f in dataclasses.fields(Rollout)}
+    assert found - mine[payload] - {"shared"} == {"teacher", "weight", "policy_version"} | {
+        f.name for f in dataclasses.fields(Rollout)
+    }
 
 
 def test_top_k_of_two_widths_is_refused() -> None:
@@ -336,7 +338,7 @@ def test_other_columns_are_refused(change: str) -> None:
     ],
 )
 def test_a_row_whose_lengths_differ_is_refused_by_name(changes: dict[str, Any]) -> None:
-    with pytest.raises(StreamError, match="(row|rollout) 000012/reverse/7: "):
+    with pytest.raises(StreamError, match=r"(row|rollout) 000012/reverse/7: "):
         read_stream(write_stream([row(0), row(7, **changes)], "float32"))
 
 
@@ -370,7 +372,11 @@ def groups_of(numbers: list[int | None], entries: list[dict[str, Any] | None]) -
 GROUP = {
     "step": 12,
     "domain": "reverse",
+    "policy_version": 11,
     "stop_reason": "stop",
+    "group": None,
+    "episode": None,
+    "reward": None,
     "teacher": "rev",
     "weight": 1.0,
     "head": "ab",

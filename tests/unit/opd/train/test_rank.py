@@ -30,7 +30,7 @@ from opd.train.rank import RankResult, RankWork
 from opd.train.totals import Totals
 from opd.types import DomainStats, PositionStats, Rollout
 from pipelines.specs import rank_options, trainer_spec
-from tests.rows import changed, make_rollout, make_row
+from tests.rows import changed, make_rollout, make_row, spans_of
 
 WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25})
 NONE: frozenset[str] = frozenset()
@@ -96,17 +96,17 @@ def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
     batch = micro_batch([(r,) for r in rows], torch.float32)
     nan, totals = torch.nan, Totals()
     stats = TokenStats(
-        kl_N=torch.tensor([1.0, nan, 2.0, 3.0, 4.0, 5.0]),
-        logprob_N=torch.tensor([-1.5, nan, -1.0, -1.0, -0.5, -1.0]),
-        entropy_N=torch.tensor([0.1, nan, 0.2, 0.3, 0.4, 0.5]),
-        teacher_entropy_N=torch.tensor([1.1, nan, 1.2, 1.3, 1.4, 1.5]),
-        agree_N=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0]),
-        teacher_top1_N=torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0]),
-        clipped_N=torch.full((6,), nan),
-        student_mass_N=torch.tensor([0.5, nan, 0.5, 0.25, 0.25, 1.0]),
-        teacher_mass_N=torch.tensor([0.75, nan, 0.5, 0.5, 0.5, 1.0]),
+        kl_N=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]),
+        logprob_N=torch.tensor([-1.5, -1.0, -1.0, -0.5, -1.0]),
+        entropy_N=torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]),
+        teacher_entropy_N=torch.tensor([1.1, 1.2, 1.3, 1.4, 1.5]),
+        agree_N=torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0]),
+        teacher_top1_N=torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0]),
+        clipped_N=torch.full((5,), nan),
+        student_mass_N=torch.tensor([0.5, 0.5, 0.25, 0.25, 1.0]),
+        teacher_mass_N=torch.tensor([0.75, 0.5, 0.5, 0.5, 1.0]),
     )
-    totals.add(batch, torch.tensor([0.1, 0.0, 0.2, 0.2, 0.1, 0.1]), stats)
+    totals.add(batch, torch.tensor([0.1, 0.2, 0.2, 0.1, 0.1]), stats)
     want = {
         "x": [3, 2, 10.0, 1.0, 1.0, 4.0, 2.0, 0.0, nan, 1.75, 2.25],
         "y": [2, 1, 5.0, 0.0, 0.5, 2.5, 1.0, 2.0, nan, 0.75, 1.0],
@@ -517,7 +517,7 @@ def test_a_sampled_tokens_weight_does_not_hold_its_own_responses_length(in_proce
     short, long = rollout("a"), rollout("b")
     num = len(short.response_ids)
     long = dataclasses.replace(
-        long, response_ids=(1,) * 5 * num, behaviour_logprobs=(-1.0,) * 5 * num,
+        long, response_ids=(1,) * 5 * num, behaviour_logprobs=(-1.0,) * 5 * num, spans=spans_of((True,) * 5 * num),
     )  # fmt: skip
     trainer.train_step(1, [short, long], Targets("a", "b"))  # type: ignore[arg-type]
     weights = {i: w for fake in in_process.workers for work, _ in fake.works for i, w in work.weights.items()}
