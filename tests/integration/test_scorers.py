@@ -50,7 +50,7 @@ def ray() -> Iterator[None]:
 
 
 def rollouts(num: int = 12, *, below: int = VOCABULARY, seed: int = 0) -> list[Rollout]:
-    """Half of domain left, half right; made-up tokens."""
+    """Half of domain left, half right; made-up tokens. In every third an environment wrote all but the ends."""
     rng = torch.Generator().manual_seed(seed)
     made = []
     for i in range(num):
@@ -64,6 +64,7 @@ def rollouts(num: int = 12, *, below: int = VOCABULARY, seed: int = 0) -> list[R
                 prompt_ids=tuple(torch.randint(3, below, (1 + i % 5,), generator=rng).tolist()),
                 response_ids=response,
                 behaviour_logprobs=(-1.0,) * len(response),
+                loss_mask=[i % 3 > 0 or place in (0, len(response) - 1) for place in range(len(response))],
             )
         )
     return made
@@ -108,10 +109,10 @@ def scored(pool: Pool, given: Sequence[Rollout]) -> tuple[list[TargetRow], dict[
 
 @torch.no_grad()
 def plain(model: Any, row: TargetRow, vocab_size: int = VOCABULARY) -> torch.Tensor:
-    """[R, V] log-probs at the positions before each response token."""
+    """[N, V] log-probs at the positions before each trained token."""
     ids = torch.tensor([[*row.rollout.prompt_ids, *row.rollout.response_ids]])
     logits_T_V = model(ids).logits[0, :, :vocab_size]
-    return logits_T_V.log_softmax(-1)[len(row.rollout.prompt_ids) - 1 : -1]
+    return logits_T_V.log_softmax(-1)[len(row.rollout.prompt_ids) - 1 : -1][list(row.rollout.trained)]
 
 
 def reference(model_dir: Path) -> Any:
@@ -131,21 +132,21 @@ def mean_gap(
     """Mean |Δ log-prob| over everything that the rows say."""
     gaps = []
     for row in rows:
-        want_R_V = plain(models[row.teacher], row, vocab_size)
+        want_N_V = plain(models[row.teacher], row, vocab_size)
         if isinstance(row.answer, HiddenStates):
             states = torch.frombuffer(bytearray(row.answer.hidden), dtype=getattr(torch, dtype)).view(
                 -1, row.answer.hidden_size
             )
             found = (states.float() @ heads[row.answer.head].float().T).log_softmax(-1)
-            gaps.append((found - want_R_V).abs().flatten())
+            gaps.append((found - want_N_V).abs().flatten())
         elif isinstance(row.answer, TopTokens):
-            ids = torch.tensor(row.answer.topk_ids).view(len(row.rollout.response_ids), -1)
+            ids = torch.tensor(row.answer.topk_ids).view(row.rollout.num_trained, -1)
             found = torch.tensor(row.answer.topk_logprobs).view(ids.shape)
             assert ids.shape[1] == TOP_K and all(len(set(r)) == TOP_K for r in ids.tolist())
-            gaps.append((found - want_R_V.gather(1, ids)).abs().flatten())
-            gaps.append((found - want_R_V.topk(TOP_K).values).abs().flatten())
+            gaps.append((found - want_N_V.gather(1, ids)).abs().flatten())
+            gaps.append((found - want_N_V.topk(TOP_K).values).abs().flatten())
         else:
-            want = want_R_V.gather(1, torch.tensor(row.rollout.response_ids)[:, None])[:, 0]
+            want = want_N_V.gather(1, torch.tensor(row.rollout.trained_ids)[:, None])[:, 0]
             gaps.append((torch.tensor(row.answer.teacher_logprobs) - want).abs())
     return float(torch.cat(gaps).mean())
 

@@ -176,7 +176,7 @@ def undisturbed(file: Path) -> Finished:
 
 
 def logged(directory: Path) -> list[TargetRow]:
-    return [row for part in sorted(directory.glob("*.arrow")) for row in read_stream(part.read_bytes()).rows]
+    return [row for part in sorted(directory.glob("worker-*.arrow")) for row in read_stream(part.read_bytes()).rows]
 
 
 @torch.no_grad()
