@@ -109,7 +109,7 @@ def replaced(column: str, values: list[Any]) -> pa.RecordBatch:
 @pytest.mark.parametrize("origin", [-1, 3])
 def test_an_origin_that_does_not_exist_is_refused(origin: int) -> None:
     with pytest.raises(RolloutError, match=f"rollout 000001/d/2: a span of origin {origin}$"):
-        decode([replaced("spans", [[(4, 0, 3)], [(4, origin, 3)]])], 76)
+        decode([replaced("spans", [[(4, 0, 4)], [(4, origin, 4)]])], 76)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_missing_value_is_refused(column: str, values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("column", "values", "words"),
     [
-        ("spans", [[(4, 1, 4)], []], "spans of .. they disagree"),
+        ("spans", [[(4, 1, 4)], []], "spans of ..: they disagree"),
         ("spans", [[(4, 1, 4)], [(4, 1, 3)]], "policy version 4, spans of .3."),
         ("policy_version", [4, 5], "policy version 5, spans of .3, 3, 4."),
     ],
