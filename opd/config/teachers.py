@@ -56,7 +56,7 @@ class Teachers(Strict):
 
     engine: str
     payload: PayloadName = "hidden_states"
-    """What is sent per response token: the last hidden state after the final norm, from which any objective but `top_k`
+    """What is sent per trained token: the last hidden state after the final norm, from which any objective but `top_k`
     can be computed; the sampled token's log-prob; or the likeliest tokens' log-probs (`objective.k` of them)."""
     dtype: DType = "float32"
     """Teachers compute in it, and hidden states and heads are sent in it; a server computes in its own."""
@@ -107,7 +107,7 @@ class OpenAITeachers(_WithWorkers):
     engine: Literal["openai"]
     """The scoring workers ask servers elsewhere that speak the OpenAI completions API with vLLM's prompt log-probs."""
     payload: Literal["sampled_logprobs", "top_k"]
-    """What is sent per response token: the sampled token's log-prob, or the likeliest tokens' log-probs (`objective.k` of
+    """What is sent per trained token: the sampled token's log-prob, or the likeliest tokens' log-probs (`objective.k` of
     them). A server sends no hidden states."""
     servers: dict[Name, ServerConfig] = {}
     """By expert's name: who serves it. Each expert needs one."""
