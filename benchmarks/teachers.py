@@ -319,20 +319,22 @@ def held_bytes(path: Path, dtype: str) -> int:
 
 
 def make_rollouts(case: Case, domain: str, vocab_size: int) -> Iterator[Any]:
-    from opd.types import Rollout, Segment
+    from opd.types import Rollout, Span
 
     rng = random.Random(domain)
     for index in range(case.rows):
+        sample_id = f"000012/{domain}/{index}"
         yield Rollout(
-            sample_id=f"000012/{domain}/{index}",
+            sample_id=sample_id,
+            group=sample_id,
+            episode=sample_id,
             step=12,
             domain=domain,
-            policy_version=11,
             prompt_ids=tuple(rng.choices(range(vocab_size), k=case.prompt)),
             response_ids=tuple(rng.choices(range(vocab_size), k=case.response)),
             behaviour_logprobs=(-1.0,) * case.response,
-            segments=(Segment(length=case.response, trained=True),),
-            truncated=False,
+            spans=(Span(length=case.response, origin="policy", policy_version=11),),
+            stop_reason="stop",
         )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.packing import pack
-from opd.types import LayoutProof
+from opd.types import LayoutProof, Rollout
 
 PROBE_LENGTHS = (37, 29, 43)
 """Lengths of the sequences that are tried: longer than a short convolution, short enough to share a row."""
@@ -129,6 +129,13 @@ def predict_positions(laid_out: Packed, spans: Sequence[tuple[int, int]]) -> Ten
         torch.arange(o + start - 1, o + stop - 1) for o, (start, stop) in zip(laid_out.offsets, spans, strict=True)
     ]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
+
+
+def predict_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
+    """[N] flat positions that predict the trained tokens of these rollouts, the sequences that were laid out."""
+    starts = [o + len(r.prompt_ids) - 1 for o, r in zip(laid_out.offsets, rollouts, strict=True)]
+    places = [start + place for start, r in zip(starts, rollouts, strict=True) for place in r.trained]
+    return torch.tensor(places, dtype=torch.long)
 
 
 Body = Callable[[Packed], Tensor]

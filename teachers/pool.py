@@ -71,7 +71,7 @@ class Pool:
         self._workers = [self._spawn(index) for index in range(spec.workers)]
         self._stopped = False
         self._described: dict[str, tuple[Teacher, HeadSource]] = {}
-        """Key of a teacher's weights -> one teacher that has them, and its output head, without a handle."""
+        """`weight_key` -> one teacher that has these weights, and its output head, without a handle."""
         self.layouts: dict[str, LayoutProof] = {}
         """Teacher's name -> how its rows share a forward pass; proven in `wait_ready`."""
         self._sends_heads = answer_class(spec.scorer.payload).SENDS_HEADS
@@ -112,8 +112,8 @@ class Pool:
         )
 
     def heads(self) -> Heads:
-        """Implements `opd.interfaces.TeacherPool.heads`, once the pool is ready; a matrix is read from the weights of the first
-        teacher that has it, when it is fetched."""
+        """Content hash -> head, once the pool is ready; a matrix is read from the weights of the first teacher that has
+        it, when it is fetched."""
         found: Heads = {}
         for teacher, head in self._described.values():
             handle = self._workers[0].on_demand(self._timeout_s, TeacherWorker.head, teacher)

@@ -56,7 +56,7 @@ class Teachers(Strict):
 
     engine: str
     payload: PayloadName = "hidden_states"
-    """What is sent per response token: the last hidden state after the final norm, from which every objective but `top_k`
+    """What is sent per trained token: the last hidden state after the final norm, from which every objective but `top_k`
     can be computed; the sampled token's log-prob; or the likeliest tokens' log-probs (`objective.k` of them)."""
     dtype: DType = "float32"
     """The type that teachers compute in, and in which hidden states and heads are sent. A server computes in its own."""
@@ -108,7 +108,7 @@ class OpenAITeachers(_WithWorkers):
     engine: Literal["openai"]
     """The scoring workers ask servers elsewhere that speak the OpenAI completions API with vLLM's prompt log-probs."""
     payload: Literal["sampled_logprobs", "top_k"]
-    """What is sent per response token: the sampled token's log-prob, or the likeliest tokens' log-probs (`objective.k` of
+    """What is sent per trained token: the sampled token's log-prob, or the likeliest tokens' log-probs (`objective.k` of
     them). A server sends no hidden states."""
     servers: dict[Name, ServerConfig] = {}
     """Expert's name -> its server. Each expert needs one."""

@@ -15,7 +15,7 @@ from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.interfaces import Decoder
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
-from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch, Segment, unknown_id
+from opd.types import Completion, Origin, Prompt, Quarantined, Rollout, RolloutBatch, Span, unknown_id
 
 ENGINE_ENV = {
     # Run the engine inside the worker: faster on a small machine, and no engine process can outlive its owner.
@@ -104,10 +104,10 @@ class VLLMRolloutEngine:
         sampled = self._generate(requests)
         for sample_id, out in zip((s for _, s in fitting), sampled, strict=True):
             _refuse_unknown(sample_id, out.token_ids, self._spec.engine.vocab_size)
-        rollouts = [
-            _rollout(p, s, step, policy_version, out, self._spec.untrained.get(p.domain, frozenset()))
-            for (p, s), out in zip(fitting, sampled, strict=True)
-        ]
+        rollouts = []
+        for (p, sample_id), out in zip(fitting, sampled, strict=True):
+            spans = _spans(out.token_ids, self._spec.untrained.get(p.domain, frozenset()), policy_version)
+            rollouts.append(_rollout(p, sample_id, step, out, spans))
         restarted, self._restarted = tuple(self._restarted), []
         return RolloutBatch(
             rollouts=tuple(rollouts),
@@ -145,7 +145,7 @@ class VLLMRolloutEngine:
             prompt=prompt,
             text=self._tokenizer.decode(ids, skip_special_tokens=True),
             num_tokens=len(ids),
-            truncated=sampled is not None and sampled.truncated,
+            truncated=sampled is not None and sampled.stop_reason == "length",
         )
 
     def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
@@ -198,8 +198,13 @@ def _sample_ids(prompts: Sequence[Prompt], step: int) -> list[str]:
     for prompt in prompts:
         seen[prompt.id] = seen.get(prompt.id, 0) + 1
         repeat = f"#{seen[prompt.id]}" if seen[prompt.id] > 1 else ""
-        ids.append(f"{step:06d}/{prompt.id}{repeat}")
+        ids.append(_sample_id(step, prompt) + repeat)
     return ids
+
+
+def _sample_id(step: int, prompt: Prompt) -> str:
+    """The id of the first response to the prompt in a step, which also names the group of all of them."""
+    return f"{step:06d}/{prompt.id}"
 
 
 def _seed(seed: int, sample_id: str) -> int:
@@ -215,23 +220,23 @@ def _refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) -
         )
 
 
-def _rollout(
-    prompt: Prompt, sample_id: str, step: int, policy_version: int, out: Generated, untrained: frozenset[int]
-) -> Rollout:
+def _rollout(prompt: Prompt, sample_id: str, step: int, out: Generated, spans: tuple[Span, ...]) -> Rollout:
     return Rollout(
         sample_id=sample_id,
+        group=_sample_id(step, prompt),
+        episode=sample_id,
         step=step,
         domain=prompt.domain,
-        policy_version=policy_version,
         prompt_ids=prompt.token_ids,
         response_ids=out.token_ids,
         behaviour_logprobs=out.logprobs,
-        segments=_segments(out.token_ids, untrained),
-        truncated=out.truncated,
+        spans=spans,
+        stop_reason=out.stop_reason,
     )
 
 
-def _segments(token_ids: Sequence[int], untrained: frozenset[int]) -> tuple[Segment, ...]:
-    """Cut a response into segments: runs of trained and of untrained tokens."""
-    runs = groupby(token_ids, key=lambda token: token not in untrained)
-    return tuple(Segment(length=len(list(run)), trained=trained) for trained, run in runs)
+def _spans(token_ids: Sequence[int], masked: frozenset[int], policy_version: int) -> tuple[Span, ...]:
+    """A span for each run of trained tokens and for each run of masked ones."""
+    origins: list[Origin] = ["masked" if token in masked else "policy" for token in token_ids]
+    runs = [(origin, len(list(run))) for origin, run in groupby(origins)] or [("policy", 0)]
+    return tuple(Span(length=length, origin=origin, policy_version=policy_version) for origin, length in runs)

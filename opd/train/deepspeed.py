@@ -208,14 +208,14 @@ def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
     """
     targets.collect()
     rows = (row for part in targets.collected for row in read_stream(pa.py_buffer(cluster.fetch(part.handle))).rows)
-    return leave_one_out(gather_samples(row for row in rows if row.sample_id not in targets.quarantined))
+    return leave_one_out(gather_samples(row for row in rows if row.rollout.sample_id not in targets.quarantined))
 
 
 def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], left_out: Collection[str]) -> float:
     """Share of the trained tokens' weight that lies on scored tokens, 0..1; exactly 1 if nothing was left out."""
     if not left_out:
         return 1.0
-    each = {r.sample_id: weights[r.sample_id] * sum(r.loss_mask) for r in rollouts}
+    each = {r.sample_id: weights[r.sample_id] * r.num_trained for r in rollouts}
     return sum(weight for i, weight in each.items() if i not in left_out) / sum(each.values())
 
 

@@ -33,7 +33,7 @@ def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Map
     with d the loss weight of the response's domain. An estimate from sampled tokens needs `leave_one_out`: how long a
     response becomes depends on the tokens that its weight multiplies.
     """
-    tokens = {r.sample_id: sum(r.loss_mask) for r in rollouts}
+    tokens = {r.sample_id: r.num_trained for r in rollouts}
     share = {r.sample_id: domain_weights.get(r.domain, 1.0) for r in rollouts if tokens[r.sample_id]}
     if normalize == "token_mean":
         total = sum(d * tokens[i] for i, d in share.items())
@@ -88,9 +88,9 @@ def refuse_gap(step: int, domains: Mapping[str, DomainStats], tolerance: float) 
 
 
 def token_weights(batch: MicroBatch, weights: Sequence[float]) -> Tensor:
-    """[N] each row's weight on its trained tokens, 0 elsewhere."""
-    row_N = torch.repeat_interleave(torch.tensor(weights), torch.tensor(batch.row_lengths, dtype=torch.long))
-    return torch.where(batch.mask_N, row_N.float(), 0.0)
+    """[N] the weight of each token's row."""
+    lengths = torch.tensor(batch.row_lengths, dtype=torch.long)
+    return torch.repeat_interleave(torch.tensor(weights), lengths).float()
 
 
 class Totals:
@@ -102,8 +102,7 @@ class Totals:
         self.positions: dict[int, PositionStats] = {}
 
     def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats) -> None:
-        """Add one micro-batch. `weight_N` are the tokens' weights before they are multiplied by the number of ranks."""
-        mask_N = batch.mask_N
+        """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks."""
         self.loss += float(torch.where(weight_N != 0, stats.kl_N.float() * weight_N, 0.0).sum())
         columns = {
             "kl_sum": stats.kl_N,
@@ -118,18 +117,16 @@ class Totals:
         }
         lengths = list(batch.row_lengths)
         parts = {name: column.split(lengths) for name, column in columns.items()}
-        for index, (domain, mask_R) in enumerate(zip(batch.domains, mask_N.split(lengths), strict=True)):
-            sums = {name: float(part[index][mask_R].sum()) for name, part in parts.items()}
-            row = DomainStats(tokens=int(mask_R.sum()), samples=int(mask_R.any()), **sums)
+        for index, (domain, length) in enumerate(zip(batch.domains, lengths, strict=True)):
+            sums = {name: float(part[index].sum()) for name, part in parts.items()}
+            row = DomainStats(tokens=length, samples=int(length > 0), **sums)
             self.domains[domain] = self.domains[domain] + row if domain in self.domains else row
         self._add_positions(batch, stats.kl_N)
 
     def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:
-        place_N = torch.cat([torch.arange(0), *(torch.arange(length) for length in batch.row_lengths)])
-        # The exponent of an integer is its number of bits, which groups the places: 0, 1, 2-3, 4-7 ...
-        bits_M = torch.frexp(place_N[batch.mask_N].double()).exponent
-        tokens = torch.bincount(bits_M).tolist()
-        sums = torch.bincount(bits_M, weights=kl_N[batch.mask_N].double()).tolist()
+        bits_N = torch.frexp(batch.place_N.double()).exponent  # of an integer: its number of bits
+        tokens = torch.bincount(bits_N).tolist()
+        sums = torch.bincount(bits_N, weights=kl_N.double()).tolist()
         for bits, (count, total) in enumerate(zip(tokens, sums, strict=True)):
             if count:
                 row = PositionStats(tokens=count, kl_sum=total)

@@ -6,7 +6,6 @@ float32. So the comparison covers the code that a merge would run.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from opd.devices import to_device
 from opd.errors import RunError
-from opd.layouts import single
+from opd.layouts import predict_trained, single
 from opd.losses.chunked import Loss, LossHead, Tokens
 from opd.losses.reverse_kl import ReverseKLConfig
 from opd.model_weights import load_causal_lm
@@ -27,7 +26,7 @@ from opd.stream.heads import Head, logit_rule
 from opd.stream.schema import TargetRow
 from opd.train.batch import micro_batch
 from opd.train.student import Student
-from opd.types import Rollout, Segment, Teacher
+from opd.types import Rollout, Teacher
 from teachers.probe import check_probe, cut_head
 from teachers.scorers import ScorerOptions, make_scorer
 
@@ -106,9 +105,9 @@ class Comparer:
         """[N, D] on the CPU, like the teacher's. Each row is computed alone, so that an error of a scorer's layout shows."""
         parts = []
         for row in rows:
-            ids = [*row.prompt_ids, *row.response_ids]
-            states_T_D = self._student.hidden(to_device(single(ids), self._device))
-            parts.append(states_T_D[len(row.prompt_ids) - 1 : len(ids) - 1].cpu())
+            packed = single([*row.rollout.prompt_ids, *row.rollout.response_ids])
+            states_T_D = self._student.hidden(to_device(packed, self._device))
+            parts.append(states_T_D[predict_trained(packed, [row.rollout])].cpu())
         return torch.cat(parts)
 
     def _nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
@@ -120,9 +119,9 @@ class Comparer:
         for row in (row for rows in self._rows(teacher, whole) for row in rows):
             assert isinstance(row.answer, HiddenStates)
             head = cut_head(self._scorer, teacher, self._options)
-            nll = (-row.answer.logprobs(row.response_ids, getattr(torch, DTYPE), head)).tolist()
-            prompts += nll[: lengths[row.sample_id]]
-            answers += nll[lengths[row.sample_id] :]
+            nll = (-row.answer.logprobs(row.rollout.trained_ids, getattr(torch, DTYPE), head)).tolist()
+            prompts += nll[: lengths[row.rollout.sample_id]]
+            answers += nll[lengths[row.rollout.sample_id] :]
         return _mean(prompts), _mean(answers)
 
     def _rows(self, teacher: Teacher, rollouts: Sequence[Rollout]) -> Iterator[list[TargetRow]]:
@@ -135,14 +134,7 @@ class Comparer:
 def _from_second_token(text: Rollout) -> Rollout:
     """The same tokens, with a score for every one but the first."""
     ids = (*text.prompt_ids, *text.response_ids)
-    num = len(ids) - 1
-    return dataclasses.replace(
-        text,
-        prompt_ids=ids[:1],
-        response_ids=ids[1:],
-        behaviour_logprobs=(0.0,) * num,
-        segments=(Segment(length=num, trained=False),),
-    )
+    return Rollout.to_score(text.sample_id, ids[:1], ids[1:], text.domain)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -21,7 +21,7 @@ from opd.config import PipelineConfig
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
-from opd.types import Prompt, Rollout, Segment, Teacher
+from opd.types import Prompt, Rollout, Teacher
 from pipelines.build import start_rollouts
 from pipelines.check.comparison import Comparer, Comparison
 from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, is_guess, judge, judge_student, problem
@@ -219,19 +219,7 @@ def _texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:
             prompt_ids = prompt.token_ids[:room]
             answer_ids = tuple(inputs.tokenizer.encode(prompt.answer, add_special_tokens=False))
             answer_ids = answer_ids[: room - len(prompt_ids)]
-            by_domain[domain].append(
-                Rollout(
-                    sample_id=prompt.id,
-                    step=0,
-                    domain=domain,
-                    policy_version=0,
-                    prompt_ids=prompt_ids,
-                    response_ids=answer_ids,
-                    behaviour_logprobs=(0.0,) * len(answer_ids),
-                    segments=(Segment(length=len(answer_ids), trained=False),),
-                    truncated=False,
-                )
-            )
+            by_domain[domain].append(Rollout.to_score(prompt.id, prompt_ids, answer_ids, domain))
     return by_domain
 
 
