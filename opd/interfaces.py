@@ -60,7 +60,7 @@ class RolloutEngine(Protocol):
 
 class TeacherPool(Protocol):
     layouts: dict[str, LayoutProof]
-    """By teacher's name, how its rows share a forward pass; of those that this pool computes itself, once it is ready."""
+    """Teacher's name -> how its rows share a forward pass, for teachers that this pool computes itself, once it is ready."""
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
         """Have every rollout scored by the teachers of its domain; rows come while they are at it."""

@@ -58,7 +58,8 @@ class Objective(Protocol):
     """One way to measure how far the student is from the teacher."""
 
     mixes: ClassVar[bool]
-    """Whether a mixture's log-measure can stand for its teachers; true of sums over teachers only."""
+    """Whether a mixture's log-measure can stand for its teachers: true of a sum over teachers that is linear in log q, and
+    of what is defined by their normalised product."""
 
     def __call__(self, student: StudentChunk, teacher: Any) -> Slope:
         """`teacher` is the `TeacherChunk` of a payload that the objective can use."""

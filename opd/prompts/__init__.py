@@ -3,7 +3,7 @@
     sources ─ readers ─→ line by line, checked ─ rows ─→ Arrow ─ encode ─→ table ─ mix ─→ the prompts of a step
 
 Column names are TRL's: `prompt` is text or a list of chat messages, `completion` (same kind) is only read when an expert is
-trained on the file, `answer` and `metadata` only by the verifier. What every format's rows become is one line of JSON
+trained on the file, `answer` and `metadata` only by the verifier. A row of any format becomes one line of canonical JSON
 (`line.py`), so the same rows are the same prompts wherever they come from.
 """
 

@@ -36,7 +36,7 @@ class ScorerOptions:
     dtype: str
     """Teachers compute in it, hidden states and heads are sent in it."""
     payload: str
-    """As `teachers.payload`."""
+    """What is sent of each trained token: a name in `opd.payloads.PAYLOADS`."""
     top_k: int
     """Tokens of a `top_k` payload."""
     vocab_size: int
@@ -48,7 +48,7 @@ class ScorerOptions:
     gpu_memory_utilization: float = 0.85
     """Share of a GPU's memory that the engine may take."""
     servers: Mapping[str, Server] = field(default_factory=dict)
-    """By teacher's name; engine `openai`, like the next two."""
+    """Teacher's name -> server; engine `openai`, like the next two."""
     api_key_env: str | None = None
     """Environment variable with the servers' key. Only its name travels: the worker reads it itself."""
     server_timeout_s: float = 120.0

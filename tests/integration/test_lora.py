@@ -105,7 +105,7 @@ def pushes_and_exports(
     engine.load(expert)
     assert sync.measure() > 0.01
     assert sync.push(3).gap < 1e-5, "over another model's weights"
-    cluster.kill(engine._workers)
+    engine._workers[0].kill()
     assert sync.measure() < 1e-5, "an engine that started again"
     out.mkdir()
     (out / "pushed").mkdir()
