@@ -69,7 +69,7 @@ def split_name(tensor: str) -> tuple[str, str] | None:
 
 
 def tensor_name(module: str, letter: str) -> str:
-    """What `split_name` splits."""
+    """The name in PEFT's files of a module's matrix `A` or `B`; `split_name` takes it apart again."""
     return f"base_model.model.{module}.lora_{letter}.weight"
 
 

@@ -82,7 +82,7 @@ class VLLMRolloutEngine:
         """Workers that were started again since the last rollouts."""
         self._weights: Weights = lambda: nullcontext(model_dir)
         self._base: Path | None = None
-        """Has the weights that `_weights` does not give; None if it gives all."""
+        """Directory with the weights that `_weights` does not give; None if it gives all."""
 
     def wait_ready(self) -> None:
         """Block until every engine is up. Raises: RunError past the deadline."""

@@ -67,7 +67,7 @@ class VLLMWorker:
         self._shape = model_shape(options.model_dir)
         self._asleep = False
         self._base: Path | None = options.model_dir
-        """Whose weights the engine holds, but for those that were put in their place since; None if that is not known."""
+        """Directory whose weights the engine holds, except those that a load with `base` replaced; None if not known."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Sample (or, at temperature 0, decode greedily) every request. Raises: RunError on NaN log-probs."""

@@ -35,7 +35,7 @@ _EXPERTS = re.compile(r"\.experts\.\d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOptions:
-    """How a student is adapted; plain values, so they cross process boundaries."""
+    """The settings of a student's adapters; plain values, so they cross process boundaries."""
 
     r: int
     """Rank."""
@@ -87,7 +87,7 @@ class PlainWeight:
 
     @property
     def module(self) -> str:
-        """Whose tensor it is."""
+        """Full name of the module that has the tensor."""
         return self.name.rpartition(".")[0]
 
     def value(self) -> Tensor:
@@ -114,10 +114,11 @@ def plain_weights(lm: Any) -> list[PlainWeight]:
 
 
 def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeight]:
-    """Those of `plain_weights` that training changes, and the linear modules beside them; all, if there are no adapters.
+    """The weights that training changes, and those of the linear modules beside them. `every` is what `plain_weights` gave.
 
-    Rollout engines fuse linear modules that stand side by side, such as queries, keys and values, and take such a layer's
-    weights together or not at all. All too where the architecture's files cannot hold the changed ones by themselves.
+    Rollout engines fuse linear modules that stand side by side, such as queries, keys and values, and take a fused layer's
+    weights together or not at all. Returns all weights if there are no adapters, or if the architecture's files cannot hold
+    the changed weights by themselves.
     """
     adapted = {weight.module for weight in every if weight.update}
     if not adapted:
@@ -148,7 +149,7 @@ class LoraSize:
 
 
 def lora_size(lm: Any) -> LoraSize:
-    """Of a model that was adapted; its shapes alone are looked at."""
+    """The sizes for a model that `adapt` has changed; it may be on the meta device."""
     every = plain_weights(lm)
     updates = [weight.update for weight in every if weight.update]
     return LoraSize(
@@ -158,7 +159,7 @@ def lora_size(lm: Any) -> LoraSize:
 
 
 def write_adapter(lm: Any, tensors: dict[str, Tensor], base: Path, path: Path) -> None:
-    """PEFT's two files of an adapter of `base`; `tensors` by PEFT's names. Raises: StorageError."""
+    """Write PEFT's two files of an adapter of `base`; `tensors` have PEFT's names. Raises: StorageError."""
     from safetensors.torch import save_file
 
     config = lm.peft_config[_ADAPTER]
@@ -173,7 +174,7 @@ def _parent(module: str) -> str:
 
 
 def _is_apart(lm: Any, some: Sequence[PlainWeight], every: Sequence[PlainWeight]) -> bool:
-    """Whether the files of some weights and of the rest, made apart, are those of all. Found out on shapes."""
+    """Whether some weights and the rest, each converted to files alone, give the files of all; only shapes are converted."""
 
     def files(weights: Sequence[PlainWeight]) -> dict[str, torch.Size]:
         shapes = {w.name: getattr(w.own, "ds_shape", w.own.shape) for w in weights}  # ZeRO-3 leaves an empty tensor
@@ -186,8 +187,8 @@ def _is_apart(lm: Any, some: Sequence[PlainWeight], every: Sequence[PlainWeight]
 
 
 def _refuse_targets(lm: Any, targets: str | tuple[str, ...]) -> None:
-    """Raises: ConfigError for a target that fits no module, or one that is not linear or not inside the body; for
-    `ALL_LINEAR` where there are matrices that no adapter can have."""
+    """Refuse a target that fits no module, or one that is not linear or not inside the body, and `ALL_LINEAR` for a model
+    with matrices that no adapter can have. Raises: ConfigError."""
     linear = _linear_modules(lm)
     if targets == ALL_LINEAR:
         without = _without_adapters(lm)

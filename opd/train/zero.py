@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from opd.files import storing
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import persistent_buffers, to_files
 from opd.train.builds import clear_dead_locks
-from opd.train.lora import changed_weights, plain_weights
+from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
 from opd.types import WrittenFile
@@ -171,7 +172,7 @@ class ZeroEngine:
 
         lm, state = self._engine.module.lm, {}
         every = plain_weights(lm)
-        wanted = changed_weights(lm, every) if only_changed else every
+        wanted = self._changed if only_changed else every
         for weight in wanted:
             with zero.GatheredParameters(weight.params):
                 if self._rank == 0:
@@ -184,6 +185,12 @@ class ZeroEngine:
                 save_torch_state_dict(to_files(lm, state), path, max_shard_size="5GB")
                 lm.config.save_pretrained(path)
         return whole
+
+    @cached_property
+    def _changed(self) -> Sequence[PlainWeight]:
+        """The weights that a push has; which they are does not change."""
+        lm = self._engine.module.lm
+        return changed_weights(lm, plain_weights(lm))
 
     def begin_save(self, path: Path) -> None:
         """Copy this rank's float32 weights and Adam moments; a thread writes them into `path` while the run goes on. Frozen

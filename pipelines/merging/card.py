@@ -18,6 +18,7 @@ def model_card(config: PipelineConfig, inputs: Inputs) -> str:
     header = yaml.safe_dump(
         {"library_name": "transformers", "tags": ["on-policy-distillation", "merge"]}, sort_keys=False
     )
+    lora = config.student.lora
     lines = [
         f"---\n{header}---",
         f"# {config.name}",
@@ -26,6 +27,7 @@ def model_card(config: PipelineConfig, inputs: Inputs) -> str:
         "",
         f"- Student: `{config.student.model.name}` ({inputs.student.architecture}, {inputs.student.parameters:,} parameters)",
         f"- Steps: {config.trainer.steps} of {config.trainer.samples_per_step} responses, lr {config.trainer.lr:g}, seed {config.seed}",
+        *([f"- LoRA: {inputs.trained:,} parameters, rank {lora.r}, alpha {lora.alpha:g}"] if lora else []),
         "",
         "| Domain | Expert | Weights (BLAKE3, first 16 digits) |",
         "|---|---|---|",

@@ -28,3 +28,14 @@ def test_an_adapter_is_shown_by_its_own_hash_and_its_base(world: Any, make_adapt
 
 def models(world: Any, *names: str) -> list[Path]:
     return [world.root / name / "model.safetensors" for name in names]
+
+
+def test_a_lora_student_is_said_to_be_one(world: Any) -> None:
+    assert "LoRA" not in card(world)
+    world.data["student"]["lora"] = {"r": 4, "targets": ["q_proj"]}
+    assert "- LoRA: 1,024 parameters, rank 4, alpha 32\n" in card(world)
+
+
+def card(world: Any) -> str:
+    pipeline = load_pipeline(world.write())
+    return model_card(pipeline, read_inputs(pipeline))
