@@ -121,12 +121,16 @@ class TrainerRank(ZeroEngine):
         from deepspeed import zero
 
         lm, tensors = self._engine.module.lm, {}
-        for weight in plain_weights(lm):
-            if weight.update is not None:
-                with zero.GatheredParameters(weight.params):
-                    for letter, part in (("A", weight.update.a_K_I), ("B", weight.update.b_O_K)):
-                        name = tensor_name(weight.module, letter)
-                        tensors[name] = part.detach().to("cpu", self._dtype, copy=True)
+        parts = [
+            (tensor_name(weight.module, letter), part)
+            for weight in plain_weights(lm)
+            if weight.update is not None
+            for letter, part in (("A", weight.update.a_K_I), ("B", weight.update.b_O_K))
+        ]
+        for name, part in parts:
+            with zero.GatheredParameters([part]):
+                if self._rank == 0:
+                    tensors[name] = part.detach().to("cpu", self._dtype, copy=True)
         if self._rank == 0:
             write_adapter(lm, tensors, self._options.model_dir, path)
 

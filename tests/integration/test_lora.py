@@ -139,8 +139,8 @@ def test_a_push_of_what_changed_reaches_the_engine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
-def test_the_experts_of_a_mixture_stay_while_its_attention_is_pushed(
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss", "lfm2"])
+def test_the_rest_of_a_mixture_or_hybrid_stays_while_its_attention_is_pushed(
     ray: None, tmp_path: Path, make_mixture_dir: Make, tiny_tokenizer: Any, family: str
 ) -> None:
     student, expert = (make_mixture_dir(tmp_path / str(seed), family, seed=seed) for seed in (0, 1))
