@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,9 @@ def pushes_and_exports(
     assert sync.measure() > 0.01
     assert sync.push(3).gap < 1e-5, "over another model's weights"
     engine._workers[0].kill()
-    assert sync.measure() < 1e-5, "an engine that started again"
+    deadline = time.monotonic() + 120
+    while not engine._restarted:  # a worker that is killed may answer once more
+        assert sync.measure() < 1e-5 and time.monotonic() < deadline
     out.mkdir()
     (out / "pushed").mkdir()
     assert trainer.export_changed((out / "pushed").absolute()) == student
