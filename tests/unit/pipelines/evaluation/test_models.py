@@ -27,7 +27,7 @@ class Parrot:
     def __init__(self, options: Any, stop: Sequence[int]) -> None:
         self.loads = [options.model_dir.name]
 
-    def load(self, model_dir: Path) -> None:
+    def load(self, model_dir: Path, base: Path | None = None) -> None:
         self.loads.append(model_dir.name)
 
     def logprobs(self, sequences: Any) -> Any:
