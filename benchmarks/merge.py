@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.merging.case import BODY, ENGINE, OURS, TRL, Case
+from benchmarks.merging.case import LIMITS, OURS, TRL, Case
 from benchmarks.merging.child import ROOT, Interpreters, environment, take_turn
 from benchmarks.merging.inputs import Order
-from benchmarks.merging.table import Measured, by_phase, compared, of_experts, of_limits, summary
+from benchmarks.merging.table import Measured, by_phase, by_process, compared, of_experts, of_limits, summary
 
 QUICK: dict[str, Any] = {
     "tiny": True,
@@ -112,7 +112,7 @@ def cases(args: argparse.Namespace, folder: str) -> tuple[list[Case], list[Case]
 def turns_of_round(number: int, with_trl: bool) -> list[str]:
     """Who takes turns, in which order: who is first changes from round to round."""
     sides = [OURS, TRL] if with_trl else [OURS]
-    return [*(sides if number % 2 == 0 else sides[::-1]), ENGINE, BODY]
+    return [*(sides if number % 2 == 0 else sides[::-1]), *LIMITS]
 
 
 def measure(
@@ -168,7 +168,13 @@ def show(both: Sequence[Measured], more: Sequence[Measured]) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 190)
-    for table in (compared(both), by_phase(both), of_limits(both), *([of_experts(more)] if more else [])):
+    for table in (
+        compared(both),
+        by_phase(both),
+        by_process(both),
+        of_limits(both),
+        *([of_experts(more)] if more else []),
+    ):
         console.print(table)
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 OURS, TRL = "ours", "trl"
-ENGINE, BODY = "engine", "body"
+ENGINE, BODY, SHARDED = "engine", "body", "sharded"
 SIDES = (OURS, TRL)
-LIMITS = (ENGINE, BODY)
+LIMITS = (ENGINE, BODY, SHARDED)
 
 PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     OURS: {
@@ -113,8 +113,12 @@ class Turn:
     """What a process that measures limits said."""
     start_s: float = 0.0
     """Until the first step that counts could begin."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """By the name of a process its most anonymous bytes, start included."""
+    start_peak_bytes: int = 0
+    """Most memory of the process tree before the first step that counts, see `memory.shared` and `memory.anonymous`."""
     peak_bytes: int = 0
-    """Largest memory of the process tree: anonymous pages, and each file's and shared page once."""
+    """Most memory in the steps that count, or, where there are none, of all."""
     load: float = 0.0
     """Load average of the machine when the process was started."""
 
@@ -180,3 +184,12 @@ def floor(case: Case, found: Mapping[str, float]) -> dict[str, float]:
     }
     seconds = {part: tokens / found[f"{part}_tokens_s"] for part, tokens in work.items() if f"{part}_tokens_s" in found}
     return seconds | ({"optimizer": found["optimizer_s"]} if "optimizer_s" in found else {})
+
+
+def sharding(case: Case, found: Mapping[str, float]) -> float | None:
+    """Seconds that our ZeRO engine adds to a step beyond forward, backward and AdamW alone; None if it was not measured."""
+    alone = floor(case, found)
+    if not {"sharded_last_s", "sharded_micro_s", "sharded_step_s"} <= set(found) or "forward_backward" not in alone:
+        return None
+    before = (case.responses // case.rows - 1) * found["sharded_micro_s"]
+    return before + found["sharded_last_s"] + found["sharded_step_s"] - alone["forward_backward"] - alone["optimizer"]

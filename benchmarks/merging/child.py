@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.merging.case import LIMITS, OURS, Case, Step, Turn, unequal
-from benchmarks.merging.memory import anonymous, cpu_s, family, shared
+from benchmarks.merging.memory import anonymous, cpu_s, family, shared, title
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOK_S = 0.5
@@ -51,14 +51,14 @@ def take_turn(case: Case, side: str, number: int, interpreters: Interpreters) ->
         else:
             for index in range(case.warm_up + case.steps):
                 if index == case.warm_up:
-                    turn.start_s = child.age
+                    turn.start_s, turn.start_peak_bytes = child.age, child.take_peak()
                 step = child.step()
                 problem = unequal(case, step)
                 if problem:
                     raise SystemExit(f"{side}, {case.name}: {problem}")
                 if index >= case.warm_up:
                     turn.steps.append(step)
-        turn.peak_bytes = child.peak_bytes
+        turn.peak_bytes, turn.memory = child.take_peak(), child.memory
         child.finish()
     return turn
 
@@ -70,6 +70,8 @@ class Child:
         self._name, self._log = f"{side}, {case.name}", log
         self._timeout_s = interpreters.step_timeout_s
         self._anonymous = self._shared = 0
+        self.memory: dict[str, int] = {}
+        """By the name of a process its most anonymous bytes so far."""
         self._began = time.monotonic()
         read, write = os.pipe()
         more = [side] if side in LIMITS else []
@@ -103,10 +105,10 @@ class Child:
         """Seconds since the process was started."""
         return time.monotonic() - self._began
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most anonymous memory that was seen, and the most of files and shared memory after a step."""
-        return self._anonymous + self._shared
+    def take_peak(self) -> int:
+        """Most anonymous memory that was seen since the last call, and the most of files and shared memory after a step."""
+        peak, self._anonymous, self._shared = self._anonymous + self._shared, 0, 0
+        return peak
 
     def step(self) -> Step:
         """The next step, with its CPU time; the first one's is from the start of the process."""
@@ -120,13 +122,14 @@ class Child:
         with selectors.DefaultSelector() as selector:
             selector.register(self._pipe, selectors.EVENT_READ)
             while not selector.select(LOOK_S):
-                self._anonymous = max(self._anonymous, anonymous(family(self._process.pid)))
+                self._look(family(self._process.pid))
                 if time.monotonic() > deadline:
                     raise SystemExit(f"{self._name}: nothing in {self._timeout_s:.0f} s{self._last_words()}")
         line = self._pipe.readline()
         if not line:
             raise SystemExit(f"{self._name}: the process ended{self._last_words()}")
         pids = family(self._process.pid)
+        self._look(pids)
         self._cpu_now = cpu_s(pids)
         self._shared = max(self._shared, shared(pids))
         assert self._process.stdin is not None
@@ -134,6 +137,13 @@ class Child:
         self._process.stdin.flush()
         said: dict[str, Any] = json.loads(line)
         return said
+
+    def _look(self, pids: list[int]) -> None:
+        found = anonymous(pids)
+        self._anonymous = max(self._anonymous, sum(found.values()))
+        for pid, held in found.items():
+            name = title(pid)
+            self.memory[name] = max(held, self.memory.get(name, 0))
 
     def finish(self) -> None:
         """Let the process end. Raises: SystemExit if it does not, or fails."""
@@ -152,5 +162,6 @@ class Child:
 
 
 def environment() -> dict[str, str]:
-    """Threads and allocator are left to each side; nobody asks a hub."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """All cores for whoever computes, as `opd` gives them to its workers; nobody asks a hub."""
+    given = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), **given}

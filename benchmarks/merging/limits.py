@@ -2,9 +2,11 @@
 
     python -m benchmarks.merging.limits CASE DESCRIPTOR engine
     python -m benchmarks.merging.limits CASE DESCRIPTOR body
+    python -m benchmarks.merging.limits CASE DESCRIPTOR sharded
 
 Both sides' parts are the same: a rollout engine that does nothing else, a matrix product, the model's body forward and
-forward and backward over rows without padding, the loss over response tokens, AdamW over float32 weights.
+forward and backward over rows without padding, the loss over response tokens, AdamW over float32 weights. The last is no
+limit but an explanation: the same body and AdamW inside our ZeRO engine, at one rank and without a loop around it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.merging.case import ENGINE, Case
+from benchmarks.merging.case import BODY, ENGINE, SHARDED, Case
 from benchmarks.merging.turns import started
 
 MATMUL_ROWS = 512
@@ -152,9 +154,56 @@ def _real_share(case: Case) -> float:
     return case.rows * length / (packing.num_rows * packing.width)
 
 
+def sharded(case: Case) -> dict[str, float]:
+    """Seconds of a micro-batch, of a step's last one, and of the optimiser's step in our ZeRO engine."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import torch
+
+    from opd.model_weights import load_causal_lm
+    from opd.train.optimizer import AdamWOptions
+    from opd.train.zero import ZeroEngine, ZeroOptions
+
+    class Mean(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = load_causal_lm(case.student, getattr(torch, case.dtype))
+
+        def forward(self, ids_B_T: Any) -> tuple[Any, None]:
+            return self.lm.base_model(input_ids=ids_B_T, use_cache=False).last_hidden_state.mean(), None
+
+    options = ZeroOptions(
+        name="student",
+        world_size=1,
+        dtype=case.dtype,
+        vocab_size=1,  # of log-probs, which nobody asks for
+        adamw=AdamWOptions(betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0),
+        max_grad_norm=1.0,
+        grad_accum_dtype="float32",
+        gradient_checkpointing=False,
+        timeout_s=600,
+    )
+    zero = ZeroEngine(options, 0, Mean)
+    zero.start(*zero.meeting_point("127.0.0.1"))
+    ids_B_T = torch.zeros(case.rows, case.prompt_tokens + case.new_tokens, dtype=torch.long)
+    found = {}
+    for _ in range(2):  # the first time warms up
+        for name, work in (
+            ("micro", lambda: zero.add_gradients(ids_B_T, last=False)),
+            ("last", lambda: zero.add_gradients(ids_B_T, last=True)),
+            ("step", lambda: zero.take_step(1, 1e-6)),
+        ):
+            began = time.monotonic()
+            work()
+            found[f"sharded_{name}_s"] = time.monotonic() - began
+    return found
+
+
+MEASURES = {ENGINE: engine, BODY: body, SHARDED: sharded}
+
+
 def main() -> None:
     case, turns = started()
-    turns.over(engine(case) if sys.argv[3] == ENGINE else body(case))
+    turns.over(MEASURES[sys.argv[3]](case))
 
 
 if __name__ == "__main__":

@@ -24,9 +24,19 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def anonymous(pids: list[int]) -> int:
-    """Bytes of anonymous memory; cheap enough to look often."""
-    return _sum(pids, "status", ("RssAnon:",))
+def anonymous(pids: list[int]) -> dict[int, int]:
+    """Bytes of anonymous memory by process; cheap enough to look often."""
+    return {pid: _sum([pid], "status", ("RssAnon:",)) for pid in pids}
+
+
+def title(pid: int) -> str:
+    """What a process calls itself, a Ray actor without what it does just now; empty if it has ended."""
+    with _ended():
+        program, *words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if program.startswith("ray::"):
+            return program.split(".")[0]
+        return " ".join([Path(program).name, *words[:2]])[:40].strip()
+    return ""
 
 
 def shared(pids: list[int]) -> int:

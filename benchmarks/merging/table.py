@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.merging.case import (
-    BODY,
-    ENGINE,
+    LIMITS,
     OURS,
     PARTS,
     SIDES,
@@ -20,9 +19,11 @@ from benchmarks.merging.case import (
     limits,
     median,
     ratio,
+    sharding,
 )
 
 GIB = 2**30
+LEAST_BYTES, LEAST = 100 * 2**20, "processes of less than 100 MiB are left out"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Measured:
     turns: list[Turn]
 
     def limits(self) -> dict[str, float]:
-        return limits([*by_side(self.turns, ENGINE), *by_side(self.turns, BODY)])
+        return limits([turn for turn in self.turns if turn.side in LIMITS])
 
 
 def compared(measured: Sequence[Measured]) -> Any:
@@ -43,7 +44,7 @@ def compared(measured: Sequence[Measured]) -> Any:
     table = Table("case", title="Steps, start-up and warm-up left out; medians over rounds")
     for name in (
         "ours, tokens/s", "TRL, tokens/s", "ours / TRL", "ours, s", "TRL, s", "alone, s",
-        "ours, peak GiB", "TRL, peak GiB", "ours, CPU s", "TRL, CPU s",
+        "ours, peak GiB", "TRL, peak GiB", "ours, start GiB", "TRL, start GiB", "ours, CPU s", "TRL, CPU s",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for one in measured:
@@ -56,6 +57,7 @@ def compared(measured: Sequence[Measured]) -> Any:
             *(_shown(turns, lambda t: t.seconds, ".1f") for turns in sides),
             f"{sum(alone.values()):.1f}" if alone else "-",
             *(_shown(turns, lambda t: t.peak_bytes / GIB, ".2f") for turns in sides),
+            *(_shown(turns, lambda t: t.start_peak_bytes / GIB, ".2f") for turns in sides),
             *(_shown(turns, lambda t: sum(s.cpu_s for s in t.steps) / len(t.steps), ".1f") for turns in sides),
         )
     return table
@@ -71,6 +73,8 @@ class Phase:
     """None where nothing of the phase was measured alone."""
     parts: str
     """What that is."""
+    sharding: float | None = None
+    """Seconds of the rest that our ZeRO engine takes, measured without a loop around it."""
 
 
 def phases(case: Case, side: str, turns: Sequence[Turn], found: Mapping[str, float]) -> list[Phase]:
@@ -85,6 +89,7 @@ def phases(case: Case, side: str, turns: Sequence[Turn], found: Mapping[str, flo
                 median(turns, lambda t, name=name: t.phase(name)),
                 sum(seconds[part] for part in there) if there else None,
                 ", ".join(f"{part.replace('_', ' ')} {seconds[part]:.2f}" for part in there),
+                sharding(case, found) if (side, name) == (OURS, "train") else None,
             )
         )
     return [*shown, Phase("between phases", median(turns, lambda t: t.outside), None, "")]
@@ -94,9 +99,9 @@ def by_phase(measured: Sequence[Measured]) -> Any:
     """Where a step's time goes."""
     from rich.table import Table
 
-    caption = "alone: the same work at the rate measured alone in the same run; rest: what the loop around it costs"
+    caption = "alone: the same work at the rate measured alone in the same run; rest: what the loop around it costs, ZeRO: of it"
     table = Table("case", "side", "phase", title="Where the time goes", caption=caption)
-    for name in ("s", "of the step", "alone, s", "rest, s"):
+    for name in ("s", "of the step", "alone, s", "rest, s", "ZeRO, s"):
         table.add_column(name, justify="right")
     table.add_column("parts alone, s")
     for one in measured:
@@ -116,6 +121,7 @@ def by_phase(measured: Sequence[Measured]) -> Any:
                     f"{100 * phase.seconds / step:.0f} %",
                     _number(phase.alone, ".2f"),
                     _number(rest, ".2f"),
+                    _number(phase.sharding, ".2f"),
                     phase.parts,
                     end_section=phase is found[-1],
                 )
@@ -145,6 +151,24 @@ def of_limits(measured: Sequence[Measured]) -> Any:
     for one in measured:
         found = one.limits()
         table.add_row(one.case.name, *(_number(found.get(name), form) for name, (_, form) in LIMIT_COLUMNS.items()))
+    return table
+
+
+def by_process(measured: Sequence[Measured]) -> Any:
+    """Who holds the memory."""
+    from rich.table import Table
+
+    table = Table(
+        "case", "side", "process", "GiB", title="Most anonymous memory by process, start included", caption=LEAST
+    )
+    for one in measured:
+        for side in SIDES:
+            turns = by_side(one.turns, side)
+            names = dict.fromkeys(name for turn in turns for name in turn.memory)
+            held = {name: median(turns, lambda t, name=name: t.memory.get(name, 0)) for name in names}
+            for name, most in sorted(held.items(), key=lambda item: -item[1]):
+                if most >= LEAST_BYTES:
+                    table.add_row(one.case.name, side, name, f"{most / GIB:.2f}")
     return table
 
 
@@ -189,9 +213,11 @@ def summary(one: Measured) -> dict[str, Any]:
                 "tokens_s": median(turns, lambda t: t.rate),
                 "step_s": median(turns, lambda t: t.seconds),
                 "peak_bytes": median(turns, lambda t: t.peak_bytes),
+                "start_peak_bytes": median(turns, lambda t: t.start_peak_bytes),
                 "start_s": median(turns, lambda t: t.start_s),
                 "phases": {
-                    p.name: {"s": p.seconds, "alone_s": p.alone} for p in phases(one.case, side, turns, one.limits())
+                    p.name: {"s": p.seconds, "alone_s": p.alone, "zero_s": p.sharding}
+                    for p in phases(one.case, side, turns, one.limits())
                 },
             }
             for side, turns in sides.items()

@@ -26,9 +26,10 @@ from benchmarks.merging.case import (
     floor,
     limits,
     ratio,
+    sharding,
     unequal,
 )
-from benchmarks.merging.memory import anonymous, cpu_s, family, shared
+from benchmarks.merging.memory import anonymous, cpu_s, family, shared, title
 from benchmarks.merging.ours import pipeline
 from benchmarks.merging.table import Measured, phases, summary
 from pipelines.api import load_pipeline
@@ -84,9 +85,9 @@ def test_cases_are_every_shape_in_every_type_and_the_experts_are_ours_alone() ->
 
 
 def test_who_is_first_changes_from_round_to_round() -> None:
-    assert merge.turns_of_round(0, True) == [OURS, TRL, ENGINE, BODY]
-    assert merge.turns_of_round(1, True) == [TRL, OURS, ENGINE, BODY]
-    assert merge.turns_of_round(1, False) == [OURS, ENGINE, BODY]
+    assert merge.turns_of_round(0, True) == [OURS, TRL, *LIMITS]
+    assert merge.turns_of_round(1, True) == [TRL, OURS, *LIMITS]
+    assert merge.turns_of_round(1, False) == [OURS, *LIMITS]
 
 
 def test_a_padded_micro_batch_fits_and_divides_the_step() -> None:
@@ -146,6 +147,15 @@ def test_our_phases_are_those_of_the_loop() -> None:
     assert all(f'clock("{name}")' in source for name in PARTS[OURS])
 
 
+def test_what_sharding_adds_is_without_what_it_wraps() -> None:
+    found = {"forward_backward_tokens_s": 1712.0, "optimizer_s": 0.25}
+    assert sharding(CASE, found) is None
+    found |= {"sharded_micro_s": 1.0, "sharded_last_s": 2.0, "sharded_step_s": 0.5}
+    assert sharding(CASE, found) == 1.0 + 2.0 + 0.5 - 1.0 - 0.25  # two micro-batches of eight rows
+    shown = phases(CASE, OURS, [turn(OURS, 0, 10.0)], found)
+    assert {p.name: p.sharding for p in shown if p.sharding} == {"train": 2.25}
+
+
 def test_a_summary_goes_into_json() -> None:
     turns = [turn(OURS, 0, 10.0), turn(TRL, 0, 20.0), Turn(side=BODY, round=0, figures={"forward_tokens_s": 856.0})]
     found = json.loads(json.dumps(summary(Measured(CASE, turns))))
@@ -176,7 +186,8 @@ def talker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> child.Interpreter
 def test_a_turn_keeps_the_steps_after_the_warm_up(talker: child.Interpreters) -> None:
     taken = child.take_turn(replace(CASE, warm_up=2, steps=2), OURS, 3, talker)
     assert [s.seconds for s in taken.steps] == [3.0, 4.0] and taken.round == 3
-    assert taken.start_s > 0 and taken.peak_bytes > 0
+    assert any("talker.py" in name and held > 0 for name, held in taken.memory.items())
+    assert taken.start_s > 0 and min(taken.start_peak_bytes, taken.peak_bytes) > 0
 
 
 def test_unequal_work_and_a_failure_end_the_run_with_the_log(talker: child.Interpreters, tmp_path: Path) -> None:
@@ -213,13 +224,15 @@ def test_memory_and_time_are_those_of_the_whole_family() -> None:
         pids = family(process.pid)
         try:
             assert len(pids) == 2 and pids[0] == process.pid
-            assert anonymous(pids) >= 96 << 20 > anonymous(pids[:1])
+            assert anonymous(pids)[pids[1]] >= 96 << 20 > anonymous(pids)[pids[0]] > 0
+            assert title(pids[1]).startswith("python")
             assert 0 < shared(pids) < 96 << 20
             assert cpu_s(pids) > 0
         finally:
             for pid in pids:
                 os.kill(pid, 9)
-    assert anonymous(pids) == 0, "processes that have ended are no error"
+    ended = pids[:1]
+    assert anonymous(ended) == {pids[0]: 0} and title(pids[0]) == "" and cpu_s(ended) == shared(ended) == 0
 
 
 def test_a_case_survives_its_way_to_the_child() -> None:
