@@ -35,7 +35,7 @@ def title(pid: int) -> str:
         program, *words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         if program.startswith("ray::"):
             return program.split(".")[0]
-        return " ".join([Path(program).name, *words[:2]])[:40].strip()
+        return " ".join([Path(w).name if w.startswith("/") else w for w in [program, *words[:2]]])[:40].strip()
     return ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ def phases(case: Case, side: str, turns: Sequence[Turn], found: Mapping[str, flo
         shown.append(
             Phase(
                 name,
-                median(turns, lambda t, name=name: t.phase(name)),
+                median(turns, _seconds(name)),
                 sum(seconds[part] for part in there) if there else None,
                 ", ".join(f"{part.replace('_', ' ')} {seconds[part]:.2f}" for part in there),
                 sharding(case, found) if (side, name) == (OURS, "train") else None,
@@ -165,7 +165,7 @@ def by_process(measured: Sequence[Measured]) -> Any:
         for side in SIDES:
             turns = by_side(one.turns, side)
             names = dict.fromkeys(name for turn in turns for name in turn.memory)
-            held = {name: median(turns, lambda t, name=name: t.memory.get(name, 0)) for name in names}
+            held = {name: median(turns, _held(name)) for name in names}
             for name, most in sorted(held.items(), key=lambda item: -item[1]):
                 if most >= LEAST_BYTES:
                     table.add_row(one.case.name, side, name, f"{most / GIB:.2f}")
@@ -187,13 +187,21 @@ def of_experts(measured: Sequence[Measured]) -> Any:
             _shown(turns, lambda t: t.rate, ".1f"),
             _number(ratio(turns, base), ".2f"),
             _shown(turns, lambda t: t.seconds, ".1f"),
-            *(_shown(turns, lambda t, name=name: t.phase(name), ".2f") for name in PARTS[OURS]),
+            *(_shown(turns, _seconds(name), ".2f") for name in PARTS[OURS]),
             _shown(turns, lambda t: t.peak_bytes / GIB, ".2f"),
         )
     return table
 
 
-def _shown(turns: Sequence[Turn], value: Any, form: str) -> str:
+def _seconds(phase: str) -> Callable[[Turn], float]:
+    return lambda turn: turn.phase(phase)
+
+
+def _held(process: str) -> Callable[[Turn], float]:
+    return lambda turn: turn.memory.get(process, 0)
+
+
+def _shown(turns: Sequence[Turn], value: Callable[[Turn], float], form: str) -> str:
     return format(median(turns, value), form) if turns else "-"
 
 
