@@ -130,7 +130,8 @@ def measure(
             or f"{last.seconds:.2f} s, {last.rate:.1f} tokens/s"
         )
         print(
-            f"round {number + 1}/{args.rounds} {one.case.name}, {side}: {said} (load {last.load:.2f})", file=sys.stderr
+            f"round {number + 1}/{args.rounds} {one.case.name}, {side}: {said} (others had {last.others:.0%} of the cores)",
+            file=sys.stderr,
         )
         keep(both, more)
 

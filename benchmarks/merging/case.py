@@ -119,8 +119,8 @@ class Turn:
     """Most memory of the process tree before the first step that counts, see `memory.shared` and `memory.anonymous`."""
     peak_bytes: int = 0
     """Most memory in the steps that count, or, where there are none, of all."""
-    load: float = 0.0
-    """Load average of the machine when the process was started."""
+    others: float = 0.0
+    """Share of the machine's cores that other programs had meanwhile."""
 
     @property
     def seconds(self) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.merging.case import LIMITS, OURS, Case, Step, Turn, unequal
-from benchmarks.merging.memory import anonymous, cpu_s, family, shared, title
+from benchmarks.merging.memory import anonymous, cpu_s, family, machine_cpu_s, shared, title
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOK_S = 0.5
@@ -44,7 +44,7 @@ class Interpreters:
 
 def take_turn(case: Case, side: str, number: int, interpreters: Interpreters) -> Turn:
     """A process from its start to its end. Raises: SystemExit if it fails, hangs, or does other work than the case says."""
-    turn = Turn(side=side, round=number, load=os.getloadavg()[0])
+    turn = Turn(side=side, round=number)
     with tempfile.TemporaryFile("w+") as log, Child(case, side, interpreters, log) as child:
         if side in LIMITS:
             turn.figures = child.told()
@@ -58,7 +58,7 @@ def take_turn(case: Case, side: str, number: int, interpreters: Interpreters) ->
                     raise SystemExit(f"{side}, {case.name}: {problem}")
                 if index >= case.warm_up:
                     turn.steps.append(step)
-        turn.peak_bytes, turn.memory = child.take_peak(), child.memory
+        turn.peak_bytes, turn.memory, turn.others = child.take_peak(), child.memory, child.others
         child.finish()
     return turn
 
@@ -72,7 +72,7 @@ class Child:
         self._anonymous = self._shared = 0
         self.memory: dict[str, int] = {}
         """By the name of a process its most anonymous bytes so far."""
-        self._began = time.monotonic()
+        self._began, self._machine_cpu_s = time.monotonic(), machine_cpu_s()
         read, write = os.pipe()
         more = [side] if side in LIMITS else []
         self._process = subprocess.Popen(
@@ -87,7 +87,9 @@ class Child:
         )
         os.close(write)
         self._pipe = os.fdopen(read, encoding="utf-8")
-        self._cpu_s = 0.0
+        self._cpu_s = self._cpu_now = 0.0
+        self.others = 0.0
+        """Share of the machine's cores that other programs had until the process last told something."""
 
     def __enter__(self) -> Child:
         return self
@@ -131,6 +133,8 @@ class Child:
         pids = family(self._process.pid)
         self._look(pids)
         self._cpu_now = cpu_s(pids)
+        others_s = machine_cpu_s() - self._machine_cpu_s - self._cpu_now
+        self.others = max(0.0, others_s / (self.age * (os.cpu_count() or 1)))
         self._shared = max(self._shared, shared(pids))
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")

@@ -1,4 +1,4 @@
-"""Memory and CPU time of a process and all that descend from it. Linux only; needs nothing but Python."""
+"""Memory and CPU time of a process and all that descend from it, and CPU time of the machine. Linux only; needs nothing but Python."""
 
 from __future__ import annotations
 
@@ -51,6 +51,12 @@ def cpu_s(pids: list[int]) -> float:
         with _ended():
             ticks += sum(map(int, _stat(pid)[11:15]))
     return ticks / TICKS
+
+
+def machine_cpu_s() -> float:
+    """CPU seconds of everything on this machine since it was started, with what other machines took of its cores."""
+    user, nice, system, _, _, *more = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+    return (user + nice + system + sum(more)) / TICKS
 
 
 def _stat(pid: int) -> list[str]:

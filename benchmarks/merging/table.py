@@ -44,7 +44,7 @@ def compared(measured: Sequence[Measured]) -> Any:
     table = Table("case", title="Steps, start-up and warm-up left out; medians over rounds")
     for name in (
         "ours, tokens/s", "TRL, tokens/s", "ours / TRL", "ours, s", "TRL, s", "alone, s",
-        "ours, peak GiB", "TRL, peak GiB", "ours, start GiB", "TRL, start GiB", "ours, CPU s", "TRL, CPU s",
+        "ours, peak GiB", "TRL, peak GiB", "ours, start GiB", "TRL, start GiB", "ours, CPU s", "TRL, CPU s", "others",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for one in measured:
@@ -59,6 +59,7 @@ def compared(measured: Sequence[Measured]) -> Any:
             *(_shown(turns, lambda t: t.peak_bytes / GIB, ".2f") for turns in sides),
             *(_shown(turns, lambda t: t.start_peak_bytes / GIB, ".2f") for turns in sides),
             *(_shown(turns, lambda t: sum(s.cpu_s for s in t.steps) / len(t.steps), ".1f") for turns in sides),
+            format(max((turn.others for turn in one.turns), default=0.0), ".0%"),
         )
     return table
 

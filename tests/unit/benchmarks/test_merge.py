@@ -29,7 +29,7 @@ from benchmarks.merging.case import (
     sharding,
     unequal,
 )
-from benchmarks.merging.memory import anonymous, cpu_s, family, shared, title
+from benchmarks.merging.memory import anonymous, cpu_s, family, machine_cpu_s, shared, title
 from benchmarks.merging.ours import pipeline
 from benchmarks.merging.table import Measured, phases, summary
 from pipelines.api import load_pipeline
@@ -190,6 +190,14 @@ def test_a_turn_keeps_the_steps_after_the_warm_up(talker: child.Interpreters) ->
     assert taken.start_s > 0 and min(taken.start_peak_bytes, taken.peak_bytes) > 0
 
 
+def test_what_others_took_of_the_cores_is_told(talker: child.Interpreters, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(child, "cpu_s", lambda pids: 3.0)
+    monkeypatch.setattr(child, "machine_cpu_s", iter([100.0, 103.0, 113.0]).__next__)
+    monkeypatch.setattr(child.Child, "age", 10.0)
+    assert child.take_turn(CASE, OURS, 0, talker).others == 0.5  # 13 CPU seconds of 20, 3 of them the child's
+
+
 def test_unequal_work_and_a_failure_end_the_run_with_the_log(talker: child.Interpreters, tmp_path: Path) -> None:
     script = tmp_path / "talker.py"
     script.write_text(TALKER.replace("TOKENS", "1000").replace("STATUS", "0"))
@@ -227,7 +235,7 @@ def test_memory_and_time_are_those_of_the_whole_family() -> None:
             assert anonymous(pids)[pids[1]] >= 96 << 20 > anonymous(pids)[pids[0]] > 0
             assert title(pids[1]).startswith("python")
             assert 0 < shared(pids) < 96 << 20
-            assert cpu_s(pids) > 0
+            assert 0 < cpu_s(pids) < machine_cpu_s()
         finally:
             for pid in pids:
                 os.kill(pid, 9)
