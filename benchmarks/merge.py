@@ -168,7 +168,7 @@ def model_name(args: argparse.Namespace) -> str:
 def show(both: Sequence[Measured], more: Sequence[Measured]) -> None:
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 190)
+    console = Console(width=None if sys.stdout.isatty() else 210)
     for table in (
         compared(both),
         by_phase(both),
