@@ -115,7 +115,7 @@ def _loss(case: Case, lm: Any) -> dict[str, float]:
     """Forward and backward of exact reverse KL, with gradients for hidden states and head."""
     import torch
 
-    from opd.losses.chunked import Loss, Tokens, chunked_objective
+    from opd.losses.chunked import Loss, LossHead, Tokens
     from opd.losses.reverse_kl import ReverseKLConfig
     from opd.payloads.hidden_states import TeacherBlock
 
@@ -123,13 +123,14 @@ def _loss(case: Case, lm: Any) -> dict[str, float]:
     num, width = case.rows * case.new_tokens, head_V_D.shape[1]
     section = ReverseKLConfig()
     loss = Loss(objective=section.build(), chunk=section.chunk, vocab_size=len(head_V_D))
+    loss_head = LossHead(head_V_D, loss)
     hidden_N_D = torch.randn(num, width).to(head_V_D.dtype)
     token_N, weight_N = torch.randint(len(head_V_D), (num,)), torch.full((num,), 1 / num)
     teacher = TeacherBlock(hidden_N_D.roll(1, 0), head_V_D.detach().clone())
 
     def once() -> None:
         leaf = hidden_N_D.detach().requires_grad_()
-        value, _ = chunked_objective(loss, leaf, head_V_D, [teacher], Tokens(token_N, weight_N, torch.zeros(num)))
+        value, _ = loss_head(leaf, Tokens(token_N, weight_N, torch.zeros(num)), [teacher])
         value.backward()
         lm.zero_grad()
 
