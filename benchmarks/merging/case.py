@@ -38,9 +38,9 @@ class Case:
     responses: int
     """In a step, over all domains."""
     new_tokens: int
-    """Of each response: no model here has an end token."""
+    """Tokens of each response: no model here has an end token."""
     prompt_tokens: int
-    """Of each prompt."""
+    """Tokens of each prompt."""
     dtype: str
     experts: int
     """Each with a domain of its own."""
@@ -64,12 +64,12 @@ class Case:
 
     @property
     def response_tokens(self) -> int:
-        """Of a step."""
+        """In a step."""
         return self.responses * self.new_tokens
 
     @property
     def tokens(self) -> int:
-        """Of a step, prompts included."""
+        """In a step, prompts included."""
         return self.responses * (self.prompt_tokens + self.new_tokens)
 
     @property
@@ -99,7 +99,7 @@ class Step:
     prompt_tokens: int
     response_tokens: int
     cpu_s: float = 0.0
-    """Of the whole process tree."""
+    """Sum over the whole process tree."""
 
 
 @dataclass(kw_only=True)
@@ -114,7 +114,7 @@ class Turn:
     start_s: float = 0.0
     """Until the first step that counts could begin."""
     memory: dict[str, int] = field(default_factory=dict)
-    """By the name of a process its most anonymous bytes, start included."""
+    """Name of a process -> its most anonymous bytes, start included."""
     start_peak_bytes: int = 0
     """Most memory of the process tree before the first step that counts, see `memory.shared` and `memory.anonymous`."""
     peak_bytes: int = 0
@@ -124,7 +124,7 @@ class Turn:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """In a step."""
         return statistics.median(step.seconds for step in self.steps)
 
     @property

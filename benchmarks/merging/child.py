@@ -71,7 +71,7 @@ class Child:
         self._timeout_s = interpreters.step_timeout_s
         self._anonymous = self._shared = 0
         self.memory: dict[str, int] = {}
-        """By the name of a process its most anonymous bytes so far."""
+        """Name of a process -> its most anonymous bytes so far."""
         self._began, self._machine_cpu_s = time.monotonic(), machine_cpu_s()
         read, write = os.pipe()
         more = [side] if side in LIMITS else []

@@ -147,7 +147,7 @@ def _optimizer(lm: Any) -> dict[str, float]:
 
 
 def _real_share(case: Case) -> float:
-    """Of the tokens in our packed rows those that are not padding."""
+    """Share of the tokens in our packed rows that are not padding."""
     from opd.packing import pack
 
     length = case.prompt_tokens + case.new_tokens
