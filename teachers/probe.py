@@ -11,9 +11,10 @@ from statistics import fmean
 import torch
 
 from opd.errors import RunError
+from opd.interfaces import Scorer
 from opd.stream.heads import Head
 from opd.types import Rollout, Teacher
-from teachers.scorers import Scorer, ScorerOptions
+from teachers.scorers import ScorerOptions
 
 TOLERANCE = {"float32": 0.05, "bfloat16": 0.2}
 """Type -> largest mean difference, in nats. Of the two types that were computed in, the coarser one decides."""

@@ -22,7 +22,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._workers: dict[bytes, Worker[Any]] = {}
-        """By the key of their pulse. Ray ends a worker that nobody holds: this holds all of them."""
+        """Key of its pulse -> worker. Ray ends a worker that nobody holds: this holds all of them."""
 
     @property
     def workers(self) -> list[Worker[Any]]:

@@ -15,7 +15,7 @@ from opd.losses import OBJECTIVES
 from opd.named import imported, is_place, users
 
 if TYPE_CHECKING:
-    from opd.losses.objective import Objective
+    from opd.interfaces import Objective
 
 DEFAULT_KIND = "reverse_kl"
 SECTION = "a class on top of opd.config.objectives.ObjectiveConfig, as module:Class"

@@ -12,8 +12,7 @@ from statistics import fmean
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.scores import Answer, DomainScore, Evaluation
 from opd.evaluation.statistics import interval, pass_at, standard_error
-from opd.evaluation.verifiers import Verifier
-from opd.interfaces import Decoder, Evaluator, RolloutEngine
+from opd.interfaces import Decoder, Evaluator, RolloutEngine, Verifier
 from opd.types import Completion, Prompt, Teacher
 
 KEPT_QUESTIONS = 5

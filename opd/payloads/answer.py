@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
 
@@ -18,25 +18,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from opd.interfaces import ScoredRow
     from opd.losses.blocks import Block
     from opd.stream.heads import Head
-    from opd.types import Rollout
 
 Columns = tuple[tuple[str, pa.DataType], ...]
 """Name and Arrow type; every name is also a field of the answer."""
 Position = Mapping[int, float]
 """Token -> log-prob at one place of a sequence: the token that stands there, and the likeliest ones if asked for."""
-
-
-class ScoredRow(Protocol):
-    """The part of `opd.stream.schema.TargetRow` that a payload looks at."""
-
-    @property
-    def rollout(self) -> Rollout: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def answer(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

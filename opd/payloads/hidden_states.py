@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
 
+from opd.interfaces import ScoredRow
 from opd.losses.blocks import Block, Given
 from opd.losses.objective import TeacherChunk
 from opd.losses.rule import IDENTITY, LogitRule
-from opd.payloads.answer import Answer, Columns, Said, ScoredRow
+from opd.payloads.answer import Answer, Columns, Said
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
 
+from opd.interfaces import ScoredRow
 from opd.losses.blocks import Block, Given
 from opd.losses.objective import TeacherChunk
-from opd.payloads.answer import Answer, Columns, Position, Said, ScoredRow
+from opd.payloads.answer import Answer, Columns, Position, Said
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ trained on the file, `answer` and `metadata` only by the verifier. A row of any 
 (`line.py`), so the same rows are the same prompts wherever they come from.
 """
 
-from opd.prompts.encode import Tokenizer, encode_prompt, render_prompt
+from opd.prompts.encode import encode_prompt, render_prompt
 from opd.prompts.line import Messages, PromptLine
 from opd.prompts.mix import MixedPrompts, split_samples
 from opd.prompts.rows import Rows, open_rows, read_prompt_lines

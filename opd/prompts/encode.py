@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import date, datetime, time
-from typing import Any, Protocol
 
+from opd.interfaces import Tokenizer
 from opd.prompts.line import Messages
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 """Roles whose messages a chat template may leave out on purpose."""
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that prompts need."""
-
-    @property
-    def all_special_ids(self) -> list[int]: ...
-
-    def __call__(self, text: list[str], **options: Any) -> Any: ...
-
-    def apply_chat_template(
-        self, conversation: Messages, *, add_generation_prompt: bool, tokenize: bool, **variables: Any
-    ) -> Any: ...
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None) -> tuple[int, ...]:

@@ -23,8 +23,9 @@ from blake3 import blake3
 
 from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
+from opd.interfaces import Tokenizer
 from opd.prompts.arrow import Batches, in_batches, stored
-from opd.prompts.encode import Tokenizer, encode_prompts
+from opd.prompts.encode import encode_prompts
 from opd.prompts.line import Messages
 from opd.prompts.rows import Rows, open_rows
 from opd.types import Prompt

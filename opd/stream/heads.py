@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from opd.losses.rule import LogitRule
+
+if TYPE_CHECKING:
+    from opd.interfaces import HeadHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +47,6 @@ class HeadFile:
                     if name in known:
                         return file.get_tensor(name).to(getattr(torch, self.dtype))
         return None
-
-
-class HeadHandle(Protocol):
-    """Leads to a head's matrix in another process, such as `opd.cluster.Remote`; may travel to other workers."""
-
-    def fetch(self) -> np.ndarray:
-        """The matrix, see `head_tensor`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,12 +21,13 @@ from torch import Tensor
 from opd.config import PipelineConfig
 from opd.config.objectives import ObjectiveConfig
 from opd.errors import ConfigError
+from opd.interfaces import ScoredRow
 from opd.losses import OBJECTIVES
 from opd.losses.blocks import Block, Given
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 from opd.losses.rule import IDENTITY, LogitRule
 from opd.payloads import PAYLOADS, answer_class
-from opd.payloads.answer import Answer, Columns, Said, ScoredRow
+from opd.payloads.answer import Answer, Columns, Said
 from opd.settings import validate
 from opd.stream.schema import StreamError, TargetRow, read_stream
 from opd.stream.targets import Asked, Expected, TargetStream

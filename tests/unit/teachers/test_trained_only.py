@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.losses.objective import Objective
+from opd.interfaces import Objective
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.rule import IDENTITY
 from opd.losses.sampled import Sampled

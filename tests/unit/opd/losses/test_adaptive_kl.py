@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from opd.interfaces import Objective
 from opd.losses import chunked
 from opd.losses.adaptive_kl import AdaptiveKL
 from opd.losses.chunked import TokenStats
 from opd.losses.forward_kl import ForwardKL
-from opd.losses.objective import Objective
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.rule import IDENTITY, LogitRule
 from opd.payloads.hidden_states import MixtureBlock, TeacherBlock

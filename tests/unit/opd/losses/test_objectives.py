@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from opd.config.objectives import objective_config
+from opd.interfaces import Objective
 from opd.losses import OBJECTIVES, chunked
 from opd.losses.adaptive_kl import AdaptiveKL
 from opd.losses.blocks import Block
 from opd.losses.chunked import TokenStats
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
-from opd.losses.objective import Objective
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.rule import IDENTITY, LogitRule
 from opd.losses.sampled import Sampled
