@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from opd.errors import RunDirError
 from opd.monitors.alarms import Alarms, Sample
 from opd.report import full_report, read_run, write_report
+from opd.report.run import chained
 from opd.step_record import AlarmRecord
 from tests.unit.opd.report.conftest import HOSTILE, record
 
@@ -83,6 +84,15 @@ def test_a_pause_that_was_gone_on_from_is_no_banner(stopped: Path) -> None:
 def test_a_run_without_alarms_has_no_such_section(run_dir: Path, no_plots: None) -> None:
     report = write_report(run_dir)
     assert "alarms" not in report and 'id="alarms"' not in (run_dir / "report.html").read_text()
+
+
+def test_alarms_of_rounds_are_counted_on(stopped: Path) -> None:
+    one = read_run(stopped)
+    rows = full_report(chained(replace(one, rounds=[one, one])))["alarms"]
+    assert [(row["from_step"], row["to_step"], row["ended"]) for row in rows] == [
+        (1, 2, False), (3, 3, False), (3, 3, False), (4, 5, False), (6, 6, True), (6, 6, False),
+    ]  # fmt: skip
+    assert rows[4]["samples"] == rows[1]["samples"] != []
 
 
 def test_a_damaged_file_is_named(stopped: Path) -> None:
