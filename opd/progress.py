@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines where there is none."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class RunReporter:
 
 
 def _summary(record: StepRecord) -> list[str]:
-    """What one line says of a step."""
+    """The parts of the line that shows a step."""
     parts = [
         f"loss {record.loss:.4f}",
         f"{record.response_tokens / record.seconds:.0f} tok/s",

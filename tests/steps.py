@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from opd.step_record import DomainRecord, StepRecord
-from opd.types import Rollout, Segment
+from opd.types import Rollout
+from tests.rows import make_rollout
 
 
 def step(number: int, domains: dict[str, dict[str, Any]] | None = None, **more: Any) -> StepRecord:
@@ -19,10 +20,10 @@ def step(number: int, domains: dict[str, dict[str, Any]] | None = None, **more: 
 def rollout(
     number: int, ids: Sequence[int], *, domain: str = "a", truncated: bool = True, logprob: float = -1.0
 ) -> Rollout:
-    return Rollout(
-        sample_id=f"{number:06d}/{domain}/0", step=number, domain=domain, policy_version=0, prompt_ids=(7, 8),
-        response_ids=tuple(ids), behaviour_logprobs=(logprob,) * len(ids),
-        segments=(Segment(length=len(ids), trained=True),), truncated=truncated,
+    """A response of that step."""
+    return make_rollout(
+        sample_id=f"{number:06d}/{domain}/0", step=number, domain=domain, prompt_ids=(7, 8), response_ids=ids,
+        behaviour_logprobs=(logprob,) * len(ids), truncated=truncated,
     )  # fmt: skip
 
 

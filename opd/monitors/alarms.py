@@ -28,7 +28,7 @@ class Sample:
     """A response of the step in which an alarm began."""
 
     signal: str
-    """Of the alarm that it stands for."""
+    """The signal of the alarm that it stands for."""
     domain: str
     sample_id: str
     prompt: str

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import exp
+from statistics import fmean
 
 from opd.step_record import StepRecord, of_domain, token_mean
 from opd.types import Rollout
@@ -71,8 +73,9 @@ def means_of_tokens(steps: Sequence[StepRecord], key: str) -> dict[str, float]:
 
 
 def sureness(rollout: Rollout) -> float:
-    """Mean log-prob of the tokens as they were sampled, nats."""
-    return sum(rollout.behaviour_logprobs) / max(1, len(rollout.behaviour_logprobs))
+    """Mean probability of the student's own tokens as it sampled them; 0 for an empty response, which shows nothing."""
+    probabilities = [exp(rollout.behaviour_logprobs[place]) for place in rollout.trained]
+    return fmean(probabilities) if probabilities else 0.0
 
 
 def _domains(steps: Sequence[StepRecord]) -> list[str]:

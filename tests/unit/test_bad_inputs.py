@@ -31,13 +31,14 @@ from cli import app
 from experts.registry import Registry
 from opd import checkpoints, cluster
 from opd.checkpoints import CheckpointStore
+from opd.cluster.watching import Watch
 from opd.config.monitors import MonitorsConfig
 from opd.config.sections import CheckpointConfig
 from opd.errors import ModelError, RegistryError, RunDirError, RunError, StorageError
 from opd.files import blake3_file, storing
 from opd.losses.rule import IDENTITY
 from opd.metrics import MetricsFile, PhaseClock
-from opd.monitors.watch import Watch
+from opd.monitors.acting import RunMonitors
 from opd.progress import RunReporter
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import Generated, _generated, swap_weights
@@ -46,11 +47,12 @@ from opd.step_record import StepRecord
 from opd.stream.heads import HeadSource
 from opd.stream.targets import refuse_many_broken
 from opd.sync.shared_memory import SharedMemorySync
-from opd.types import DomainStats, Prompt, Rollout, Segment, Teacher, WrittenFile
+from opd.types import DomainStats, Prompt, Rollout, Teacher, WrittenFile
 from pipelines.check.measure import template_findings
 from pipelines.inputs.read import Inputs
 from pipelines.merging.directory import locked
 from pipelines.specs import pool_spec, rollout_spec, trainer_spec
+from tests.rows import make_rollout
 from tests.steps import Letters
 
 ROOT = Path(__file__).parents[2]
@@ -164,10 +166,9 @@ def bench(
 
 
 def rollout(i: int = 0, response: Sequence[int] = (5, 6, 2), domain: str = "reverse") -> Rollout:
-    segments = (Segment(length=len(response), trained=True),) if response else ()
-    return Rollout(
+    return make_rollout(
         sample_id=f"000001/{domain}/{i}", step=1, domain=domain, policy_version=0, prompt_ids=(4, 5),
-        response_ids=tuple(response), behaviour_logprobs=(-1.0,) * len(response), segments=segments, truncated=False,
+        response_ids=tuple(response), behaviour_logprobs=(-1.0,) * len(response),
     )  # fmt: skip
 
 
@@ -458,7 +459,7 @@ def broken_states(b: Bench) -> None:
     batches = scorer("hidden_states").score(
         Teacher(name="up", model_dir=b.root / "up"), [rollout(0), rollout(1, (9, 5, 6))], broken
     )
-    assert [row.sample_id for rows in batches for row in rows] == ["000001/reverse/0"]
+    assert [row.rollout.sample_id for rows in batches for row in rows] == ["000001/reverse/0"]
     assert broken == {"000001/reverse/1": "teacher up: hidden states are not finite"}
     refuse_many_broken(broken, 1000, 0.001)
     with pytest.raises(RunError, match=r"2 of 1000 .*000001/reverse/1.*teachers\.max_quarantined is 0\.001"):
@@ -569,7 +570,7 @@ def engine(b: Bench, **rollout_settings: Any) -> tuple[VLLMRolloutEngine, list[A
         def generate(self, requests: Sequence[Any]) -> list[Generated]:
             asked.extend(requests)
             return [
-                Generated(token_ids=(5,) * r.max_tokens, logprobs=(-1.0,) * r.max_tokens, truncated=True)
+                Generated(token_ids=(5,) * r.max_tokens, logprobs=(-1.0,) * r.max_tokens, stop_reason="length")
                 for r in requests
             ]
 
@@ -633,12 +634,12 @@ def nothing_to_train(b: Bench) -> None:
 def nearly_all_cut(b: Bench) -> None:
     heard = Heard()
     reporter = RunReporter(MetricsFile(b.root / "metrics.jsonl"), RunPaths(b.root), heard)
-    watch = Watch(MonitorsConfig(), RunPaths(b.root), Letters(), tolerance=0.02)
+    monitors = RunMonitors(MonitorsConfig(), RunPaths(b.root), Letters(), tolerance=0.02)
     domains = {name: {"samples": 20, "tokens": 20} for name in ("reverse", "upper")}
     for step in range(1, 14):
         cut = {"domains": domains, "truncated_by_domain": {"reverse": 17, "upper": 19}}
         record = StepRecord.from_json({"step": step, "response_tokens": 20, "phase_s": {"a": 4.0}} | cut)
-        reporter.step(replace(record, alarms=watch.judge(record, [rollout(0, (7,))])))
+        reporter.step(replace(record, alarms=monitors.judge(record, [rollout(0, (7,))])))
     (line,) = heard.lines
     assert line.startswith("warning: step 10: truncation: domain upper: 0.95 of the responses end at their limit")
     assert "raise rollout.max_new_tokens" in line
@@ -897,14 +898,15 @@ def dead_or_hung_worker(b: Bench) -> None:
 
 
 def hung_worker(b: Bench) -> None:
-    b.patch.undo()  # the real `wait`, with a Ray whose answer never comes
+    b.patch.undo()  # the real waiting, with a Ray whose answer never comes
     import ray
 
     no_node = SimpleNamespace(worker=SimpleNamespace(_global_node=None))
     silent = SimpleNamespace(wait=lambda refs, **_: ([], list(refs)), exceptions=ray.exceptions, _private=no_node)
     b.patch.setitem(sys.modules, "ray", silent)
     with pytest.raises(RunError, match=r"rollout worker 0: `generate` took longer than 0 s \(cluster\.phase_timeout_s"):
-        cluster.wait([SimpleNamespace(_opd_name="rollout worker 0")], ["ref"], "generate", timeout_s=0.01)
+        worker = SimpleNamespace(name="rollout worker 0", watch=Watch())
+        cluster.Pending(worker, "generate", "handle").result(timeout_s=0.01)  # type: ignore[arg-type]
 
 
 def dead_and_hung_workers(b: Bench) -> None:

@@ -23,11 +23,11 @@ Readings = Mapping[str, Mapping[str, float]]
 """Signal -> domain -> reading."""
 
 
-class Watch:
+class RunMonitors:
     """Implements `opd.interfaces.Monitors`. All that it remembers is in the records of the steps."""
 
     def __init__(self, limits: MonitorsConfig, paths: RunPaths, tokenizer: Decoder, tolerance: float) -> None:
-        """`tolerance` is what `sync.tolerance` comes to, nats."""
+        """`tolerance` is the run's `sync.tolerance`, nats."""
         self._limits: dict[str, Limits] = {name: getattr(limits, name) for name in SIGNALS}
         self._signals: dict[str, Signal] = {name: imported(place) for name, place in SIGNALS.items()}
         self._paths = paths

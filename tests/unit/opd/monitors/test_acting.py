@@ -15,8 +15,8 @@ from opd.config.monitors import MonitorsConfig
 from opd.errors import Paused, RunError, StorageError
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.metrics import MetricsFile
+from opd.monitors.acting import RunMonitors
 from opd.monitors.alarms import SAMPLES, SAMPLES_OF_STEP, Alarms
-from opd.monitors.watch import Watch
 from opd.progress import RunReporter
 from opd.run_dir import RunPaths
 from opd.step_record import AlarmRecord, StepRecord
@@ -40,13 +40,13 @@ def expert(**tokens: float) -> Evaluation:
     return Evaluation(model="expert", scores=scores)
 
 
-def watch(root: Path, config: MonitorsConfig, records: Sequence[StepRecord] = ()) -> Watch:
-    found = Watch(config, RunPaths(root), Letters(), tolerance=0.02)
+def watch(root: Path, config: MonitorsConfig, records: Sequence[StepRecord] = ()) -> RunMonitors:
+    found = RunMonitors(config, RunPaths(root), Letters(), tolerance=0.02)
     found.begin(records, expert(a=4.0))
     return found
 
 
-def judged(one: Watch, records: Sequence[StepRecord]) -> list[StepRecord]:
+def judged(one: RunMonitors, records: Sequence[StepRecord]) -> list[StepRecord]:
     """The records with their alarms, as the loop makes them."""
     return [replace(record, alarms=one.judge(record, LOOPS)) for record in records]
 
