@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from opd.interfaces import (
     Checkpoints,
     Evaluator,
+    Monitors,
     PromptSource,
     Reporter,
     RolloutEngine,
@@ -51,6 +52,7 @@ class Parts:
     trainer: Trainer
     sync: WeightSync
     evaluator: Evaluator
+    monitors: Monitors
     checkpoints: Checkpoints
     reporter: Reporter
 
@@ -90,8 +92,9 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         record = step_record(scored.batch, scored.targets, trained, pushed)
         accuracy = _evaluate(parts, step, clock) if plan.evaluate_every and step % plan.evaluate_every == 0 else {}
         record = replace(record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take())
+        record = replace(record, alarms=parts.monitors.judge(record, scored.batch.rollouts))
         parts.reporter.step(record)
-        leaving = stop() or step == plan.last_step
+        leaving = stop() or step == plan.last_step or record.ends_run
         with clock("checkpoint"):
             # Commit after the record: a run that is killed in between resumes from the checkpoint before and rewinds the records.
             if leaving or step % plan.checkpoint_every == 0:

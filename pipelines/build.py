@@ -13,6 +13,7 @@ from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Display, Sink
 from opd.loop import Parts, Plan
 from opd.metrics import MetricsFile
+from opd.monitors.acting import RunMonitors
 from opd.progress import RunReporter
 from opd.prompts import MixedPrompts, split_samples
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
@@ -85,14 +86,8 @@ def build(
             tell=shown.say,
         ),
         evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
-        checkpoints=CheckpointStore(
-            paths.checkpoints,
-            trainer,
-            config.checkpoint,
-            world_size=config.trainer.ranks,
-            identity=identity,
-            timeout_s=config.cluster.phase_timeout_s,
-        ),
+        monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
+        checkpoints=_checkpoints(config, paths, trainer, identity),
         reporter=RunReporter(MetricsFile(paths.metrics), paths, shown, sinks),
     )
 
@@ -135,6 +130,19 @@ def _start_workers(
     trainer.wait_ready()
     pool.wait_ready()
     return engine, trainer, pool
+
+
+def _checkpoints(
+    config: PipelineConfig, paths: RunPaths, trainer: DeepSpeedTrainer, identity: Mapping[str, Any]
+) -> CheckpointStore:
+    return CheckpointStore(
+        paths.checkpoints,
+        trainer,
+        config.checkpoint,
+        world_size=config.trainer.ranks,
+        identity=identity,
+        timeout_s=config.cluster.phase_timeout_s,
+    )
 
 
 def _prompt_source(config: PipelineConfig, inputs: Inputs) -> MixedPrompts:

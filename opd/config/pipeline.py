@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
 from opd.config.evaluate import EvaluateConfig
+from opd.config.monitors import MonitorsConfig
 from opd.config.objectives import AnyObjective, default_objective
 from opd.config.sections import (
     CheckpointConfig,
@@ -68,6 +69,7 @@ class PipelineConfig(Strict):
     trainer: TrainerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     sync: SyncConfig = SyncConfig()
+    monitors: MonitorsConfig = MonitorsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     logging: LoggingConfig = LoggingConfig()

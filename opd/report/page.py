@@ -24,6 +24,7 @@ MOST_SAMPLES = 200
 LONGEST_TEXT = 1500
 """Characters of a prompt or an answer; with the two limits above the page stays well below 5 MB."""
 OPTIONAL = (
+    "alarms",
     "gate",
     "answers",
     "baselines",

@@ -23,6 +23,7 @@ from opd.settings import validate
 SAME_WEIGHTS = (
     "checkpoint.*",
     "evaluate.every",
+    "monitors.*",
     "sync.*",
     "cluster.*_timeout_s",
     "cluster.max_restarts",
