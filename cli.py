@@ -1,4 +1,4 @@
-"""The command line. The commands are in `pipelines/commands/`, a module for each; how they end is in its `shell.py`."""
+"""The command line. Each command has a module in `pipelines/commands/`; exit codes and errors are in its `shell.py`."""
 
 from __future__ import annotations
 

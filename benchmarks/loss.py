@@ -79,7 +79,7 @@ class Result:
     value: float | None = None
     """Mean KL(student || teacher), nats; the variants should agree."""
     grad_error: float | None = None
-    """Of the first hidden states' gradient: |got - float64 reference| / |reference|. Rounding to bfloat16 alone: 0.0017."""
+    """Error of the first hidden states' gradient, |got - float64 reference| / |reference|. Rounding to bfloat16 gives 0.0017."""
     note: str = ""
 
 

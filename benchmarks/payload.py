@@ -3,7 +3,7 @@
     python benchmarks/payload.py
 
 Rows go through `TargetRow` and `write_parts`, as in a run; what is counted are all Arrow streams of one worker and step
-with prompts, ids, log-probs, masks, names, offsets, padding and Arrow's headers. Nothing is compressed, so the
+with prompts, ids, log-probs, spans, names, offsets, padding and Arrow's headers. Nothing is compressed, so the
 values do not matter. The last column is the shortest response from which a token costs its payload and at most 16 bytes.
 `--scorer` also lets a `TeacherWorker` with tiny randomly initialised Llamas score the same rows, and checks that its
 stream is as long as the fabricated one. No figure depends on the machine.
@@ -30,13 +30,13 @@ from opd.config.strict import DTYPE_BYTES  # noqa: E402 - found without an insta
 from opd.payloads import answer_class  # noqa: E402
 from opd.payloads.answer import Answer  # noqa: E402
 from opd.stream.schema import TargetRow, write_parts  # noqa: E402
-from opd.types import Rollout, Segment, Teacher  # noqa: E402
+from opd.types import Rollout, Span, Teacher  # noqa: E402
 
 SMALL_VOCAB = 256
-"""Of the tiny model; ids are 4 bytes whatever the vocabulary."""
+"""Vocabulary of the tiny model. Its size does not matter: an id always takes 4 bytes."""
 DENSE_VOCAB = (49152, 151936)
 TOKEN_BYTES = 16
-"""Allowed per token beside the payload: its id, the student's log-prob, the mask, its share of prompt and names."""
+"""Allowed per token beside the payload: its id, the student's log-prob, its share of prompt, spans and names."""
 LONGEST = 256
 """Responses beyond this are not tried in search of the bound."""
 DOMAINS = (
@@ -53,7 +53,7 @@ class Payload:
     width: int = 0
     """d of `hidden_states`, K of `top_k`."""
     dtype: str = "float32"
-    """Of the hidden states; log-probs are float32."""
+    """Type of the hidden states; log-probs are float32."""
 
     @property
     def token_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Measured:
 
 
 Measure = Callable[[Payload, int], Measured]
-"""Of a payload and a length of all responses."""
+"""Function that measures a payload, with the same length of all responses."""
 
 
 def payloads(widths: Sequence[int], ks: Sequence[int]) -> Iterator[Payload]:
@@ -103,22 +103,24 @@ def payloads(widths: Sequence[int], ks: Sequence[int]) -> Iterator[Payload]:
 
 
 def make_rollouts(rows: int, prompt: int, response: int) -> dict[str, list[Rollout]]:
-    """By domain, as even as possible."""
+    """Domain -> rollouts, spread as evenly as possible."""
     rng = random.Random(0)
     rollouts: dict[str, list[Rollout]] = {domain: [] for domain in DOMAINS[:rows]}
     for i in range(rows):
         domain = DOMAINS[i % len(DOMAINS)]
+        sample_id = f"000012/{domain}/{i // len(DOMAINS)}"
         rollouts[domain].append(
             Rollout(
-                sample_id=f"000012/{domain}/{i // len(DOMAINS)}",
+                sample_id=sample_id,
+                group=sample_id,
+                episode=sample_id,
                 step=12,
                 domain=domain,
-                policy_version=11,
                 prompt_ids=tuple(rng.choices(range(SMALL_VOCAB), k=prompt)),
                 response_ids=tuple(rng.choices(range(SMALL_VOCAB), k=response)),
                 behaviour_logprobs=tuple(rng.uniform(-3, 0) for _ in range(response)),
-                segments=(Segment(length=response, trained=True),),
-                truncated=False,
+                spans=(Span(length=response, origin="policy", policy_version=11),),
+                stop_reason="stop",
             )
         )
     return rollouts
@@ -140,18 +142,7 @@ def answer(payload: Payload, response: int, domain: str) -> Answer:
 
 
 def fabricate(rollout: Rollout, answered: Answer) -> TargetRow:
-    return TargetRow(
-        sample_id=rollout.sample_id,
-        step=rollout.step,
-        domain=rollout.domain,
-        teacher=f"{rollout.domain}-expert",
-        policy_version=rollout.policy_version,
-        prompt_ids=rollout.prompt_ids,
-        response_ids=rollout.response_ids,
-        loss_mask=rollout.loss_mask,
-        behaviour_logprobs=rollout.behaviour_logprobs,
-        answer=answered,
-    )
+    return TargetRow(rollout=rollout, teacher=f"{rollout.domain}-expert", answer=answered)
 
 
 def fabricated(rows: int, prompt: int) -> Measure:

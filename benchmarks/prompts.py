@@ -47,14 +47,14 @@ class Measured:
     """1: nothing is kept yet."""
     seconds: float
     cpu_s: float
-    """Of all threads."""
+    """CPU seconds of all threads."""
     peak_mib: float
     own_mib: float
     """At the end, without the pages of mapped files, which the system may take back."""
     mean_tokens: float
-    """Of a prompt."""
+    """Mean tokens of a prompt."""
     digest: str
-    """Of the prompts of the first steps: equal for equal rows, whatever the format."""
+    """Hash of the prompts of the first steps: equal for equal rows, whatever the format."""
 
 
 def write(path: Path, rows: int, chat: bool) -> None:

@@ -45,11 +45,11 @@ MMAP_BYTES = 128 * 1024
 """Left alone, glibc raises this limit as large blocks are freed: processes with long steps then become a quarter faster
 and hold more memory than those with short ones, whatever their experts."""
 DEADLINE_S = 600.0
-"""Of one answer of a process."""
+"""Deadline of one answer of a process."""
 TIME_TARGETS = {16: 1.10, 64: 1.25}
-"""By number of experts the largest ratio wanted to one. Shown, never judged; so is the next one."""
+"""Number of experts -> wanted ratio of time to one expert, at most. Both targets are only shown, never judged."""
 MEMORY_TARGET = 1.15
-"""Of peak memory to that with one expert and the same rows + budgeted cache or further adapters."""
+"""Wanted ratio of peak memory, at most, to that of one expert with the same rows plus the budget or further adapters."""
 SIZES = {
     "default": {"hidden": 192, "intermediate": 1024, "layers": 8, "vocab": 8192},
     "quick": {"hidden": 64, "intermediate": 256, "layers": 4, "vocab": 512},
@@ -81,7 +81,7 @@ class Step:
     cpu_s: float
     loads: int
     swap_s: list[float]
-    """Of each teacher but those that were in place: from its predecessor's last batch to its weights in the skeleton."""
+    """Seconds from a teacher's last batch to the next teacher's weights in the skeleton, for each teacher that was swapped in."""
     stream_bytes: int
     peak_bytes: int
     anon_bytes: int = 0
@@ -117,7 +117,7 @@ class Row:
 
     @property
     def memory_ratio(self) -> float:
-        """To one expert with the same rows, and what the other experts may add."""
+        """Peak memory relative to that of one expert with the same rows plus what the other experts may add."""
         return self.median(lambda s: s.peak_bytes) / (self.ready.alone.peak_bytes + self.allowed_bytes)
 
     @property
@@ -310,7 +310,7 @@ def _worker(case: Case, budget_bytes: int, vocab_size: int) -> Any:
 
 
 def held_bytes(path: Path, dtype: str) -> int:
-    """Of a model's tensors in the type that teachers compute in."""
+    """Bytes of a model's tensors in the type that teachers compute in."""
     import torch
 
     from teachers.weights import read_weights
@@ -319,20 +319,22 @@ def held_bytes(path: Path, dtype: str) -> int:
 
 
 def make_rollouts(case: Case, domain: str, vocab_size: int) -> Iterator[Any]:
-    from opd.types import Rollout, Segment
+    from opd.types import Rollout, Span
 
     rng = random.Random(domain)
     for index in range(case.rows):
+        sample_id = f"000012/{domain}/{index}"
         yield Rollout(
-            sample_id=f"000012/{domain}/{index}",
+            sample_id=sample_id,
+            group=sample_id,
+            episode=sample_id,
             step=12,
             domain=domain,
-            policy_version=11,
             prompt_ids=tuple(rng.choices(range(vocab_size), k=case.prompt)),
             response_ids=tuple(rng.choices(range(vocab_size), k=case.response)),
             behaviour_logprobs=(-1.0,) * case.response,
-            segments=(Segment(length=case.response, trained=True),),
-            truncated=False,
+            spans=(Span(length=case.response, origin="policy", policy_version=11),),
+            stop_reason="stop",
         )
 
 

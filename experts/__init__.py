@@ -1,1 +1,1 @@
-"""The registry of experts: what a model directory holds, whether it fits the student, and what was registered."""
+"""Experts: the registry, checks of model directories and adapters, and the training of experts."""

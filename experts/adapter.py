@@ -1,4 +1,4 @@
-"""PEFT LoRA adapters: what a directory holds, whether it fits its base, and base and adapter as one full model.
+"""PEFT LoRA adapters: read and check a directory, and merge an adapter into its base.
 
     adapter_config.json ─── rank, alpha, base ──┐
     adapter_model.safetensors ── header only ───┴─ inspect_adapter ── AdapterInfo
@@ -31,51 +31,52 @@ MERGE_FIRST = (
     "merge it with PEFT and give the result as a full model: "
     "AutoPeftModelForCausalLM.from_pretrained(dir).merge_and_unload().save_pretrained(out)"
 )
-"""The way out for an adapter that is no plain LoRA."""
+"""The `fix` line of an error about an adapter that is no plain LoRA."""
 _READ = {"peft_type", "base_model_name_or_path", "bias", "init_lora_weights", *LoraConfig.model_fields}
 _WITHOUT_EFFECT = {
     *("auto_mapping", "inference_mode", "peft_version", "revision", "runtime_config", "task_type"),
-    # Which modules were chosen; the tensors say it.
+    # These say which modules were chosen. The tensors show that.
     *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
-    # Only in training, or only with another option that is refused.
+    # These matter in training only, or only with another option, which is refused.
     *("ensure_weight_tying", "eva_config", "lora_dropout", "megatron_core", "qalora_group_size"),
 }
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""The others (PiSSA, OLoRA, LoftQ ...) also change the base, so that the adapter does not fit the base as it is."""
+"""Harmless values of `init_lora_weights`. PiSSA, OLoRA, LoftQ and others also change the base, so an adapter of theirs does
+not fit the original base."""
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 class AdapterInfo(Strict):
-    """An adapter directory in one record; goes into the registry's manifests."""
+    """The facts about an adapter directory; the registry's manifests hold this record."""
 
     path: str
     """Absolute directory, symbolic links resolved."""
     base: str
-    """Absolute directory of the model it belongs to."""
+    """Absolute directory of its base model."""
     rank: int
     """The largest of its modules' ranks."""
     alpha: float
-    """`lora_alpha`; single modules may have their own."""
+    """`lora_alpha`; a module may have a value of its own."""
     target_modules: tuple[str, ...]
     """Last names of the modules it touches, e.g. `q_proj`."""
     parameters: int
-    """Numbers in its weight file."""
+    """How many numbers its weight file holds."""
     files: dict[str, str]
     """Name → BLAKE3 of its weights and its configuration; empty if hashing was not asked for."""
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory says of itself that it is an adapter."""
+    """True if the directory holds an adapter's configuration."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
 def inspect_expert(
     path: Path, base: Path | None = None, known: Hashes | None = None
 ) -> tuple[ModelInfo, AdapterInfo | None]:
-    """Facts, with hashes, of a full model; or of an adapter's base and of the adapter.
+    """Read and hash a full model, or an adapter's base and the adapter.
 
-    `base` as for `inspect_adapter`, `known` as for `weight_hashes`. Raises: ModelError, also for a base with a full
-    model.
+    `base` is explained at `inspect_adapter`, `known` at `weight_hashes`. Raises: ModelError, also if `base` is given for a
+    full model.
     """
     if is_adapter(path):
         adapter = inspect_adapter(path, base)
@@ -96,7 +97,7 @@ def inspect_adapter(path: Path, base: Path | None = None, hash_files: bool = Tru
 
     `base` is the base's directory; by default the one that the adapter names, if there is one.
     Raises: ModelError if it is not plain LoRA on linear layers, if files are missing, damaged or pickles, if the base
-    cannot be found or is itself refused, or if a tensor has no module in the base or another shape than it.
+    cannot be found or is itself refused, or if a tensor has no module in the base or does not fit the module's shape.
     """
     refuse_no_directory(path)
     weights = _weight_file(path)
@@ -120,7 +121,7 @@ def inspect_adapter(path: Path, base: Path | None = None, hash_files: bool = Tru
 
 
 def adapter_hashes(path: Path) -> dict[str, str]:
-    """BLAKE3 of the two files of an adapter that are there."""
+    """File name -> BLAKE3 of an adapter's two files, as far as they exist."""
     files = [path / ADAPTER_CONFIG, path / ADAPTER_WEIGHTS]
     return {file.name: blake3_file(file) for file in files if file.is_file()}
 
@@ -128,8 +129,8 @@ def adapter_hashes(path: Path) -> dict[str, str]:
 def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
     """Write base + scaling * B A as a full model to `out`, which must not exist, in the base's types.
 
-    Both have passed `inspect_adapter`. Weight files are copied and the touched tensors overwritten in place, so memory
-    holds one of them at a time, in float32. Raises: OSError.
+    Both have passed `inspect_adapter`. Weight files are copied, then the changed tensors are overwritten in place, so memory
+    holds one tensor at a time, in float32. Raises: OSError.
     """
     import torch
     from safetensors import safe_open
@@ -138,6 +139,7 @@ def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
     config = validated(LoraConfig, read_json(adapter / ADAPTER_CONFIG), adapter / ADAPTER_CONFIG)
     changes = updates(config, load_file(adapter / ADAPTER_WEIGHTS))
     out.mkdir(parents=True)
+    # Other weight formats stay behind: a loader could read them in place of the merged safetensors.
     for file in base.iterdir():
         if file.is_file() and file.suffix not in (".safetensors", *OTHER_FORMATS):
             shutil.copyfile(file, out / file.name)
@@ -156,7 +158,7 @@ def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
 
 
 def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
-    """Refuses every option that is set and is not known to be harmless, so also those of PEFT versions to come."""
+    """Refuse every option that is set and is not known to be harmless, so that options of future PEFT versions are refused."""
     if data.get("peft_type") != "LORA":
         raise _unsupported(f"{file}: peft_type", repr(data.get("peft_type")), "'LORA'")
     if data.get("bias", "none") != "none":
@@ -178,7 +180,7 @@ def _unsupported(where: str, found: str, wanted: str) -> ModelError:
 
 
 def _weight_file(path: Path) -> Path:
-    """Raises: ModelError unless it is the only weight file that anything could load."""
+    """The adapter's weight file. Raises: ModelError if it is missing, or if there is another file that could be loaded."""
     names = sorted(file.name for file in path.iterdir() if file.suffix in (".safetensors", *OTHER_FORMATS))
     others = [name for name in names if name.endswith(".safetensors") and name != ADAPTER_WEIGHTS]
     if others:
@@ -216,7 +218,7 @@ def _find_base(file: Path, data: Mapping[str, Any], given: Path | None) -> Path:
 
 
 def _check_tensors(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: Path) -> dict[str, int]:
-    """Module → rank. Raises: ModelError for a tensor that is no part of plain LoRA or does not fit the base."""
+    """Module → rank. Raises: ModelError for a tensor that plain LoRA does not have, or that does not fit the base."""
     theirs = weight_tensors(base)
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -250,7 +252,7 @@ def _check_module(
     try:
         rank = config.rank(module)
         config.scaling(module)
-    except (re.error, OverflowError) as error:  # the latter for a{9999999999}
+    except (re.error, OverflowError) as error:  # OverflowError for a{9999999999}
         raise ModelError.at(
             f"{file.parent / ADAPTER_CONFIG}: rank_pattern, alpha_pattern",
             found=f"{[*(config.rank_pattern or ()), *(config.alpha_pattern or ())]}: {error}"[:200],
@@ -272,11 +274,12 @@ def _check_module(
 
 @contextmanager
 def whole_model(teacher: Teacher, scratch: Path) -> Iterator[Path]:
-    """A full model directory: the teacher's own, or its adapter merged into its base in `scratch`, removed afterwards."""
+    """A directory with the full model: the teacher's own, or `scratch` with its adapter merged into its base, removed at the
+    end."""
     if teacher.adapter_dir is None:
         yield teacher.model_dir
         return
-    shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
     try:
         merge_adapter(teacher.model_dir, teacher.adapter_dir, scratch)
         yield scratch

@@ -1,4 +1,4 @@
-"""Files of a model directory that decide, beside the weights, which tokens a model reads and what it computes."""
+"""Files of a model directory that decide, together with the weights, which tokens a model reads and what it computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blake3 import blake3
 from opd.files import blake3_file
 
 CONFIG_FILES = ("config.json",)
-"""What a forward pass depends on."""
+"""Files that a forward pass depends on."""
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -22,11 +22,11 @@ TOKENIZER_FILES = (
     "chat_template*",
     "generation_config.json",
 )
-"""What text becomes as tokens, and which tokens end a response. A merged model has its student's."""
+"""Files that decide how text becomes tokens, and which tokens end a response. A merged model gets its student's."""
 
 STUDENT_FILES = (*CONFIG_FILES, *TOKENIZER_FILES)
-"""All that counts of a student. Of an expert only `CONFIG_FILES` do: it scores, and answers its exam, with the student's
-tokenizer, template and end tokens, and its own vocabulary and end tokens are compared with the student's at every start.
+"""All files of a student that matter. For an expert only `CONFIG_FILES` matter: it scores, and answers its exam, with the
+student's tokenizer, template and end tokens. Every start compares its own vocabulary and end tokens with the student's.
 """
 
 
@@ -37,7 +37,7 @@ def file_hashes(path: Path, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def model_digest(path: Path, weight_files: Mapping[str, str], adapter_files: Mapping[str, str] | None = None) -> str:
-    """By which a model is known: its config.json, the hashes of its weight files, and of an adapter's files.
+    """Digest that identifies a model: its config.json, and the hashes of its weight files and of an adapter's files.
 
     Raises: OSError.
     """

@@ -1,4 +1,4 @@
-"""Whether an expert can teach a student: the same token ids, the same ends. Sizes and architecture may differ."""
+"""Check that an expert can teach a student: same token ids, same end tokens. Sizes and architecture may differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that hold a NaN or an infinity, found at registration, through a memory map and without torch."""
+"""Find NaNs and infinities in weights at registration, through a memory map and without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 CHUNK = 1 << 24
-"""Numbers looked at together: bounds the temporaries, whatever the tensor's size."""
+"""Numbers checked at a time, so that temporary arrays stay small however large the tensor is."""
 
 _EXPONENTS = {
     "F16": ("<u2", 0x7C00),
@@ -20,7 +20,7 @@ _EXPONENTS = {
     "F32": ("<u4", 0x7F80_0000),
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
 }
-"""Exponent bits: all of them are set in a NaN or an infinity, and in no other number."""
+"""Type -> integer type and the bits of the exponent. All of these bits are set in a NaN or infinity, and in no other number."""
 
 
 def check_finite(path: Path, names: list[str]) -> None:
@@ -43,7 +43,7 @@ def check_finite(path: Path, names: list[str]) -> None:
 
 
 def _not_finite(data: np.ndarray, tensor: Tensor) -> int:
-    """How many; 0 for types that have no such numbers, and for those that only quantised models use."""
+    """Number of NaNs and infinities; 0 for types that have none, and for types that only quantised models use."""
     import numpy as np
 
     if tensor.dtype not in _EXPONENTS:

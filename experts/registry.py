@@ -1,6 +1,6 @@
-"""The registry of experts: `ROOT/NAME/manifest.json` says what was registered; the weights stay where they are.
+"""The registry of experts: `ROOT/NAME/manifest.json` records a registered expert. Its weights stay where they are.
 
-Nothing is written before every check has passed, and a manifest appears at once and whole or not at all.
+Nothing is written before every check has passed, and a manifest appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Facts = TypeVar("Facts", ModelInfo, AdapterInfo)
 
 
 class Manifest(Strict):
-    """What one registered expert was when it was added."""
+    """The facts about one expert at the time of its registration."""
 
     format_version: Literal[1] = 1
     name: Name
@@ -43,28 +43,28 @@ class Manifest(Strict):
     prompts: str | None = None
     """Absolute path of the domain's training prompts."""
     prompts_hash: str | None = None
-    """BLAKE3 of the prompts file; of a directory, of its files' names and hashes."""
+    """BLAKE3 of the prompts file, or of the names and hashes of the files of a directory."""
     prompts_count: int | None = None
-    """Prompts in it."""
+    """Number of prompts."""
     info: ModelInfo
-    """The model, of an adapter its base."""
+    """The model; for an adapter, its base."""
     config_hash: str | None = None
-    """BLAKE3 of the model's config.json, of an adapter of its base's; None if an older release registered it."""
+    """BLAKE3 of config.json, for an adapter that of its base; None if an older release registered the expert."""
     adapter: AdapterInfo | None = None
-    """Of a LoRA adapter; None for a full model."""
+    """The LoRA adapter; None for a full model."""
     probe: ProbeRecord | None = None
-    """By which a scoring worker knows the expert again; None if it was registered without torch."""
+    """Log-probs by which a scoring worker recognises the expert; None if it was registered without torch."""
     registered_at: str
     """UTC, ISO 8601."""
 
     @property
     def architecture(self) -> str:
-        """For people, e.g. `LlamaForCausalLM + LoRA r=16`."""
+        """The architecture as shown to people, e.g. `LlamaForCausalLM + LoRA r=16`."""
         return self.info.architecture + (f" + LoRA r={self.adapter.rank}" if self.adapter else "")
 
     @property
     def parameters(self) -> int:
-        """Numbers in all its weight files."""
+        """How many numbers all its weight files hold."""
         return self.info.parameters + (self.adapter.parameters if self.adapter else 0)
 
 
@@ -130,7 +130,7 @@ class Registry:
         return sorted(d.name for d in self._root.iterdir() if _is_name(d.name) and (d / MANIFEST).is_file())
 
     def get(self, name: str) -> Manifest:
-        """Raises: RegistryError if the name is unknown or its manifest cannot be read."""
+        """The manifest of one expert. Raises: RegistryError if the name is unknown or its manifest cannot be read."""
         file = self._file(name)
         try:
             manifest = Manifest.model_validate_json(file.read_bytes())
@@ -147,9 +147,9 @@ class Registry:
         return [self.get(name) for name in self.names()]
 
     def verify(self, name: str, known: Hashes | None = None) -> list[str]:
-        """Compare the files with the manifest; one sentence for each problem, none if all is as registered.
+        """Compare the files with the manifest; returns one sentence for each difference.
 
-        `known`: one dictionary for several calls, so that the base of several adapters is read once.
+        Pass one dictionary as `known` to several calls, so that a base that adapters share is read once.
         Raises: RegistryError if the name is unknown or its manifest cannot be read.
         """
         manifest = self.get(name)
@@ -166,7 +166,7 @@ class Registry:
         return [m.name for m in self.all() if m.name != manifest.name and _weights(m) == _weights(manifest)]
 
     def remove(self, name: str) -> None:
-        """Forget an expert, also one with a broken manifest; its model and any file that is not ours stay.
+        """Remove an expert from the registry, even if its manifest is broken. Its model and files that are not ours stay.
 
         Raises: RegistryError if the name is unknown.
         """
@@ -189,13 +189,13 @@ class Registry:
         return self._root / name / MANIFEST
 
     def _write(self, manifest: Manifest) -> None:
-        # The dot keeps it out of the names if we die half-way.
+        # If we die half-way, the dot keeps the directory out of the list of names.
         staging = self._root / f".{manifest.name}.{os.getpid()}.tmp"
         final = self._root / manifest.name
         staging.mkdir(parents=True, exist_ok=True)
         try:
             atomic_write_text(staging / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
-            # A directory cannot be renamed over one that has files: the second of two writers at a time fails.
+            # A directory cannot be renamed over one that has files: of two writers at a time the second one fails.
             staging.rename(final)
         except OSError:
             if (final / MANIFEST).exists():
@@ -209,7 +209,7 @@ class Registry:
 
 
 def _weights(manifest: Manifest) -> tuple[list[str], str | None]:
-    """What decides whether two experts are the same; an adapter's configuration also names its base's place."""
+    """The hashes that decide whether two experts are the same. An adapter's configuration is left out: it holds its base's path."""
     adapter = manifest.adapter.files[ADAPTER_WEIGHTS] if manifest.adapter else None
     return sorted(manifest.info.weight_files.values()), adapter
 
@@ -217,7 +217,7 @@ def _weights(manifest: Manifest) -> tuple[list[str], str | None]:
 def _weight_problems(manifest: Manifest, known: Hashes | None) -> list[str]:
     directory = Path(manifest.info.path)
     if not directory.is_dir():
-        return []  # _info_problems says so once
+        return []  # `_info_problems` reports that
     return _file_problems(directory, manifest.info.weight_files, weight_hashes(directory, known))
 
 
@@ -246,10 +246,10 @@ def _info_problems(manifest: Manifest) -> list[str]:
 
 
 def _config_problems(manifest: Manifest) -> list[str]:
-    """Most of what a forward pass depends on, such as the base of the rotary embedding, is no field of `ModelInfo`."""
+    """Compare the hash of config.json. A forward pass depends on keys, such as the rotary base, that `ModelInfo` lacks."""
     file = Path(manifest.info.path) / CONFIG
     if manifest.config_hash is None or not file.is_file():
-        return []  # _info_problems says that it is missing
+        return []  # `_info_problems` reports a missing file
     actual = blake3_file(file)
     expected = manifest.config_hash
     return [] if actual == expected else [f"{file}: changed config, expected {expected}, actual {actual}"]
@@ -277,8 +277,8 @@ def _changed_fields(registered: Facts, now: Facts, but: tuple[str, ...]) -> list
 
 
 def _counted(prompts: Path) -> tuple[int, str]:
-    """How many prompts there are, every one of them checked, and their content hash. Raises: PromptError."""
-    from opd.prompts import find_source, open_rows  # imports Arrow, which `opd experts list` does without
+    """Check every prompt; returns their number and their content hash. Raises: PromptError."""
+    from opd.prompts import find_source, open_rows  # imports Arrow, which `opd experts list` does not need
 
     return len(open_rows(prompts)), find_source(prompts).content_hash()
 

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: names, shapes, types and places of its tensors, without reading one of them."""
+"""Read the header of a safetensors file: names, shapes, types and places of its tensors, but no tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tensor(Lenient):
     """One entry of a safetensors header."""
 
     dtype: str
-    """safetensors' name, e.g. `BF16`."""
+    """The type by safetensors' name, e.g. `BF16`."""
     shape: list[NonNegativeInt]
     data_offsets: list[NonNegativeInt] = Field(min_length=2, max_length=2)
     """First byte and the one after the last, counted from the end of the header."""
@@ -52,13 +52,13 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 
 def data_start(file: Path) -> int:
-    """Where the data begin to which offsets are relative, in a file whose header has been read."""
+    """First byte after the header, from which offsets count. The header has been checked before."""
     with file.open("rb") as stream:
         return 8 + _length(stream.read(8))
 
 
 def _length(prefix: bytes) -> int:
-    """Bytes of the header; 0 if the file ends before it says."""
+    """Length of the header in bytes; 0 if the file ends before the length."""
     length: int = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
     return length
 

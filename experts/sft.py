@@ -73,10 +73,10 @@ def fine_tune(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImitationSpec:
-    """How `imitate` trains: a merge's optimiser and schedule, and the size of a step."""
+    """Settings of `imitate`: a merge's optimiser and schedule, and the size of a step."""
 
     adamw: AdamWOptions
-    """The optimiser but for its rate."""
+    """Settings of the optimiser, except for its learning rate."""
     rate: LearningRate
     """Learning rate of every step; there are `rate.steps` of them."""
     max_grad_norm: float
@@ -90,7 +90,7 @@ class ImitationSpec:
     accumulate: int
     """Micro-batches of one step."""
     seed: int = 0
-    """Decides what the model's own chance does, such as dropout."""
+    """Seed of the model's own randomness, such as dropout."""
 
 
 def imitate(
@@ -104,8 +104,8 @@ def imitate(
     """Train `model` in place as a merge trains its student, but on given text: its optimiser, its schedule, its steps.
 
     Each step takes the next `micro_batch * accumulate` of the examples, in their order; the loss is the mean over the
-    step's trained tokens. `report` and `scratch` as for `fine_tune`. This is transformers' Trainer and not a `ZeroEngine`,
-    because in one process ZeRO-3 costs 25 to 31 % more time.
+    step's trained tokens. `report` and `scratch` are explained at `fine_tune`. This uses transformers' Trainer and not a
+    `ZeroEngine`, because in one process ZeRO-3 costs 25 to 31 % more time.
     """
     assert len(examples) == spec.rate.steps * spec.micro_batch * spec.accumulate
     chosen = {
@@ -118,9 +118,9 @@ def imitate(
         "bf16": spec.dtype == "bfloat16",
     }
     arguments = _arguments(spec.rate.steps, spec.seed, scratch, chosen)
-    # On a machine with several GPUs the trainer would take a micro-batch for each, and so a larger step.
+    # With several GPUs the Trainer would take a micro-batch for each of them, and so larger steps.
     arguments._n_gpu = min(1, arguments.n_gpu)
-    optimizer = adamw(model, spec.adamw, lr=1.0)  # the schedule is the rate itself, not a factor on one
+    optimizer = adamw(model, spec.adamw, lr=1.0)  # the schedule returns the rate itself, so the factor is 1
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: spec.rate.at(done + 1))
     _train(model, examples, arguments, report, (optimizer, schedule))
 
@@ -148,7 +148,7 @@ def _train(
     report: Callable[[int, float], None],
     optimizers: tuple[Any, Any] = (None, None),
 ) -> None:
-    """`optimizers`: optimiser and schedule; by default those that the arguments name."""
+    """Run transformers' Trainer. `optimizers`: optimiser and schedule; by default those that the arguments name."""
     trainer = Trainer(
         model=model,
         args=arguments,
@@ -184,8 +184,9 @@ class _Report(TrainerCallback):
 def collate(batch: list[Example]) -> dict[str, torch.Tensor | int]:
     """Right-padded [B, T]; padding is neither attended to nor learned.
 
-    Logits are made for the last `logits_to_keep` positions only, from the one that predicts the first completion token:
-    over a prompt they are the larger half of a small model's work, and no label is there. `labels` are [B, that many].
+    Logits are computed for the last `logits_to_keep` positions only, beginning with the one that predicts the first
+    completion token; `labels` are [B, logits_to_keep]. Prompts have no labels, and their logits would be the larger half of a
+    small model's work.
     """
     length = max(len(example["input_ids"]) for example in batch)
     first = min(next(t for t, label in enumerate(example["labels"]) if label != IGNORED) for example in batch)
@@ -204,14 +205,14 @@ def collate(batch: list[Example]) -> dict[str, torch.Tensor | int]:
 
 
 def _until_end(ids: list[int], eos: int) -> list[int]:
-    """Up to the last end token, put there if missing: what a template writes after it is never generated."""
+    """Cut the ids after the last end token, or add one: a model never generates what a template writes after it."""
     if eos not in ids:
         return [*ids, eos]
     return ids[: len(ids) - ids[::-1].index(eos)]
 
 
 def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> str:
-    """What follows the prompt, as text."""
+    """The completion as text."""
     if isinstance(line.prompt, str) and isinstance(line.completion, str):
         return line.completion
     if isinstance(line.prompt, str) or line.completion is None or isinstance(line.completion, str):

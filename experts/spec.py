@@ -57,7 +57,7 @@ class FromScratch(Strict):
 
 
 class BaseSpec(Strict):
-    """Where the experts start from: exactly one of `model` and `from_scratch`."""
+    """The model that the experts start from: exactly one of `model` and `from_scratch`."""
 
     model: Path | None = None
     """Hugging Face directory, safetensors only."""
@@ -66,7 +66,7 @@ class BaseSpec(Strict):
     data: tuple[Path, ...] = ()
     """Prompt files with completions that a new model is first trained on, mixed; without them it stays random."""
     train: TrainSettings | None = None
-    """How; what is not said is as in the spec's `train`."""
+    """Settings of that training; those that are left out are as in the spec's `train`."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> BaseSpec:
@@ -89,16 +89,16 @@ class LoraSettings(Strict):
 class ExpertSpec(Strict):
     domain: Name
     data: Path
-    """Prompt file of which the completions are learned."""
+    """Prompt file whose completions the expert learns."""
     train: TrainSettings
-    """What is not said is as in the spec's `train`."""
+    """Settings for this expert; those that are left out are as in the spec's `train`."""
 
 
 class ExpertsSpec(Strict):
     """One base and the experts that are fine-tuned from it, one after the other."""
 
     output_dir: Path
-    """Gets one directory per expert, and `base` for a new model."""
+    """Directory for one subdirectory per expert, and `base` for a new model."""
     seed: int = Field(0, ge=0)
     base: BaseSpec
     method: Literal["full", "lora"] = "full"
@@ -107,7 +107,7 @@ class ExpertsSpec(Strict):
     train: TrainSettings
     experts: dict[Name, ExpertSpec] = Field(..., min_length=1)
     registry: Path | None = None
-    """Registry to which each finished expert is added; without it none is."""
+    """Registry to which each finished expert is added; without it no expert is registered."""
 
     @model_validator(mode="before")
     @classmethod
@@ -132,7 +132,7 @@ class ExpertsSpec(Strict):
 
 
 def find_spec(name_or_path: str) -> Path:
-    """A shipped spec's file, or the path as it is (whoever loads it says if it is missing)."""
+    """The file of a shipped spec, or the path unchanged; `load_spec` refuses a missing file."""
     shipped = files("experts").joinpath(f"{name_or_path}.yaml")
     return Path(str(shipped)) if shipped.is_file() else Path(name_or_path)
 

@@ -33,15 +33,15 @@ TrainingRecord = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """One directory to be made."""
+    """One model directory to make."""
 
     name: str
     directory: Path
     lines: tuple[PromptLine, ...]
     train: TrainSettings | None
-    """None: a base that keeps its random weights."""
+    """None for a base that keeps its random weights."""
     record: TrainingRecord
-    """Everything that decides the weights, as it goes into `training.json`."""
+    """Everything that decides the weights, as `training.json` stores it."""
 
     @property
     def finished(self) -> bool:
@@ -49,7 +49,7 @@ class TrainingJob:
 
 
 def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
-    """Train what is not finished yet; returns the experts' directories in the order of the spec.
+    """Train the models that are not finished yet; returns the experts' directories in the order of the spec.
 
     `progress` gets one line per tenth of a run: name, step, loss, elapsed time.
     Raises, before any training: PromptError (data), ModelError (base), RegistryError (a name taken by another model),
@@ -124,7 +124,7 @@ def _with_completions(path: Path) -> list[PromptLine]:
 
 
 def _check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
-    """The directory and the name are free, or ours. Raises: ConfigError, RegistryError."""
+    """Refuse a directory or a name that another spec or model has. Raises: ConfigError, RegistryError."""
     file = job.directory / RECORD
     if job.finished and (not file.is_file() or json.loads(file.read_text()) != job.record):
         raise ConfigError.at(
@@ -236,7 +236,7 @@ def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizer
         intermediate_size=shape.intermediate_size,
         tie_word_embeddings=shape.tie_word_embeddings,
         max_position_embeddings=shape.max_position_embeddings,
-        # Llama's own 0.02 is for wide models: in a narrow one all attention would be flat for the first hundred steps.
+        # Llama's 0.02 is for wide models: in a narrow one, attention would stay flat for the first hundred steps.
         initializer_range=shape.hidden_size**-0.5,
         **ids,
     )
@@ -252,7 +252,7 @@ def _staging(job: TrainingJob) -> Path:
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob) -> None:
     """Write the whole Hugging Face directory beside its place, then rename it."""
     staging = _staging(job)
-    shutil.rmtree(staging, ignore_errors=True)  # of a run that was interrupted
+    shutil.rmtree(staging, ignore_errors=True)  # left by a run that was interrupted
     staging.mkdir(parents=True)
     model.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
@@ -270,7 +270,7 @@ def _register(registry: Registry, name: str, directory: Path, spec: ExpertsSpec)
 
 
 def _quiet() -> None:
-    """Our progress lines replace the libraries' bars."""
+    """Silence the libraries' progress bars; our own lines replace them."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The weight files of a model directory: which of them a loader reads, and what their headers and hashes say.
+"""The weight files of a model directory: which of them a loader reads, their headers and their hashes.
 
 Every refusal is a ModelError that names the file.
 """
@@ -31,9 +31,9 @@ class _Index(Lenient):
 
 
 def weight_hashes(path: Path, known: Hashes | None = None) -> dict[str, str]:
-    """BLAKE3 of every safetensors file of the directory, also of those that no loader reads.
+    """File name → BLAKE3 of every safetensors file of the directory, even if no loader reads it.
 
-    `known` is asked first and told afterwards: adapters that share a base share one reading of it. Raises: OSError.
+    Hashes in `known` are not computed again, and new ones are added to it: adapters with one base read it once. Raises: OSError.
     """
     known = {} if known is None else known
     if path not in known:
@@ -92,7 +92,7 @@ def _shards_of_index(index: Path) -> list[str]:
 
 
 def refuse_no_directory(path: Path) -> None:
-    """Raises: ModelError if it is a file or is not there, or if a link in it leads elsewhere."""
+    """Raises: ModelError if the path is missing or a file, or if a link in the directory leads out of it."""
     if not path.is_dir():
         raise ModelError.at(
             path,
@@ -104,14 +104,16 @@ def refuse_no_directory(path: Path) -> None:
 
 
 def _refuse_links_out(path: Path) -> None:
-    """A link in a directory that came from others could bring any file of this machine into the merged model.
+    """Refuse links out of the directory: one in a directory of others could bring any file of this machine into a model.
 
     The hub's cache is made of links: from `snapshots/REVISION/` to `blobs/` of the same repository.
     """
     root = path.resolve()
     inside = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
     for file in path.iterdir():
-        target = Path(os.path.realpath(file))  # unlike `resolve` it takes a loop, which is no file to whoever reads it
+        target = Path(
+            os.path.realpath(file)
+        )  # unlike `resolve` it does not raise for a loop of links; reading the file then fails
         if file.is_symlink() and not any(target.is_relative_to(place) for place in inside):
             raise ModelError.at(
                 file,
@@ -122,7 +124,7 @@ def _refuse_links_out(path: Path) -> None:
 
 
 def _refuse_adapter(path: Path) -> None:
-    # Also beside full weights: transformers would load the adapter's base model instead of them.
+    # Refused even beside full weights, because transformers would load the adapter's base model in their place.
     if (path / ADAPTER_CONFIG).is_file():
         raise ModelError.at(
             path / ADAPTER_CONFIG,

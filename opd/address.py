@@ -1,4 +1,4 @@
-"""Network addresses as a user writes them. Who may be spoken to in clear is decided here, once."""
+"""Network addresses as a user writes them, and the hosts that may be reached without encryption."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def parse_url(text: str) -> tuple[str, Address] | None:
 
 
 def without_secret(url: str) -> str:
-    """An address that may be shown: user and password, if somebody wrote them into it, left out."""
+    """The address without the user and password that it may hold, so that it can be shown."""
     scheme, mark, rest = url.rpartition("://")
     return f"{scheme}{mark}{rest.rpartition('@')[2]}"

@@ -2,9 +2,9 @@
 
     checkpoints/step-000050/  rank-0.safetensors  rank-1.safetensors  trainer.json  checkpoint.json
 
-The trainer's ranks copy their state and write it while the run goes on; a checkpoint becomes one when the driver, some
-steps later, has written `checkpoint.json` (what it belongs to, BLAKE3 and size of every file) and renamed the directory.
-Until then nothing older is touched.
+The trainer's ranks copy their state and write it while the run goes on. Some steps later the driver writes `checkpoint.json`
+(what the checkpoint belongs to, BLAKE3 and size of every file) and renames the directory: from then on it is a checkpoint.
+Nothing older is deleted before that.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CheckpointStore:
         self._writing = _Writing(step, policy_version, temporary, time.monotonic() + self._timeout_s)
 
     def committed(self, wait: bool) -> SavedCheckpoint | None:
-        """As `opd.interfaces.Checkpoints.committed`."""
+        """Implements `opd.interfaces.Checkpoints.committed`."""
         self._commit(wait)
         saved, self._committed = self._committed, None
         return saved
@@ -118,7 +118,7 @@ class CheckpointStore:
                 replace_dir(writing.path, self._root / step_name(writing.step))
         except RunError:
             self._writing = None
-            shutil.rmtree(writing.path, ignore_errors=True)  # room for what is to be written next
+            shutil.rmtree(writing.path, ignore_errors=True)  # the disk may be full: give the room back
             raise
         self._committed = SavedCheckpoint(step=writing.step, background_s=max(f.seconds for f in files), size=size)
         self._drop_old(writing.step)
@@ -141,9 +141,9 @@ def steps_of(root: Path) -> list[int]:
 
 
 def choose(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint to go on from: `latest`, `latest-valid` or a step. None if the run has none at all.
+    """Choose the checkpoint to go on from: `latest`, `latest-valid` or a step. None if the run has no checkpoint at all.
 
-    `say` is told of damaged ones that `latest-valid` passes over. Raises: RunDirError naming what is wrong.
+    `say` gets a sentence about each damaged one that `latest-valid` passes over. Raises: RunDirError naming what is wrong.
     """
     steps = steps_of(root)
     if wanted not in (LATEST, LATEST_VALID):
@@ -168,7 +168,7 @@ def choose(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | 
     raise RunDirError.at(
         root,
         found=f"{len(steps)} checkpoints, every one of them damaged",
-        wanted="one that is whole",
+        wanted="a checkpoint that is whole",
         fix="put the files back, or start a new run",
     )
 

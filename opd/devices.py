@@ -1,4 +1,4 @@
-"""Records to a device."""
+"""Move records of tensors to a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def to_device(record: T, device: torch.device) -> T:
-    """Move every tensor of a (possibly nested) record; tensors that are there already are not copied."""
+    """Move every tensor of a (possibly nested) record to `device`; tensors that are already there are not copied."""
     if isinstance(record, Tensor):
         return record.to(device)  # type: ignore[return-value]
     if isinstance(record, tuple):

@@ -1,4 +1,4 @@
-"""Is this environment whole? Run as `python -m opd.doctor` at the end of the set-up; names what is broken."""
+"""Check that the environment is complete: `python -m opd.doctor` runs at the end of the set-up and names what is broken."""
 
 from __future__ import annotations
 

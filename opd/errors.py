@@ -29,7 +29,7 @@ class OpdError(ValueError):
     def at(cls, where: object, *, found: str, wanted: str, fix: str) -> Self:
         """`where` is the field or file; the three sentences become one message of four lines.
 
-        What was found comes from others: it cannot write a `fix` line of its own, because its further lines are indented.
+        `found` may quote text of others. Its further lines are indented, so that it cannot forge a `fix` line.
         """
         parts = {"found:  ": found, "wanted: ": wanted, "fix:    ": fix}
         lines = [_indented(f"  {label}{text}") for label, text in parts.items()]

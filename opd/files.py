@@ -16,7 +16,7 @@ from blake3 import blake3
 from opd.errors import StorageError
 
 STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO})
-"""What the disk can have against a write; anything else is a mistake of ours."""
+"""Error numbers with which a disk refuses a write; any other number is a mistake of ours."""
 
 
 def fsync_dir(path: Path) -> None:
@@ -95,7 +95,7 @@ def storing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in STORAGE_ERRNOS:
             raise
-        # Of a copy the second name is that of the copy.
+        # An error in a copy names two files: the second one is the file that was being written.
         target = error.filename2 or error.filename or path
         raise StorageError(f"{target}: could not be written: {error.strerror}") from None
     except SafetensorError as error:  # hides the error number in its text

@@ -1,11 +1,14 @@
-"""The parts of a merge as the loop sees them. `pipelines.build` chooses the classes behind these."""
+"""What the parts of a merge have to be able to do. All protocols are here; `pipelines.build` chooses the classes behind them.
+
+First the parts as the loop sees them, then what stands behind one of them or is handed to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from opd.evaluation.scores import Evaluation
 from opd.step_record import StepRecord
@@ -18,11 +21,19 @@ from opd.types import (
     RolloutBatch,
     SavedCheckpoint,
     StepReport,
+    Teacher,
     WrittenFile,
 )
 
 if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them do not
-    from opd.stream.heads import HeadSource
+    import numpy as np
+    from torch import Tensor
+
+    from opd.losses.objective import Slope, StudentChunk
+    from opd.losses.rule import LogitRule
+    from opd.prompts.line import Messages
+    from opd.stream.heads import HeadFile, HeadSource
+    from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
 
 
@@ -55,7 +66,7 @@ class RolloutEngine(Protocol):
 
 class TeacherPool(Protocol):
     layouts: dict[str, LayoutProof]
-    """By teacher's name, how its rows share a forward pass; of those that this pool computes itself, once it is ready."""
+    """Teacher's name -> how its rows share a forward pass, for teachers that this pool computes itself, once it is ready."""
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
         """Have every rollout scored by the teachers of its domain; rows come while they are at it."""
@@ -143,6 +154,98 @@ class Checkpoints(Protocol):
         Raises: StorageError; RunError past the deadline.
         """
         ...
+
+
+class Objective(Protocol):
+    """One way to measure how far the student is from the teacher."""
+
+    mixes: ClassVar[bool]
+    """Whether a mixture's log-measure can stand for its teachers: true of a sum over teachers that is linear in log q, and
+    of what is defined by their normalised product."""
+
+    def __call__(self, student: StudentChunk, teacher: Any) -> Slope:
+        """`teacher` is the `TeacherChunk` of a payload that the objective can use."""
+        ...
+
+
+class Scorer(Protocol):
+    """One way to ask a teacher about tokens that the student wrote."""
+
+    def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
+        """Target rows in batches. A response that cannot be scored gets no row but an entry in `broken`: id -> reason.
+
+        A scorer that reads ahead has loaded the teacher when this returns: `prefetch` may follow before the first batch.
+        """
+        ...
+
+    def prefetch(self, teacher: Teacher) -> None:
+        """Begin to load a teacher that is asked next; returns at once."""
+        ...
+
+    def head(self, teacher: Teacher) -> Tensor:
+        """[V, D] the output head, on the CPU; only under a payload that sends heads."""
+        ...
+
+    def head_key(self, teacher: Teacher) -> str:
+        """Content hash of head and logit rule, empty where no head is at hand. Raises: RunError if the teacher cannot be
+        used: this is where every scorer tries it out."""
+        ...
+
+    def head_file(self, teacher: Teacher) -> HeadFile | None:
+        """Where the head lies, None where no head is at hand."""
+        ...
+
+    def head_rule(self, teacher: Teacher) -> LogitRule:
+        """What the teacher's architecture does to its logits."""
+        ...
+
+    def layout(self, teacher: Teacher) -> LayoutProof | None:
+        """How several rows share a forward pass, proven; None where the engine that scores sees to that."""
+        ...
+
+
+class HeadHandle(Protocol):
+    """Leads to a head's matrix in another process, such as `opd.cluster.Remote`; may travel to other workers."""
+
+    def fetch(self) -> np.ndarray:
+        """The matrix, see `head_tensor`."""
+        ...
+
+
+class ScoredRow(Protocol):
+    """The part of `opd.stream.schema.TargetRow` that a payload looks at."""
+
+    @property
+    def rollout(self) -> Rollout: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def answer(self) -> Any: ...
+
+
+class Verifier(Protocol):
+    """Says how right an answer is."""
+
+    def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
+        """Score in 0..1 of `text`, given the row's `answer` and `metadata`. Whatever it raises counts as a failed answer."""
+        ...
+
+    def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
+        """Why a row with this answer and metadata cannot be judged, before anything is computed; empty if it can."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that prompts need."""
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    def __call__(self, text: list[str], **options: Any) -> Any: ...
+
+    def apply_chat_template(
+        self, conversation: Messages, *, add_generation_prompt: bool, tokenize: bool, **variables: Any
+    ) -> Any: ...
 
 
 class Decoder(Protocol):

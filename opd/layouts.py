@@ -24,10 +24,10 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.packing import pack
-from opd.types import LayoutProof
+from opd.types import LayoutProof, Rollout
 
 PROBE_LENGTHS = (37, 29, 43)
-"""Longer than a short convolution, short enough to share a row."""
+"""Lengths of the sequences that are tried: longer than a short convolution, short enough to share a row."""
 ALONE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference from each sequence alone, relative to the largest hidden state, that rounding explains. Measured: 2e-6
 in float32 and 0.01 in bfloat16 on tiny models, 5e-5 in float32 on thirty layers; positions that go on where they should
@@ -47,7 +47,7 @@ class Packed:
     offsets: tuple[int, ...]
     """Flat index (row * T + column) of each sequence's first token."""
     mask_B_T: Tensor | None = None
-    """1 where a token stands, 0 on padding; None where every column is some sequence's."""
+    """1 on tokens, 0 on padding; None where there is no padding."""
     seq_idx_B_T: Tensor | None = None
     """Number of the sequence that a column belongs to."""
     cu_seq_lens: Tensor | None = None
@@ -56,7 +56,7 @@ class Packed:
     """Tokens of the longest sequence."""
 
     def inputs(self) -> dict[str, Any]:
-        """What a transformers body is called with."""
+        """Keyword arguments for the body of a transformers model."""
         given: dict[str, Any] = {"input_ids": self.input_ids_B_T, "use_cache": False}
         if self.position_ids_B_T is not None:
             given["position_ids"] = self.position_ids_B_T
@@ -69,7 +69,7 @@ class Packed:
 
 
 def packed(sequences: Sequence[Sequence[int]]) -> Packed:
-    """Side by side in rows; columns after the last sequence of a row are sequences of one token."""
+    """Lay sequences side by side in rows; each column after the last sequence of a row is a sequence of one token."""
     packing = pack([len(s) for s in sequences])
     ids = torch.zeros(packing.num_rows, packing.width, dtype=torch.long)
     positions = torch.zeros_like(ids)
@@ -83,7 +83,7 @@ def packed(sequences: Sequence[Sequence[int]]) -> Packed:
 
 
 def packed_indexed(sequences: Sequence[Sequence[int]]) -> Packed:
-    """All in one row without a gap, with everything by which transformers tells sequences of a row apart."""
+    """Lay all sequences in one row without a gap, with everything by which transformers tells sequences of a row apart."""
     lengths = [len(s) for s in sequences]
     ends = [0, *accumulate(lengths)]
     number_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -98,7 +98,7 @@ def packed_indexed(sequences: Sequence[Sequence[int]]) -> Packed:
 
 
 def padded(sequences: Sequence[Sequence[int]]) -> Packed:
-    """One sequence a row, padded on its right to the longest."""
+    """Lay out one sequence a row, padded on its right to the longest."""
     lengths_B = torch.tensor([len(s) for s in sequences])
     width = int(lengths_B.max())
     positions_B_T = torch.arange(width).expand(len(sequences), width)
@@ -115,11 +115,11 @@ LAYOUTS: Mapping[str, Callable[[Sequence[Sequence[int]]], Packed]] = {
     "packed_indexed": packed_indexed,
     "padded": padded,
 }
-"""In the order in which they are tried: the fastest first."""
+"""Name -> function, in the order in which they are tried: the fastest first."""
 
 
 def single(sequence: Sequence[int]) -> Packed:
-    """One sequence as plain transformers takes it: what every layout has to equal."""
+    """Lay out one sequence alone, as plain transformers takes it: every layout has to give the same states."""
     return Packed(input_ids_B_T=torch.tensor([list(sequence)]), position_ids_B_T=None, offsets=(0,))
 
 
@@ -131,23 +131,32 @@ def predict_positions(laid_out: Packed, spans: Sequence[tuple[int, int]]) -> Ten
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
 
 
+def predict_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
+    """[N] flat positions that predict the trained tokens of these rollouts, the sequences that were laid out."""
+    starts = [o + len(r.prompt_ids) - 1 for o, r in zip(laid_out.offsets, rollouts, strict=True)]
+    places = [start + place for start, r in zip(starts, rollouts, strict=True) for place in r.trained]
+    return torch.tensor(places, dtype=torch.long)
+
+
 Body = Callable[[Packed], Tensor]
 """[B*T, D] last hidden states of what is laid out."""
 
 
 def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype) -> float:
-    """How far a layout is from right for this model, in units of what is allowed: at most 1 passes.
+    """Measure how wrong a layout is for this model: at most 1 passes.
 
-    The larger of two differences, each relative to the largest hidden state and divided by its bound: together against
-    alone, and with other neighbours against with these. NaN where the model's states are not finite.
+    Two differences are measured relative to the largest hidden state: sequences laid out together against each alone, and
+    with these neighbours against with others. Each is divided by its bound, and the larger ratio is the result. NaN where
+    the model's states are not finite.
     """
     alone, neighbour = layout_differences(body, layout, vocab_size)
-    worst = torch.tensor([alone / ALONE[dtype], neighbour / NEIGHBOUR]).max()  # of a NaN and a number it is NaN
+    # torch's `max` is NaN if one of the two is; Python's may lose it.
+    worst = torch.tensor([alone / ALONE[dtype], neighbour / NEIGHBOUR]).max()
     return float(worst)
 
 
 def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float, float]:
-    """(together against alone, other neighbours against these), relative to the largest hidden state."""
+    """Two differences, relative to the largest hidden state: (together against alone, other neighbours against these)."""
     gen = torch.Generator().manual_seed(0)
     drawn = [torch.randint(0, vocab_size, (2, n), generator=gen).tolist() for n in PROBE_LENGTHS]
     these, others = [pair[0] for pair in drawn], [pair[1] for pair in drawn]
@@ -176,8 +185,8 @@ def _states(body: Body, laid_out: Packed, sequences: Sequence[Sequence[int]]) ->
 def prove_layout(error: Callable[[str], float], who: str) -> LayoutProof:
     """The first layout whose `error`, as `layout_error` gives it, is at most 1.
 
-    A model whose states are not finite proves nothing: it gets the layout that is safe by its construction, and whoever
-    uses the states judges them row by row. Raises: RunError if no layout is right.
+    A model whose states are not finite proves nothing. It gets the padded layout, which is safe by construction; whoever
+    uses the states later judges them row by row. Raises: RunError if no layout is right.
     """
     tried: dict[str, float] = {}
     for layout in LAYOUTS:

@@ -1,6 +1,7 @@
-"""What a run leaves behind when it is killed, and how the next command finds it: every process and directory outside the
-run directory carries the mark of the driver that made it. A mark names a process beyond doubt, so a mark whose process is
-gone is a leftover, and nothing else is.
+"""Processes and directories that a killed run leaves behind, and how the next command finds and removes them.
+
+Every process and every directory outside the run directory carries the mark of the driver that made it. A mark names one
+process and no other, ever: if that process is gone, what carries the mark is a leftover, and nothing else is.
 """
 
 from __future__ import annotations
@@ -16,30 +17,31 @@ from pathlib import Path
 import psutil
 
 VARIABLE = "OPD_DRIVER"
-"""Environment of every process that a driver starts."""
+"""Environment variable with the mark; every process that a driver starts inherits it."""
 SHARED_MEMORY = Path("/dev/shm")
 END_TIMEOUT_S = 10.0
 _KEPT = "SPT_NOENV"
-"""Ray's and vLLM's processes give themselves titles, which would cover their environment, and so the mark, without this."""
+"""Ray's and vLLM's processes set a title, which overwrites the environment that others see, and so the mark. This variable
+prevents that."""
 _MARK = re.compile(r"^opd-run-(\d+-\d+-\d+)-")
 
 
 def mark() -> str:
-    """Of this process: its number, its start in ticks since the machine's, and the namespace that its number belongs to.
+    """The mark of this process: its number, when it started, and the namespace that its number belongs to.
 
-    Not its start by the clock, which would be another one after the clock was set.
+    The start is in ticks since the machine's start. By the clock it would be another one after the clock was set.
     """
     return f"{os.getpid()}-{_start(os.getpid())[0]}-{_namespace()}"
 
 
 def prefix() -> str:
-    """How the names of this process's temporary directories begin."""
+    """The beginning of the names of this process's temporary directories, with its mark."""
     return f"opd-run-{mark()}-"
 
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Processes that are started within carry this one's mark, and so do theirs."""
+    """Within, every process that is started carries this one's mark, and so do the processes that it starts."""
     os.environ |= {VARIABLE: mark(), _KEPT: "1"}
     try:
         yield
@@ -61,13 +63,13 @@ def sweep() -> list[str]:
 
 
 def _namespace() -> int:
-    """Containers count processes on their own, and may share a machine's /tmp."""
+    """The namespace of process numbers: containers count processes on their own, and may share a machine's /tmp."""
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def _start(pid: int) -> tuple[str, str]:
     """When a process started, and its state. Raises: OSError if there is none."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may have spaces
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold spaces and brackets
     return fields[19], fields[0]
 
 
@@ -79,22 +81,23 @@ def _carried(process: psutil.Process) -> str:
 
 
 def _alive(theirs: str) -> bool:
-    """Also true where it cannot be told: for a driver in another container."""
+    """True if the driver with this mark lives, and also where that cannot be seen: for one in another container."""
     try:
         pid, started, namespace = map(int, theirs.split("-"))
     except ValueError:
-        return True  # no mark of this release
+        return True  # the mark of another release: leave it alone
     if namespace != _namespace():
         return True
     try:
         found, state = _start(pid)
     except (FileNotFoundError, ProcessLookupError):
         return False
+    # A process with the number but another start is a later one; a zombie (Z) is dead, its parent has not noticed yet.
     return int(found) == started and state != "Z"
 
 
 def _end(processes: list[psutil.Process]) -> list[str]:
-    """SIGKILL, which a stopped process gets too."""
+    """Kill the processes with SIGKILL, which also ends a process that is stopped. Returns their names."""
     names = []
     for process in processes:
         try:
@@ -112,6 +115,6 @@ def _remove_directories() -> list[str]:
         for path in parent.glob("opd-run-*") if parent.is_dir() else ():
             match = _MARK.match(path.name)
             if match and path.is_dir() and not path.is_symlink() and not _alive(match[1]):
-                shutil.rmtree(path, ignore_errors=True)  # of another user, perhaps
+                shutil.rmtree(path, ignore_errors=True)  # may belong to another user
                 found += [] if path.exists() else [str(path)]
     return found

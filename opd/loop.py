@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Everything a merge is made of; `pipelines.build` puts it together, tests put fakes in."""
+    """Everything that a merge is made of. `pipelines.build` puts it together; tests use fakes."""
 
     prompts: PromptSource
     engine: RolloutEngine
@@ -58,17 +58,17 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Where a run starts and ends, and what it does on the way."""
+    """The steps that a run takes, and what it does between them."""
 
     first_step: int
     last_step: int
     policy_version: int
-    """Pushes that the engine has received before the first step."""
+    """Weight pushes that the engine has received before the first step."""
     checkpoint_every: int
     evaluate_every: int
-    """0: not during the merge."""
+    """Steps between evaluations; 0: none during the merge."""
     overlap: bool
-    """Train while teachers still score: for those that do not share their cores."""
+    """Train while teachers still score; for teachers and trainers that do not share cores."""
 
 
 def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> int:
@@ -94,7 +94,7 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         parts.reporter.step(record)
         leaving = stop() or step == plan.last_step
         with clock("checkpoint"):
-            # After the record: a kill in between resumes from the checkpoint before, and that rewinds the records.
+            # Commit after the record: a run that is killed in between resumes from the checkpoint before and rewinds the records.
             if leaving or step % plan.checkpoint_every == 0:
                 parts.checkpoints.save(step, version)
             saved = parts.checkpoints.committed(wait=leaving)
@@ -112,11 +112,11 @@ class _Scored:
     batch: RolloutBatch
     targets: TargetStream
     replayed: bool
-    """Both come from the target log."""
+    """True if both come from the target log."""
 
 
 def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -> _Scored:
-    """The step from the target log; if the log does not have it, the student writes, its teachers score, and the log records."""
+    """Take the step from the target log. If the log lacks it, the student writes, its teachers score, and the log records."""
     with clock("rollout"):
         prompts = parts.prompts.take(step)
         logged = parts.log.replay(step, version, prompts)

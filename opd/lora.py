@@ -1,8 +1,8 @@
-"""What a PEFT LoRA adapter says: which modules it touches and what it adds to each.
+"""PEFT LoRA adapters: which modules an adapter changes and what it adds to each.
 
     y = W x + scaling * B (A x)      scaling = alpha / rank, or alpha / √rank (rsLoRA)
 
-Files are written by PEFT; this is their meaning, shared by what checks, merges, probes and scores adapters.
+PEFT writes the files. This module says what they mean, for all code that checks, merges, probes or scores adapters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LoraConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What an adapter adds to one linear module; K is its rank, I and O the module's inputs and outputs."""
+    """The change that an adapter makes to one linear module; K is its rank, I and O the module's inputs and outputs."""
 
     a_K_I: Tensor
     b_O_K: Tensor
@@ -69,7 +69,7 @@ def split_name(tensor: str) -> tuple[str, str] | None:
 
 
 def updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str, Update]:
-    """By module. The tensors are those of a checked adapter: every A has its B, and there is nothing else."""
+    """Module -> update. The tensors are those of a checked adapter: every A has its B, and there is nothing else."""
     parts = {split_name(name): tensor for name, tensor in tensors.items()}
     assert None not in parts, "an adapter that was not checked"
     modules = sorted({part[0] for part in parts if part})
@@ -80,7 +80,7 @@ def updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str, Upda
 
 
 def not_linear(model: nn.Module, changes: Mapping[str, Update]) -> list[str]:
-    """Modules that the adapter changes and that are no `nn.Linear` of the model: nothing can be added to them."""
+    """Modules that the adapter changes although they are no `nn.Linear` of the model, so that nothing can be added to them."""
     from torch import nn
 
     modules = dict(model.named_modules())
@@ -90,7 +90,7 @@ def not_linear(model: nn.Module, changes: Mapping[str, Update]) -> list[str]:
 def attach(model: nn.Module, changes: Mapping[str, Update]) -> list[RemovableHandle]:
     """Let the model compute with the adapter until the handles are removed; its weights stay as they are.
 
-    All modules that change are linear (`not_linear`), and the updates have the model's type and device.
+    The caller has checked with `not_linear` that all modules are linear. The updates have the model's type and device.
     """
     return [model.get_submodule(name).register_forward_hook(_adding(update)) for name, update in changes.items()]
 

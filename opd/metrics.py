@@ -1,4 +1,4 @@
-"""Numbers of a run: one JSON object a line in `metrics.jsonl`, and a stopwatch for the phases of a step."""
+"""The file `metrics.jsonl`, one JSON object a line, and a stopwatch for the phases of a step."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ class PhaseClock:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - start
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase, and start again from zero."""
+        """Return the seconds by phase, and start again from zero."""
         seconds, self._seconds = self._seconds, {}
         return {phase: round(value, 4) for phase, value in seconds.items()}

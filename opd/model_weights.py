@@ -1,7 +1,7 @@
 """A model's tensors under two sets of names: those of its files, and those of its modules.
 
-transformers builds some architectures otherwise than their files lay them out: it fuses the experts of a mixture into one
-tensor, splits or renames. Its own machinery does the work here, in both directions.
+For some architectures transformers' modules have other tensors than the files: it fuses the experts of a mixture into one
+tensor, splits tensors or renames them. This module uses transformers' own conversion in both directions.
 
     files ──→ Naming.from_files ──→ modules ──→ to_files ──→ files
 """
@@ -21,9 +21,9 @@ State = dict[str, Tensor]
 
 
 def attention(config: Any) -> str:
-    """The fastest attention that an architecture has in transformers without more packages; never what its files ask for.
+    """The fastest attention that transformers has for an architecture without more packages. What its files ask for is ignored.
 
-    Gemma 2 bounds attention scores, which torch's kernel cannot; transformers then leaves the bound out in silence.
+    Gemma 2 bounds attention scores. torch's kernel cannot do that, and transformers would silently leave the bound out.
     """
     from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def attention(config: Any) -> str:
 
 
 def attention_of(model_dir: Path) -> str:
-    """`attention` of a model directory; no code from it is run."""
+    """The `attention` of a model directory; no code from it is run."""
     from transformers import AutoConfig
 
     return attention(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
@@ -54,13 +54,13 @@ def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
 
 
 class Naming:
-    """An architecture without its numbers: which of a file's tensors make which of a module's.
+    """An architecture without its numbers: which tensors of the files make which tensors of the modules.
 
-    Made in the main thread, because transformers changes torch's default type meanwhile; any thread may use it.
+    Make it in the main thread, because transformers changes torch's default type while it does so; any thread may use it.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
-        """`config` is transformers' own. Raises: ValueError if it has no causal language model of that kind."""
+        """`config` is a config object of transformers. Raises: ValueError if there is no causal language model for it."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -70,7 +70,7 @@ class Naming:
         self._dtype = dtype
         self._names = set(self._model.state_dict())
         self._plan = self._model._get_dtype_plan(dtype)
-        self._turn = Lock()
+        self._turn = Lock()  # a conversion uses the model as its workspace: one thread at a time
 
     @property
     def model(self) -> Any:
@@ -78,13 +78,13 @@ class Naming:
         return self._model
 
     def is_plain(self, names: Collection[str]) -> bool:
-        """Whether files with tensors of these names hold just what the modules take."""
+        """True if tensors of these names are the modules' own, so that no conversion is needed."""
         return self._names.issuperset(names) and not self._plan
 
     def from_files(self, tensors: Mapping[str, Tensor]) -> tuple[State, str]:
         """The tensors by the modules' names, and what does not fit (empty if all does).
 
-        What no conversion touches stays mapped where its type is right; the rest is copied. A tied weight may be missing.
+        Tensors that need no conversion and have the right type stay mapped; the others are copied. A tied weight may be missing.
         """
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
@@ -97,10 +97,11 @@ class Naming:
                 state = {n: t.detach() for n, t in self._model.state_dict().items() if n not in absent}
                 return state, self._problem(found)
             finally:
+                # The conversion puts the tensors into the model itself; `state` keeps them, the model must not.
                 to_meta(self._model)
 
     def head_names(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Of a file's names those that hold the output head as it is; first the embedding that it is tied to."""
+        """Names of a file's tensors that hold the output head unchanged; the embedding that it is tied to comes first."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -129,7 +130,7 @@ class Naming:
         )
 
     def _problem(self, found: Any) -> str:
-        """What transformers would only warn of: it leaves such weights at random."""
+        """What does not fit, in words. transformers would only warn, and leave such weights at random values."""
         self._model._adjust_missing_and_unexpected_keys(found)
         missing = sorted(found.missing_keys - set(self._model.all_tied_weights_keys))
         parts = {
@@ -143,7 +144,7 @@ class Naming:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """No progress bar of transformers meanwhile."""
+    """Within, transformers shows no progress bar."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -156,26 +157,26 @@ def _quietly() -> Iterator[None]:
 
 
 def to_meta(model: nn.Module) -> None:
-    """Leave no number in a model but those of its buffers that no file holds."""
+    """Move the model to the meta device, except for buffers that no file holds."""
     model.load_state_dict({name: value.to("meta") for name, value in model.state_dict().items()}, assign=True)
 
 
 def to_files(model: Any, state: Mapping[str, Tensor]) -> State:
-    """A model's tensors under the names, and in the shapes, that its files have.
+    """Convert a model's tensors to the names and shapes that its files have.
 
-    Each owns its bytes: safetensors writes no tensor that is a part of another one.
+    Each tensor owns its bytes, because safetensors refuses a tensor that is a part of another one.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     files: State = revert_weight_conversion(model, dict(state))
-    for name, tensor in files.items():  # one after the other: a fused tensor goes when its last part has been copied
+    for name, tensor in files.items():  # one at a time: a fused tensor is freed when its last part has been copied
         if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
             files[name] = tensor.clone(memory_format=torch.contiguous_format)
     return files
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a model's files hold besides parameters, such as the bias of a router. Training does not change it."""
+    """Tensors of a model's files that are no parameters, such as the bias of a router. Training does not change them."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -1,6 +1,7 @@
-"""What a name stands for: our dictionaries say `module:name`, so that whoever reads the names alone imports none of it. A
-pipeline may name what is the user's own in the same way; it runs with all that the process may do, so a pipeline that names
-code is to be trusted like a program."""
+"""Names of the form `module:name`, and the import of what they name.
+
+Our dictionaries hold such names, so that reading a dictionary imports nothing. A pipeline may name a user's own code in the
+same way. That code may do all that the process may do: trust a pipeline that names code like a program."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from opd.errors import ConfigError
 
 
 def is_place(name: Any) -> bool:
-    """Whether this is written as `module:name`."""
+    """True if this is written as `module:name`."""
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
 
 def imported(place: str) -> Any:
-    """What `module:name` names."""
+    """Import the object that `module:name` names."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
 def users(place: str, where: str, wanted: str) -> Any:
-    """What a user's `module:name` names; the module is looked for where Python finds modules, last in the current directory.
+    """Import the object that a user's `module:name` names. The current directory is searched last, after Python's own path.
 
     `where` and `wanted` go into the error. Raises: ConfigError if it cannot be imported, or cannot be called.
     """
@@ -50,7 +51,7 @@ def _users_module(module: str, where: str) -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        # A module that it imports in turn may also be missing; then the name is another.
+        # The missing module may be one that the user's module imports: then the error has another name.
         found = f"no module `{error.name}`" + ("" if error.name == module else f", which {module} imports")
     except Exception as error:  # noqa: BLE001 importing runs code that is not ours
         found = traceback.format_exception_only(error)[-1].strip()

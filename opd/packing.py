@@ -15,7 +15,7 @@ ROW_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one sequence lies."""
+    """The place of one sequence."""
 
     index: int
     """Index of the sequence in the caller's list."""

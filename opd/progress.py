@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines where there is none."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def display(total: int, done: int = 0) -> Iterator[Display]:
 
 
 MOSTLY_CUT = 0.9
-"""A warning names a domain where a larger share of the responses than this ends at a limit."""
+"""A domain is named in a warning if a larger share of its responses than this ends at the length limit."""
 
 
 class RunReporter:
@@ -75,7 +75,7 @@ class RunReporter:
         self._shown = shown
         self._sinks = sinks
         self._told: set[str] = set()
-        """Domains of which it was said that their responses are cut."""
+        """Domains whose cut responses the user was already warned about."""
 
     def evaluation(self, name: str, found: Evaluation) -> None:
         """Store an evaluation in the run directory. Raises: OSError."""
@@ -104,7 +104,7 @@ class RunReporter:
 
 
 def _summary(record: StepRecord) -> list[str]:
-    """What one line says of a step."""
+    """The parts of the line that shows a step."""
     parts = [
         f"loss {record.loss:.4f}",
         f"{record.response_tokens / record.seconds:.0f} tok/s",

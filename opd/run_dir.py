@@ -1,4 +1,4 @@
-"""The names of everything that lies in a run directory, and in a directory of several runs. Nobody else spells them.
+"""The names of all files in a run directory, and in a directory of several runs. No other module spells them out.
 
     RUN_DIR/
       pipeline.yaml   manifest.json             what the merge is, by name and by content
@@ -10,7 +10,7 @@
       tensorboard/    wandb/  mlflow-run-id     the same numbers for other tools
       rounds.json     round-1/ round-2/ ...     of a merge in several rounds: a run directory for each
 
-What lies inside of `targets/step-NNNNNN/` and `checkpoints/step-NNNNNN/` belongs to `opd.stream.log` and `opd.checkpoints`.
+The files inside `targets/step-NNNNNN/` and `checkpoints/step-NNNNNN/` belong to `opd.stream.log` and `opd.checkpoints`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _ROUND = re.compile(r"round-[1-9]\d*")
 
 
 def step_name(step: int) -> str:
-    """What a file or directory of one step is called."""
+    """Name of a file or directory of one step."""
     return f"step-{step:06d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of such a name; None for any other name."""
+    """Inverse of `step_name`; None for any other name."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -45,7 +45,7 @@ class RunPaths:
 
     @property
     def is_run(self) -> bool:
-        """Whether `opd merge` made this directory; a pipeline alone may lie anywhere."""
+        """True if `opd merge` made this directory. A pipeline file alone proves nothing: it may lie anywhere."""
         return self.manifest.is_file() and self.pipeline.is_file()
 
     @property
@@ -86,11 +86,11 @@ class RunPaths:
 
     @property
     def lock(self) -> Path:
-        """Held by the one `opd merge` at work here."""
+        """The file that `opd merge` locks while it works here."""
         return self.root / ".lock"
 
     def scratch(self, name: str) -> Path:
-        """Where something is written before it gets its own name; `opd.files.sweep` clears what a kill leaves of it."""
+        """Path for something that is renamed when it is complete; `opd.files.sweep` clears what a killed process left there."""
         return self.root / f".tmp-{name}"
 
     @property
@@ -134,7 +134,7 @@ class RunPaths:
 
     @property
     def baselines_lock(self) -> Path:
-        """Held by the one `opd baseline` at work here."""
+        """The file that `opd baseline` locks while it works here."""
         return self.baselines / ".lock"
 
     @property
@@ -153,12 +153,12 @@ class RunPaths:
         return self.baseline_models / name
 
     def baseline_run(self, name: str) -> RunPaths:
-        """The shorter merge that a result is of."""
+        """The run directory of the shorter merge behind a result."""
         return RunPaths(self.baselines / "runs" / name)
 
     @property
     def rounds(self) -> Path:
-        """What the rounds of a merge work on; only a merge in several rounds has it."""
+        """The file that says what each round works on; only a merge in several rounds has it."""
         return self.root / "rounds.json"
 
     def round(self, number: int) -> RunPaths:
@@ -167,7 +167,7 @@ class RunPaths:
 
     @property
     def whole(self) -> Path:
-        """The run directory that a user knows: for a round that of all rounds, else `root` itself."""
+        """The run directory that a user knows: for a round, that of the whole merge; else `root` itself."""
         all_rounds = RunPaths(self.root.absolute().parent)
         inside = _ROUND.fullmatch(self.root.name) and all_rounds.rounds.is_file()
         return self.root.parent if inside else self.root

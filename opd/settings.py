@@ -1,6 +1,6 @@
-"""Files of settings: YAML of bounded size, `--set`, and what a model refuses in the user's words.
+"""Files of settings: YAML of bounded size, `--set`, and pydantic's errors in the user's words.
 
-What is wrong is told with its key, what was found, what is wanted and the way out.
+An error names the key, what was found, what is wanted and the way out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 MAX_YAML_BYTES = 1 << 20
 MAX_YAML_NODES = 100_000
-"""Keys and values, those behind an alias counted each time: ten aliases of ten aliases ... are a small file and more
-values than fit into memory."""
+"""Most keys and values of a file. Values behind an alias count each time: ten aliases of ten aliases of ten ... make a small
+file that does not fit into memory."""
 MAX_YAML_DEPTH = 32
 
 
@@ -47,7 +47,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def _bound_nodes(events: Iterable[yaml.Event]) -> None:
-    """Counts events, of which there are no more than the file has characters. Raises: ValueError."""
+    """Count the values that a file would have once its aliases are resolved, and refuse too many. Raises: ValueError.
+
+    The parser's events are counted, which resolves nothing yet: there are no more events than characters.
+    """
     sizes: dict[str, int] = {}
     open_nodes: list[tuple[str | None, int]] = []  # anchor, and nodes before it
     total = 0
@@ -127,7 +130,7 @@ def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any
                 raise ConfigError.at(
                     f"--set {item}", found=f"`{key}` is {child!r}", wanted="a mapping", fix="set the whole key"
                 )
-            node[key] = node = dict(child)  # a copy, so that the caller's data stays as it was
+            node[key] = node = dict(child)  # a copy: the caller's data must not change
         try:
             node[keys[-1]] = parse_yaml(text)
         except (ValueError, yaml.YAMLError) as error:
@@ -149,7 +152,7 @@ def validate(model: type[M], data: Mapping[str, Any], source: object) -> M:
 
 
 def keys_of(error: ErrorDetails) -> list[str]:
-    """The way to the error, as the error itself says it or by its place. Tags of our unions (~) are not keys that the user wrote."""
+    """The keys that lead to the error. The tags of our unions (~) are left out, because the user did not write them."""
     context = error.get("ctx", {})
     if "where" in context:
         return [context["where"]]
@@ -157,14 +160,14 @@ def keys_of(error: ErrorDetails) -> list[str]:
 
 
 def found_in(error: ErrorDetails) -> str:
-    """What stands where the error is."""
+    """The value that the user gave, as messages show it."""
     return str(error.get("ctx", {}).get("found", "nothing" if error["type"] == "missing" else repr(error["input"])))
 
 
 def _explain(error: ErrorDetails, source: object) -> ConfigError:
     keys = keys_of(error)
     context = error.get("ctx", {})
-    if isinstance(context.get("error"), ConfigError):  # worded where it was found
+    if isinstance(context.get("error"), ConfigError):  # the code that found it has worded it already
         return ConfigError(f"{source}: {context['error']}")
     if error["type"] == "unknown_key":
         where = ".".join([*keys, context["key"]])

@@ -1,8 +1,8 @@
 """Ctrl-C and SIGTERM wait until no module is being imported.
 
-Python runs a handler between any two steps, also of Python code that C++ called. While torch, vLLM and others are imported,
-their C++ calls Python where an exception ends the process ("terminate called after throwing an instance of
-'pybind11::error_already_set'", exit code 134), or swallows it. So whoever handles a signal asks `postponed` first.
+Python runs a signal handler between any two steps, also inside Python code that C++ called. While torch, vLLM and others are
+imported, their C++ code calls Python in places where an exception ends the process ("terminate called after throwing an
+instance of 'pybind11::error_already_set'", exit code 134) or is lost. So every handler asks `postponed` first.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import NoReturn
 from opd import leftovers
 
 LOOK_S = 0.05
-"""How often to look whether the import is done."""
+"""Pause between two looks whether the import is done."""
 _IMPORT = "<frozen importlib._bootstrap>"
 
 
 class _Signal:
-    """One that came during an import; equal to no other."""
+    """A signal that came during an import. Two of them are never equal, even with the same number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -34,19 +34,19 @@ class _Signal:
 
 _waiting: _Signal | None = None
 _again = False
-"""Whether the next signal is the one that waited, and not a second one of the user."""
+"""True if the next signal is the postponed one that `_send_after_import` sends, not a second one of the user."""
 
 
 def postponed(number: int, frame: FrameType | None, raises: bool = True) -> bool:
-    """Whether a handler, which has got the first two, is to return and do nothing: the signal comes again after the import.
+    """True if a handler must return and do nothing, because a module is being imported. The signal comes again afterwards.
 
-    `raises` says whether the handler would raise; another one need not wait. A second signal of the user meanwhile ends the
-    process at once: the import may hang.
+    `number` and `frame` are the handler's own arguments. A handler that does not raise need not wait: it passes
+    `raises=False`. A second signal of the user during the import ends the process at once, because the import may hang.
     """
     global _waiting, _again
     again, _again = _again, False
     if again and not _waiting:
-        return True  # sent twice, and taken the first time
+        return True  # `_send_after_import` sent it twice, and the first one was handled
     if not raises or not _importing(frame):
         _waiting = None
         return False
@@ -54,14 +54,14 @@ def postponed(number: int, frame: FrameType | None, raises: bool = True) -> bool
         end_at_once(number)
     if not _waiting:
         _waiting = _Signal(number)
-        # Not threading.Thread: to start one takes a lock, which the code that was interrupted may hold.
+        # Not threading.Thread: its start takes a lock, which the interrupted code may hold.
         _thread.start_new_thread(_send_after_import, (_waiting,))
     return True
 
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Within, Ctrl-C raises KeyboardInterrupt as always, but not in the middle of an import; only in the main thread."""
+    """Within, Ctrl-C still raises KeyboardInterrupt, but never in the middle of an import. Does nothing in other threads."""
     global _waiting
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -78,7 +78,7 @@ def patient() -> Iterator[None]:
 
 
 def end_at_once(number: int) -> NoReturn:
-    """With all that this process started, and nothing else: somebody has asked for it a second time."""
+    """End this process and every process that it started: the user has asked a second time."""
     leftovers.end_own()
     os._exit(128 + number)
 
@@ -89,7 +89,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _importing(frame: FrameType | None) -> bool:
-    """Whether what runs there was called, however far up, by an import."""
+    """True if an import called the code of this frame, directly or further up the stack."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORT:
             return True
@@ -98,8 +98,11 @@ def _importing(frame: FrameType | None) -> bool:
 
 
 def _send_after_import(one: _Signal) -> None:
-    """In a thread: to the main one, so that a system call that it waits in ends; until it is taken, since one that comes
-    just before such a call does not end it."""
+    """Send the signal to the main thread once its import is done. Runs in a thread of its own.
+
+    The signal goes to the main thread, so that it interrupts a system call in which that thread waits. It is sent until a
+    handler has taken it: one that arrives just before such a call does not interrupt the call.
+    """
     global _again
     main = threading.main_thread().ident
     assert main is not None

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport
 
-if TYPE_CHECKING:  # it needs pyarrow
+if TYPE_CHECKING:  # that module needs pyarrow, which a reader of records does not
     from opd.stream.targets import TargetStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainRecord:
-    """Means over one domain's trained tokens; None where the teachers' payload does not tell."""
+    """Means over one domain's trained tokens; None for a number that cannot be computed from the teachers' payload."""
 
     loss: float | None = None
     """The objective's value, nats."""
     student_entropy: float | None = None
-    """Nats, like the next."""
+    """Nats, like `teacher_entropy`."""
     teacher_entropy: float | None = None
     argmax_agreement: float | None = None
     """Share of the tokens where student and teacher rank the same token first."""
@@ -32,7 +32,7 @@ class DomainRecord:
     student_mass: float | None = None
     """Student's probability of the tokens that a top-k teacher gave."""
     teacher_mass: float | None = None
-    """Teacher's probability of them."""
+    """Teacher's probability of the same tokens."""
     tokens: int = 0
     """Response tokens that carried loss."""
     samples: int = 0
@@ -40,7 +40,7 @@ class DomainRecord:
 
     @classmethod
     def of(cls, stats: DomainStats) -> Self:
-        """The means of a domain's sums."""
+        """Make the record from a domain's sums."""
         sums = {
             "loss": stats.kl_sum,
             "student_entropy": stats.entropy_sum,
@@ -55,7 +55,7 @@ class DomainRecord:
         return cls(**means, tokens=stats.tokens, samples=stats.samples)
 
     def to_json(self) -> dict[str, float]:
-        """What is known, by name."""
+        """The numbers that are known, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -70,29 +70,29 @@ class PositionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRecord:
-    """What passed from the teachers to the trainer."""
+    """Numbers about the stream of rows from the teachers to the trainer."""
 
     parts: int = 0
     bytes: int = 0
     peak_bytes: int = 0
-    """Most bytes of parts that had come and were not yet trained."""
+    """Most bytes of parts that waited for the trainer at one time."""
     early_micro_batches: int = 0
-    """Rounds of micro-batches that the ranks had before the last row was scored."""
+    """Rounds of micro-batches that went to the ranks before the last row was scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step. The defaults are those of what a file of an older release does not have."""
+    """One step. The defaults stand for numbers that a file of an older release lacks."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     loss: float = 0.0
     """The optimised mean over the global batch, nats."""
     domains: Mapping[str, DomainRecord] = field(default_factory=dict)
     positions: Mapping[str, PositionRecord] = field(default_factory=dict)
-    """By places in the response: `0`, `1`, `2-3`, `4-7` and so on."""
+    """Places in the response (`0`, `1`, `2-3`, `4-7` and so on) -> record."""
     response_tokens: int = 0
-    """Of all responses, whether they were trained or not."""
+    """Tokens of all responses, whether they were trained or not."""
     prompt_tokens: int = 0
     truncated: int = 0
     """Responses that ended at their limit."""
@@ -100,39 +100,39 @@ class StepRecord:
     """Prompts that the step took, by domain, those that were left out among them."""
     truncated_by_domain: Mapping[str, int] = field(default_factory=dict)
     quarantined: Mapping[str, int] = field(default_factory=dict)
-    """Prompts and responses that were left out, by domain."""
+    """Domain -> number of prompts and responses that were left out."""
     quarantined_reasons: Mapping[str, str] = field(default_factory=dict)
-    """By the id of the prompt or of the sample."""
+    """Id of a prompt or sample -> why it was left out."""
     skipped: bool = False
-    """No token was trained, so that there was no optimiser step."""
+    """True if no token was trained, so that there was no optimiser step."""
     restarted: tuple[str, ...] = ()
     """Workers that died and were started again."""
     stream: StreamRecord = StreamRecord()
     grad_norm: float = 0.0
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     lr: float = 0.0
     logprob_gap: float = 0.0
     """Mean |trainer - engine| log-prob of the sampled tokens, nats."""
     policy_version: int = 0
-    """Of the weights that were pushed after the step."""
+    """Version of the weights that were pushed after the step."""
     probe_gap: float = 0.0
     """Mean |trainer - engine| log-prob of the probe tokens after the push, nats."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase; that of a checkpoint is the one after the step before."""
+    """Phase -> seconds. The phase `checkpoint` is the one that followed the step before."""
     accuracy: Mapping[str, float] = field(default_factory=dict)
-    """By domain, of an exam after this step; empty if there was none."""
+    """Domain -> accuracy in an exam after this step; empty if there was none."""
     replayed: bool = False
-    """The step's rows came from the target log."""
+    """True if the step's rows came from the target log."""
     checkpoint: SavedCheckpoint | None = None
     """The checkpoint that was committed after the step before."""
 
     @property
     def seconds(self) -> float:
-        """All phases together."""
+        """Seconds of all phases together."""
         return sum(self.phase_s.values())
 
     def to_json(self) -> dict[str, Any]:
-        """A line of `metrics.jsonl`, without what this step does not have."""
+        """A line of `metrics.jsonl`, without the fields that this step does not have."""
         data = asdict(self)
         data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
         optional = ("restarted", "accuracy", "replayed", "checkpoint")
@@ -140,7 +140,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`; keys of a newer release are left out. Raises: TypeError for anything else."""
+        """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
         read = _known(cls, data)
         read["domains"] = {name: DomainRecord(**_known(DomainRecord, d)) for name, d in read.get("domains", {}).items()}
         read["positions"] = {name: PositionRecord(**found) for name, found in read.get("positions", {}).items()}
@@ -152,14 +152,14 @@ class StepRecord:
 
 
 def _known(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises: TypeError if this is no object of JSON."""
+    """The keys that the record class has. Raises: TypeError if `data` is not a JSON object."""
     if not isinstance(data, Mapping):
         raise TypeError(f"{data!r:.60} where {record.__name__} was expected")
     return {f.name: data[f.name] for f in fields(record) if f.name in data}
 
 
 def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport, pushed: PushReport) -> StepRecord:
-    """What a step's phases say about it; the loop adds its seconds and what it did after the push."""
+    """Make a step's record from its phases; the loop adds the seconds and what happened after the push."""
     domain_of = {r.sample_id: r.domain for r in batch.rollouts}
     left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
     return StepRecord(

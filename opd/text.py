@@ -1,17 +1,17 @@
-"""Text that others wrote, before a person sees it on a terminal or in a log."""
+"""Make text that others wrote safe to show on a terminal or in a log."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """The text with every control, escape, invisible and direction-changing sign spelt out, such as `\\x1b`.
+    """The text with every control, escape, invisible and direction-changing character spelt out, such as `\\x1b`.
 
-    Prompts, file names, model names and a server's words may hold sequences that move the cursor, retitle the window or
-    turn what follows around; a lone surrogate could not even be encoded. Line ends and tabs stay.
+    Prompts, file names, model names and a server's words may hold sequences that move the cursor, change the window's title
+    or reverse the text that follows; a lone surrogate could not even be encoded. Line ends and tabs stay.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str, limit: int) -> str:
-    """As `printable`, on one line, at most `limit` signs of the text."""
+    """The text as `printable` gives it, on one line, cut to its first `limit` characters."""
     return printable(" ".join(text[:limit].split()))

@@ -1,7 +1,8 @@
 """The records that the parts hand to each other. Everything about one trained sequence is one record.
 
 Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row,
-N response tokens of a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response tokens.
+N trained response tokens of a rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response
+tokens.
 Nothing in this file imports torch, so the command line stays light.
 """
 
@@ -10,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Origin = Literal["policy", "masked", "environment"]
+"""Why a response token is there, and whether it is trained: see `Span`."""
+StopReason = Literal["stop", "length"]
+"""vLLM's words for a response that ended with an end token, and for one that reached the token limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,46 +39,104 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """A run of consecutive response tokens with one origin; only model-written segments are trained."""
+class Span:
+    """A run of consecutive response tokens that have one origin and one policy version."""
 
     length: int
-    """Tokens in the run; the lengths of a rollout's segments add up to its response length."""
-    trained: bool
-    """True for tokens the student sampled, False for tool or environment tokens."""
+    """Tokens in the run; the lengths of a rollout's spans add up to its response length."""
+    origin: Origin
+    """`policy`: the student sampled the tokens, and they are trained. `masked`: the student sampled them, but
+    `teachers.mask_tokens` keeps them out of the loss. `environment`: a tool or an environment wrote them."""
+    policy_version: int
+    """Number of weight pushes that the engine had received when the span was written, whoever wrote it."""
+
+    @property
+    def trained(self) -> bool:
+        """True if the tokens carry loss, so that teachers have to score them."""
+        return self.origin == "policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One response that the student wrote, with the log-probs the engine reported while sampling.
+    """One token sequence as the engine saw it: a prompt, and the response that the student and its environment wrote.
 
-    Example: Rollout(sample_id="000012/reverse/17", domain="reverse", ..., response_ids=(5, 9, 2), policy_version=11)
+    An episode of several turns may need more than one such sequence; each of them is a segment of the episode.
+
+    Example: Rollout(sample_id="000012/reverse/17", domain="reverse", ..., response_ids=(5, 9, 2),
+    spans=(Span(length=3, origin="policy", policy_version=11),))
     """
 
     sample_id: str
     """Unique in a run: zero-padded step, then the prompt's id, then the repeat if a prompt came twice."""
+    group: str
+    """Shared by all responses to one prompt in a step: the sample id of the first of them."""
+    episode: str
+    """Id of the episode that the sequence belongs to. A rollout of a single turn is its own episode: the sample id."""
     step: int
     """Optimiser step (from 1) that will train on it."""
     domain: str
     """Copied from the prompt."""
-    policy_version: int
-    """Number of weight pushes that the engine had received when it sampled."""
     prompt_ids: tuple[int, ...]
     """[P]"""
     response_ids: tuple[int, ...]
-    """[R] sampled ids, the end token included when the student wrote one."""
+    """[R] the end token included when the student wrote one."""
     behaviour_logprobs: tuple[float, ...]
     """[R] natural-log probability of each response token in the distribution that the engine sampled from: that of the
-    student at the rollout temperature."""
-    segments: tuple[Segment, ...]
-    """Who wrote which part of the response; today one trained segment."""
-    truncated: bool
-    """True if the response ended at the token limit and not at an end token."""
+    student at the rollout temperature. Nothing reads it where the student did not sample the token."""
+    spans: tuple[Span, ...]
+    """Who wrote which part of the response; at least one, an empty response has one of length 0."""
+    stop_reason: StopReason
+    """Why the response ended: with an end token, or at the token limit."""
+    reward: float | None = None
+    """What a verifier or an environment gave for the response; None: nobody was asked."""
+
+    @classmethod
+    def to_score(
+        cls, sample_id: str, prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], domain: str = "probe"
+    ) -> Rollout:
+        """Known text in the shape of a rollout, so that a scorer can be asked about every token after the prompt."""
+        return cls(
+            sample_id=sample_id,
+            group=sample_id,
+            episode=sample_id,
+            step=0,
+            domain=domain,
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            behaviour_logprobs=(0.0,) * len(response_ids),
+            spans=(Span(length=len(response_ids), origin="policy", policy_version=0),),
+            stop_reason="stop",
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the newest weights that were at work while the response was written."""
+        return max(span.policy_version for span in self.spans)
+
+    @property
+    def truncated(self) -> bool:
+        """True if the response ended at the token limit and not at an end token."""
+        return self.stop_reason == "length"
 
     @property
     def loss_mask(self) -> tuple[bool, ...]:
         """[R] True where the token is trained."""
-        return tuple(s.trained for s in self.segments for _ in range(s.length))
+        return tuple(span.trained for span in self.spans for _ in range(span.length))
+
+    @property
+    def num_trained(self) -> int:
+        """Trained tokens of the response."""
+        return sum(span.length for span in self.spans if span.trained)
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """[N] place in the response of each trained token."""
+        return tuple(place for place, trained in enumerate(self.loss_mask) if trained)
+
+    @property
+    def trained_ids(self) -> tuple[int, ...]:
+        """[N] the trained tokens."""
+        return tuple(self.response_ids[place] for place in self.trained)
 
 
 def unknown_id(token_ids: Sequence[int], vocab_size: int) -> int | None:
@@ -128,15 +192,15 @@ class Teacher:
 
     name: str
     model_dir: Path
-    """Hugging Face directory; of a LoRA expert that of its base."""
+    """Hugging Face directory; for a LoRA expert the directory of its base."""
     adapter_dir: Path | None = None
     """PEFT directory of a LoRA expert."""
     digest: str = ""
     """BLAKE3 of all its weight files: experts of equal digest are one teacher. Empty: not known."""
     base_digest: str = ""
-    """Of a LoRA expert, the digest that its base has as an expert of its own: equal bases are loaded once."""
+    """For a LoRA expert: the digest that its base would have as an expert of its own. Equal bases are loaded once."""
     probe: Probe | None = None
-    """By which the worker that loads it knows it again; None: not registered, or without one."""
+    """Lets the worker that loads the expert check that it is the registered one; None: not registered, or without a probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +248,7 @@ class PositionStats:
 
     tokens: int
     kl_sum: float
-    """As `DomainStats.kl_sum`."""
+    """The objective's value, nats: see `DomainStats.kl_sum`."""
 
     def __add__(self, other: PositionStats) -> PositionStats:
         return PositionStats(tokens=self.tokens + other.tokens, kl_sum=self.kl_sum + other.kl_sum)
@@ -205,7 +269,7 @@ class StepReport:
     schedule."""
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats] = field(default_factory=dict)
-    """By bits of the token's place in its response: 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
+    """Key: number of bits of the token's place in its response. 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
     early_micro_batches: int = 0

@@ -4,7 +4,7 @@
     result = merge("quickstart", on_step=lambda record: print(record.step, record.loss))
     print(result.after, result.model)
 
-No signal handler is set and nothing is printed unless it is asked for. Errors are those of `opd.errors`.
+No signal handler is set and nothing is printed unless the caller asks for it. Errors are those of `opd.errors`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
-    """A merge that has ended."""
+    """The result of a merge that has ended."""
 
     run_dir: Path
     report: Mapping[str, Any]
-    """What report.json holds; docs/report.md lists its keys."""
+    """The contents of report.json; docs/report.md lists the keys."""
 
     @property
     def model(self) -> Path:
@@ -56,7 +56,7 @@ class MergeResult:
 
     @property
     def before(self) -> dict[str, float]:
-        """Accuracy of the student as it was, by domain."""
+        """Accuracy of the student before the merge, by domain."""
         return self._accuracy("before")
 
     @property
@@ -71,7 +71,7 @@ class MergeResult:
 
     @property
     def mean_headroom(self) -> float | None:
-        """Share of the way from student to expert, the mean over domains; None if no expert is better than the student."""
+        """Share of the way from student to expert, as a mean over domains; None if no expert is better than the student."""
         found: float | None = self.report["mean_headroom"]
         return found
 
@@ -80,7 +80,7 @@ class MergeResult:
 
 
 def load_pipeline(pipeline: Pipeline, overrides: Sequence[str] = ()) -> PipelineConfig:
-    """A pipeline with every default filled in; `overrides` are KEY=VALUE. Raises: ConfigError."""
+    """Load a pipeline with every default filled in; `overrides` are KEY=VALUE. Raises: ConfigError."""
     if isinstance(pipeline, PipelineConfig | Mapping):
         data = pipeline.model_dump(mode="json") if isinstance(pipeline, PipelineConfig) else pipeline
         return validate(PipelineConfig, apply_overrides(dict(data), list(overrides)), "pipeline")
@@ -100,7 +100,7 @@ def merge(
 
     `run_dir` must not exist; default: `runs/NAME`. `on_step` gets each step's record once it is stored, `tell` each
     sentence that the command line would print; `progress` shows the bar instead. With `handle_signals` Ctrl-C finishes the
-    step and leaves a checkpoint, else it ends the merge where it is; `resume` goes on in both cases.
+    step and leaves a checkpoint; without, it ends the merge at once. `resume` goes on in both cases.
     Raises: OpdError before any compute, RunError if the run cannot go on.
     """
     config = load_pipeline(pipeline)
@@ -168,7 +168,7 @@ class _Teller:
 
 
 class _Callback:
-    """A sink that calls a function of the user's."""
+    """A sink that calls the user's function."""
 
     def __init__(self, on_step: OnStep) -> None:
         self.step = on_step

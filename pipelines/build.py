@@ -1,4 +1,4 @@
-"""Config to objects: the only place that knows every concrete class."""
+"""Make the objects of a merge from its pipeline: the only module that knows every concrete class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from teachers.flight.client import FlightPool
 from teachers.pool import Pool, Routes
 
 ROLLOUT_ENGINES = {"vllm": VLLMRolloutEngine}
-"""Rollout engines that `rollout.engine` names."""
+"""`rollout.engine` -> class of the rollout engine."""
 
 
 def _own_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> Pool:
@@ -45,10 +45,10 @@ POOLS: dict[str, Callable[[PipelineConfig, Routes, int], Pool | FlightPool]] = {
     "openai": _own_pool,
     "flight": _served_pool,
 }
-"""Starts the pool that `teachers.engine` names."""
+"""`teachers.engine` -> function that starts the pool."""
 
 SCHEDULES: dict[str, Callable[[Parts, Plan, Callable[[], bool]], int]] = {"sync": loop.run}
-"""Takes a run's steps in the order that `schedule.mode` names."""
+"""`schedule.mode` -> function that takes a run's steps."""
 
 
 def num_workers(config: PipelineConfig) -> int:
@@ -111,14 +111,14 @@ def _checkpoints(
 def start_rollouts(
     config: PipelineConfig, inputs: Inputs, untrained: Mapping[str, frozenset[int]] | None = None
 ) -> VLLMRolloutEngine:
-    """Rollout engines that hold the student; returns before they are up. `untrained` as `Inputs.untrained`."""
+    """Start rollout engines with the student; returns before they are ready. `untrained` is explained at `Inputs.untrained`."""
     student = inputs.student
     spec = rollout_spec(config, config.student.model, student.vocab_size, student.eos_token_ids, untrained)
     return rollout_engine(config)(spec, inputs.tokenizer)
 
 
 def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMRolloutEngine]:
-    """What makes the engine that `rollout.engine` names. Raises: ConfigError for a user's class that is not there."""
+    """The class that `rollout.engine` names. Raises: ConfigError for a user's class that cannot be imported."""
     name = config.rollout.engine
     if name in ROLLOUT_ENGINES:
         return ROLLOUT_ENGINES[name]
@@ -129,17 +129,17 @@ def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMR
 def _start_workers(
     config: PipelineConfig, inputs: Inputs
 ) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, Pool | FlightPool]:
-    """Side by side, waited for one after the other, but for what has to come first. Raises: RunError."""
+    """Start all workers side by side, except for those that must be ready before the others start. Raises: RunError."""
 
     def start_pool() -> Pool | FlightPool:
         return POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
 
     elsewhere = None if config.teachers.scoring_workers else start_pool()
     if elsewhere is not None:
-        elsewhere.wait_ready()  # takes no core of ours: a wrong token is told before anything else is started
+        elsewhere.wait_ready()  # costs no core here, and a wrong token should show before anything else starts
     engine = start_rollouts(config, inputs, inputs.untrained)
     if 0 < config.cluster.rollout_gpus < 1:
-        engine.wait_ready()  # while vLLM measures its GPU, it takes for its own what others begin to hold there
+        engine.wait_ready()  # vLLM measures its GPU at the start, and counts memory that others take meanwhile as its own
     pool = elsewhere or start_pool()
     trainer = DeepSpeedTrainer(trainer_spec(config, inputs.student.vocab_size))
     engine.wait_ready()

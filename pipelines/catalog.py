@@ -1,4 +1,4 @@
-"""Finding a pipeline: a path, or the name of a shipped one."""
+"""Find a pipeline by its path or, if it is shipped, by its name."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def shipped() -> dict[str, Path]:
 
 
 def find(name_or_path: str) -> Path:
-    """A shipped pipeline's file, or the path as it is (whoever loads it says if it is missing)."""
+    """The file of a shipped pipeline, or the path unchanged; `load_pipeline` refuses a missing file."""
     return shipped().get(name_or_path, Path(name_or_path))

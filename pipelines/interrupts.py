@@ -1,4 +1,4 @@
-"""Ctrl-C, and SIGTERM, which clusters send: the first asks a merge to finish its step, the second ends it at once."""
+"""Ctrl-C, and SIGTERM, which clusters send: the first signal lets a merge finish its step, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Interrupted(Exception):
 
 
 class Interrupts:
-    """What came so far."""
+    """The signals that have come so far."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -44,12 +44,13 @@ class Interrupts:
         self._ending = False
 
     def asked(self) -> bool:
-        """Whether to leave after this step."""
+        """True if the merge is to leave after this step."""
         return self.number != 0
 
     @contextmanager
     def asking(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Within, the first signal only asks, and `say` tells so; outside it ends the run, as there is no step."""
+        """Within, the first signal only asks the merge to leave, and `say` tells the user. Outside there is no step to finish, so
+        it ends the run."""
         self._ask = say
         try:
             yield
@@ -57,7 +58,8 @@ class Interrupts:
             self._ask = None
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
-        """The handler."""
+        """Handle a signal: ask, end the run, or end the process, as told above."""
+        # Three cases: the first signal in the loop asks, a signal elsewhere or a second one raises, a third one kills.
         asks = self._ask if not self.number and not self._ending else None
         if postponed(number, frame, raises=not asks and not self._ending):
             return
@@ -73,9 +75,9 @@ class Interrupts:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Handles both signals within; only the main thread can, elsewhere nothing ever comes.
+    """Within, handle both signals. Only the main thread can do that; in another thread no signal ever comes.
 
-    Within another `interrupts` it is that one.
+    A nested call gives the outer object.
     """
     outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     if isinstance(outer, Interrupts):

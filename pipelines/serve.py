@@ -1,4 +1,4 @@
-"""`opd teachers serve`: a pipeline's teachers, and nothing else of it, for merges elsewhere."""
+"""`opd teachers serve`: serve the teachers of a pipeline to merges on other machines."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], wa
         finally:
             for number in STOPPING:
                 signal.signal(number, signal.SIG_DFL)
-            pool.stop()  # first, so that nobody waits for the step that is being scored
+            pool.stop()  # first, so that nothing waits for the step that is being scored
             server.shutdown()
 
 
 def _refuse_taken(door: Endpoint) -> None:
-    """gRPC would share a port with another server of ours, and each would get a part of the questions."""
+    """Refuse a port that is in use: gRPC would share it with another server of ours, and each would get some requests."""
     address = door.address
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -75,7 +75,7 @@ def _refuse_taken(door: Endpoint) -> None:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does. Inside Ray's session: Ray takes the signal for itself when it starts."""
+    """Within, SIGTERM does what Ctrl-C does. Use it after Ray has started, because Ray replaces the handler at its start."""
     before = {number: signal.signal(number, interrupt) for number in STOPPING}
     try:
         yield

@@ -1,4 +1,4 @@
-"""A pipeline's settings as each engine takes them: the only place where an engine's spec is made of a `PipelineConfig`."""
+"""Turn a pipeline's settings into the spec of each engine. No other module makes a spec from a `PipelineConfig`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rollout_spec(
     stop_token_ids: Sequence[int],
     untrained: Mapping[str, frozenset[int]] | None = None,
 ) -> RolloutSpec:
-    """Rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's."""
+    """Spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's."""
     rollout = config.rollout
     return RolloutSpec(
         engine=EngineOptions(
@@ -58,7 +58,7 @@ def rollout_spec(
 
 
 def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
-    """The trainer of the pipeline's student; `vocab_size` is the tokenizer's."""
+    """Spec of the trainer; `vocab_size` is the tokenizer's."""
     return TrainerSpec(
         rank=rank_options(config, vocab_size),
         rate=learning_rate(config.trainer),
@@ -73,7 +73,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
 
 
 def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
-    """What one rank of the trainer is started with."""
+    """Options of one rank of the trainer."""
     trainer = config.trainer
     return RankOptions(
         name="student",
@@ -106,7 +106,7 @@ def learning_rate(trainer: TrainerConfig) -> LearningRate:
 
 
 def imitation_spec(config: PipelineConfig, micro_batch: int, accumulate: int) -> ImitationSpec:
-    """Training on given text with the merge's optimiser and schedule, in steps of `micro_batch * accumulate` examples."""
+    """Spec of training on given text with the merge's optimiser and schedule, `micro_batch * accumulate` examples a step."""
     from experts.sft import ImitationSpec
 
     return ImitationSpec(
@@ -131,7 +131,7 @@ def adamw_options(trainer: TrainerConfig) -> AdamWOptions:
 
 
 def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
-    """A pool with scoring workers of its own; `vocab_size` is the tokenizer's."""
+    """Spec of a pool with scoring workers of its own; `vocab_size` is the tokenizer's."""
     teachers = config.teachers
     return PoolSpec(
         engine=teachers.engine,
@@ -146,7 +146,7 @@ def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
 
 
 def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
-    """What a scoring worker needs to know; of the engines' own keys those that this one has."""
+    """Options of a scoring worker. A key that this engine does not have keeps its default."""
     teachers = config.teachers
     own: dict[str, Any] = {}
     if isinstance(teachers, TransformersTeachers):
@@ -171,7 +171,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
 
 
 def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
-    """Teachers that are served elsewhere; `vocab_size` is the tokenizer's."""
+    """Spec of teachers that are served elsewhere; `vocab_size` is the tokenizer's."""
     teachers = config.teachers
     assert isinstance(teachers, FlightTeachers)
     return FlightSpec(

@@ -7,7 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from opd import cluster
+from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.payloads import answer_class
 from opd.rollouts.vllm import ENGINE_ENV
@@ -21,7 +24,9 @@ from teachers.worker import Group, TeacherWorker
 Routes = Mapping[str, Sequence[WeightedTeacher]]
 """Domain -> the teachers that score it."""
 Heads = dict[str, HeadSource]
-"""By content hash."""
+"""Content hash -> head."""
+Answers = deque[Pending[np.ndarray | None]]
+"""Parts that a worker was asked for and that were not taken yet; None after its last."""
 AHEAD = 2
 """Parts that a worker is asked for before the first of them is taken, so that it never waits for the driver; together
 with `teachers.queue` this bounds the bytes that are scored and not yet trained."""
@@ -66,18 +71,18 @@ class Pool:
         self._workers = [self._spawn(index) for index in range(spec.workers)]
         self._stopped = False
         self._described: dict[str, tuple[Teacher, HeadSource]] = {}
-        """By the teacher's weights: one teacher that has them, and its output head, without a handle."""
+        """`weight_key` -> one teacher that has these weights, and its output head, without a handle."""
         self.layouts: dict[str, LayoutProof] = {}
-        """By teacher's name, how its rows share a forward pass; proven in `wait_ready`."""
+        """Teacher's name -> how its rows share a forward pass; proven in `wait_ready`."""
         self._sends_heads = answer_class(spec.scorer.payload).SENDS_HEADS
 
     def wait_ready(self) -> None:
         """Try every teacher once. Raises: RunError if one does not load or answer."""
         worker = self._workers[0]
         for teacher in {weight_key(a.teacher): a.teacher for part in self._routes.values() for a in part}.values():
-            (head,) = cluster.call([worker], "describe", [[teacher]], timeout_s=self._start_timeout_s)
+            head = worker.submit(TeacherWorker.describe, teacher).result(timeout_s=self._start_timeout_s)
             self._described[weight_key(teacher)] = (teacher, head)
-            (proof,) = cluster.call([worker], "layout", [[teacher]], timeout_s=self._start_timeout_s)
+            proof = worker.submit(TeacherWorker.layout, teacher).result(timeout_s=self._start_timeout_s)
             if proof is not None:
                 self.layouts[teacher.name] = proof
 
@@ -107,11 +112,11 @@ class Pool:
         )
 
     def heads(self) -> Heads:
-        """As `opd.interfaces.TeacherPool.heads`, once the pool is ready; a matrix is read from the weights of the first
-        teacher that has it, when it is fetched."""
+        """Content hash -> head, once the pool is ready; a matrix is read from the weights of the first teacher that has
+        it, when it is fetched."""
         found: Heads = {}
         for teacher, head in self._described.values():
-            handle = cluster.Remote(self._workers[0], "head", (teacher,), self._timeout_s)
+            handle = self._workers[0].on_demand(self._timeout_s, TeacherWorker.head, teacher)
             found.setdefault(head.key, replace(head, handle=handle))
         return found
 
@@ -122,10 +127,11 @@ class Pool:
     def stop(self) -> None:
         """End the workers; a `score` in another thread raises RunError."""
         self._stopped = True
-        cluster.kill(self._workers)
+        for worker in self._workers:
+            worker.kill()
 
     def _source(
-        self, shares: Sequence[Sequence[Group]], asked: list[deque[Any]], restarted: list[str], heads: Heads
+        self, shares: Sequence[Sequence[Group]], asked: list[Answers], restarted: list[str], heads: Heads
     ) -> Iterator[Any]:
         """Handles to the parts of all workers as they come; `asked`: by worker, its answers that are on their way.
 
@@ -134,40 +140,39 @@ class Pool:
         came, skip = [0] * len(shares), [0] * len(shares)
         while any(asked):
             # Who gave least comes first, so that no share falls behind while the trainer holds the others up.
-            busy = sorted((index for index, refs in enumerate(asked) if refs), key=lambda index: came[index])
-            workers, refs = [self._workers[i] for i in busy], [asked[i][0] for i in busy]
+            busy = sorted((index for index, answers in enumerate(asked) if answers), key=lambda index: came[index])
             try:
-                index = busy[cluster.first(workers, refs, "next_part", timeout_s=self._timeout_s)]
+                index = busy[cluster.first([asked[i][0] for i in busy], timeout_s=self._timeout_s)]
             except cluster.WorkerDied as error:
-                if self._stopped or error.actor not in self._workers:  # a rank's, or Ray itself
+                if self._stopped or error.worker not in self._workers:  # a rank's, or Ray itself
                     raise
-                index = self._workers.index(error.actor)
+                index = self._workers.index(error.worker)
                 if _name(index) in restarted:
                     raise
                 restarted.append(_name(index))
                 self._workers[index] = self._spawn(index)
                 if self._stopped:  # just now, and perhaps before this worker was in the list
-                    cluster.kill([self._workers[index]])
+                    self._workers[index].kill()
                     raise
                 heads.update({key: head for key, head in self.heads().items() if key in heads})  # from one that lives
                 asked[index] = self._begin(index, shares[index])
                 came[index], skip[index] = 0, came[index]
                 continue
-            ref = asked[index].popleft()
-            if cluster.fetch(ref) is None:
+            part = asked[index].popleft()
+            if cluster.fetch(part.handle) is None:
                 asked[index].clear()
                 continue
-            asked[index] += cluster.submit([self._workers[index]], "next_part", [[]])
+            asked[index].append(self._workers[index].submit(TeacherWorker.next_part))
             came[index] += 1
             if came[index] > skip[index]:
-                yield ref
+                yield part.handle
 
-    def _begin(self, index: int, share: Sequence[Group]) -> deque[Any]:
+    def _begin(self, index: int, share: Sequence[Group]) -> Answers:
         worker = self._workers[index]
-        cluster.submit([worker], "begin", [[share, index]])
-        return deque(ref for _ in range(AHEAD) for ref in cluster.submit([worker], "next_part", [[]]))
+        worker.submit(TeacherWorker.begin, share, index)
+        return deque(worker.submit(TeacherWorker.next_part) for _ in range(AHEAD))
 
-    def _spawn(self, index: int) -> Any:
+    def _spawn(self, index: int) -> Worker[TeacherWorker]:
         return cluster.spawn(
             TeacherWorker, self._engine, self._options, name=_name(index), env=self._env, gpus=self._gpus
         )

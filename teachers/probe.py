@@ -1,7 +1,7 @@
-"""Whether the teacher that a worker loaded is the one that was registered: it has to give the same few log-probs.
+"""Check that the teacher that a worker loaded is the one that was registered: it must give the log-probs of its probe.
 
-Asked through the scorer's own `score`, so that what is compared is what the student would be trained on. What a payload
-tells of log-probs, its answers know (`Answer.differences`).
+The probe goes through the scorer's own `score`, so that the check covers the very answers that the student is trained on.
+Each payload compares its answers with log-probs itself (`Answer.differences`).
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from statistics import fmean
 import torch
 
 from opd.errors import RunError
+from opd.interfaces import Scorer
 from opd.stream.heads import Head
-from opd.types import Probe, Rollout, Segment, Teacher
-from teachers.scorers import Scorer, ScorerOptions
+from opd.types import Rollout, Teacher
+from teachers.scorers import ScorerOptions
 
 TOLERANCE = {"float32": 0.05, "bfloat16": 0.2}
-"""Largest mean difference, nats, by the coarser of the two types that were computed in."""
+"""Type -> largest mean difference, in nats. Of the two types that were computed in, the coarser one decides."""
 
 
 def check_probe(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> None:
-    """Raises: RunError if the teacher carries a probe and gives other log-probs, or none."""
+    """Score the teacher's probe, if it has one. Raises: RunError if the log-probs differ, or if there are none."""
     probe = teacher.probe
     if probe is None:
         return
-    rollout = _rollout(probe)
+    rollout = Rollout.to_score("probe", probe.token_ids[:1], probe.token_ids[1:])
     broken: dict[str, str] = {}
     rows = [row for batch in scorer.score(teacher, [rollout], broken) for row in batch]
     if broken:
         raise RunError(f"{broken[rollout.sample_id]} on the probe of its registration: garbled weights")
     (row,) = rows
     differences = row.answer.differences(
-        row.response_ids, probe.logprobs, getattr(torch, options.dtype), lambda: cut_head(scorer, teacher, options)
+        rollout.trained_ids, probe.logprobs, getattr(torch, options.dtype), lambda: cut_head(scorer, teacher, options)
     )
-    if not differences:  # a payload that tells nothing of log-probs
+    if not differences:  # the payload holds no log-probs to compare
         return
     gap = fmean(differences)
     tolerance = max(TOLERANCE[options.dtype], TOLERANCE[probe.dtype])
@@ -46,21 +47,6 @@ def check_probe(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> Non
 
 def _places(teacher: Teacher) -> str:
     return f"{teacher.model_dir}" + (f" or {teacher.adapter_dir}" if teacher.adapter_dir else "")
-
-
-def _rollout(probe: Probe) -> Rollout:
-    ids, num = probe.token_ids, len(probe.logprobs)
-    return Rollout(
-        sample_id="probe",
-        step=0,
-        domain="probe",
-        policy_version=0,
-        prompt_ids=ids[:1],
-        response_ids=ids[1:],
-        behaviour_logprobs=(0.0,) * num,
-        segments=(Segment(length=num, trained=False),),
-        truncated=False,
-    )
 
 
 def cut_head(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> Head:

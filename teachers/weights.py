@@ -1,8 +1,8 @@
 """Teachers' weights in memory: mapped from safetensors, kept within a byte budget, the next one read ahead.
 
-A mapped file costs no copy: a swap is a matter of milliseconds, and the pages of a dropped teacher go back to the
-system. Reading ahead touches every page in a thread of its own while the teacher before is still scoring. What is read
-ahead counts: a budget that holds one teacher only has the next one's files brought no further than the page cache.
+A mapped file costs no copy: a swap takes milliseconds, and the pages of a dropped teacher go back to the system. A thread
+reads the next teacher ahead while the one before is still scoring, by touching every page. Weights that are read ahead count
+towards the budget. If it holds one teacher only, the next one's files are read into the system's page cache and no further.
 
 A LoRA expert is two entries, its base and its adapter: ten adapters of one base are one base and ten adapters.
 """
@@ -28,7 +28,7 @@ PAGE_BYTES = 4096
 
 
 class WeightCache:
-    """Least recently used out before the tensors exceed the budget; the teacher in use always stays.
+    """Drops the least recently used tensors before all of them exceed the budget; the teacher in use always stays.
 
     Teachers of equal digest share their entries, adapters of equal bases the base's.
     """
@@ -51,10 +51,11 @@ class WeightCache:
         self._in_use: set[str] = set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self.loads = 0
-        """Times that a model or an adapter was read from disk."""
+        """How often a model or an adapter was read from disk."""
 
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to read a teacher as far as there is room beside the one in use; returns at once."""
+        # All of these must be in memory together, so they decide whether the next teacher fits; others can be dropped.
         missing, keep = self._missing(teacher), {*self._in_use, *self._coming, *_parts(teacher)}
         fits = sum(self._sizes[key] for key in keep) <= self._budget_bytes
         if fits:
@@ -90,10 +91,10 @@ class WeightCache:
         return sum(sizes.values())
 
     def _missing(self, teacher: Teacher) -> dict[str, Path]:
-        """Those of its parts that are neither held nor on their way."""
+        """The teacher's parts that are neither in memory nor being read."""
         missing = {k: d for k, d in _parts(teacher).items() if k not in self._states and k not in self._coming}
         for key, directory in missing.items():
-            if key not in self._sizes:
+            if key not in self._sizes:  # measuring opens every file: once is enough
                 self._sizes[key] = self._measure(directory, self._dtype)
         return missing
 
@@ -110,24 +111,26 @@ class WeightCache:
         state = self._read(directory, self._dtype)
         for tensor in state.values():
             flat = tensor.flatten()
-            flat[:: max(1, PAGE_BYTES // flat.element_size())].sum()  # one value a page brings it in
+            flat[
+                :: max(1, PAGE_BYTES // flat.element_size())
+            ].sum()  # reading one value of each page brings it into memory
         return state
 
 
 def weight_key(teacher: Teacher) -> str:
-    """What decides whether two experts are one teacher."""
+    """Key of a teacher's weights: experts with equal keys are one teacher."""
     return teacher.digest or f"{teacher.model_dir}:{teacher.adapter_dir}"
 
 
 def base_key(teacher: Teacher) -> str:
-    """What decides whether two experts are one model, adapters apart."""
+    """Key of a teacher's model without its adapter: experts with equal keys share it."""
     return weight_key(
         replace(teacher, adapter_dir=None, digest=teacher.base_digest) if teacher.adapter_dir else teacher
     )
 
 
 def _parts(teacher: Teacher) -> dict[str, Path]:
-    """Key → directory of what is read and kept for it: the (base) model, then the adapter if it has one."""
+    """Key → directory of each part of a teacher: the (base) model, then the adapter if it has one."""
     parts = {base_key(teacher): teacher.model_dir}
     return parts | ({f"{weight_key(teacher)}:adapter": teacher.adapter_dir} if teacher.adapter_dir else {})
 
@@ -156,7 +159,7 @@ def weights_nbytes(directory: Path, dtype: torch.dtype) -> int:
 
 
 def _into_page_cache(directory: Path) -> None:
-    """Ask the system to read the files; what they take there is not ours, and is given up when memory is short."""
+    """Ask the system to read the files into its page cache, which it gives up when memory is short."""
     for path in directory.glob("*.safetensors"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

@@ -41,7 +41,7 @@ class TeacherWorker:
         return described
 
     def layout(self, teacher: Teacher) -> LayoutProof | None:
-        """As `Scorer.layout`. Raises: RunError if rows of this teacher cannot share a forward pass."""
+        """How rows of this teacher share a forward pass, see `Scorer.layout`. Raises: RunError if they cannot."""
         return self._scorer.layout(teacher)
 
     def head(self, teacher: Teacher) -> np.ndarray:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opd.interfaces import Objective
 from opd.losses.blocks import Block
 from opd.losses.chunked import Loss, LossHead, Tokens, TokenStats
-from opd.losses.objective import Objective
 
 
 def chunked_objective(

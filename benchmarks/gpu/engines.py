@@ -49,7 +49,7 @@ def measure(check: Check) -> None:
 
 
 def _sampled_gap(worker: VLLMWorker, model_dir: Path) -> float:
-    """Of the tokens that it samples: what it says of them against transformers."""
+    """Mean difference from transformers of the log-probs that the engine gives for the tokens that it samples."""
     requests = [GenerateRequest(token_ids=ids[:8], max_tokens=16, temperature=1.0, seed=7) for ids in PROBE]
     sampled = worker.generate(requests)
     whole = _plain(model_dir, [(*r.token_ids, *s.token_ids) for r, s in zip(requests, sampled, strict=True)])
@@ -58,7 +58,7 @@ def _sampled_gap(worker: VLLMWorker, model_dir: Path) -> float:
 
 
 def _plain(model_dir: Path, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Of every token after the first, by transformers on the CPU."""
+    """Log-prob of every token after the first, by transformers on the CPU."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.work import measured
+from opd.losses.adaptive_kl import AdaptiveKLConfig
 from opd.losses.blocks import Block
 from opd.losses.chunked import Loss, LossHead, Tokens
 from opd.losses.forward_kl import ForwardKLConfig
@@ -121,6 +122,7 @@ def _objectives() -> dict[str, Any]:
     return {
         "reverse_kl": ReverseKLConfig(),
         "forward_kl": ForwardKLConfig(kind="forward_kl"),
+        "adaptive_kl": AdaptiveKLConfig(kind="adaptive_kl"),
         "jsd": JSDConfig(kind="jsd"),
         "skew": SkewConfig(kind="skew"),
         "sampled": SampledConfig(kind="sampled"),

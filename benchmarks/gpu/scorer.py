@@ -54,7 +54,7 @@ def _equality(check: Check, folder: Path, size: str) -> None:
     states, logprobs = [], []
     for device in (check.device, "cpu"):
         scorer = TransformersScorer(scorer_options("float32", vocab), device=device)
-        rows = {row.sample_id: row for row in _score(scorer, teacher, rollouts)}
+        rows = {row.rollout.sample_id: row for row in _score(scorer, teacher, rollouts)}
         hidden_N_D = torch.cat(
             [torch.frombuffer(bytearray(rows[r.sample_id].answer.hidden), dtype=torch.float32) for r in rollouts]
         ).view(-1, SIZES[size]["hidden_size"])

@@ -135,7 +135,7 @@ def _plain(task: Task, lr: float, steps: int) -> list[tuple[float, float]]:
 
     model = AutoModelForCausalLM.from_pretrained(task.student, dtype=torch.float64).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    scored = {row.sample_id: row for row in task.rows}
+    scored = {row.rollout.sample_id: row for row in task.rows}
     total = sum(len(r.response_ids) for r in task.rollouts)
     found = []
     for _ in range(steps):

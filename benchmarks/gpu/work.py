@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opd.types import Rollout, Segment
+from opd import types
 
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -39,7 +39,7 @@ def build_model(path: Path, size: str, *, dtype: torch.dtype, seed: int, device:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the responses of one step."""
+    """The size of one step's responses."""
 
     rows: int
     prompt: int
@@ -50,7 +50,7 @@ class Shape:
         return self.rows * (self.prompt + self.response)
 
 
-def make_rollouts(shape: Shape, vocab_size: int, *, seed: int = 0) -> list[Rollout]:
+def make_rollouts(shape: Shape, vocab_size: int, *, seed: int = 0) -> list[types.Rollout]:
     """Responses of random ids, some shorter than others: who wrote them does not matter here."""
     gen = torch.Generator().manual_seed(seed)
     made = []
@@ -59,17 +59,18 @@ def make_rollouts(shape: Shape, vocab_size: int, *, seed: int = 0) -> list[Rollo
         prompt, response = (
             tuple(torch.randint(0, vocab_size, (n,), generator=gen).tolist()) for n in (shape.prompt, length)
         )
+        name = f"000001/d/{i}"
         made.append(
-            Rollout(
-                sample_id=f"000001/d/{i}", step=1, domain="d", policy_version=0, prompt_ids=prompt,
+            types.Rollout(
+                sample_id=name, group=name, episode=name, step=1, domain="d", prompt_ids=prompt,
                 response_ids=response, behaviour_logprobs=(-1.0,) * length,
-                segments=(Segment(length=length, trained=True),), truncated=False,
+                spans=(types.Span(length=length, origin="policy", policy_version=0),), stop_reason="stop",
             )
         )  # fmt: skip
     return made
 
 
-def num_tokens(rollouts: Sequence[Rollout]) -> int:
+def num_tokens(rollouts: Sequence[types.Rollout]) -> int:
     """Prompt and response tokens together."""
     return sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
 

@@ -13,8 +13,8 @@ Three take several steps, each of which rests on the one before, so that one sli
     swap     swp 4193=     1493 / 1439 / 1349                   two neighbours change places, until all are in order
     duel     due 63809=    6389 / 689 / 69 / 9                  the smaller of two neighbours drops out, until one is left
 
-(`/` is a line break.) `swap` and `duel` leave open where to go on: the rows choose by chance, many ways are right, and
-all end in the same last line. Where there are lines of working, the `answer` is the last line: verifier `last_line`.
+(`/` is a line break.) In `swap` and `duel` each line can be continued in several ways. The rows choose one by chance; all
+are right and end in the same last line. Where there are lines of working, the `answer` is the last line: verifier `last_line`.
 
 Every character is one token, so lengths in tokens are lengths in characters.
 """
@@ -45,7 +45,7 @@ WALK_STEPS, SWAP_DIGITS, DUEL_DIGITS = 7, 4, 5
 MOST_SWAPS = 4
 DRAWS_PER_ROW = 50
 Task = Callable[[random.Random], tuple[str, list[str]]]
-"""Draws a prompt and the lines of its answer."""
+"""Function that draws a prompt and the lines of its answer."""
 
 
 def make_rows(domain: str, count: int, seed: int) -> list[Row]:

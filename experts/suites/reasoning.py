@@ -45,7 +45,7 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
     "gcd": ("gcd", {"max_value": 99}),
     "lcm": ("lcm", {"max_value": 60}),
     "caesar_cipher": ("caesar_cipher", {"delimiter": " ", "min_words": 1, "max_words": 2, "max_rotation": 3}),
-    # From 1 on: reasoning-gym writes zero as an empty string and then refuses its own answer.
+    # Start at 1: reasoning-gym writes zero as an empty string and then refuses its own answer.
     "base_conversion": ("base_conversion", {"min_base": 2, "max_base": 10, "min_value": 1, "max_value": 255}),
     "count_bits": ("count_bits", {"max_n": 4095}),
     "simple_equations": (
@@ -103,12 +103,12 @@ def _draw(domain: str, limit: int, seed: int) -> Iterator[Row]:
     for entry in reasoning_gym.create_dataset(family, seed=seed, size=limit, **config):
         yield _row(
             family, json.loads(json.dumps(entry))
-        )  # through JSON, so that what is scored is what a file gives back
+        )  # through JSON, so that the scorer gets what a file gives back
 
 
 def _row(family: str, entry: dict[str, Any]) -> Row:
     question, answer = f"{entry['question'].strip()}\n{INSTRUCTION}", entry["answer"]
-    if family == "number_sorting":  # its scorer would run a list with other quotes than JSON's
+    if family == "number_sorting":  # its scorer runs a list with other quotes than JSON's as code
         entry = entry | {"answer": answer.replace("'", '"')}
     return {
         "prompt": [{"role": "user", "content": question}],

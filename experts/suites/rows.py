@@ -1,4 +1,4 @@
-"""The row that every suite makes, and how rows are kept apart."""
+"""The row that every suite makes, and the choice of rows with different prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row(TypedDict):
 
 
 def take_unique(drawn: Iterable[Row], count: int, where: str) -> list[Row]:
-    """The first `count` rows with prompts that differ; `drawn` must be finite.
+    """The first `count` rows whose prompts all differ; `drawn` must be finite.
 
     Raises: ConfigError if `drawn` ends before that.
     """

@@ -15,7 +15,7 @@ from opd.losses import OBJECTIVES
 from opd.named import imported, is_place, users
 
 if TYPE_CHECKING:
-    from opd.losses.objective import Objective
+    from opd.interfaces import Objective
 
 DEFAULT_KIND = "reverse_kl"
 SECTION = "a class on top of opd.config.objectives.ObjectiveConfig, as module:Class"
@@ -25,12 +25,12 @@ class ObjectiveConfig(Strict):
     """Base of every kind's section. Its capitals say what a pipeline has to know before anything is computed."""
 
     OBJECTIVE: ClassVar[type[Any]]
-    """What computes it: a class that takes those of the section's keys that it has as fields."""
+    """The class that computes the objective. Its fields are the keys of the section that it needs."""
     PAYLOADS: ClassVar[tuple[str, ...]] = ("hidden_states",)
     """Payloads that hold what the objective needs; the first is the cheapest."""
     IS_ESTIMATE: ClassVar[bool] = False
-    """True if its value is no divergence but an estimate from the sampled tokens: it may be negative, and the weight of a
-    token in the mean must not depend on the response that it stands in."""
+    """True if the objective only estimates a divergence from the sampled tokens. Its value may then be negative, and the
+    weight of a token in the mean must not depend on the response that it stands in."""
 
     kind: str
     chunk: int = Field(128, ge=1)
@@ -42,17 +42,17 @@ class ObjectiveConfig(Strict):
 
     @property
     def weighting(self) -> str:
-        """How tokens are weighed, see `opd.train.totals.row_weights`."""
+        """How tokens are weighted in the mean; `opd.train.totals.row_weights` has the formulas."""
         return "leave_one_out" if self.IS_ESTIMATE else self.normalize
 
     @property
     def wants_baseline(self) -> bool:
-        """True if every row of a step has to be there before the first is trained: a baseline is a mean over others."""
+        """True if the objective subtracts a mean over other rows: then all rows of a step must be there before training."""
         return False
 
     @property
     def top_k(self) -> int:
-        """Likeliest tokens that a teacher names at each position."""
+        """How many of its likeliest tokens a teacher gives at each position."""
         return 0
 
     def problem_with(self, payload: str) -> PydanticCustomError | None:
@@ -71,15 +71,15 @@ class ObjectiveConfig(Strict):
         )
 
     def build(self) -> Objective:
-        """The objective with the options that are its own."""
+        """Make the objective from those keys of the section that it has as fields."""
         made: Objective = self.OBJECTIVE(**{f.name: getattr(self, f.name) for f in fields(self.OBJECTIVE)})
         return made
 
 
 def objective_config(kind: str) -> type[ObjectiveConfig]:
-    """The class of a kind's section, or the user's class of that name.
+    """The class of the section of this kind; `module:Class` is a class of the user's.
 
-    Raises: KeyError for a name that is no kind; ConfigError for a `module:Class` that cannot be imported or is no section.
+    Raises: KeyError for an unknown kind; ConfigError for a `module:Class` that cannot be imported or is no section.
     """
     found: type[ObjectiveConfig] = users(kind, "objective.kind", SECTION) if ":" in kind else imported(OBJECTIVES[kind])
     if not (isinstance(found, type) and issubclass(found, ObjectiveConfig) and hasattr(found, "OBJECTIVE")):
@@ -88,7 +88,7 @@ def objective_config(kind: str) -> type[ObjectiveConfig]:
 
 
 def default_objective() -> ObjectiveConfig:
-    """What a pipeline without the section has."""
+    """The objective of a pipeline that has no such section."""
     return objective_config(DEFAULT_KIND).model_validate({})
 
 

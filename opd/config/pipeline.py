@@ -31,20 +31,20 @@ def _number_or_list(value: Any) -> str:
 
 
 class RoundConfig(Strict):
-    """What is other in one round than in the pipeline; what is not said is the pipeline's."""
+    """The settings in which one round differs from the pipeline. Every other setting is the pipeline's."""
 
     seed: int | None = Field(None, ge=0)
-    """Default: the pipeline's in the first round, one more in each further round."""
+    """Default: the pipeline's seed in the first round, one more in each further round."""
     registry: Path | None = None
     experts: ExpertsConfig | None = None
     """All experts of the round; they take the place of the pipeline's."""
     domains: dict[Name, DomainConfig] | None = Field(None, min_length=1)
     """All domains of the round; they take the place of the pipeline's."""
     rollout: dict[str, Any] = {}
-    """Keys of the section that are other; in the same way the three below."""
+    """Keys of the section that differ in this round; the three sections below work alike."""
     teachers: dict[str, Any] = {}
     objective: dict[str, Any] = {}
-    """With `kind` all that is said of the objective, without it the keys that are other."""
+    """With `kind` the whole section, which replaces the pipeline's; without `kind` the keys that differ."""
     trainer: dict[str, Any] = {}
 
 
@@ -79,8 +79,8 @@ class PipelineConfig(Strict):
         Annotated[int, Field(ge=1), Tag("~number")] | Annotated[list[RoundConfig], Field(min_length=2), Tag("~list")],
         Discriminator(_number_or_list),
     ] = 1
-    """Merges one after the other, each from the student that the one before left: how many alike, or a list with what is
-    other in each, of which the first is `{}`: the pipeline as it stands."""
+    """Merges one after the other, each from the student that the one before left. A number: so many merges alike. A list:
+    the settings in which each merge differs; the first entry is `{}`, the pipeline as it stands."""
 
     @model_validator(mode="after")
     def _payload_holds_what_the_objective_needs(self) -> PipelineConfig:
@@ -158,7 +158,7 @@ class PipelineConfig(Strict):
             try:
                 PipelineConfig.model_validate(_round_data(self, index))
             except ValidationError as errors:
-                # What is wrong with the whole comes from what the round says: the pipeline alone is right.
+                # The pipeline alone is valid, so an error of the whole comes from a setting of the round.
                 error = errors.errors()[0]
                 context = error.get("ctx", {})
                 where = ".".join(["rounds", str(index), *keys_of(error)])
@@ -186,7 +186,7 @@ def _round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
 
 
 def overlaps(config: PipelineConfig) -> bool:
-    """What `schedule.overlap` comes to."""
+    """Whether the trainer starts while teachers still score: `schedule.overlap`, with `auto` decided."""
     if config.schedule.overlap != "auto":
         return config.schedule.overlap
     gpus = config.cluster.trainer_gpus or config.cluster.teacher_gpus
@@ -199,7 +199,7 @@ stale output head showed 0.31."""
 
 
 def sync_tolerance(config: PipelineConfig) -> float:
-    """What `sync.tolerance` comes to."""
+    """`sync.tolerance` in nats, or its default for the types that trainer and engine compute in."""
     if config.sync.tolerance is not None:
         return config.sync.tolerance
     exact = config.trainer.dtype == config.rollout.dtype == "float32"

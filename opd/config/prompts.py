@@ -47,7 +47,7 @@ class FilterConfig(Strict):
 class PromptsConfig(Strict):
     path: Path
     """A file (`.parquet`, `.csv`, anything else is JSONL), a directory that `save_to_disk` of the library `datasets` wrote,
-    a directory of data files, or, where nothing of that name is here, a data set of the Hugging Face hub as `owner/name`."""
+    or a directory of data files. If no such path exists, `owner/name` is a data set of the Hugging Face hub."""
     name: str | None = None
     """Configuration of a hub data set or directory of data files, such as `main`."""
     revision: str | None = None
@@ -63,11 +63,11 @@ class PromptsConfig(Strict):
     limit: int | None = Field(None, ge=1)
     """Read at most so many rows, counted after filter and shuffle."""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Leave out, count and tell prompts of more tokens than this."""
+    """Leave out prompts of more tokens than this; the run says how many they are."""
 
 
 def _prompts_kind(value: Any) -> str:
-    # pydantic also asks with what it has made before: a Path, or the mapping's own class.
+    # pydantic also calls this with values that it has already parsed: a Path, or a `PromptsConfig`.
     return "~more" if isinstance(value, (Mapping, PromptsConfig)) else "~text"
 
 

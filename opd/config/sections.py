@@ -12,8 +12,9 @@ from opd.config.strict import DType, Strict
 
 class RolloutConfig(Strict):
     engine: str = Field("vllm", pattern=r"^(vllm|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
-    """What writes: `vllm`, an engine in each rollout worker; or a class of yours, as `module:Class`, with the methods of
-    `opd.interfaces.RolloutEngine` and `wait_ready()`, which is made of a `opd.rollouts.vllm.RolloutSpec` and the tokenizer."""
+    """What writes the rollouts: `vllm`, an engine in each rollout worker, or a class of yours as `module:Class`. It is called
+    with an `opd.rollouts.vllm.RolloutSpec` and the tokenizer, and has the methods of `opd.interfaces.RolloutEngine` and
+    `wait_ready()`."""
     workers: int = Field(1, ge=1)
     """Rollout engines; prompts are dealt out among them."""
     dtype: DType = "float32"
@@ -29,14 +30,14 @@ class RolloutConfig(Strict):
     kv_cache_gib: int = Field(1, ge=1)
     """Key-value cache of a CPU engine, whole GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """Share of a GPU's memory that a GPU engine may take; where roles share a GPU, what they need beside it must fit too."""
+    """Share of a GPU's memory that a GPU engine may take. Where roles share a GPU, leave room for the other roles."""
     sleep: bool = False
     """Give the engine's GPU memory back while teachers score and the trainer trains. For engines on a GPU that they share."""
 
 
 class TrainerConfig(Strict):
     zero_stage: Literal[3] = 3
-    """DeepSpeed ZeRO stage: parameters, gradients and optimiser state are sharded over the ranks. Only 3 is there."""
+    """DeepSpeed ZeRO stage. Only 3 is supported: parameters, gradients and optimiser state are sharded over the ranks."""
     ranks: int = Field(2, ge=1)
     """Data-parallel trainer processes. On GPUs each needs one of its own: on a shared GPU set 1."""
     dtype: DType = "float32"
@@ -64,9 +65,10 @@ class TrainerConfig(Strict):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: int = Field(4096, ge=16)
-    """Prompt and response tokens that a rank pushes through the model at a time, give or take one response."""
+    """Prompt and response tokens of one forward pass of a rank, give or take one response."""
     head_memory: ByteSize = Field("1GiB", validate_default=True, gt=0)
-    """Teachers' output heads that each rank keeps, least recently used out; those of one micro-batch always stay."""
+    """Memory for teachers' output heads on each rank. The least recently used are dropped first; those that a micro-batch
+    needs always stay."""
     grad_accum_dtype: DType = "float32"
     """Type in which gradients are summed over micro-batches and ranks; bfloat16 saves two bytes a parameter and loses
     about 1 % of the gradient over 128 micro-batches."""
@@ -89,16 +91,16 @@ class ScheduleConfig(Strict):
     mode: Literal["sync"] = "sync"
     """`sync`: every sample is trained by the very weights that wrote it."""
     overlap: bool | Literal["auto"] = "auto"
-    """Train while teachers still score; the result is the same. `auto`: where they do not share cores, that is if either
-    has GPUs or the teachers are served elsewhere. On the same cores both get slower."""
+    """Train while teachers still score; the result is the same. `auto` does so where trainer and teachers do not share cores,
+    that is if either has GPUs or the teachers are served elsewhere. On the same cores both get slower."""
 
 
 class SyncConfig(Strict):
     kind: Literal["shared_memory"] = "shared_memory"
     """How new weights reach the rollout engines: safetensors in shared memory on one machine."""
     tolerance: float | None = Field(None, gt=0)
-    """Largest mean |trainer - engine| log-prob gap, nats, over the probe tokens after a push and over each step's sampled
-    tokens, before the run stops; default: 0.02 where trainer and engine compute in float32, 0.15 where one does not."""
+    """The run stops if the mean |trainer - engine| log-prob gap is larger than this, in nats, over the probe tokens after a
+    push or over a step's sampled tokens. Default: 0.02 where both compute in float32, 0.15 where one does not."""
     probe_tokens: int = Field(64, ge=8)
     """Fixed tokens that both sides score after every push."""
 
@@ -109,7 +111,7 @@ class CheckpointConfig(Strict):
     keep: int = Field(3, ge=1)
     """Newest checkpoints that stay on disk."""
     keep_every: int = Field(0, ge=0)
-    """Checkpoints of steps divisible by this stay for good; 0: none does."""
+    """Checkpoints of steps divisible by this are never deleted; 0: no checkpoint is exempt."""
 
 
 class LoggingConfig(Strict):
@@ -131,9 +133,9 @@ class ClusterConfig(Strict):
     trainer_gpus: float = Field(0, ge=0)
     """GPUs for each trainer rank."""
     max_restarts: int = Field(3, ge=0)
-    """Times that a merge starts all its workers again, from its last checkpoint, because one died. A rollout or scoring
-    worker is first started again alone, once a step."""
+    """How often a merge may start all its workers again, from its last checkpoint, because one died. A rollout or scoring
+    worker that dies is first started again alone, once a step."""
     start_timeout_s: float = Field(300, gt=0)
-    """Deadline for a worker to be up with its model loaded."""
+    """Deadline for a worker to start and load its model."""
     phase_timeout_s: float = Field(3600, gt=0)
     """Deadline for one phase of a step (rollout, score, train, sync) or one evaluation."""

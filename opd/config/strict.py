@@ -24,7 +24,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, data: Any) -> Any:
-        # pydantic's own `extra_forbidden` cannot suggest; here the class knows its keys.
+        # pydantic's own `extra_forbidden` cannot suggest the nearest key; here the class knows its keys.
         if isinstance(data, Mapping):
             known = list(cls.model_fields)
             for key in data:
@@ -43,5 +43,5 @@ class Strict(BaseModel):
 
 
 def text_or_more(value: Any) -> str:
-    """Which half of a union a value is meant for, so that an error is about that half alone."""
+    """Tell which half of a union a value is meant for, so that an error speaks of that half alone."""
     return "~text" if isinstance(value, str) else "~more"

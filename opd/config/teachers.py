@@ -33,7 +33,7 @@ class ServerConfig(Strict):
 
 
 def _url_problem(url: str) -> str | None:
-    """What is wrong with a server's address, without any password in it; None if nothing is."""
+    """Why a server's address cannot be used, without any password in it; None if it can."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
@@ -49,29 +49,30 @@ def _url_problem(url: str) -> str | None:
 
 
 class Teachers(Strict):
-    """What the section has with every engine."""
+    """The keys that the section has with every engine."""
 
     elsewhere: ClassVar[bool] = False
     """True if the teachers' models run outside of this cluster."""
 
     engine: str
     payload: PayloadName = "hidden_states"
-    """What is sent per response token: the last hidden state after the final norm, from which any objective but `top_k`
+    """What is sent per trained token: the last hidden state after the final norm, from which every objective but `top_k`
     can be computed; the sampled token's log-prob; or the likeliest tokens' log-probs (`objective.k` of them)."""
     dtype: DType = "float32"
-    """Teachers compute in it, and hidden states and heads are sent in it; a server computes in its own."""
+    """The type that teachers compute in, and in which hidden states and heads are sent. A server computes in its own."""
     queue: ByteSize = Field("256MiB", validate_default=True, gt=0)
-    """Scored rows that may wait for the trainer while it overlaps with the teachers (`schedule.overlap`), over all scoring
-    workers, and two more parts of about a mebibyte for each; what the next micro-batch needs is always let in."""
+    """Memory for scored rows that wait for the trainer while it overlaps with the teachers (`schedule.overlap`), over all
+    scoring workers; each worker may hold two more parts of about a mebibyte. Rows that the next micro-batch needs are
+    always let in."""
     mask_tokens: dict[Name, list[str]] = {}
-    """By expert's name: tokens that it never writes, such as `<think>`. Where the student writes one in a domain of that
-    expert, the token carries no loss: the expert has nothing to say about it but "never"."""
+    """Expert's name -> tokens that the expert never writes, such as `<think>`. Where the student writes one in a domain of
+    that expert, the token carries no loss: all that the expert could say about it is "never"."""
     max_quarantined: float = Field(0.001, ge=0, le=1)
-    """Share of a step's responses that may be left out because a teacher's states are not finite, before the run stops."""
+    """The run stops if a larger share of a step's responses is left out because a teacher's states are not finite."""
 
     @property
     def scoring_workers(self) -> int:
-        """Processes of this merge that score."""
+        """Number of this merge's own processes that score."""
         return 0
 
 
@@ -88,13 +89,13 @@ class TransformersTeachers(_WithWorkers):
     engine: Literal["transformers"] = "transformers"
     """The scoring workers run the model's body under transformers, many rows packed into one forward pass."""
     memory: ByteSize = Field("8GiB", validate_default=True, gt=0)
-    """Teachers kept in memory by each scoring worker, one read ahead among them, least recently used out; the one in use
-    always stays."""
+    """Memory for teachers' weights in each scoring worker, the teacher that is read ahead included. The least recently used
+    is dropped first; the one in use always stays."""
 
 
 class VLLMTeachers(_WithWorkers):
     engine: Literal["vllm"]
-    """A vLLM engine in each scoring worker. It holds one teacher, and reads the next from its files."""
+    """A vLLM engine in each scoring worker. It holds one teacher at a time and reads the next one from its files."""
     kv_cache_gib: int = Field(1, ge=1)
     """Key-value cache of an engine on a CPU, whole GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
@@ -107,14 +108,14 @@ class OpenAITeachers(_WithWorkers):
     engine: Literal["openai"]
     """The scoring workers ask servers elsewhere that speak the OpenAI completions API with vLLM's prompt log-probs."""
     payload: Literal["sampled_logprobs", "top_k"]
-    """What is sent per response token: the sampled token's log-prob, or the likeliest tokens' log-probs (`objective.k` of
+    """What is sent per trained token: the sampled token's log-prob, or the likeliest tokens' log-probs (`objective.k` of
     them). A server sends no hidden states."""
     servers: dict[Name, ServerConfig] = {}
-    """By expert's name: who serves it. Each expert needs one."""
+    """Expert's name -> its server. Each expert needs one."""
     api_key_env: str | None = None
     """Environment variable that holds the servers' key; set it where the scoring workers run."""
     server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
-    """Deadline of one request to a server; it is made up to four times."""
+    """Deadline of one request to a server. A request that fails is sent up to four times."""
 
     @model_validator(mode="before")
     @classmethod
@@ -132,7 +133,7 @@ class OpenAITeachers(_WithWorkers):
     @classmethod
     def _no_key_in_the_pipeline(cls, name: str | None) -> str | None:
         if name is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            # It may be the key itself, which must not be printed.
+            # A user may have put the key itself here, which must not be printed.
             raise PydanticCustomError(
                 "api_key_env",
                 "a variable's name, such as TEACHERS_KEY",
@@ -145,11 +146,11 @@ class FlightTeachers(Teachers):
     elsewhere: ClassVar[bool] = True
 
     engine: Literal["flight"]
-    """An `opd teachers serve` elsewhere scores, with workers and memory of its own."""
+    """`opd teachers serve` on some machine scores, with workers and memory of its own."""
     address: str
-    """Who serves the teachers, `grpc+tls://HOST:PORT`; on this machine `grpc://127.0.0.1:PORT` too."""
+    """Address of `opd teachers serve`: `grpc+tls://HOST:PORT`, or `grpc://127.0.0.1:PORT` on this machine."""
     tls_root_certs: Path | None = None
-    """PEM file with the certificates to trust; wanted with `grpc+tls`."""
+    """PEM file with the certificates to trust; needed with `grpc+tls`."""
     token_file: Path | None = None
     """File with the server's token, readable by its owner only; default: OPD_TEACHERS_TOKEN."""
 
@@ -188,11 +189,11 @@ SECRET = ("servers", "api_key_env")
 
 
 def without_other_engines(data: Any) -> Any:
-    """The section without keys that only other engines have and that say what goes without saying, as a file has that was
-    written out for another engine.
+    """The section without the keys of other engines that hold their defaults.
 
-    Raises: PydanticCustomError for an engine that is none, or a key of another engine that says something: it would be
-    ignored.
+    A pipeline that was written out with all its defaults, by an older release or for another engine, has such keys.
+    Raises: PydanticCustomError for an unknown engine, or for a key of another engine with a value of its own, which this
+    engine would ignore.
     """
     if not isinstance(data, Mapping):
         return data
@@ -212,14 +213,14 @@ def without_other_engines(data: Any) -> Any:
 
 
 def changed_teachers(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The section with some keys changed. Another engine takes over the keys that it has too."""
+    """The section with some keys changed. If `engine` is among them, the keys that both engines have are kept."""
     engine = changes.get("engine", data["engine"])
     known = ENGINES[engine].model_fields if isinstance(engine, str) and engine in ENGINES else data
     return {key: value for key, value in data.items() if key in known} | dict(changes)
 
 
 def _is_default(owner: type[Teachers], key: str, value: Any) -> bool:
-    """True for nothing, and for the key's default as it is written or as it is read."""
+    """True for None and for the key's default, as a file spells it or as it is parsed."""
     default = owner.model_fields[key].default
     read: Any = TypeAdapter(ByteSize).validate_python(default) if key == "memory" else default
     return value in (None, default, read)

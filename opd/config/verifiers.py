@@ -32,9 +32,9 @@ class NumericConfig(Strict):
 
 class RegexConfig(Strict):
     kind: Literal["regex"]
-    """What a regular expression finds in the text: its last match."""
+    """The last match of a regular expression in the text."""
     pattern: str = Field(..., min_length=1)
-    """In Python's syntax; what its first group matched, or without a group the whole match, is the answer."""
+    """The expression in Python's syntax. The answer is what its first group matched; without a group, the whole match."""
 
     @model_validator(mode="after")
     def _compiles(self) -> RegexConfig:
@@ -72,11 +72,11 @@ VerifierName = Literal["exact_match", "last_line", "numeric", "multiple_choice",
 """Those that work without options."""
 
 VERIFIER_OPTIONS: dict[str, str] = {"regex": "pattern: ...", "python": "function: module:function"}
-"""The others, and what they want."""
+"""The verifiers that need an option, each with that option."""
 
 
 def _known_verifier(value: Any) -> Any:
-    """Raises for a name that is none, with the nearest that is; everything else is left to the types."""
+    """Refuse an unknown name and suggest the nearest known one. The types check everything else."""
     kind = value.get("kind") if isinstance(value, Mapping) else value
     if isinstance(value, str) and value in VERIFIER_OPTIONS:
         options = f"{{kind: {value}, {VERIFIER_OPTIONS[value]}}}"

@@ -1,4 +1,4 @@
-"""What other ways of merging the same experts reach, as it lies on disk: `RUN_DIR/baselines/NAME.json`, one file each."""
+"""Results of other ways of merging the same experts, one file each: `RUN_DIR/baselines/NAME.json`."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ class BaselineResult:
     label: str
     """Method and strength as a reader knows them, e.g. `TIES 0.5`."""
     strength: float | None = None
-    """The one of the method's grid that was best on the validation prompts; None for a method without."""
+    """The strength of the method's grid that was best on the validation prompts; None for a method without strengths."""
     token_share: float | None = None
     """Share of the merge's training, 0..1; None for merges of weights, which train nothing."""
     tokens: int | None = None
-    """Response tokens that were trained on; None as above."""
+    """Response tokens that were trained on; None for merges of weights."""
     seed: int
     scores: dict[str, DomainScore]
     """Domain -> score, on the exam that the merge is reported on."""
     validation: dict[str, float] = field(default_factory=dict)
     """Strength (as text, JSON's keys are text) -> mean accuracy over the domains' validation prompts."""
     wall_s: float
-    """All that it took, models and evaluation."""
+    """Seconds that the model and its evaluation took together."""
     weights: str = ""
     """Digest of the model that was measured (its config.json and weight files); empty if an older release wrote it."""
     inputs: str = ""
-    """Digest of what it was made from: student, experts, prompts and the keys of the pipeline that decide; empty as above."""
+    """Digest of what it was made from: student, experts, prompts and the pipeline's keys that decide the result; empty if
+    an older release wrote it."""
     merge_steps: int | None = None
-    """Steps that the run directory's merge had taken; None without one, and as above."""
+    """Steps that the run directory's merge had taken; None without a merge, or if an older release wrote it."""
     merge_tokens: int | None = None
     """Response tokens of those steps."""
 
@@ -61,7 +62,7 @@ class BaselineResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BaselineResult:
-        """From a parsed file."""
+        """Make the result from the parsed JSON of its file."""
         assert data["format"] == FORMAT, f"baseline of format {data['format']}"
         scores = {domain: DomainScore(**score) for domain, score in data["scores"].items()}
         return cls(**{key: value for key, value in data.items() if key != "format"} | {"scores": scores})

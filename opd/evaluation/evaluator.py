@@ -1,4 +1,4 @@
-"""Evaluation over a rollout engine, and the two that every merge is measured against."""
+"""Evaluation over a rollout engine, and the two evaluations that a merge is compared with: the student before, the experts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from statistics import fmean
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.scores import Answer, DomainScore, Evaluation
 from opd.evaluation.statistics import interval, pass_at, standard_error
-from opd.evaluation.verifiers import Verifier
-from opd.interfaces import Decoder, Evaluator, RolloutEngine
+from opd.interfaces import Decoder, Evaluator, RolloutEngine, Verifier
 from opd.types import Completion, Prompt, Teacher
 
 KEPT_QUESTIONS = 5
 """Questions of each domain whose answers are kept to be read."""
 KEPT_FAILURES = 20
-"""Failed answers of each domain that are kept beside those, at most."""
+"""Answers of each domain whose verifier raised and that are kept as well, at most."""
 
 BEFORE, EXPERT, MERGED = "student before", "expert", "merged"
 """Names of a merge's evaluations, for people."""
@@ -27,7 +26,7 @@ BEFORE, EXPERT, MERGED = "student before", "expert", "merged"
 
 @dataclass(frozen=True, slots=True)
 class DomainExam:
-    """Held-out prompts of one domain and what judges the answers."""
+    """Held-out prompts of one domain and the verifier that judges the answers."""
 
     prompts: tuple[Prompt, ...]
     verifier: Verifier
@@ -44,7 +43,7 @@ class EngineEvaluator:
         tokenizer: Decoder,
         tell: Callable[[str], None],
     ) -> None:
-        """`tell` hears of verifiers that raised."""
+        """`tell` gets a sentence about verifiers that raised."""
         self._engine = engine
         self._exams = dict(exams)
         self._settings = settings
@@ -52,7 +51,7 @@ class EngineEvaluator:
         self._tell = tell
 
     def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
-        """The named domains (default: all that have an exam), in one batch; `model` says who answers."""
+        """Evaluate the named domains (default: all that have an exam) in one batch; `model` says who answers."""
         chosen = {d: self._exams[d] for d in (domains if domains is not None else self._exams) if d in self._exams}
         prompts = [p for exam in chosen.values() for p in exam.prompts]
         n = self._settings.n
@@ -119,7 +118,7 @@ def _kept(answers: Sequence[Answer], n: int) -> list[Answer]:
 
 
 def measure_before(evaluator: Evaluator, domains: Sequence[str], tell: Callable[[str], None]) -> Evaluation:
-    """The student as it starts, which the engine holds, on the named domains."""
+    """Evaluate the student before training, which the engine holds, on the named domains."""
     before = evaluator.evaluate(domains, model=BEFORE)
     tell(
         f"before the merge: mean accuracy {fmean(before.accuracy.values()):.3f} over {len(before.scores)} domains"
@@ -137,9 +136,9 @@ def measure_experts(
     whole: Callable[[Teacher], AbstractContextManager[Path]],
     tell: Callable[[str], None],
 ) -> Evaluation:
-    """Each domain by its own teacher, as one evaluation; the engine holds the last of them afterwards.
+    """Evaluate each domain's own teacher on it, as one evaluation; the engine holds the last teacher afterwards.
 
-    `before`: the student's accuracies. `whole` gives the directory of a full model of a teacher while the engine reads it.
+    `before`: the student's accuracies. `whole` gives a directory with a teacher's full model while the engine reads it.
     """
     scores: dict[str, DomainScore] = {}
     answers: tuple[Answer, ...] = ()

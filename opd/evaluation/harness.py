@@ -25,7 +25,7 @@ from opd.errors import ConfigError, RunError
 from opd.rollouts.vllm import ENGINE_ENV
 
 BATCH_SIZE = {"hf": 8, "vllm": "auto"}
-"""By adapter: vLLM forms its batches itself."""
+"""Adapter -> batch size; vLLM forms its batches itself."""
 SHOWN_LINES = 12
 
 TaskScores = dict[str, dict[str, float]]
@@ -33,7 +33,7 @@ TaskScores = dict[str, dict[str, float]]
 
 
 def is_task_file(task: str) -> bool:
-    """A YAML file of the user's, and not a name that the harness knows."""
+    """True for a YAML file of the user's, False for a name that the harness knows."""
     return task.endswith((".yaml", ".yml"))
 
 
@@ -45,7 +45,7 @@ def check_tasks(config: LMEvalConfig) -> None:
         raise ConfigError.at(
             "evaluate.lm_eval",
             found="lm-evaluation-harness is not installed",
-            wanted=f"it, to run {', '.join(config.tasks)}",
+            wanted=f"the harness, to run {', '.join(config.tasks)}",
             fix="pip install 'opd-merge[lm-eval]'",
         )
     if config.model == "vllm" and not _has_distribution("vllm"):
@@ -92,11 +92,12 @@ def _refuse_unknown(names: list[str]) -> None:
 
 
 def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
-    """What the harness finds for a full model directory. Raises: RunError if it fails or is not done in time."""
+    """Run the tasks on a full model directory. Raises: RunError if the harness fails or is not done in time."""
     with TemporaryDirectory(prefix="opd-lm-eval-") as scratch:
         settings, results, log = (Path(scratch) / name for name in ("config.yaml", "results", "log"))
         settings.write_text(yaml.safe_dump(_settings(config, model_dir, dtype, results)), encoding="utf-8")
         command = [sys.executable, "-m", "lm_eval", "run", "--config", str(settings)]
+        # A file, not a pipe: nothing has to read it while the harness runs.
         with log.open("w") as written:
             try:
                 done = subprocess.run(
@@ -123,7 +124,7 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
 
 
 def _settings(config: LMEvalConfig, model_dir: Path, dtype: str, results: Path) -> dict[str, Any]:
-    """The harness's own configuration file. It runs no code of a model directory and no unsafe task unless told to."""
+    """The harness's configuration file. Without further keys the harness runs no code of a model directory and no unsafe task."""
     settings: dict[str, Any] = {
         "model": config.model,
         "model_args": {"pretrained": str(model_dir.absolute()), "dtype": dtype},

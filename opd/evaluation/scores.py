@@ -1,4 +1,4 @@
-"""What an evaluation found, as it lies on disk: `RUN_DIR/evaluation/NAME.json`. Report and baselines read these files."""
+"""The result of an evaluation, stored as `RUN_DIR/evaluation/NAME.json`. Report and baselines read these files."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ class Evaluation:
     scores: dict[str, DomainScore]
     """Domain -> score."""
     answers: tuple[Answer, ...] = ()
-    """The first few of each domain, and of the others the first few whose verifier raised."""
+    """The first few answers of each domain, and of the other answers the first few whose verifier raised."""
     step: int | None = None
-    """Steps of the merge that the model had taken; None for a model of no merge, or where an older release wrote it."""
+    """Steps of the merge that the model had taken; None if it comes from no merge, or if an older release wrote the file."""
     tokens: int | None = None
-    """Response tokens that it had been trained on in them; None as above, and on the way, where metrics.jsonl has them."""
+    """Response tokens of those steps. None where `step` is None, and during a merge, where metrics.jsonl has the number."""
     weights: dict[str, str] = field(default_factory=dict)
     """Domain -> digest of the model that answered (its config.json and weight files), where it lies on disk."""
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """0..1 by domain."""
+        """Domain -> accuracy, 0..1."""
         return {domain: score.accuracy for domain, score in self.scores.items()}
 
     def is_of(self, domain: str, digest: str) -> bool:
-        """Whether it has this model on this domain; what an older release wrote without saying whom is taken for it."""
+        """True if this is an evaluation of this model on this domain. A file of an older release names no model: it counts too."""
         return domain in self.scores and self.weights.get(domain, digest) == digest
 
     def as_text(self) -> str:
-        """What its file holds."""
+        """The text of its file."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     def save(self, path: Path) -> None:
@@ -97,7 +97,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Evaluation:
-        """From a parsed file."""
+        """Make the evaluation from the parsed JSON of its file."""
         assert data["format"] == FORMAT, f"evaluation file of format {data['format']}"
         return cls(
             model=data["model"],
@@ -110,7 +110,7 @@ class Evaluation:
 
 
 def combined(evaluations: Sequence[Evaluation], model: str) -> Evaluation:
-    """One evaluation of at least one: of each domain what the last that has it found."""
+    """Combine at least one evaluation into one. Where several have a domain, the last of them counts."""
     last = {domain: found for found in evaluations for domain in found.scores}
     training = {(found.step, found.tokens) for found in evaluations}
     step, tokens = training.pop() if len(training) == 1 else (None, None)

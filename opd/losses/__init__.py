@@ -5,6 +5,7 @@ from __future__ import annotations
 OBJECTIVES = {
     "reverse_kl": "opd.losses.reverse_kl:ReverseKLConfig",
     "forward_kl": "opd.losses.forward_kl:ForwardKLConfig",
+    "adaptive_kl": "opd.losses.adaptive_kl:AdaptiveKLConfig",
     "jsd": "opd.losses.jsd:JSDConfig",
     "skew": "opd.losses.skew:SkewConfig",
     "sampled": "opd.losses.sampled:SampledConfig",

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opd.interfaces import Objective
 from opd.losses.blocks import Block, Given
 from opd.losses.logits import pad, token_logprobs, upcast
-from opd.losses.objective import Objective, Slope, StudentChunk, TeacherChunk
+from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 from opd.losses.rule import IDENTITY, LogitRule
 
 SLICE_VALUES = 1 << 18

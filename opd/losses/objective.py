@@ -6,7 +6,7 @@ Shapes: C tokens, V vocabulary rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,14 +52,3 @@ class Slope:
     student_mass_C: Tensor | None = None
     """Student's probability of the tokens that the teacher gave."""
     teacher_mass_C: Tensor | None = None
-
-
-class Objective(Protocol):
-    """One way to measure how far the student is from the teacher."""
-
-    mixes: ClassVar[bool]
-    """Whether a mixture's log-measure can stand for its teachers; true of sums over teachers only."""
-
-    def __call__(self, student: StudentChunk, teacher: Any) -> Slope:
-        """`teacher` is the `TeacherChunk` of a payload that the objective can use."""
-        ...

@@ -1,7 +1,8 @@
-"""What every payload says about itself. Each one is a class of answers, an answer being what a teacher says of one response.
+"""What every payload says about itself. Each one is a class of answers; an answer is what a teacher says of the
+trained tokens of one response. Tokens that are not trained are neither scored nor sent.
 
 Nothing here imports torch before it is called: whoever checks a stream, or counts bytes, needs pyarrow alone.
-Shapes: R response tokens, D a teacher's hidden width, V vocabulary ids, K of a top-k.
+Shapes: N trained tokens of a response, D a teacher's hidden width, V vocabulary ids, K of a top-k.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from opd.interfaces import ScoredRow
     from opd.losses.blocks import Block
     from opd.stream.heads import Head
 
@@ -26,31 +28,18 @@ Position = Mapping[int, float]
 """Token -> log-prob at one place of a sequence: the token that stands there, and the likeliest ones if asked for."""
 
 
-class ScoredRow(Protocol):
-    """As much of `opd.stream.schema.TargetRow` as a payload looks at."""
-
-    @property
-    def sample_id(self) -> str: ...
-    @property
-    def response_ids(self) -> Sequence[int]: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def answer(self) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What a teacher computed about one response."""
+    """What a teacher computed about the trained tokens of one response."""
 
     token_ids: Sequence[int]
-    """[R] the response."""
-    hidden_R_D: Tensor
-    """On the CPU: the last hidden state after the final norm, at the position before each token."""
+    """[N]"""
+    hidden_N_D: Tensor
+    """The last hidden state after the final norm, at the position before each token; on the CPU."""
     head: str
     """Content hash of the teacher's output head."""
     logprobs: Callable[[], Tensor]
-    """Gives the [R, V] log-probs, float32 on the CPU; computed when it is called."""
+    """Gives the [N, V] log-probs, float32 on the CPU; computed when it is called."""
     top_k: int
     """`objective.k`."""
 
@@ -61,11 +50,11 @@ class Answer(ABC):
     __slots__ = ()
 
     GROUP: ClassVar[Columns] = ()
-    """Columns that are equal in all rows of a teacher and domain."""
+    """Columns that are equal in all rows of a teacher in a domain."""
     ROW: ClassVar[Columns] = ()
     """Columns with a value of its own in each row."""
     TOKEN_IDS: ClassVar[tuple[str, ...]] = ()
-    """Those of the columns that hold ids, which have to lie in the vocabulary."""
+    """The columns that hold token ids, which have to lie in the vocabulary."""
     SENDS_HEADS: ClassVar[bool] = False
     """True if the trainer needs the teacher's output head beside the answers."""
 
@@ -81,7 +70,7 @@ class Answer(ABC):
 
     @abstractmethod
     def fits(self, num: int, itemsize: int) -> bool:
-        """Whether this can be the answer about `num` tokens; `itemsize` is that of the stream's dtype."""
+        """Whether this can be the answer about `num` trained tokens; `itemsize` is that of the stream's dtype."""
 
     def width(self, num: int) -> int | None:
         """What has to be equal in all rows of a stream, such as K; None where nothing has to, or `num` does not tell."""
@@ -109,7 +98,7 @@ class Answer(ABC):
 
     @classmethod
     def of_positions(cls, token_ids: Sequence[int], positions: Sequence[Position], top_k: int) -> Answer:
-        """The answer from an engine's log-probs at each token, [R]; they are finite."""
+        """The answer from an engine's log-probs at each trained token, [N]; they are finite."""
         raise NotImplementedError(f"{cls.__name__} needs more than an engine's log-probs")
 
     @classmethod
@@ -117,19 +106,17 @@ class Answer(ABC):
     def blocks(
         cls, samples: Sequence[Sequence[ScoredRow]], dtype: torch.dtype, baselines: Mapping[str, float] | None
     ) -> tuple[Block, ...]:
-        """What the loss gets for the response tokens of these samples, in order; each sample has a row from each of its
-        teachers. `dtype` is the stream's, `baselines` are by sample."""
+        """What the loss gets for the trained tokens of these samples, in order; each sample has a row from each of its
+        teachers. `dtype` is the stream's, `baselines` maps sample ids to numbers."""
 
     def gap(self, wanted: Answer, dtype: torch.dtype) -> float:
-        """How far this is from another engine's answer about the same tokens: of log-probs the mean in nats, of states
-        relative to their norm."""
+        """How far this is from another engine's answer about the same tokens: for log-probs the mean difference in nats,
+        for states the difference relative to their norm."""
         raise NotImplementedError(f"{type(self).__name__} of two engines cannot be compared")
 
     def differences(
         self, token_ids: Sequence[int], logprobs: Sequence[float], dtype: torch.dtype, head: Callable[[], Head]
     ) -> list[float]:
-        """|given - answered| log-prob of each token, or the least that it can be; empty where the answer does not tell.
-
-        `head` reads the teacher's output head, cut to the vocabulary.
-        """
+        """|given - answered| log-prob of each trained token, or the least that it can be; empty where the answer does not
+        tell. `head` reads the teacher's output head, cut to the vocabulary."""
         return []

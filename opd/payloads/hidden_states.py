@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
 
+from opd.interfaces import ScoredRow
 from opd.losses.blocks import Block, Given
 from opd.losses.objective import TeacherChunk
 from opd.losses.rule import IDENTITY, LogitRule
-from opd.payloads.answer import Answer, Columns, Said, ScoredRow
+from opd.payloads.answer import Answer, Columns, Said
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates(Answer):
-    """What a teacher says of one response."""
+    """What a teacher says of the trained tokens of one response."""
 
     GROUP: ClassVar[Columns] = (("head", pa.string()), ("hidden_size", pa.int32()))
     ROW: ClassVar[Columns] = (("hidden", pa.large_binary()),)
@@ -38,8 +39,8 @@ class HiddenStates(Answer):
     hidden_size: int
     """D"""
     hidden: memoryview | bytes
-    """[R, D] little-endian, in the stream's dtype: the teacher's last hidden state after the final norm, at the
-    position that predicts response token r (one before it)."""
+    """[N, D] little-endian, in the stream's dtype: the teacher's last hidden state after the final norm, at the
+    position that predicts trained token n (one before it)."""
 
     @property
     def nbytes(self) -> int:
@@ -61,24 +62,26 @@ class HiddenStates(Answer):
 
     @classmethod
     def of_states(cls, said: Said) -> HiddenStates:
-        return cls.of(said.hidden_R_D, said.head)
+        return cls.of(said.hidden_N_D, said.head)
 
     @classmethod
-    def of(cls, hidden_R_D: Tensor, head: str) -> HiddenStates:
+    def of(cls, hidden_N_D: Tensor, head: str) -> HiddenStates:
         """The answer of a teacher whose head has that hash."""
         import torch
 
-        return cls(head, hidden_R_D.shape[1], hidden_R_D.contiguous().view(torch.uint8).numpy().tobytes())
+        return cls(head, hidden_N_D.shape[1], hidden_N_D.contiguous().view(torch.uint8).numpy().tobytes())
 
     def states(self, dtype: torch.dtype) -> Tensor:
-        """[R, D]"""
+        """[N, D]"""
         import torch
 
+        if not self.hidden:  # torch makes no tensor of an empty buffer
+            return torch.zeros(0, self.hidden_size, dtype=dtype)
         # bytearray copies: the stream's buffer is read-only shared memory, which torch does not accept silently.
         return torch.frombuffer(bytearray(self.hidden), dtype=dtype).view(-1, self.hidden_size)
 
     def logprobs(self, token_ids: Sequence[int], dtype: torch.dtype, head: Head) -> Tensor:
-        """[R] the teacher's log-prob of each response token; `head` is cut to the vocabulary."""
+        """[N] the teacher's log-prob of each trained token; `head` is cut to the vocabulary."""
         import torch
 
         from opd.losses.logits import token_logprobs
@@ -126,7 +129,7 @@ def _normalised(weights: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HiddenRun(Block):
-    """Consecutive response tokens scored by teachers of the same heads and weights, before the heads are at hand."""
+    """Consecutive trained tokens scored by teachers of the same heads and weights, before the heads are at hand."""
 
     heads: tuple[str, ...]
     """One for each teacher of the tokens; several make a mixture."""

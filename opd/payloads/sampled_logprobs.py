@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
 
+from opd.interfaces import ScoredRow
 from opd.losses.blocks import Block, Given
 from opd.losses.objective import TeacherChunk
-from opd.payloads.answer import Answer, Columns, Position, Said, ScoredRow
+from opd.payloads.answer import Answer, Columns, Position, Said
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs(Answer):
-    """What a teacher says of one response."""
+    """What a teacher says of the trained tokens of one response."""
 
     ROW: ClassVar[Columns] = (("teacher_logprobs", pa.list_(pa.float32())),)
 
     teacher_logprobs: Sequence[float]
-    """[R] its log-prob of each response token."""
+    """[N] its log-prob of each trained token."""
 
     @property
     def nbytes(self) -> int:
@@ -50,8 +51,8 @@ class SampledLogprobs(Answer):
     def of_states(cls, said: Said) -> SampledLogprobs:
         import torch
 
-        token_R = torch.tensor(said.token_ids)
-        return cls(said.logprobs().gather(1, token_R[:, None])[:, 0].tolist())
+        token_N = torch.tensor(said.token_ids, dtype=torch.long)
+        return cls(said.logprobs().gather(1, token_N[:, None])[:, 0].tolist())
 
     @classmethod
     def named_by_engine(cls, top_k: int) -> int | None:
@@ -70,7 +71,7 @@ class SampledLogprobs(Answer):
         logprob_N = torch.tensor([x for scored in samples for x in mixed_logprobs(scored)], dtype=torch.float32)
         if baselines is None:
             return (SampledBlock(logprob_N),)
-        values = [baselines[s[0].sample_id] for s in samples for _ in s[0].response_ids]
+        values = [baselines[s[0].rollout.sample_id] for s in samples for _ in range(s[0].rollout.num_trained)]
         return (SampledBlock(logprob_N, torch.tensor(values, dtype=torch.float32)),)
 
     def gap(self, wanted: Answer, dtype: torch.dtype) -> float:
@@ -86,14 +87,14 @@ class SampledLogprobs(Answer):
 
 
 def mixed_logprobs(scored: Sequence[ScoredRow]) -> list[float]:
-    """[R] sum_k w_k log q_k(y) over a sample's teachers: of a single one its log-prob."""
+    """[N] sum_k w_k log q_k(y) over a sample's teachers; with a single teacher its log-prob."""
     columns = [[row.weight * x for x in row.answer.teacher_logprobs] for row in scored]
     return [sum(values) for values in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledBlock(Block, Given):
-    """Consecutive response tokens with the teachers' (weighted) log-prob of each."""
+    """Consecutive trained tokens with the teachers' (weighted) log-prob of each."""
 
     logprob_N: Tensor
     baseline_N: Tensor | None = None

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
 
+from opd.interfaces import ScoredRow
 from opd.losses.blocks import Block, Given
 from opd.losses.objective import TeacherChunk
-from opd.payloads.answer import Answer, Columns, Position, Said, ScoredRow
+from opd.payloads.answer import Answer, Columns, Position, Said
 
 if TYPE_CHECKING:
     import torch
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TopTokens(Answer):
-    """What a teacher says of one response."""
+    """What a teacher says of the trained tokens of one response."""
 
     ROW: ClassVar[Columns] = (("topk_ids", pa.list_(pa.int32())), ("topk_logprobs", pa.list_(pa.float32())))
     TOKEN_IDS: ClassVar[tuple[str, ...]] = ("topk_ids",)
 
     topk_ids: Sequence[int]
-    """[R, K] its likeliest tokens, row after row."""
+    """[N, K] its likeliest tokens, row after row."""
     topk_logprobs: Sequence[float]
-    """[R, K] their log-probs under the whole distribution."""
+    """[N, K] their log-probs under the whole distribution."""
 
     @property
     def nbytes(self) -> int:
@@ -57,8 +58,8 @@ class TopTokens(Answer):
 
     @classmethod
     def of_states(cls, said: Said) -> TopTokens:
-        logq_R_V = said.logprobs()
-        top = logq_R_V.topk(min(said.top_k, logq_R_V.shape[1]), dim=-1)
+        logq_N_V = said.logprobs()
+        top = logq_N_V.topk(min(said.top_k, logq_N_V.shape[1]), dim=-1)
         return cls(top.indices.flatten().tolist(), top.values.flatten().tolist())
 
     @classmethod
@@ -81,10 +82,11 @@ class TopTokens(Answer):
 
         assert all(len(scored) == 1 for scored in samples), "top_k does not mix teachers"
         rows = [scored[0] for scored in samples]
-        width = max(len(r.answer.topk_ids) // max(1, len(r.response_ids)) for r in rows)
-        ids_N_K = torch.tensor([x for r in rows for x in r.answer.topk_ids], dtype=torch.long).view(-1, width)
+        num = sum(row.rollout.num_trained for row in rows)
+        ids = torch.tensor([x for r in rows for x in r.answer.topk_ids], dtype=torch.long)
         logprobs = torch.tensor([x for r in rows for x in r.answer.topk_logprobs], dtype=torch.float32)
-        return (TopKBlock(ids_N_K, logprobs.view(-1, width)),)
+        width = len(ids) // max(1, num)
+        return (TopKBlock(ids.view(num, width), logprobs.view(num, width)),)
 
     def gap(self, wanted: Answer, dtype: torch.dtype) -> float:
         assert isinstance(wanted, TopTokens)
@@ -106,7 +108,7 @@ class TopTokens(Answer):
 
 @dataclass(frozen=True, slots=True)
 class TopKBlock(Block, Given):
-    """Consecutive response tokens with the teacher's K likeliest tokens at each."""
+    """Consecutive trained tokens with the teacher's K likeliest tokens at each."""
 
     ids_N_K: Tensor
     logprob_N_K: Tensor

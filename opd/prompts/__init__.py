@@ -3,12 +3,12 @@
     sources ─ readers ─→ line by line, checked ─ rows ─→ Arrow ─ encode ─→ table ─ mix ─→ the prompts of a step
 
 Column names are TRL's: `prompt` is text or a list of chat messages, `completion` (same kind) is only read when an expert is
-trained on the file, `answer` and `metadata` only by the verifier. What every format's rows become is one line of JSON
+trained on the file, `answer` and `metadata` only by the verifier. A row of any format becomes one line of canonical JSON
 (`line.py`), so the same rows are the same prompts wherever they come from.
 """
 
 from opd.prompts.balance import Balance
-from opd.prompts.encode import Tokenizer, encode_prompt, render_prompt
+from opd.prompts.encode import encode_prompt, render_prompt
 from opd.prompts.line import Messages, PromptLine
 from opd.prompts.mix import BalancedPrompts, MixedPrompts, split_samples
 from opd.prompts.rows import Rows, open_rows, read_prompt_lines
@@ -24,7 +24,6 @@ __all__ = [
     "PromptTable",
     "Rows",
     "Source",
-    "Tokenizer",
     "encode_prompt",
     "find_source",
     "is_held_out",

@@ -1,9 +1,9 @@
-"""Prompts as Arrow record batches: in memory where they are few, else in a file that is made once and mapped.
+"""Prompts as Arrow record batches: few are kept in memory, many in a file that is made once and memory-mapped.
 
     $HF_DATASETS_CACHE/opd/KEY.arrow        default of the first part: ~/.cache/huggingface/datasets
 
 KEY is a hash of all that decides the content, so a file is never out of date. It is written beside its place, flushed and
-renamed: whole or not there. Two processes that miss it both write it, the same bytes; nobody waits.
+renamed: whole or not there. Two processes that need the file at the same time both write it, the same bytes: no lock.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Batches:
         return int(self._ends[-1]) if self._batches else 0
 
     def value(self, column: str, index: int) -> Any:
-        """One cell, as Python's."""
+        """One cell as a Python value."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         batch = self._batches[number]
         return batch.column(column)[index - int(self._ends[number]) + batch.num_rows].as_py()
 
     def values(self, column: str, start: int, stop: int) -> list[Any]:
-        """The cells from `start` to before `stop`, as Python's."""
+        """The cells from `start` to before `stop` as Python values."""
         found: list[Any] = []
         while start < min(stop, len(self)):
             number = int(np.searchsorted(self._ends, start, side="right"))
@@ -60,15 +60,15 @@ class Batches:
 
 
 def cache_dir() -> Path:
-    """Beside what the library `datasets` keeps, by its own variables."""
+    """The cache's directory, inside that of the library `datasets`; that library's environment variables move it."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets").expanduser() / "opd"
 
 
 def stored(key: str, schema: pa.Schema, make: Callable[[], Iterable[pa.RecordBatch]], *, cached: bool) -> Batches:
-    """The batches that `make` gives, or with `cached` those that it gave when the file of this key was made.
+    """The batches that `make` gives. With `cached`, those of the file with this key, which `make` fills if it is missing.
 
-    Raises: StorageError if the file cannot be written, and what `make` raises, which leaves no file.
+    Raises: StorageError if the file cannot be written. If `make` raises, no file is left.
     """
     if not cached:
         return Batches(make())
@@ -77,7 +77,7 @@ def stored(key: str, schema: pa.Schema, make: Callable[[], Iterable[pa.RecordBat
         return _mapped(path)
     except FileNotFoundError:
         pass
-    except pa.ArrowInvalid:  # cut off, by a disk that lost what it had said was written
+    except pa.ArrowInvalid:  # the file is cut off: a disk lost what it had reported as written
         path.unlink(missing_ok=True)
     try:
         with storing(path):
@@ -88,7 +88,7 @@ def stored(key: str, schema: pa.Schema, make: Callable[[], Iterable[pa.RecordBat
 
 
 def in_batches(rows: Iterable[Sequence[Any]], schema: pa.Schema, sizes: int = 1024) -> Iterable[pa.RecordBatch]:
-    """Rows with as many cells as the schema has fields; a batch ends at `sizes` rows or some MB of bytes cells."""
+    """Collect rows, one cell for each field of the schema; a batch ends at `sizes` rows or at a few MB of bytes cells."""
     columns: list[list[Any]] = [[] for _ in schema]
     nbytes = 0
     for row in rows:
@@ -103,7 +103,7 @@ def in_batches(rows: Iterable[Sequence[Any]], schema: pa.Schema, sizes: int = 10
 
 
 def _mapped(path: Path) -> Batches:
-    """Pages are read when a row is asked for, and may be dropped again: they do not count as a process's own memory."""
+    """Map the file: the system reads its pages when a row is asked for and may drop them, so they cost no memory of ours."""
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
     return Batches(reader.get_batch(number) for number in range(reader.num_record_batches))
 
@@ -118,11 +118,11 @@ def _write(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> 
 
 
 def _sweep(new: Path) -> None:
-    """Delete what killed processes left beside a file that was just made, by the disk's own clock."""
+    """Delete what killed processes left beside `new`. The age is by the disk's clock, which wrote the time of `new` too."""
     now = new.stat().st_mtime
     for path in new.parent.glob(".*.tmp"):
         try:
             if now - path.stat().st_mtime > STALE_S:
                 path.unlink()
         except FileNotFoundError:
-            continue  # its process has just finished
+            continue  # another process has just finished and renamed it

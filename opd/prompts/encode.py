@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import date, datetime, time
-from typing import Any, Protocol
 
+from opd.interfaces import Tokenizer
 from opd.prompts.line import Messages
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
-"""Whose messages a chat template may leave out on purpose."""
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that prompts need."""
-
-    @property
-    def all_special_ids(self) -> list[int]: ...
-
-    def __call__(self, text: list[str], **options: Any) -> Any: ...
-
-    def apply_chat_template(
-        self, conversation: Messages, *, add_generation_prompt: bool, tokenize: bool, **variables: Any
-    ) -> Any: ...
+"""Roles whose messages a chat template may leave out on purpose."""
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None) -> tuple[int, ...]:
-    """Token ids of a prompt. `day` is what a template that asks for the date is told; None: today."""
+    """Token ids of a prompt. `day` is the date for a chat template that asks for one; None: today."""
     (ids,) = _encode(tokenizer, [render_prompt(tokenizer, prompt, day)])
     return tuple(ids)
 
@@ -35,7 +22,7 @@ def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None
     """The text that is tokenised. Raises: jinja2's TemplateError, ValueError or TypeError if the template refuses it."""
     if isinstance(prompt, str):
         return prompt
-    # A variable of a template comes before a function of the same name that transformers gives it.
+    # transformers gives templates a function of this name; a variable of the same name takes precedence.
     clock = {} if day is None else {"strftime_now": datetime.combine(day, time()).strftime}
     text: str = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **clock)
     return text
@@ -44,9 +31,10 @@ def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None
 def encode_prompts(
     tokenizer: Tokenizer, prompts: Sequence[str | Messages], day: date | None = None
 ) -> list[Sequence[int]]:
-    """As `encode_prompt`, for many at once; no ids where there is nothing to answer: no visible sign, or special tokens only.
+    """Token ids of many prompts at once. A prompt without a visible sign, or of special tokens only, gets no ids.
 
-    Raises: what `render_prompt` does, and ValueError if the template leaves the question out: then all prompts would be one.
+    Raises: what `render_prompt` raises, and ValueError if the chat template leaves the question out, because then all
+    prompts would be the same.
     """
     asking = {index: _question(tokenizer, p, day) for index, p in enumerate(prompts) if not _is_blank(p)}
     special = set(tokenizer.all_special_ids)

@@ -18,7 +18,7 @@ _COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.d
 SPOKEN: tuple[Column, ...] = ("prompt", "completion")
 """Columns that may be chat messages."""
 MAX_LINE_BYTES = 8 << 20
-"""A longer row is no prompt but something else; the longest contexts of today are a few MB of text."""
+"""A longer row cannot be a prompt: the longest contexts of today are a few MB of text."""
 FORM = f'`prompt`, text or messages like {{"role": "user", "content": "2+2="}}, at most {MAX_LINE_BYTES >> 20} MiB'
 
 
@@ -28,13 +28,13 @@ class PromptLine(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     prompt: str | Messages
-    """One without text is left out of a merge, and counted."""
+    """A prompt without text is left out of a merge, and counted."""
     completion: str | Messages | None = None
     answer: str = ""
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def as_json(self) -> bytes:
-        """The same bytes whatever the file's format; text that is no Unicode (a lone surrogate) comes back as it was.
+        """Canonical JSON: the same bytes whatever the file's format. A lone surrogate, which is no Unicode, comes back unchanged.
 
         Raises: BrokenRow for metadata that JSON has no form for, such as a table's dates.
         """
@@ -45,7 +45,7 @@ class PromptLine(BaseModel):
 
     @classmethod
     def from_json(cls, line: bytes) -> PromptLine:
-        """What `as_json` wrote."""
+        """Inverse of `as_json`."""
         return cls.model_construct(**parsed(line))
 
 
@@ -56,7 +56,7 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 
 class BrokenRow(Exception):
-    """What is wrong with a row, and the way out. Whoever reads the file knows its place."""
+    """What is wrong with a row, and the way out. The reader of the file adds the row's place."""
 
     def __init__(self, found: str, fix: str) -> None:
         super().__init__(found)
@@ -68,7 +68,7 @@ class BrokenRow(Exception):
 
 
 def read_row(data: Any, columns: Mapping[Column, str] | None = None) -> PromptLine:
-    """Check one row. `columns`: what the data set calls ours, where it is another name. Raises: BrokenRow."""
+    """Check one row. `columns`: our name -> the data set's name, where they differ. Raises: BrokenRow."""
     problem = _shape_problem(data, columns or {})
     if problem is not None:
         raise BrokenRow(*problem)
@@ -92,13 +92,13 @@ def parse_json_line(line: bytes) -> Any:
         found, fix = f"byte {error.start + 1} is not UTF-8: {error.reason}", "convert the file to UTF-8"
     except json.JSONDecodeError as error:
         found = f"{error.msg} at column {error.colno}: {error.doc.strip()[:60]!r}"
-    except (RecursionError, ValueError) as error:  # the latter for a number of thousands of digits
+    except (RecursionError, ValueError) as error:  # ValueError: bad JSON, or a number of thousands of digits
         found = f"JSON that cannot be read: {error}"
     raise BrokenRow(found, fix)
 
 
 def _shape_problem(data: Any, columns: Mapping[Column, str]) -> tuple[str, str] | None:
-    """What was found and the way out, of a row whose columns or messages have other names than ours."""
+    """What was found, and the way out, if the row's columns or messages have other names than ours."""
     if not isinstance(data, dict):
         return None
     asks = columns.get("prompt", "prompt")
@@ -117,7 +117,7 @@ def _shape_problem(data: Any, columns: Mapping[Column, str]) -> tuple[str, str] 
 
 
 def no_column(name: str, data: Mapping[str, Any]) -> tuple[str, str]:
-    """What was found and the way out, where a wanted column has another name or is not there."""
+    """What was found, and the way out, if a column that is needed has another name or is missing."""
     found = f"no column `{name}`{', but ' + _names(data) if data else ''}"
     if name != "prompt":
         return found, "correct the names under `columns` and `filter` of the pipeline's `prompts`"

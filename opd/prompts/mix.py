@@ -27,8 +27,8 @@ def split_samples(total: int, weights: Mapping[str, float]) -> dict[str, int]:
 def shuffled(count: int, seed: str) -> array[int]:
     """The numbers below `count` in an order that `seed` decides, the same in every process and release.
 
-    A string seed is hashed with SHA-512 by the standard library. An array holds a million numbers in 8 MB, a list in 40,
-    and is shuffled in the same way.
+    The standard library hashes a string seed with SHA-512. An array holds a million numbers in 8 MB, a list in 40 MB; both
+    are shuffled alike.
     """
     order = array("q", range(count))
     random.Random(seed).shuffle(order)
@@ -103,5 +103,6 @@ class EndlessDomains:
         key = (domain, epoch)
         if key not in self._orders:
             order = shuffled(len(self._by_domain[domain]), f"{self._seed}/{domain}/{epoch}")
+            # A step can reach from one epoch into the next: keep the order of the epoch before, drop older ones.
             self._orders = {k: v for k, v in self._orders.items() if k[0] != domain or k[1] >= epoch - 1} | {key: order}
         return self._orders[key]

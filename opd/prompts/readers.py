@@ -1,6 +1,6 @@
-"""Rows of a source, one after the other, each with its place for messages.
+"""Rows of a source, one after the other, each with its place for error messages.
 
-CSV, Parquet and saved data sets are read by `datasets`, in batches. JSONL is not: the library guesses a column's type from
+The library `datasets` reads CSV, Parquet and saved data sets, in batches. It does not read JSONL: it guesses a column's type from
 blocks of 10 MB, so a row would depend on its neighbours (`{"a": 1}` becomes `{"a": 1, "b": None}`), and it cannot say which
 line is broken.
 """
@@ -24,23 +24,24 @@ BATCH_ROWS = 1024
 
 
 class Place(NamedTuple):
-    """Where a row stands."""
+    """The place of a row, as messages show it."""
 
     file: str
     number: int
-    """From 1: of JSONL the line, else the row, which a CSV's header is not."""
+    """Counted from 1: the line of a JSONL file, the row of any other. A CSV's header is not a row."""
     line: bool
 
     def __str__(self) -> str:
         return f"{self.file}:{self.number}" if self.line else f"{self.file}, row {self.number}"
 
     def refusal(self, problem: BrokenRow) -> PromptError:
-        """What a user reads about this row."""
+        """The error that a user sees about this row."""
         return problem.at(str(self), wanted=f"{'one JSON object' if self.line else 'a row'} with {FORM}")
 
 
 Row = tuple[Place, Any]
-"""A place, and the row's columns by the data set's names (of JSONL whatever the line holds); None: left out by the filter."""
+"""A place, and the row's columns by the data set's names (for JSONL any value that the line holds); None if the filter drops
+the row."""
 Clean = Callable[[dict[str, Any], str], dict[str, Any]]
 
 
@@ -61,7 +62,7 @@ def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
 
 
 def kept(row: Any, config: PromptsConfig, *, text: bool) -> bool:
-    """What the pipeline's filter says of a row. `text`: the data set's cells are all text."""
+    """True if the pipeline's filter keeps the row. `text`: all cells of the data set are text."""
     rule = config.filter
     if rule is None:
         return True
@@ -69,7 +70,7 @@ def kept(row: Any, config: PromptsConfig, *, text: bool) -> bool:
     found = row.get(rule.column) if isinstance(row, dict) else None
     if text:
         return found in [value if isinstance(value, str) else json.dumps(value) for value in wanted]
-    # True is 1 in Python, in no data set.
+    # In Python True equals 1; in a data set it does not.
     return any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in wanted)
 
 
@@ -77,7 +78,7 @@ def kept(row: Any, config: PromptsConfig, *, text: bool) -> bool:
 
 
 def _json_lines(file: Path, shown: str) -> Iterator[Row]:
-    """A byte-order mark, CRLF and blank lines are accepted."""
+    """The objects of a JSONL file. A byte-order mark, CRLF and blank lines are accepted."""
     with file.open("rb") as opened:
         if opened.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
             opened.seek(0)
@@ -101,7 +102,7 @@ def _json_lines(file: Path, shown: str) -> Iterator[Row]:
 
 
 def _rest(opened: Any) -> int:
-    """Bytes up to the end of the line."""
+    """Read to the end of the line; returns the number of bytes."""
     total = 0
     while part := opened.readline(MAX_LINE_BYTES):
         total += len(part.removesuffix(b"\n"))
@@ -114,7 +115,7 @@ def _rest(opened: Any) -> int:
 
 
 def _tables(shown: str, batches: Iterator[Any], clean: Clean, config: PromptsConfig) -> Iterator[Row]:
-    """`batches`: Arrow tables. Raises: PromptError also for what the library finds wrong with the file."""
+    """Rows of Arrow tables. Raises: PromptError, also for an error that the library finds in the file."""
     number, text = 0, clean is _from_text
     prompt, metadata = (config.columns.get(name, name) for name in ("prompt", "metadata"))
     while (table := _next(shown, batches)) is not None:
@@ -138,7 +139,7 @@ def _next(shown: str, batches: Iterator[Any]) -> Any:
             return next(batches, None)
     except PromptError:
         raise
-    except (OSError, ValueError, pa.ArrowException) as error:  # pandas' own are ValueErrors
+    except (OSError, ValueError, pa.ArrowException) as error:  # errors of pandas are ValueErrors
         raise _unreadable(shown, error) from None
 
 
@@ -158,7 +159,7 @@ def _parquet(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
 
 
 def _csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
-    """Every cell is text: `007` stays `007`, and `NA` is no missing value."""
+    """Tables of a CSV file. Every cell is text: `007` stays `007`, and `NA` is no missing value."""
     with file.open(encoding="utf-8-sig", newline="", errors="replace") as opened:
         header = next(csv.reader(opened), [])
     datasets = library()
@@ -181,7 +182,7 @@ def _saved(directory: Path, config: PromptsConfig) -> Iterator[Any]:
 
 
 def _wanted(shown: str, names: Sequence[str], config: PromptsConfig) -> list[str]:
-    """Columns of the file to be read. Raises: PromptError if one that the pipeline names, or the prompt, is not there."""
+    """Columns that are read. Raises: PromptError if the prompt, or a column that the pipeline names, is missing."""
     named = [config.columns.get("prompt", "prompt"), *config.columns.values()]
     named += [config.filter.column] if config.filter else []
     for name in named:
@@ -203,13 +204,13 @@ def _unreadable(shown: str, error: Exception) -> PromptError:
     return PromptError.at(
         shown,
         found=f"a file that cannot be read: {error}".strip(),
-        wanted="what its ending says: .csv with a header and as many cells in each row, or .parquet",
+        wanted="the format of its ending: .csv with a header and as many cells in each row, or .parquet",
         fix="write it again, or give a JSONL file",
     )
 
 
 def _first_bad_line(shown: str) -> str:
-    """The library names no line; a file of the hub has no path that we could look at."""
+    """Find the line that is not UTF-8, which the library does not name. A file of the hub has no path to look at."""
     if not Path(shown).is_file():
         return shown
     with Path(shown).open("rb") as opened:
@@ -221,23 +222,23 @@ def _first_bad_line(shown: str) -> str:
     return shown
 
 
-# What a table says of a row, in the terms of JSONL
+# Rows of tables, converted to what JSONL would hold
 
 
 def _from_table(row: dict[str, Any], prompt: str) -> dict[str, Any]:
-    """Of a typed table: an empty cell is a column that the row does not have."""
+    """Convert a row of a typed table: an empty cell is a column that the row does not have."""
     return {name: _messages(value) for name, value in row.items() if value is not None or name == prompt}
 
 
 def _messages(value: Any) -> Any:
-    """All messages of a table have the same keys, so those that a message lacks are empty."""
+    """Drop the empty keys of chat messages: in a table every message has the keys of all."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return [{key: part for key, part in message.items() if part is not None} for message in value]
     return value
 
 
 def _from_text(row: dict[str, Any], prompt: str) -> dict[str, Any]:
-    """Of a CSV file: an empty cell is a column that the row does not have. Raises: BrokenRow."""
+    """Convert a row of a CSV file: an empty cell is a column that the row does not have. Raises: BrokenRow."""
     for name, value in row.items():
         if value and value.startswith("[{") and _is_chat(value):
             raise BrokenRow(
@@ -256,7 +257,7 @@ def _is_chat(text: str) -> bool:
 
 
 def _with_metadata(row: dict[str, Any], metadata: str) -> dict[str, Any]:
-    """A table may hold metadata as JSON, since its rows seldom have the same keys. Raises: BrokenRow."""
+    """Parse metadata that a table holds as JSON text, because its rows seldom have the same keys. Raises: BrokenRow."""
     if not isinstance(row.get(metadata), str):
         return row
     try:
@@ -266,7 +267,7 @@ def _with_metadata(row: dict[str, Any], metadata: str) -> dict[str, Any]:
 
 
 def _values(table: Any) -> list[dict[str, Any]]:
-    """The table's rows; what has Arrow's type for JSON, also in lists, is no text but what the JSON says."""
+    """The table's rows. Cells of Arrow's JSON type, also in lists, are parsed."""
     import pyarrow as pa
 
     columns = {}

@@ -24,7 +24,7 @@ from opd.prompts.readers import source_rows
 from opd.prompts.sources import Source, find_source
 
 FORMAT = 1
-"""Of the cached rows: another number where the same file would give other rows."""
+"""Version of the cached rows; raise it if the same file would give other rows."""
 SCHEMA = pa.schema([("row", pa.int64()), ("line", pa.large_binary())])
 
 
@@ -36,7 +36,7 @@ class Rows(Sequence[PromptLine]):
     key: str
     """Hash of everything that decides which rows these are, and of what is in them."""
     cached: bool
-    """They are many: what is made of them is kept too."""
+    """True if the rows are many: then what is made of them is cached too."""
     _batches: Batches
     _order: np.ndarray[tuple[int], np.dtype[np.int64]] | None
 
@@ -57,7 +57,7 @@ class Rows(Sequence[PromptLine]):
         return (self[i] for i in range(len(self)))
 
     def number(self, index: int) -> int:
-        """The row's number in the source, from 0: it names a prompt, whatever is filtered and shuffled."""
+        """The row's number in the source, from 0. It names the prompt, so filter and shuffle do not change it."""
         return int(self._batches.value("row", self._at(index)))
 
     def prompts(self, start: int, stop: int) -> list[str | Messages]:
@@ -69,7 +69,7 @@ class Rows(Sequence[PromptLine]):
         return [parsed(line)["prompt"] for line in lines]
 
     def _at(self, index: int) -> int:
-        index = range(len(self))[index]  # raises IndexError, takes negative ones
+        index = range(len(self))[index]  # a range checks the index and resolves a negative one
         return index if self._order is None else int(self._order[index])
 
 
@@ -92,12 +92,12 @@ def open_rows(prompts: Path | PromptsConfig) -> Rows:
 
 
 def read_prompt_lines(prompts: Path | PromptsConfig) -> list[PromptLine]:
-    """All rows as a list, for those who need every one of them at once. Raises: PromptError."""
+    """All rows as a list, for callers that need all of them at once. Raises: PromptError."""
     return list(open_rows(prompts))
 
 
 def _steady(source: Source, config: PromptsConfig, before: object) -> Iterator[tuple[int, bytes]]:
-    """As `_checked`. Raises: PromptError also if the files are no longer as they were when they were hashed."""
+    """The rows of `_checked`. Raises: PromptError, also if the files have changed since they were hashed."""
     yield from _checked(source, config)
     if source.state() != before:
         raise PromptError.at(
@@ -159,7 +159,7 @@ def _refuse_none(source: Source, config: PromptsConfig, total: int, read: int) -
 
 
 def _key(source: Source, config: PromptsConfig) -> str:
-    """Of the rows before shuffle and limit."""
+    """Hash of all that decides the rows before shuffle and limit."""
     wanted = config.model_dump(mode="json", include={"columns", "filter"})
     first = config.limit if config.shuffle_seed is None else None
     return _with("", [FORMAT, source.kind, source.content_hash(), wanted, first])

@@ -1,4 +1,4 @@
-"""Which files a pipeline's `prompts` mean: one file, a directory that `datasets` saved, data files, or a hub data set."""
+"""Find the files that a pipeline's `prompts` name: one file, a saved data set, a directory of data files, or a hub data set."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from opd.files import blake3_file
 
 FORMATS = "a file of prompts (JSONL, CSV, Parquet) or a directory that the library `datasets` saved"
 KINDS = {".parquet": "parquet", ".csv": "csv"}
-"""By the file's ending; every other file is JSONL, whatever it is called."""
+"""Ending of a file's name -> its kind. Every other file is JSONL."""
 FROM_LIBRARY = {"json": "jsonl", "csv": "csv", "parquet": "parquet"}
-"""Readers of `datasets` for data files, and ours. It has others, some of which unpickle: those are refused."""
+"""Reader of `datasets` -> our kind. Every other reader of the library is refused: some of them unpickle."""
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""What `save_to_disk` leaves in a directory of one data set, and in one of several splits."""
+"""Files that `save_to_disk` writes into a directory with one data set, and into one with several splits."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -32,22 +32,22 @@ class Source:
     """Prompts on this machine, not opened yet."""
 
     label: str
-    """What messages call it: the path or name as the pipeline has it, and the split if it says one."""
+    """Its name in messages: path or name as in the pipeline, and the split if the pipeline has one."""
     kind: str
     """`jsonl`, `csv`, `parquet`, or `saved` by `datasets`."""
     files: tuple[Path, ...]
-    """Whose bytes decide what is read, in order."""
+    """All files that are read, in order."""
     directory: Path | None = None
-    """What `load_from_disk` is given, of a saved one."""
+    """For a saved data set, the directory for `load_from_disk`."""
     shown: tuple[str, ...]
-    """What messages call each of the files."""
+    """Name of each file in messages."""
 
     @property
     def nbytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
 
     def content_hash(self) -> str:
-        """BLAKE3 of the file's bytes, of several that of their names and hashes. Raises: OSError."""
+        """BLAKE3 of one file's bytes, or of the names and hashes of several files. Raises: OSError."""
         if self.directory is None and len(self.files) == 1:
             return blake3_file(self.files[0])
         return blake3(json.dumps([[file.name, blake3_file(file)] for file in self.files]).encode()).hexdigest()
@@ -58,19 +58,19 @@ class Source:
 
 
 def is_hub_name(prompts: Path | PromptsConfig) -> bool:
-    """A mapping whose path is `owner/name`, where nothing of that name is here. A path alone is always a local one."""
+    """True for a mapping whose path is `owner/name` and does not exist here. A path without a mapping is always local."""
     if not isinstance(prompts, PromptsConfig) or prompts.path.exists():
         return False
     return HUB_NAME.fullmatch(prompts.path.as_posix()) is not None and prompts.path.suffix not in (*KINDS, ".jsonl")
 
 
 def is_here(prompts: Path | PromptsConfig) -> bool:
-    """The file or directory can be looked at without a network."""
+    """True if the file or directory can be read without a network."""
     return as_prompts_config(prompts).path.exists()
 
 
 def find_source(prompts: Path | PromptsConfig) -> Source:
-    """Find the files. Raises: PromptError if there are none, or not in the form that the pipeline says."""
+    """Find the files. Raises: PromptError if there are none, or if they have another form than the pipeline says."""
     config = as_prompts_config(prompts)
     label = str(config.path) + (f" (split {config.split})" if config.split else "")
     try:
@@ -91,7 +91,7 @@ def find_source(prompts: Path | PromptsConfig) -> Source:
 
 
 def library() -> Any:
-    """The package `datasets`, imported when it is needed: that takes two seconds, and JSONL does without.
+    """The package `datasets`. Its import takes two seconds, and JSONL does not need it.
 
     Raises: PromptError if it is not installed.
     """
@@ -99,7 +99,7 @@ def library() -> Any:
         raise PromptError.at(
             "prompts",
             found="the package `datasets` is not installed",
-            wanted="it, to read anything but a JSONL file",
+            wanted="`datasets`, which reads every format but JSONL",
             fix="pip install 'opd-merge[engines]', or convert the prompts to JSONL",
         )
     import datasets
@@ -109,8 +109,10 @@ def library() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The library logs its errors before it raises them, which we tell once; and it imports torch for each stream of rows
-    to make it one of torch's too, which costs two seconds and 200 MB.
+    """Within, `datasets` neither logs nor imports torch.
+
+    It would log each error that it raises, so that a user reads it twice. It would import torch for every stream of rows,
+    to make it a data set of torch's as well: two seconds and 200 MB.
     """
     datasets = library()
     logging, config = datasets.utils.logging, datasets.config
@@ -171,7 +173,7 @@ def _saved(config: PromptsConfig, label: str) -> Source:
     elif config.split not in (None, "train"):
         raise _not_for("split", f"{config.path}, which was saved without splits", config)
     names = [part["filename"] for part in _json(directory / SAVED, "_data_files")]
-    files = tuple(directory / Path(name).name for name in names)  # no name leads out of the directory
+    files = tuple(directory / Path(name).name for name in names)  # `.name`: a name must not lead out of the directory
     for file in (*files, directory / "dataset_info.json"):
         file.stat()
     shown = (str(directory),) * len(files)
@@ -201,7 +203,7 @@ def _split(config: PromptsConfig, splits: Sequence[str], label: str) -> str:
 
 
 def _data_files(config: PromptsConfig, label: str) -> Source:
-    """Files of a directory or hub repository, as `datasets` finds and names their splits; those of the hub are downloaded.
+    """Files of a directory or hub repository, with splits as `datasets` finds them; files of the hub are downloaded.
 
     The library runs no code of a repository. The files are then read as local ones are, so broken rows are named.
     """
@@ -229,14 +231,14 @@ def _data_files(config: PromptsConfig, label: str) -> Source:
 
 
 def _refuse_outside(root: str, names: Sequence[str], label: str) -> None:
-    """A data set's own README may name files; not those of somebody else. Raises: PromptError."""
+    """Refuse files outside the data set, which its README could name. Raises: PromptError."""
     for name in names:
         if not name.startswith(f"{root.rstrip('/')}/") or ".." in Path(name).parts:
             raise PromptError.at(
                 label,
                 found=f"a README that names {name}",
                 wanted="files of the data set itself",
-                fix="give these files",
+                fix="put the paths of these files under prompts",
             )
 
 

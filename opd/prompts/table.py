@@ -1,4 +1,4 @@
-"""The prompts of one domain, tokenised: as many as there are rows, of which only those asked for are made.
+"""The prompts of one domain, tokenised. A `Prompt` is only made when somebody asks for it.
 
 Rows ─ encode_prompts ─→ token ids, hash of the text, hash of the ids in Arrow ─→ PromptTable ─ where ─→ PromptTable
 """
@@ -23,14 +23,15 @@ from blake3 import blake3
 
 from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
+from opd.interfaces import Tokenizer
 from opd.prompts.arrow import Batches, in_batches, stored
-from opd.prompts.encode import Tokenizer, encode_prompts
+from opd.prompts.encode import encode_prompts
 from opd.prompts.line import Messages
 from opd.prompts.rows import Rows, open_rows
 from opd.types import Prompt
 
 FORMAT = 1
-"""Of the cached token ids: another number where the same rows would give other ids."""
+"""Version of the cached token ids; raise it if the same rows would give other ids."""
 SCHEMA = pa.schema(
     [
         ("token_ids", pa.list_(pa.int32())),
@@ -40,7 +41,7 @@ SCHEMA = pa.schema(
     ]
 )
 ENCODED_AT_ONCE = 512
-_SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)  # json.dumps makes a new one for each prompt
+_SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)  # json.dumps would make a new encoder for each prompt
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
@@ -53,7 +54,7 @@ class PromptTable(Sequence[Prompt]):
     rows: Rows
     _tokens: Batches
     indices: Indices
-    """Which of `rows` they are."""
+    """Their places in `rows`."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -80,11 +81,11 @@ class PromptTable(Sequence[Prompt]):
 
     @cached_property
     def lengths(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """[prompts] tokens of each; 0: it asks nothing."""
+        """[prompts] number of tokens of each; 0 if the prompt asks nothing."""
         return self._tokens.numbers("length")[self.indices]
 
     def where(self, mask: Mask) -> PromptTable:
-        """Those for which `mask` [prompts] is true."""
+        """The prompts for which `mask` [prompts] is true."""
         return replace(self, indices=self.indices[mask])
 
     def ids(self, mask: Mask, limit: int) -> list[str]:
@@ -92,24 +93,24 @@ class PromptTable(Sequence[Prompt]):
         return [f"{self.domain}/{self.rows.number(int(at))}" for at in self.indices[mask][:limit]]
 
     def held_out(self, share: float) -> Mask:
-        """Which prompts `is_held_out` keeps back."""
+        """Mask of the prompts that `is_held_out` keeps back."""
         return self._tokens.numbers("side")[self.indices] < np.uint64(math.ceil(share * 2**64))
 
     def among(self, prompts: Sequence[Prompt]) -> PromptTable:
-        """Those that may have the token ids of one of `prompts`: all that do, and hardly another."""
+        """The prompts with the token ids of one of `prompts`, compared by hash: hardly ever one too many, never one too few."""
         wanted = np.array([_digest(prompt.token_ids) for prompt in prompts], np.uint64)
         return self.where(np.isin(self._tokens.numbers("digest")[self.indices], wanted))
 
 
 def side(prompt: str | Messages) -> int:
-    """64 bits of a prompt's text, on which side of a split it is."""
+    """64 bits of a hash of the prompt's text, which decide on which side of a split it is."""
     text = _SORTED.encode(prompt)
     digest = hashlib.sha256(f"opd holdout {text}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def is_held_out(prompt: str | Messages, share: float) -> bool:
-    """Which side of a split a prompt is on: a function of its text and the share alone.
+    """True if the prompt is held out of training: a function of its text and the share alone.
 
     A larger share keeps everything back that a smaller one does.
     """
@@ -124,7 +125,7 @@ def load_prompts(
     Raises: PromptError.
     """
     rows = open_rows(prompts)
-    # Of a tokenizer that is written in Python nothing says all that decides its ids: these are made anew each time.
+    # No hash covers all that decides the ids of a tokenizer written in Python, so its ids are not cached.
     cached = rows.cached and hasattr(tokenizer, "backend_tokenizer")
     tokens = stored(
         f"tokens-{_key(rows, tokenizer, day)}" if cached else "",
@@ -144,7 +145,7 @@ def _encoded(
         prompts = rows.prompts(start, start + ENCODED_AT_ONCE)
         return list(zip(prompts, _ids(rows, start, prompts, domain, tokenizer, day), strict=True))
 
-    # The tokenizer runs without Python's lock: the next prompts are cut into tokens while these are hashed and written.
+    # The tokenizer releases Python's lock: it encodes the next prompts while this thread hashes and writes these.
     with ThreadPoolExecutor(1) as ahead:
         pending = ahead.submit(encode, 0)
         for start in range(0, len(rows), ENCODED_AT_ONCE):
@@ -163,7 +164,7 @@ def _ids(
         return encode_prompts(tokenizer, prompts, day)
     except (TemplateError, ValueError, TypeError) as error:
         # No chat template, roles that the template refuses, or text that is not Unicode.
-        if len(prompts) > 1:  # one of them: which?
+        if len(prompts) > 1:  # find out which one
             return [_ids(rows, start + i, [p], domain, tokenizer, day)[0] for i, p in enumerate(prompts)]
         raise PromptError.at(
             f"{rows.label}: prompt {domain}/{rows.number(start)}",
@@ -174,13 +175,13 @@ def _ids(
 
 
 def _digest(token_ids: Sequence[int]) -> int:
-    """64 bits of token ids: equal ids have equal ones."""
+    """64 bits of a hash of the token ids."""
     data = np.asarray(token_ids, np.int32).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 def _key(rows: Rows, tokenizer: Any, day: date | None) -> str:
-    """Of rows, tokenizer, chat template and day; and of the libraries, which may render and cut in another way tomorrow."""
+    """Hash of rows, tokenizer, chat template, day, and the libraries' versions: another release may give other ids."""
     parts = {
         "format": FORMAT,
         "rows": rows.key,
@@ -188,7 +189,7 @@ def _key(rows: Rows, tokenizer: Any, day: date | None) -> str:
         "class": type(tokenizer).__qualname__,
         "special": tokenizer.all_special_ids,
         "template": tokenizer.chat_template,
-        "tokens": tokenizer.special_tokens_map,  # a template may write them
+        "tokens": tokenizer.special_tokens_map,  # a chat template may write these
         "day": str(day or (date.today() if "strftime_now" in str(tokenizer.chat_template) else None)),
         "versions": [version(name) for name in ("transformers", "tokenizers", "jinja2")],
     }

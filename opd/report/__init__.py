@@ -1,4 +1,4 @@
-"""What a merge gained, as report.json for other tools and report.html for people; and the gate on it."""
+"""The report of a merge: report.json for other tools, report.html for people, and the gate on what it gained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a plot of report.html is made: matplotlib draws, and its SVG takes its colours from the page, light or dark.
+"""Draw the plots of report.html: matplotlib draws an SVG, which takes its colours from the page, light or dark.
 
 A figure is drawn in placeholder colours, one for each colour variable of the page, and the SVG text then names the
 variable instead. Text stays text, in the page's font. Nothing refers to anything outside the page.
@@ -19,15 +19,15 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 SERIES = 10
-"""Colours for domains; the eleventh domain has the first's again, dashed."""
+"""Colours for domains; the eleventh domain has the first colour again, dashed."""
 DASHES = ("-", "--", ":", "-.")
 NAMES = ("ink", "muted", "grid", "before", "expert", "merged", "good", "bad", *(f"s{i}" for i in range(SERIES)))
 COLOURS = {name: f"#0a0b{index + 1:02x}" for index, name in enumerate(NAMES)}
 """Variable of the page -> the placeholder that stands for it while drawing."""
 
 STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar sign in a label is one
+    "svg.fonttype": "none",  # text stays text instead of outlines
+    "text.parse_math": False,  # a dollar sign in a label is text
     "font.size": 9,
     "font.family": "sans-serif",
     "axes.titlesize": 9,
@@ -76,6 +76,7 @@ Draw = Callable[[Axes], None]
 
 def plot(name: str, title: str, draw: Draw, *, width: float = WIDTH, height: float = HEIGHT, **more: Any) -> Plot:
     """Draw on one set of axes."""
+    # Ids in the SVG come from the salt, and no date is stored: the same run gives the same bytes.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasSVG(figure)
@@ -87,7 +88,7 @@ def plot(name: str, title: str, draw: Draw, *, width: float = WIDTH, height: flo
 
 
 def themed(svg: str, name: str, title: str, wide: bool = False) -> str:
-    """The SVG of one figure for a page of several: its own ids, the page's colours and font, a name for readers.
+    """Prepare the SVG of one figure for a page of several: its own ids, the page's colours and font, a name for screen readers.
 
     A `wide` one is never shrunk.
     """

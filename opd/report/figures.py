@@ -96,7 +96,7 @@ def _percent(axes: Axes, label: str) -> None:
 
 
 def rounds(mean: Sequence[float | None], domains: Mapping[str, Sequence[float | None]]) -> Plot:
-    """Headroom after each round, the start not among them: the mean, and a thin line for each domain."""
+    """Headroom after each round: the mean, and a thin line for each domain."""
     places = range(len(mean) + 1)
 
     def draw(axes: Axes) -> None:
@@ -148,7 +148,7 @@ def lines(
     values: Mapping[str, tuple[str, Curve]],
     **options: Any,
 ) -> Plot:
-    """Lines of their own colours: label -> (colour variable, curve). Options as `by_domain`, and `band`: two curves
+    """Lines with a colour each: label -> (colour variable, curve). Options as in `by_domain`, and `band`: two curves
     around the first line."""
 
     def draw(axes: Axes) -> None:
@@ -186,7 +186,7 @@ def _y_axis(axes: Axes, options: Mapping[str, Any]) -> None:
     if options.get("log"):
         _log(axes)
     elif options.get("percent"):
-        axes.set_ylim(min(0.0, low), max(0.05, high))  # a share of next to nothing should look like it
+        axes.set_ylim(min(0.0, low), max(0.05, high))  # a very small share must look small
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     else:
         axes.set_ylim(bottom=min(0.0, low))

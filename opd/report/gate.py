@@ -1,4 +1,4 @@
-"""A threshold on what a merge gained and lost, for scripts that decide whether to keep the model."""
+"""Thresholds on what a merge gained and lost, for scripts that decide whether to keep the model."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from opd.errors import ConfigError
 
 SLACK = 1e-9
-"""0.98 - 0.96 is a little more than 0.02 in floating point."""
+"""Tolerance for rounding: in floating point 0.98 - 0.96 is a little more than 0.02."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Thresholds in 0..1; None: not asked for. Judges the measured values, not the ends of their intervals."""
+    """Thresholds in 0..1, or None for no threshold. They apply to the measured values, not to the ends of their intervals."""
 
     min_headroom: float | None = None
-    """Every domain's share of the headroom is at least this. A domain whose expert was no better than the student has no
-    headroom and is judged by `max_regression` alone."""
+    """The least share of the headroom that every domain must recover. A domain whose expert was no better than the student
+    has no headroom; only `max_regression` judges it."""
     max_regression: float | None = None
-    """No domain's accuracy is further than this below the student's before the merge."""
+    """The most accuracy that a domain may lose against the student before the merge."""
 
     def __post_init__(self) -> None:
         for name, value in (("--min-headroom", self.min_headroom), ("--max-regression", self.max_regression)):
-            if value is not None and not 0 <= value <= 1:  # NaN too
+            if value is not None and not 0 <= value <= 1:  # refuses NaN too
                 raise ConfigError.at(name, found=str(value), wanted="a share from 0 to 1", fix="0.9 means 90 %")
 
     @property
@@ -32,7 +32,7 @@ class Gate:
         return self.min_headroom is not None or self.max_regression is not None
 
     def failures(self, report: Mapping[str, Any]) -> list[str]:
-        """One sentence for each domain and threshold that is missed; of a finished merge's report."""
+        """One sentence for each threshold that a domain misses. The report is that of a finished merge."""
         found = []
         for name, domain in report["domains"].items():
             share, lost = domain["headroom"], domain["before"] - domain["after"]

@@ -1,4 +1,4 @@
-"""95 % intervals of what is computed from several measured accuracies.
+"""95 % intervals of numbers that are computed from several measured accuracies.
 
 Each accuracy comes with its own interval, lopsided near 0 and 1 (Wilson's). MOVER, the method of variance estimates
 recovery (Zou and Donner, "Construction of confidence limits about effect measures", Statistics in Medicine 27, 2008),
@@ -10,8 +10,8 @@ For the headroom, a ratio, the sum is inverted as Fieller does it: the interval 
 (after - before) - h (expert - before) holds 0. Nothing is assumed to be symmetric or far from 1, where the delta method
 would give an interval of no width (an accuracy of 1.00 on 100 questions has a standard error of 0).
 
-The accuracies are treated as independent. Student, expert and merged model answer the same questions, and what is hard
-for one is as a rule hard for the others: the intervals are then a little wider than they would have to be.
+The accuracies are treated as independent. In fact student, expert and merged model answer the same questions, and what is
+hard for one is usually hard for the others, so the intervals are a little wider than they need to be.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def headroom_interval(before: Estimate, after: Estimate, expert: Estimate) -> Es
 
 
 def _zero(limit: Callable[[float], float], start: float, step: float) -> float:
-    """Where a limit that falls with h crosses 0, going from `start` in the direction of `step`."""
+    """The h at which `limit`, which falls with h, crosses 0; looks from `start` in the direction of `step`."""
     far = start + step
-    while limit(far) * step > 0:  # ends: see the condition in `headroom_interval`
+    while limit(far) * step > 0:  # ends, because `headroom_interval` has checked that expert - before is clearly not 0
         step *= 2
         far = start + step
     near = start

@@ -1,4 +1,4 @@
-"""report.html: one file without a network. The template escapes all text; what cannot be seen is made visible first."""
+"""report.html: one file that needs no network. The template escapes all text; invisible characters are spelled out first."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ OPTIONAL = (
 INTERVALS = tuple(f"{key}_interval" for key in ("before", "after", "expert", "headroom", "regression"))
 
 INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
-"""Control characters but tab and line feed, marks that change the direction of text, and lone surrogates."""
+"""Control characters except tab and line feed, marks that change the direction of text, and lone surrogates."""
 
 
 def visible(text: object) -> str:
-    """`\\x1b` and its like spelled out: they can hide or reorder what a person reads, or are no text at all."""
+    """Spell out characters such as `\\x1b`, which can hide or reorder text on the page, or are no text at all."""
     return INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
@@ -107,7 +107,7 @@ def render(report: Mapping[str, Any], run: RunFiles) -> str:
 
 
 def _with_gaps(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report with None for what the run does not tell: in the template an unknown name is a mistake."""
+    """The report with None for every missing number, because the template refuses unknown names."""
     domains = {name: {**dict.fromkeys(INTERVALS), **d} for name, d in report["domains"].items()}
     return {**dict.fromkeys(OPTIONAL), **report, "domains": domains}
 
@@ -119,7 +119,7 @@ def _extreme(report: Mapping[str, Any], key: str, choose: Any) -> tuple[str, Map
 
 
 def _curve_domains(report: Mapping[str, Any]) -> list[str]:
-    """Domains in the order in which every plot draws them: by it a line is known."""
+    """Domains in the order of every plot, which gives each domain its colour."""
     found = set(report.get("curves", {}).get("loss", {}))
     for point in report.get("evaluations", ()):
         found |= set(point["accuracy"])
@@ -226,7 +226,7 @@ def _share_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
 
 
 def _entropy_plot(curves: Mapping[str, Any]) -> list[Plot]:
-    """Student and experts in one plot; none, where the records have no entropies."""
+    """Entropy of student and experts in one plot; no plot if the records have no entropies."""
     student, experts = (_mean_over_domains(curves[key]) for key in ("student_entropy", "teacher_entropy"))
     known = {
         label: (colour, curve)

@@ -1,4 +1,4 @@
-"""Reads a run directory, finished or not. Every file but `pipeline.yaml` or `report.json` may be missing."""
+"""Reads a run directory, finished or not. Only one of `pipeline.yaml` and `report.json` has to be there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opd.step_record import StepRecord
 
 T = TypeVar("T")
 STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "response_tokens_per_s", "versions")
-"""Keys of a stored report that cannot be worked out again, and the accuracies where it lies alone."""
+"""Keys of a stored report that cannot be computed again; the accuracies too, if the report is the only file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class RunFiles:
 
     root: Path
     stored: dict[str, Any] | None
-    """report.json; None while the merge has never been finished."""
+    """report.json; None as long as the merge has never finished."""
     pipeline_text: str
     pipeline: dict[str, Any]
     """Empty where there is no pipeline.yaml."""
@@ -38,7 +38,7 @@ class RunFiles:
     before: Evaluation | None
     expert: Evaluation | None
     after: Evaluation | None
-    """The evaluation of the end; None while the merge goes on."""
+    """The evaluation at the end; None while the merge goes on."""
     during: dict[int, Evaluation]
     """Step -> evaluation during the merge, in order."""
     matrix: dict[str, Evaluation]
@@ -46,14 +46,14 @@ class RunFiles:
     baselines: list[BaselineResult]
     """Other methods on the same experts and questions, one for each file."""
     rounds: list[RunFiles]
-    """The rounds that have begun, of a merge in several; `records`, `during` and what was measured are then those of
-    all rounds, with steps counted on."""
+    """The rounds that have begun, if the merge has several. `records`, `during` and the exams then cover all rounds; steps
+    are counted on from round to round."""
     planned_steps: int | None
     """Steps of the whole merge; None where there is no pipeline."""
 
     @property
     def finished(self) -> bool:
-        """Whether the report is of all the steps there are to be: after a resume with more of them it is not."""
+        """True if the report covers all planned steps. After a resume with more steps it does not."""
         if self.stored is None:
             return False
         done = {self.stored["steps"], *([len(self.records)] if self.records else ())}
@@ -61,7 +61,7 @@ class RunFiles:
 
 
 def read_run(root: Path) -> RunFiles:
-    """Raises: RunDirError if this is no run directory, or one of its files is damaged."""
+    """Read all files of a run directory. Raises: RunDirError if it is none, or if one of its files is damaged."""
     paths = RunPaths(root)
     if not paths.pipeline.exists() and not paths.report.exists():
         raise RunDirError.at(
@@ -93,7 +93,7 @@ def read_run(root: Path) -> RunFiles:
 
 
 def _of_its_steps(run: RunFiles) -> RunFiles:
-    """The exam of an earlier end is one on the way, if the merge goes on from there; none at all if it went back."""
+    """Move the exam of an earlier end: it is one during the merge if the merge goes on from there, and dropped if it went back."""
     if run.after is None or run.finished:
         return run
     done = len(run.records)
@@ -103,7 +103,7 @@ def _of_its_steps(run: RunFiles) -> RunFiles:
 
 
 def chained(run: RunFiles) -> RunFiles:
-    """A merge in rounds as if it were one: steps are counted on, the end of each round is an evaluation during it."""
+    """Show a merge in rounds as one: steps are counted on, and the end of each round is an evaluation during the merge."""
     records: list[StepRecord] = []
     during: dict[int, Evaluation] = {}
     for one in run.rounds:
@@ -123,7 +123,7 @@ def chained(run: RunFiles) -> RunFiles:
 
 
 def _plan(path: Path) -> list[int]:
-    """Steps of each round; empty for a merge of one."""
+    """Steps of each round; empty for a merge of one round."""
     data = _json(path)
     if data is None:
         return []
@@ -186,7 +186,7 @@ def _matrix(path: Path) -> dict[str, Evaluation]:
 
 
 def _parsed(read: Callable[[Any], T], data: Any, path: Path) -> T:
-    """What `read` makes of a file's data."""
+    """Convert a file's data with `read`. Raises: RunDirError if the data has another form."""
     _check_format(data, path)
     try:
         return read(data)

@@ -1,7 +1,7 @@
-"""What lies in a run directory and is not of the merge as it stands: sentences that say so, and how to have it measured again.
+"""Find results in a run directory that are out of date: a sentence for each, with the command that measures it again.
 
-A merge can go on after it has ended: `opd merge --resume RUN_DIR --set trainer.steps=40`. What was measured beside its 20 steps
-would otherwise stand there as if it had had the same budget.
+A merge can go on after it has ended: `opd merge --resume RUN_DIR --set trainer.steps=40`. Baselines that were measured against
+its first 20 steps would then look as if they had had the same budget.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from opd.run_dir import RunPaths
 
 
 def unfinished(run: RunFiles) -> str | None:
-    """How far a merge has come that has a way to go, and what stands under `merged`; None of one that is finished."""
+    """For a merge that is not finished: how far it has come, and which model `merged` is. None for a finished merge."""
     if run.finished:
         return None
     steps, _ = steps_and_tokens(run.records)
@@ -29,7 +29,7 @@ def unfinished(run: RunFiles) -> str | None:
 
 
 def stale_baseline(one: BaselineResult, run: RunFiles) -> str | None:
-    """Why a baseline is none of this merge as it stands; None if it is. Merges of weights have no part in its steps."""
+    """Why a baseline is out of date; None if it is not. Merges of weights do not depend on the merge's steps."""
     steps, tokens = steps_and_tokens(run.records)
     if one.token_share is None or not steps:
         return None
@@ -41,12 +41,12 @@ def stale_baseline(one: BaselineResult, run: RunFiles) -> str | None:
 
 
 def other_budget(then: tuple[int, int], now: tuple[int, int]) -> str:
-    """What a baseline was measured beside: steps and tokens of the merge."""
+    """Steps and tokens of the merge then and now, in words."""
     return f"measured beside {then[0]} steps and {then[1]:,} tokens of the merge, which has {now[0]} and {now[1]:,} now"
 
 
 def stale_matrix(run: RunFiles) -> str | None:
-    """Why the matrix is not of this merge as it stands; None if it is, or there is none."""
+    """Why the matrix is out of date; None if it is not, or if there is none."""
     merged = run.matrix.get(MERGED)
     steps, _ = steps_and_tokens(run.records)
     if merged is None or (run.finished and run.after is None):
@@ -65,7 +65,7 @@ def stale_matrix(run: RunFiles) -> str | None:
 
 
 def _same_model(one: Evaluation, other: Evaluation) -> bool:
-    """Whether both are of one model, as far as they say it: an older release's exam is taken for one of the model beside it."""
+    """True if both are of one model. An older release's exam names no model: it counts as one of the model beside it."""
     common = one.weights.keys() & other.weights.keys()
     return all(one.weights[domain] == other.weights[domain] for domain in common)
 

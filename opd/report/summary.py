@@ -1,4 +1,4 @@
-"""report.json: what the merge gained, per domain, and how it went. Other tools read it; its keys are a contract."""
+"""report.json: what the merge gained in each domain, and its course. Other tools read it, so its keys must not change."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def _gains(before: Mapping[str, float], expert: Mapping[str, float], after: Mapp
 
 
 def full_report(run: RunFiles) -> dict[str, Any]:
-    """Everything that the files of a run directory tell; of a merge that still goes on, as far as it has come.
+    """The report from all files of a run directory; for a merge that goes on, the report so far.
 
-    Beside the keys of `build_report`: those of `_with_intervals` where the evaluations' files lie there, `curves` where
-    there are records, `evaluations`, `models`, `baselines` and `command` where the files have them; `stale` with what is
-    out of date, and `unfinished` of a merge that goes on.
+    It has the keys of `build_report`. It also has the intervals of `_add_intervals` if the evaluations' files are there,
+    `curves` if there are records, `evaluations`, `models`, `baselines` and `command` if the files have them, `stale` with
+    the results that are out of date, and `unfinished` if the merge goes on.
     """
     before, expert, after = _accuracies(run)
     report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
@@ -115,7 +115,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
 
 
 def _round(run: RunFiles, index: int) -> dict[str, Any]:
-    """What one round gained: by itself, and with those before it, measured from the very first student.
+    """Report what one round gained: by itself, and together with the rounds before it, from the very first student.
 
     Per domain before, after, expert, headroom (from the very first student) and headroom_in_round (from the round's own
     start); the means of both, of the first with its interval, and of after - before. `domains` is empty while the round
@@ -227,7 +227,7 @@ def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluatio
 
 
 def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
-    """At most `POINTS` points, each the mean over neighbouring steps; null where a domain had no token in them.
+    """Curves of at most `POINTS` points, each the mean over neighbouring steps; null where a domain had no token in them.
 
     step, tokens: of the point's last step; tokens are response tokens since the start.
     by domain: loss, student_entropy, teacher_entropy, argmax_agreement (means a token), length (tokens a response), and
@@ -269,7 +269,7 @@ def _token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> flo
 
 
 def _positions(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[float | None]]:
-    """Places as the records name them, the first ones first; empty for older runs."""
+    """Place in the response, as the records name it -> curve of the loss. Empty for runs of older releases."""
     stats = [[record.positions for record in part] for part in points]
     places = {place for part in stats for record in part for place in record}
     return {
@@ -354,7 +354,7 @@ def _answers(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[
 
 
 def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]]:
-    """Runs that differ in nothing but the seed."""
+    """Group results that differ in nothing but the seed."""
     groups: dict[tuple[str, str, float], list[BaselineResult]] = {}
     for one in baselines:
         share = -1.0 if one.token_share is None else one.token_share
@@ -363,7 +363,7 @@ def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]
 
 
 def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, Any]:
-    """Means over the seeds. `interval` of one seed is that of its questions, of several the lowest and highest seed."""
+    """One row with means over seeds. `interval`: for one seed that of its questions, for several the lowest and highest seed."""
     before, expert, _ = _accuracies(run)
     gains = [_gains(before, expert, {d: s.accuracy for d, s in one.scores.items() if d in before}) for one in group]
     shares = [g["mean_headroom"] for g in gains if g["mean_headroom"] is not None]

@@ -35,8 +35,8 @@ def round_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def baseline_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Method, share of the merge's training, response tokens, seeds, mean headroom, and whether it is out of date; this
-    merge first, if there is anything beside it."""
+    """Method, share of the merge's training, response tokens, seeds, mean headroom, and whether it is out of date. This
+    merge is the first row; without baselines there are no rows."""
     rows = report.get("baselines", ())
     merge = ("this merge", "1", f"{report['response_tokens']:,}", "1", share_text(report["mean_headroom"]), "")
     return [merge, *map(_baseline_row, rows)] if rows else []
@@ -54,11 +54,11 @@ def _baseline_row(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column is text, the others are numbers."""
+    """A Markdown table; the first column is text, the others are numbers."""
     lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def share_text(value: float | None) -> str:
-    """0.95 -> `95 %`; a dash for nothing."""
+    """0.95 -> `95 %`; None -> a dash."""
     return "-" if value is None else f"{100 * value:.0f} %"

@@ -17,7 +17,7 @@ from opd.run_dir import RunPaths
 def write_report(root: Path, output: Path | None = None, gate: Gate | None = None) -> dict[str, Any]:
     """Write the page to `output` (default: report.html in the run directory) and, beside it, report.json.
 
-    A merge that is not finished gets a page and no report.json, which says that a merge is finished.
+    A merge that is not finished gets a page only, because report.json is the sign that a merge is finished.
     Returns the report. Raises: RunDirError; OSError.
     """
     from opd.report.page import render

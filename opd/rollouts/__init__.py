@@ -1,1 +1,1 @@
-"""Rollout engines: what writes with the student's weights. One file per engine."""
+"""Rollout engines, which write responses with the student's weights. One file per engine."""

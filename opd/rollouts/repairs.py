@@ -7,15 +7,15 @@ from typing import Any
 
 
 def drop_expert_kernels(model: Any) -> None:
-    """Let the reload that follows pack the experts of a mixture as the first load did.
+    """Drop the kernels of a mixture's experts, so that the reload that follows packs the experts as the first load did.
 
-    vLLM packs experts only where it makes their kernel, and a reload keeps the kernel: it would put plain weights where
-    packed ones are read.
+    vLLM packs experts only when it makes their kernel. A reload keeps the kernel, so it would put plain weights where the
+    kernel reads packed ones.
     """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        return  # elsewhere captured graphs hold the kernel's addresses, and plain weights are what it reads
+        return  # a GPU kernel reads plain weights, and captured CUDA graphs hold its addresses: it must stay
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -23,9 +23,10 @@ def drop_expert_kernels(model: Any) -> None:
 
 
 def rotate_every_head(model: Any) -> None:
-    """vLLM's CPU kernel takes queries of shape [tokens, heads, width] for one head and leaves the rest unrotated: LFM2's.
+    """Rotate all heads of queries of shape [tokens, heads, width], which LFM2 has.
 
-    Its PyTorch version does not; queries of shape [tokens, heads * width] stay with the kernel.
+    vLLM's CPU kernel for rotary embeddings takes them for one head and leaves the others unrotated. The PyTorch version
+    rotates all. Queries of shape [tokens, heads * width] stay with the kernel, which is faster and right for them.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
@@ -41,7 +42,7 @@ def rotate_every_head(model: Any) -> None:
 
 
 def is_recurrent(model_dir: Path) -> bool:
-    """Whether the model carries a state from token to token besides the keys and values of its attention."""
+    """True if the model carries a state from token to token besides the keys and values of its attention."""
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(model=str(model_dir), skip_tokenizer_init=True, trust_remote_code=False)

@@ -1,6 +1,7 @@
-"""What the installed vLLM serves, read in its source without importing it: that would take seconds and a process of its own.
+"""Models that the installed vLLM can serve, read from its source: an import would take seconds and a process of its own.
 
-The rest was found by trying tiny models of each family; vLLM itself says so late, in a worker.
+Limits that the source does not show were found by trying a tiny model of each family. vLLM itself would refuse such a model
+only later, in a worker.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Refusal:
 
 
 def refusal(config: Any, architecture: str, dtype: str, cpu: bool) -> Refusal | None:
-    """The first thing that would stop an engine, None if nothing is known. `config` is transformers' own."""
+    """The first known reason why an engine would not start; None if there is none. `config` is an object of transformers."""
     text = config.get_text_config(decoder=True)
     checks: list[Callable[[], Refusal | None]] = [lambda: _unknown(architecture), lambda: _without_torchvision(text)]
     if cpu:
@@ -57,7 +58,7 @@ def _unknown(architecture: str) -> Refusal | None:
 
 
 def _falls_back(architecture: str) -> bool:
-    """Whether vLLM would run transformers' own modules with its attention in them; it cannot for recurrent layers."""
+    """True if vLLM would run transformers' own modules with its attention in them; it cannot if layers are recurrent."""
     import transformers
 
     known = getattr(transformers, architecture, None)
@@ -118,7 +119,7 @@ def _head_size(text: Any) -> Refusal | None:
 
 @cache
 def _architectures() -> frozenset[str]:
-    """All keys of the registry's tables of models that write text."""
+    """All architectures in the tables of vLLM's registry for models that write text."""
     tables = {"_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS"}
     found: set[str] = set()
     for node in ast.walk(_source(REGISTRY)):
@@ -139,7 +140,7 @@ def _supported_sizes(file: str) -> tuple[int, ...]:
 
 
 def _source(file: str) -> ast.Module:
-    """Of the installed vLLM; empty where there is none, or where that version keeps it elsewhere."""
+    """Syntax tree of a file of the installed vLLM; empty without vLLM, or if this version has no such file."""
     spec = importlib.util.find_spec("vllm")
     places = [Path(place) / file for place in (spec.submodule_search_locations or ()) if spec] if spec else []
     text = next((place.read_text(encoding="utf-8") for place in places if place.is_file()), "")

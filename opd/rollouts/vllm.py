@@ -8,33 +8,35 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from opd import cluster
+from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.interfaces import Decoder
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
-from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch, Segment, unknown_id
+from opd.types import Completion, Origin, Prompt, Quarantined, Rollout, RolloutBatch, Span, unknown_id
 
 ENGINE_ENV = {
-    # In-process: faster on a small machine, and no engine process that outlives its owner.
+    # Run the engine inside the worker: faster on a small machine, and no engine process can outlive its owner.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Otherwise vLLM chooses its own number of threads and pins them to cores, to the same ones in every engine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-
+R = TypeVar("R")
 Weights = Callable[[], AbstractContextManager[Path]]
-"""Gives the weights that the engines hold as a Hugging Face directory, for as long as one reads it."""
+"""Gives the weights that the engines hold as a Hugging Face directory, which exists within the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """What rollout engines are started with."""
+    """The settings that rollout engines are started with."""
 
     engine: EngineOptions
-    """What every worker's engine is started with: the model first of all."""
+    """The model and the settings of every worker's engine."""
     stop_token_ids: tuple[int, ...]
     """Token ids that end a response."""
     untrained: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -46,15 +48,15 @@ class RolloutSpec:
     kv_cache_gib: int = 1
     """Key-value cache of an engine on the CPU, whole GiB."""
     seed: int = 0
-    """Decides, with the sample id, what is sampled."""
+    """Together with the sample id it decides what is sampled."""
     temperature: float = 1.0
-    """At which responses are sampled."""
+    """Temperature at which responses are sampled."""
     max_new_tokens: int
     """Longest response."""
     max_answer_tokens: int
     """Longest answer in an exam."""
     start_timeout_s: float
-    """Deadline for an engine to be up with its model loaded."""
+    """Deadline for an engine to start and load its model."""
     timeout_s: float
     """Deadline of every other call."""
 
@@ -66,24 +68,25 @@ class VLLMRolloutEngine:
         self._spec = spec
         self._tokenizer = tokenizer
         model_dir = spec.engine.model_dir
-        options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker has another directory
+        options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker starts in another directory
         env = cluster.worker_env(spec.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         if not spec.gpus:
             env |= {"CUDA_VISIBLE_DEVICES": ""}
 
-        def spawn(index: int) -> Any:
+        def spawn(index: int) -> Worker[VLLMWorker]:
             return cluster.spawn(VLLMWorker, options, spec.stop_token_ids, name=_name(index), env=env, gpus=spec.gpus)
 
         self._spawn = spawn
         self._workers = [spawn(index) for index in range(spec.workers)]
         self._restarted: list[str] = []
-        """Since the last rollouts."""
+        """Workers that were started again since the last rollouts."""
         self._weights: Weights = lambda: nullcontext(model_dir)
 
     def wait_ready(self) -> None:
         """Block until every engine is up. Raises: RunError past the deadline."""
-        probe = [[[0, 0]]]  # two tokens of one sequence: the smallest request there is
-        cluster.call(self._workers, "logprobs", [probe] * len(self._workers), timeout_s=self._spec.start_timeout_s)
+        probe = [[0, 0]]  # two tokens of one sequence: the smallest request there is
+        answers = [worker.submit(VLLMWorker.logprobs, probe) for worker in self._workers]
+        cluster.wait(answers, timeout_s=self._spec.start_timeout_s)
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         limit, room = self._spec.max_new_tokens, self._spec.engine.max_model_len
@@ -101,10 +104,10 @@ class VLLMRolloutEngine:
         sampled = self._generate(requests)
         for sample_id, out in zip((s for _, s in fitting), sampled, strict=True):
             _refuse_unknown(sample_id, out.token_ids, self._spec.engine.vocab_size)
-        rollouts = [
-            _rollout(p, s, step, policy_version, out, self._spec.untrained.get(p.domain, frozenset()))
-            for (p, s), out in zip(fitting, sampled, strict=True)
-        ]
+        rollouts = []
+        for (p, sample_id), out in zip(fitting, sampled, strict=True):
+            spans = _spans(out.token_ids, self._spec.untrained.get(p.domain, frozenset()), policy_version)
+            rollouts.append(_rollout(p, sample_id, step, out, spans))
         restarted, self._restarted = tuple(self._restarted), []
         return RolloutBatch(
             rollouts=tuple(rollouts),
@@ -130,11 +133,11 @@ class VLLMRolloutEngine:
 
     def load(self, model_dir: Path, again: Weights | None = None) -> None:
         self._weights = lambda: nullcontext(model_dir)
-        self._call("load", [[model_dir.absolute()]] * len(self._workers))
+        self._call(lambda worker, _: worker.submit(VLLMWorker.load, model_dir.absolute()))
         self._weights = again or self._weights
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        return self._call("logprobs", [[token_ids]] * len(self._workers))
+        return self._call(lambda worker, _: worker.submit(VLLMWorker.logprobs, token_ids))
 
     def _completion(self, prompt: Prompt, sampled: Generated | None) -> Completion:
         ids = sampled.token_ids if sampled else ()
@@ -142,35 +145,37 @@ class VLLMRolloutEngine:
             prompt=prompt,
             text=self._tokenizer.decode(ids, skip_special_tokens=True),
             num_tokens=len(ids),
-            truncated=sampled is not None and sampled.truncated,
+            truncated=sampled is not None and sampled.stop_reason == "length",
         )
 
     def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Deal out round-robin, so workers get equal domain mixes, and put the answers back in order."""
         num = len(self._workers)
-        parts = self._call("generate", [[requests[i::num]] for i in range(num)])
+        parts = self._call(lambda worker, i: worker.submit(VLLMWorker.generate, requests[i::num]))
         return [parts[i % num][i // num] for i in range(len(requests))]
 
-    def _call(self, method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
-        """As `cluster.call`, but a worker that dies is started again, once a call: it gets the weights that the others
-        hold, and does its part anew. Seeds are of the requests, so the answers are the same."""
-        refs = cluster.submit(self._workers, method, argument_lists)
+    def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
+        """The answers of all workers; `ask` calls one of them, and gets its index too.
+
+        A worker that dies is started again, once a call. The new worker gets the weights that the others hold and does
+        its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait` raises.
+        """
+        pending = [ask(worker, index) for index, worker in enumerate(self._workers)]
         restarted: set[int] = set()
         while True:
             try:
-                return cluster.wait(self._workers, refs, method, timeout_s=self._spec.timeout_s)
+                return cluster.wait(pending, timeout_s=self._spec.timeout_s)
             except cluster.WorkerDied as error:
-                if error.actor not in self._workers or self._workers.index(error.actor) in restarted:
+                if error.worker not in self._workers or self._workers.index(error.worker) in restarted:
                     raise
-                index = self._workers.index(error.actor)
+                index = self._workers.index(error.worker)
                 restarted.add(index)
                 self._restarted.append(_name(index))
-                self._workers[index] = self._spawn(index)
+                worker = self._workers[index] = self._spawn(index)
                 with self._weights() as model_dir:
-                    cluster.call(
-                        [self._workers[index]], "load", [[model_dir.absolute()]], timeout_s=self._spec.start_timeout_s
-                    )
-                (refs[index],) = cluster.submit([self._workers[index]], method, [argument_lists[index]])
+                    loaded = worker.submit(VLLMWorker.load, model_dir.absolute())
+                    loaded.result(timeout_s=self._spec.start_timeout_s)
+                pending[index] = ask(worker, index)
 
 
 def _name(index: int) -> str:
@@ -193,8 +198,13 @@ def _sample_ids(prompts: Sequence[Prompt], step: int) -> list[str]:
     for prompt in prompts:
         seen[prompt.id] = seen.get(prompt.id, 0) + 1
         repeat = f"#{seen[prompt.id]}" if seen[prompt.id] > 1 else ""
-        ids.append(f"{step:06d}/{prompt.id}{repeat}")
+        ids.append(_sample_id(step, prompt) + repeat)
     return ids
+
+
+def _sample_id(step: int, prompt: Prompt) -> str:
+    """The id of the first response to the prompt in a step, which also names the group of all of them."""
+    return f"{step:06d}/{prompt.id}"
 
 
 def _seed(seed: int, sample_id: str) -> int:
@@ -202,7 +212,7 @@ def _seed(seed: int, sample_id: str) -> int:
 
 
 def _refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises: RunError for an id that no token has, before it gets into the target log."""
+    """Refuse a token id that the tokenizer does not know, before it gets into the target log. Raises: RunError."""
     wrong = unknown_id(token_ids, vocab_size)
     if wrong is not None:
         raise RunError(
@@ -210,23 +220,23 @@ def _refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) -
         )
 
 
-def _rollout(
-    prompt: Prompt, sample_id: str, step: int, policy_version: int, out: Generated, untrained: frozenset[int]
-) -> Rollout:
+def _rollout(prompt: Prompt, sample_id: str, step: int, out: Generated, spans: tuple[Span, ...]) -> Rollout:
     return Rollout(
         sample_id=sample_id,
+        group=_sample_id(step, prompt),
+        episode=sample_id,
         step=step,
         domain=prompt.domain,
-        policy_version=policy_version,
         prompt_ids=prompt.token_ids,
         response_ids=out.token_ids,
         behaviour_logprobs=out.logprobs,
-        segments=_segments(out.token_ids, untrained),
-        truncated=out.truncated,
+        spans=spans,
+        stop_reason=out.stop_reason,
     )
 
 
-def _segments(token_ids: Sequence[int], untrained: frozenset[int]) -> tuple[Segment, ...]:
-    """Runs of trained and untrained tokens."""
-    runs = groupby(token_ids, key=lambda token: token not in untrained)
-    return tuple(Segment(length=len(list(run)), trained=trained) for trained, run in runs)
+def _spans(token_ids: Sequence[int], masked: frozenset[int], policy_version: int) -> tuple[Span, ...]:
+    """A span for each run of trained tokens and for each run of masked ones."""
+    origins: list[Origin] = ["masked" if token in masked else "policy" for token in token_ids]
+    runs = [(origin, len(list(run))) for origin, run in groupby(origins)] or [("policy", 0)]
+    return tuple(Span(length=length, origin=origin, policy_version=policy_version) for origin, length in runs)

@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from opd.errors import RunError
 from opd.rollouts.repairs import drop_expert_kernels, is_recurrent, rotate_every_head
+from opd.types import StopReason
 
 RESTARTED = {"gpt_oss"}
 """Families whose experts vLLM's reload does not reach, because they bypass what it watches: a push starts a new engine."""
@@ -52,8 +53,8 @@ class Generated:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each token in the distribution that it was drawn from, temperature included."""
-    truncated: bool
+    """Log-prob of each token in the distribution that it was drawn from, temperature included."""
+    stop_reason: StopReason
 
 
 class VLLMWorker:
@@ -258,4 +259,6 @@ def _generated(output: Any) -> Generated:
     # NaN weights make vLLM emit token 0 for ever without an error; NaN is the one value unequal to itself.
     if any(value != value for value in logprobs):
         raise RunError("the rollout engine returned NaN log-probs: the student's weights are broken")
-    return Generated(token_ids=tuple(output.token_ids), logprobs=logprobs, truncated=output.finish_reason == "length")
+    if output.finish_reason not in get_args(StopReason):
+        raise RunError(f"the rollout engine gave up on a request: vLLM says {output.finish_reason!r}")
+    return Generated(token_ids=tuple(output.token_ids), logprobs=logprobs, stop_reason=output.finish_reason)

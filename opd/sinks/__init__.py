@@ -1,7 +1,7 @@
-"""Where a run's numbers go beside `metrics.jsonl`: one small file each, behind one dictionary from the key of `logging`
-to what writes there. A sink is an `opd.interfaces.Sink` and a context manager; its package is imported when it is opened.
+"""Sinks: tools that get a run's numbers beside `metrics.jsonl`. One small file each, behind one dictionary.
 
-A resume takes the steps after the last checkpoint again; no sink shows a step twice.
+A sink is an `opd.interfaces.Sink` and a context manager; its package is imported when it is opened. A resume takes the steps
+after the last checkpoint again; no sink shows a step twice.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SINKS: dict[str, Callable[[Any, Path, int], AbstractContextManager[Sink]]] = {
     "wandb": WandbSink,
     "mlflow": MLflowSink,
 }
-"""By key of `logging`, which is also the name of the package that it needs. Takes the key's value, the run directory and
-the last step whose record is kept; the steps after it will come (again)."""
+"""Key of `logging`, which is also the name of the package that the sink needs -> its class. A sink is made from the key's
+value, the run directory and the last step whose record is kept; the steps after it will come (again)."""
 
 
 def refuse_missing(config: LoggingConfig) -> None:
-    """Raises: ConfigError if a sink is asked for whose package is not installed."""
+    """Refuse a sink whose package is not installed. Raises: ConfigError."""
     for key in _asked(config):
         if importlib.util.find_spec(key) is None:
             raise ConfigError.at(
@@ -42,7 +42,7 @@ def refuse_missing(config: LoggingConfig) -> None:
 
 @contextmanager
 def open_sinks(config: LoggingConfig, run_dir: Path, done: int) -> Iterator[list[Sink]]:
-    """The sinks asked for, closed however the run ends."""
+    """Open the sinks that the pipeline asks for; they are closed however the run ends."""
     with ExitStack() as stack:
         yield [stack.enter_context(SINKS[key](getattr(config, key), run_dir, done)) for key in _asked(config)]
 

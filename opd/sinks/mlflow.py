@@ -44,7 +44,7 @@ class MLflowSink:
         return self._client.create_run(experiment, run_name=name).info.run_id
 
     def step(self, record: StepRecord) -> None:
-        """A step that the store has already is not sent again: it would keep both."""
+        """Log the step, unless the store has it already: MLflow would keep both."""
         step = record.step
         if step <= self._sent:
             return

@@ -9,7 +9,7 @@ from opd.files import atomic_write_text
 
 
 def kept_id(file: Path, make: Callable[[], str]) -> str:
-    """What the file says; if there is none yet, what `make` returns, written to it."""
+    """Read the name from the file. Without a file, take the name from `make` and write it there."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(file, make())

@@ -10,7 +10,7 @@ OF_THE_STEP = ("loss", "grad_norm", "lr", "logprob_gap", "probe_gap", "response_
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """`step/loss` and its like, `phase_s/PHASE`, `accuracy/DOMAIN`, and `KEY/DOMAIN` for what a domain's record has."""
+    """Name -> number: `step/loss` and so on, `phase_s/PHASE`, `accuracy/DOMAIN`, and `KEY/DOMAIN` for a domain's numbers."""
     found = {f"step/{key}": float(getattr(record, key)) for key in OF_THE_STEP}
     found["step/quarantined"] = float(sum(record.quarantined.values()))
     found |= {f"phase_s/{phase}": seconds for phase, seconds in record.phase_s.items()}

@@ -19,7 +19,7 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(RunPaths(run_dir).tensorboard), purge_step=done + 1)
 
     def step(self, record: StepRecord) -> None:
-        """On disk before it returns, so that a killed run shows what it did."""
+        """Write the step to disk before returning, so that a killed run shows it."""
         for name, value in scalars(record).items():
             self._writer.add_scalar(name, value, record.step)
         self._writer.flush()

@@ -34,7 +34,7 @@ class WandbSink:
             raise RunError(f"logging.wandb: {error}") from error
 
     def step(self, record: StepRecord) -> None:
-        """A step that the service has already is not sent again: it cannot be taken back."""
+        """Log the step, unless the service has it already: a step cannot be taken back."""
         if record.step >= self._run.step:
             self._run.log(scalars(record), step=record.step)
 

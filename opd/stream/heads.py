@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from opd.losses.rule import LogitRule
+
+if TYPE_CHECKING:
+    from opd.interfaces import HeadHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,11 @@ class HeadFile:
 
     model_dir: Path
     names: tuple[str, ...]
-    """Of the tensor; the first that the files have."""
+    """Names that the tensor may have; the first that is in the files counts."""
     dtype: str
 
     def read(self) -> Tensor | None:
-        """[V, D], mapped where it has the type already; None if this machine has no such file."""
+        """[V, D], memory-mapped if it has the wanted type already; None if this machine has no such file."""
         for path in sorted(self.model_dir.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 known = set(file.keys())
@@ -44,14 +47,6 @@ class HeadFile:
                     if name in known:
                         return file.get_tensor(name).to(getattr(torch, self.dtype))
         return None
-
-
-class HeadHandle(Protocol):
-    """Leads to a head's matrix in another process, such as `opd.cluster.Remote`; may travel to other workers."""
-
-    def fetch(self) -> np.ndarray:
-        """The matrix, see `head_tensor`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +59,10 @@ class HeadSource:
     file: HeadFile | None = None
     """Where the matrix may lie on this machine too, which is asked first."""
     handle: HeadHandle | None = None
-    """To the matrix; None as long as only the teacher's own worker knows of it."""
+    """Leads to the matrix; None as long as only the teacher's own worker knows of it."""
 
     def read(self) -> Tensor:
-        """[V, D] on the CPU: from the teacher's files if they are here and what they were, else as it is sent."""
+        """[V, D] on the CPU: from the teacher's files if they are here and unchanged, else through the handle."""
         head_V_D = self.file.read() if self.file is not None else None
         if head_V_D is not None and head_key(head_V_D, self.rule) == self.key:
             return head_V_D

@@ -1,9 +1,10 @@
 """The target log: each step's parts on disk as Arrow files, whole or not at all, and trained from again on a resume.
 
-    targets/step-000012/  worker-0-part-0000.arrow  worker-1-part-0000.arrow  step.json
+    targets/step-000012/  rollouts.arrow  worker-0-part-0000.arrow  worker-1-part-0000.arrow  step.json
 
-The parts hold almost everything that a step was trained on. `step.json` adds the rest: which question they answer (step,
-policy version, prompts), BLAKE3 and size of each, the order of the samples, who had to score them, and what was left out.
+`rollouts.arrow` has all rollouts of the step in their order, also those that no teacher could score; the parts have what
+teachers said. `step.json` adds which question they answer (step, policy version, prompts), BLAKE3 and size of each file,
+who had to score the rollouts, and which prompts were refused.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ from opd.errors import StorageError
 from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
 from opd.run_dir import step_name, step_of
-from opd.stream.schema import PartRecord, StreamError, TargetRow, read_stream
+from opd.stream.rollouts import RolloutError, read_file, write_file
+from opd.stream.schema import PartRecord, StreamError
 from opd.stream.targets import Asked, Expected, TargetStream
-from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment, unknown_id
+from opd.types import Prompt, Quarantined, RolloutBatch
 
 MANIFEST = "step.json"
-FORMAT = 2
-"""1 had log-probs before the temperature, and could hold ids of padding rows."""
+ROLLOUTS = "rollouts.arrow"
+FORMAT = 3
+"""1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts."""
 
 
 class ArrowTargetLog:
@@ -56,6 +58,11 @@ class ArrowTargetLog:
         temporary = final.with_name(f".tmp-{final.name}")
         shutil.rmtree(temporary, ignore_errors=True)
         files: dict[str, dict[str, Any]] = {}
+
+        def write(name: str, raw: memoryview) -> None:
+            (temporary / name).write_bytes(raw)
+            files[name] = {"blake3": blake3(raw).hexdigest(), "bytes": raw.nbytes}
+
         question = {"format": FORMAT, "step": step, "policy_version": policy_version, "prompts": _digest(prompts)}
 
         def sink(record: PartRecord | None, raw: np.ndarray | None) -> None:
@@ -63,13 +70,12 @@ class ArrowTargetLog:
                 with storing(temporary):
                     temporary.mkdir(parents=True, exist_ok=True)
                     if record is None or raw is None:
+                        write(ROLLOUTS, memoryview(write_file(batch.rollouts)))
                         manifest = {**question, "files": files, **_beside(batch, targets)}
                         (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
                         replace_dir(temporary, final)
                     else:
-                        name = f"worker-{record.worker}-part-{record.number:04d}.arrow"
-                        (temporary / name).write_bytes(raw.data)
-                        files[name] = {"blake3": blake3(raw.data).hexdigest(), "bytes": raw.nbytes}
+                        write(f"worker-{record.worker}-part-{record.number:04d}.arrow", raw.data)
             except StorageError:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
                 raise
@@ -86,7 +92,7 @@ class ArrowTargetLog:
         if self._path(step).exists():
             try:
                 return self._read(step, policy_version, prompts)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, StreamError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, StreamError, RolloutError) as error:
                 self._say(f"warning: step {step} is rolled out again, the target log cannot be used: {error}")
         self._drop(lambda logged: logged >= step)
         return None
@@ -102,14 +108,11 @@ class ArrowTargetLog:
         for key, wanted in asked.items():
             if manifest[key] != wanted:
                 raise ValueError(f"{MANIFEST}: {key} is {manifest[key]}, wanted {wanted}")
-        raw = [self._stream(step, name, facts) for name, facts in manifest["files"].items()]
-        batch = _batch(manifest, [row for part in raw for row in read_stream(pa.py_buffer(part)).rows])
-        for rollout in batch.rollouts:
-            wrong = unknown_id(rollout.response_ids, self._vocab_size)
-            if wrong is not None:
-                raise ValueError(
-                    f"sample {rollout.sample_id} has token id {wrong}, the tokenizer knows 0 to {self._vocab_size - 1}"
-                )
+        raw = {name: self._stream(step, name, facts) for name, facts in manifest["files"].items()}
+        batch = RolloutBatch(
+            rollouts=tuple(read_file(pa.py_buffer(raw.pop(ROLLOUTS)), self._vocab_size)),
+            quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
+        )
         teachers = {
             domain: {name: Expected(**expected) for name, expected in part.items()}
             for domain, part in manifest["teachers"].items()
@@ -120,7 +123,7 @@ class ArrowTargetLog:
         if unknown:
             raise ValueError(f"no teacher has the output head {unknown[0][:16]}")
         targets = TargetStream(
-            (cluster.put(part) for part in raw),
+            (cluster.put(part) for part in raw.values()),
             Asked(
                 rollouts=batch.rollouts,
                 teachers=teachers,
@@ -157,43 +160,11 @@ def _digest(prompts: Sequence[Prompt]) -> str:
 
 
 def _beside(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
-    """What the parts do not tell of a step."""
+    """What neither rollouts nor parts tell of a step."""
     return {
         "kind": targets.asked.kind,
         "teachers": {
             domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.asked.teachers.items()
         },
-        "samples": [r.sample_id for r in batch.rollouts],
-        "truncated": [r.sample_id for r in batch.rollouts if r.truncated],
-        "unscored": [asdict(r) for r in batch.rollouts if r.sample_id in targets.quarantined],
         "refused": [asdict(q) for q in batch.quarantined],
     }
-
-
-def _batch(manifest: Mapping[str, Any], rows: Sequence[TargetRow]) -> RolloutBatch:
-    """The rollouts behind the rows, in the order in which they were written. Raises: KeyError for one without a row."""
-    truncated = set(manifest["truncated"])
-    by_id = {row.sample_id: _rollout(row, row.sample_id in truncated) for row in rows}
-    for data in manifest["unscored"]:
-        listed = {k: tuple(v) for k, v in data.items() if isinstance(v, list) and k != "segments"}
-        segments = tuple(Segment(**segment) for segment in data["segments"])
-        by_id[data["sample_id"]] = Rollout(**data | listed | {"segments": segments})
-    return RolloutBatch(
-        rollouts=tuple(by_id[sample_id] for sample_id in manifest["samples"]),
-        quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
-    )
-
-
-def _rollout(row: TargetRow, truncated: bool) -> Rollout:
-    runs = [(trained, sum(1 for _ in run)) for trained, run in groupby(row.loss_mask)]
-    return Rollout(
-        sample_id=row.sample_id,
-        step=row.step,
-        domain=row.domain,
-        policy_version=row.policy_version,
-        prompt_ids=tuple(row.prompt_ids),
-        response_ids=tuple(row.response_ids),
-        behaviour_logprobs=tuple(row.behaviour_logprobs),
-        segments=tuple(Segment(length=length, trained=bool(trained)) for trained, length in runs),
-        truncated=truncated,
-    )

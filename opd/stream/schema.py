@@ -1,6 +1,6 @@
 """The Arrow schema of a scored row, its writer and its checking reader. Needs pyarrow only.
 
-What a payload adds is said in its file in `opd/payloads/`; here is what all rows have.
+A row is a rollout (`opd.stream.rollouts`), the teacher's name and weight, and its answer (`opd/payloads/`).
 
 A scoring worker sends its rows of a step in parts, each as soon as it is scored; every part is a stream of its own:
 schema (version, payload, dtype) → one batch of rows, whose metadata says which part this is and, if it is the worker's
@@ -8,7 +8,7 @@ last, how many rows each teacher gave. Arrow ends a stream that was cut before i
 insists on that batch. No extension types: nothing in a stream is ever unpickled.
 
 Every byte beside the payload counts, since rows are many and some are short: a payload has only its own columns, what
-is equal in all rows of a group is a dictionary entry, and the small batches of a scorer travel as one.
+many rows share is a dictionary entry, and the small batches of a scorer travel as one.
 """
 
 from __future__ import annotations
@@ -27,26 +27,20 @@ from opd.config.strict import DTYPE_BYTES
 from opd.errors import RunError
 from opd.payloads import PAYLOADS, answer_class
 from opd.payloads.answer import Answer, Columns
+from opd.stream import rollouts
+from opd.types import Rollout
 
-VERSION = "4"
+VERSION = "5"
 PART_ROWS = 256
 PART_BYTES = 4 << 20
 """A part leaves with the scorer's batch that brings it to so many rows or bytes of payload: soon, and yet the 2 kB that
 each part has of its own are little beside it."""
 
 
-OWN_GROUP: Columns = (("domain", pa.string()), ("teacher", pa.string()), ("weight", pa.float32()))
-"""What is equal in all rows of a group, under every payload."""
-OWN: Columns = (
-    ("step", pa.int32()),
-    ("policy_version", pa.int32()),
-    ("prompt_ids", pa.list_(pa.int32())),
-    ("response_ids", pa.list_(pa.int32())),
-    ("loss_mask", pa.list_(pa.bool_())),
-    ("behaviour_logprobs", pa.list_(pa.float32())),
-)
-"""What each row has under every payload, after its sample and its group."""
-OWN_NAMES = {"sample_id", *(name for name, _ in OWN_GROUP + OWN)}
+SHARED = "shared"
+"""The dictionary column: what is equal in many rows is in its entries, and a row has the number of one."""
+TEACHER: Columns = (("teacher", pa.string()), ("weight", pa.float32()))
+"""What an entry says under every payload, after what rollouts share."""
 
 
 def columns_of(answers: type[Answer]) -> pa.Schema:
@@ -55,8 +49,9 @@ def columns_of(answers: type[Answer]) -> pa.Schema:
     def required(columns: Columns) -> list[pa.Field]:
         return [pa.field(name, type_, nullable=False) for name, type_ in columns]
 
-    group = pa.dictionary(pa.int16(), pa.struct(required((*OWN_GROUP, *answers.GROUP))))
-    return pa.schema(required((("sample_id", pa.string()), ("group", group), *OWN, *answers.ROW)))
+    entry = pa.struct([*rollouts.SHARED, *required((*TEACHER, *answers.GROUP))])
+    shared = pa.field(SHARED, pa.dictionary(pa.int16(), entry), nullable=False)
+    return pa.schema([rollouts.SAMPLE_ID, shared, *rollouts.OWN, *required(answers.ROW)])
 
 
 class StreamError(RunError):
@@ -65,30 +60,18 @@ class StreamError(RunError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRow:
-    """Everything about one trained sequence. R response tokens.
+    """Everything about one trained sequence: the rollout, and what one teacher says of it.
 
-    Example: TargetRow(sample_id="000012/reverse/17", teacher="reverse-expert", ..., answer=SampledLogprobs([-0.25, -1.5]))
+    Example: TargetRow(rollout=rollout, teacher="reverse-expert", answer=SampledLogprobs([-0.25, -1.5]))
     """
 
-    sample_id: str
-    step: int
-    domain: str
+    rollout: Rollout
     teacher: str
     """Name of the expert that scored the row."""
     weight: float = 1.0
     """Share of this teacher among those of the row's domain; a sample has one row for each, and they add up to 1."""
-    policy_version: int
-    """Version of the student that wrote the response."""
-    prompt_ids: Sequence[int]
-    """[P]"""
-    response_ids: Sequence[int]
-    """[R]"""
-    loss_mask: Sequence[bool]
-    """[R] True where the token is trained."""
-    behaviour_logprobs: Sequence[float]
-    """[R] what the rollout engine said, nats."""
     answer: Answer
-    """What the teacher says of the response; its class is the payload's."""
+    """What the teacher says of the trained tokens; its class is the payload's."""
 
     def weighted(self, weight: float) -> TargetRow:
         """The same row with another weight."""
@@ -166,25 +149,27 @@ def write_parts(
 
 
 def _encode(rows: Sequence[TargetRow], schema: pa.Schema) -> pa.RecordBatch:
+    values = [_values(row) for row in rows]
     columns = [
-        _encode_groups(rows, f.type) if f.name == "group" else pa.array([_value(r, f.name) for r in rows], f.type)
+        _encode_shared(values, f.type) if f.name == SHARED else pa.array([v[f.name] for v in values], f.type)
         for f in schema
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _encode_groups(rows: Sequence[TargetRow], kind: pa.DictionaryType) -> pa.DictionaryArray:
-    """A dictionary of these rows' groups alone."""
+def _encode_shared(values: Sequence[Mapping[str, Any]], kind: pa.DictionaryType) -> pa.DictionaryArray:
+    """A dictionary of what these rows share, and of nothing else."""
     names = [f.name for f in kind.value_type]
-    groups = [tuple(_value(row, name) for name in names) for row in rows]
-    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-    values = pa.array([dict(zip(names, group, strict=True)) for group in numbers], kind.value_type)
-    return pa.DictionaryArray.from_arrays(pa.array([numbers[g] for g in groups], kind.index_type), values)
+    entries = [tuple(row[name] for name in names) for row in values]
+    numbers = {entry: i for i, entry in enumerate(dict.fromkeys(entries))}
+    dictionary = pa.array([dict(zip(names, entry, strict=True)) for entry in numbers], kind.value_type)
+    return pa.DictionaryArray.from_arrays(pa.array([numbers[e] for e in entries], kind.index_type), dictionary)
 
 
-def _value(row: TargetRow, name: str) -> Any:
-    """What a row says in a column."""
-    return getattr(row if name in OWN_NAMES else row.answer, name)
+def _values(row: TargetRow) -> dict[str, Any]:
+    """What a row says in each column, and in each field of the dictionary column."""
+    own = {name: getattr(row.answer, name) for name, _ in (*row.answer.GROUP, *row.answer.ROW)}
+    return rollouts.values_of(row.rollout) | {"teacher": row.teacher, "weight": row.weight} | own
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +185,7 @@ class Stream:
 def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None = None) -> Stream:
     """Decode and check one part; hidden states stay views into `source`.
 
-    `vocab_size`: ids that a teacher may name, where the stream comes from another cluster.
+    `vocab_size` bounds the ids that a teacher may name; None where the tokenizer is not known.
     Raises: StreamError if the version differs, the stream was cut, a row's lengths disagree, or an id is out of range.
     """
     try:
@@ -208,14 +193,18 @@ def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None =
             dtype, payload = _check_schema(reader.schema)
             answers = answer_class(payload)
             batch, part = _read_batch(reader)
-            _check_batch(batch)
+            missing = rollouts.incomplete_column(batch)
+            if missing:
+                raise StreamError(f"target stream: column {missing} has missing values")
             _check_ids(batch, answers.TOKEN_IDS, vocab_size)
             rows = tuple(_rows_of(batch, answers))
+    except rollouts.RolloutError as error:
+        raise StreamError(f"target stream: {error}") from None
     except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: text that is not UTF-8
         raise StreamError(f"target stream: not a whole Arrow stream: {error}") from None
     widths: set[int] = set()
     for row in rows:
-        _check_lengths(row, DTYPE_BYTES[dtype], payload, widths)
+        _check_answer(row, DTYPE_BYTES[dtype], payload, widths)
     return Stream(dtype, payload, rows, part)
 
 
@@ -259,17 +248,9 @@ def _part_record(text: str) -> PartRecord:
         ) from None
 
 
-def _check_batch(batch: pa.RecordBatch) -> None:
-    """Offsets, group numbers and UTF-8, all the way down; a missing value is the one thing Arrow lets pass."""
-    batch.validate(full=True)
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if any(part.null_count for part in _parts(column)):
-            raise StreamError(f"target stream: column {name} has missing values")
-
-
 def _check_ids(batch: pa.RecordBatch, answered: Sequence[str], vocab_size: int | None) -> None:
     """An id out of range would be read past the end of a row of log-probs. Raises: StreamError."""
-    for name in ("prompt_ids", "response_ids", *answered):
+    for name in (*rollouts.TOKEN_IDS, *answered):
         found = pc.min_max(batch.column(name).flatten()).as_py()
         beyond = name in answered and vocab_size is not None and (found["max"] or 0) >= vocab_size
         if beyond or (found["min"] or 0) < 0:
@@ -278,48 +259,42 @@ def _check_ids(batch: pa.RecordBatch, answered: Sequence[str], vocab_size: int |
             )
 
 
-def _parts(array: pa.Array) -> Iterator[pa.Array]:
-    """The array and all that it is made of."""
-    yield array
-    if isinstance(array, pa.DictionaryArray):
-        yield from _parts(array.dictionary)
-    elif isinstance(array, pa.ListArray):
-        yield from _parts(array.values)
-    elif isinstance(array, pa.StructArray):
-        for i in range(array.type.num_fields):
-            yield from _parts(array.field(i))
-
-
 def _rows_of(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[TargetRow]:
+    """Raises: RolloutError for a rollout that contradicts itself."""
     columns = {name: batch.column(name) for name in batch.schema.names}
-    group = columns.pop("group")
-    groups, numbers = group.dictionary.to_pylist(), group.indices.to_pylist()
-    own = {name: columns.pop(name) for name, _ in answers.ROW}
-    said = {name: _views(c) if pa.types.is_large_binary(c.type) else c.to_pylist() for name, c in own.items()}
-    light = {name: column.to_pylist() for name, column in columns.items()}
+    shared = columns.pop(SHARED)
+    entries, numbers = shared.dictionary.to_pylist(), shared.indices.to_pylist()
+    lists = {name: _views(c) if pa.types.is_large_binary(c.type) else c.to_pylist() for name, c in columns.items()}
+    answered = [name for name, _ in (*answers.GROUP, *answers.ROW)]
     for i, number in enumerate(numbers):
-        shared = dict(groups[number])
-        answer = {name: shared.pop(name) for name, _ in answers.GROUP} | {name: said[name][i] for name in own}
-        yield TargetRow(answer=answers(**answer), **shared, **{name: values[i] for name, values in light.items()})
+        values = entries[number] | {name: column[i] for name, column in lists.items()}
+        yield TargetRow(
+            rollout=rollouts.rollout_of(values),
+            teacher=values["teacher"],
+            weight=values["weight"],
+            answer=answers(**{name: values[name] for name in answered}),
+        )
 
 
 def _views(binary: pa.LargeBinaryArray) -> list[memoryview]:
-    """Through the buffers: a scalar's `as_buffer` copies."""
+    """The values without a copy, out of the buffers: a scalar's `as_buffer` would copy."""
     _, raw_offsets, data = binary.buffers()
     offsets = memoryview(raw_offsets)[8 * binary.offset : 8 * (binary.offset + len(binary) + 1)].cast("q")
     values = memoryview(data if data is not None else b"")
     return [values[start:stop] for start, stop in pairwise(offsets)]
 
 
-def _check_lengths(row: TargetRow, itemsize: int, payload: str, widths: set[int]) -> None:
-    """`widths` collects what the answers of a stream have in common, such as the K of a top-k: there is one."""
-    num = len(row.response_ids)
+def _check_answer(row: TargetRow, itemsize: int, payload: str, widths: set[int]) -> None:
+    """`widths` collects what the answers of a stream have in common, such as the K of a top-k: there is one.
+
+    Raises: StreamError if this cannot be the answer about the rollout's trained tokens.
+    """
+    num = row.rollout.num_trained
     fits = row.answer.fits(num, itemsize)
     width = row.answer.width(num) if fits else None
     if width is not None:
         widths.add(width)
-    if not (num == len(row.loss_mask) == len(row.behaviour_logprobs) and fits and len(widths) <= 1):
+    if not fits or len(widths) > 1:
         raise StreamError(
-            f"target stream: row {row.sample_id}: {num} response tokens, {len(row.loss_mask)} mask values, "
-            f"{len(row.behaviour_logprobs)} log-probs, payload {payload} of {row.answer.size}"
+            f"target stream: row {row.rollout.sample_id}: {num} trained tokens, payload {payload} of {row.answer.size}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class Part:
     """Some rows of a step. The driver keeps no row: it has looked at them, the trainer reads them."""
 
     handle: Any
-    """To the bytes [uint8] of one Arrow stream of `opd.stream.schema`."""
+    """Leads to the bytes [uint8] of one Arrow stream of `opd.stream.schema`."""
     nbytes: int
     samples: tuple[str, ...]
     """The sample of each row."""
@@ -71,7 +71,7 @@ class TargetStream:
         """`source` gives handles to parts as they are scored, and may add to `restarted`."""
         self.asked = asked
         self.heads = heads
-        """By content hash, every head that the rows name. A rank fetches what it needs and does not hold."""
+        """Content hash -> head, for every head that the rows name. A rank fetches what it needs and does not hold."""
         self.quarantined: dict[str, str] = {}
         """Sample id -> why its teacher's scores cannot be used; such a sample is not trained. Whole when `arrived`."""
         self.restarted = restarted
@@ -148,7 +148,7 @@ class TargetStream:
         self._show(stream.part, raw)
         self.num_parts += 1
         self.nbytes += raw.nbytes
-        return Part(handle=handle, nbytes=raw.nbytes, samples=tuple(row.sample_id for row in stream.rows))
+        return Part(handle=handle, nbytes=raw.nbytes, samples=tuple(row.rollout.sample_id for row in stream.rows))
 
     def _show(self, record: PartRecord | None, raw: np.ndarray | None) -> None:
         for sink in self._sinks:
@@ -156,16 +156,17 @@ class TargetStream:
 
     def _check(self, row: TargetRow) -> None:
         """Asked for, not yet here, and about the very tokens that were sent. Raises: StreamError."""
-        who = f"{self.asked.who}: row {row.sample_id} of teacher {row.teacher}"
-        rollout = self._sent.get(row.sample_id)
-        if rollout is None or (row.sample_id, row.teacher) not in self._missing:
+        sample_id = row.rollout.sample_id
+        who = f"{self.asked.who}: row {sample_id} of teacher {row.teacher}"
+        rollout = self._sent.get(sample_id)
+        if rollout is None or (sample_id, row.teacher) not in self._missing:
             raise StreamError(f"{who}: not asked for, or twice")
         expected = self.asked.teachers[rollout.domain][row.teacher]
         if row.weight != float(np.float32(expected.weight)) or row.answer.head_key() != expected.head:
             raise StreamError(f"{who}: another weight or head")
-        if not _same(row, rollout):
+        if not _same(row.rollout, rollout):
             raise StreamError(f"{who}: not the rollout that was sent")
-        self._missing.remove((row.sample_id, row.teacher))
+        self._missing.remove((sample_id, row.teacher))
 
     def _keep(self, record: PartRecord, rows: Sequence[TargetRow]) -> None:
         records = self._records.setdefault(record.worker, [])
@@ -209,13 +210,8 @@ def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: 
         )
 
 
-def _same(row: TargetRow, rollout: Rollout) -> bool:
-    return (
-        (row.step, row.domain, row.policy_version) == (rollout.step, rollout.domain, rollout.policy_version)
-        and tuple(row.prompt_ids) == rollout.prompt_ids
-        and tuple(row.response_ids) == rollout.response_ids
-        and tuple(row.loss_mask) == rollout.loss_mask
-        and np.array_equal(
-            np.array(row.behaviour_logprobs, np.float32), np.array(rollout.behaviour_logprobs, np.float32)
-        )
-    )
+def _same(came: Rollout, sent: Rollout) -> bool:
+    """Whether all fields are equal; log-probs travel as float32."""
+    ours, theirs = (np.array(rollout.behaviour_logprobs, np.float32) for rollout in (sent, came))
+    others_equal = replace(came, behaviour_logprobs=()) == replace(sent, behaviour_logprobs=())
+    return others_equal and np.array_equal(ours, theirs)

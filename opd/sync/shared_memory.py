@@ -20,7 +20,7 @@ from opd.leftovers import SHARED_MEMORY
 from opd.types import Prompt, PushReport
 
 PROBE_SEQUENCES = 4
-"""Sequences that the probe has at least, where there are as many prompts."""
+"""Least number of sequences in the probe, if there are so many prompts."""
 
 
 class SharedMemorySync:
@@ -47,7 +47,7 @@ class SharedMemorySync:
         self._on_disk = False
 
     def push(self, version: int) -> PushReport:
-        """A push that the probe does not see in every engine is made once more: an engine may have missed it.
+        """Push the weights, and push them once more if the probe does not see them in every engine.
 
         Raises: RunError if any engine's log-probs still differ from the trainer's by more than the tolerance.
         """
@@ -63,14 +63,14 @@ class SharedMemorySync:
         return PushReport(version=version, gap=gap)
 
     def _push(self, version: int) -> float:
-        """One push; returns what `measure` says after it."""
+        """Push once; returns what `measure` finds afterwards."""
         with self._exported(version) as directory:
             self._engine.load(directory, again=lambda: self._exported(version))
         return self.measure()
 
     @contextmanager
     def _exported(self, version: int) -> Iterator[Path]:
-        """The trainer's weights as files, for as long as engines read them."""
+        """The trainer's weights as files, which exist within the context."""
         with self._place(version) as directory:
             self._trainer.export(directory)
             yield directory
@@ -82,12 +82,12 @@ class SharedMemorySync:
         for worker in self._engine.logprobs(self._probe):
             theirs = [x for sequence in worker for x in sequence]
             gaps.append(sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours))
-        # `max` passes over a NaN that is not the first.
+        # Python's `max` ignores a NaN that does not come first.
         return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
     @contextmanager
     def _place(self, version: int) -> Iterator[Path]:
-        """A directory in shared memory if it has room twice over, else on disk (containers often get 64 MiB)."""
+        """A directory in shared memory if it has room for twice the weights, else on disk: containers often get 64 MiB."""
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
         small = free <= 2 * self._nbytes
         if small != self._on_disk:
@@ -107,7 +107,7 @@ class SharedMemorySync:
 def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:
     """Beginnings of the first prompts, until they hold `tokens` scored tokens; the first token of a sequence is not scored.
 
-    Always several: one sequence alone cannot show that sequences of a batch see each other.
+    There are always several: one sequence alone cannot show that sequences of a batch see each other.
     """
     each = max(2, min(room - 1, tokens // PROBE_SEQUENCES + 1))
     chosen: list[tuple[int, ...]] = []
@@ -119,7 +119,7 @@ def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[t
             chosen.append(prompt.token_ids[:each])
         elif len(short) < each:
             short.extend(prompt.token_ids)
-    if not chosen:  # prompts of one token have nothing to score; side by side they do
+    if not chosen:  # no prompt has two tokens: join them, because the first token is not scored
         chosen = [(*short, *short)[:each]]
-    # Too few prompts: the same tokens in another order do as well.
+    # With one prompt only, the same tokens in reverse order are the second sequence.
     return chosen if len(chosen) > 1 else [*chosen, chosen[0][::-1]]

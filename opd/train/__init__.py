@@ -1,1 +1,1 @@
-"""The trainer: DeepSpeed ZeRO-3 ranks that take scored rows and take one optimiser step."""
+"""The trainer: DeepSpeed ZeRO-3 ranks that turn scored rows into one optimiser step."""

@@ -1,6 +1,7 @@
 """Scored rows to the tensors of one micro-batch.
 
-Shapes: B packed rows, T columns, N response tokens of the micro-batch in row order.
+Shapes: B packed rows, T columns, N trained tokens of the micro-batch in row order. Prompts and tokens that are not trained
+are read by the student's forward pass, and are in no tensor beside it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.layouts import LAYOUTS, Packed, predict_positions
+from opd.layouts import LAYOUTS, Packed, predict_trained
 from opd.losses.blocks import Block
 from opd.payloads.sampled_logprobs import mixed_logprobs
 from opd.stream.schema import TargetRow
+from opd.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +27,17 @@ class MicroBatch:
 
     packed: Packed
     predict_N: Tensor
-    """Flat index of the position whose logits predict response token n: the position before it."""
+    """Flat index of the position whose logits predict trained token n: the position before it."""
     token_N: Tensor
     """Sampled ids."""
-    mask_N: Tensor
-    """True where the token is trained."""
+    place_N: Tensor
+    """Place of the token in its response, from 0."""
     behaviour_N: Tensor
     """Log-prob under the rollout engine."""
     blocks: tuple[Block, ...]
-    """What the teachers said of the response tokens, in order; output heads are added where they are at hand."""
+    """What the teachers said of the trained tokens, in order; output heads are added where they are at hand."""
     row_lengths: tuple[int, ...]
-    """Response tokens of each row, in the order of `domains`."""
+    """Trained tokens of each row, in the order of `domains`; 0 for a row without one."""
     domains: tuple[str, ...]
 
 
@@ -47,7 +49,7 @@ def gather_samples(rows: Iterable[TargetRow]) -> dict[str, Scored]:
     """Sample id -> its rows. Raises: RunError if a sample's teachers are not all there, once each."""
     by_sample: dict[str, list[TargetRow]] = defaultdict(list)
     for row in rows:
-        by_sample[row.sample_id].append(row)
+        by_sample[row.rollout.sample_id].append(row)
     for sample_id, mine in by_sample.items():
         names = [row.teacher for row in mine]
         if len(set(names)) != len(names) or abs(sum(row.weight for row in mine) - 1) > 1e-4:
@@ -65,18 +67,14 @@ def leave_one_out(samples: Mapping[str, Scored]) -> dict[str, float]:
     sums: dict[str, tuple[float, int]] = {}
     totals: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for sample_id, scored in samples.items():
-        first = scored[0]
-        ratios = [
-            q - mu
-            for q, mu, trained in zip(mixed_logprobs(scored), first.behaviour_logprobs, first.loss_mask, strict=True)
-            if trained
-        ]
+        first = scored[0].rollout
+        ratios = [q - mu for q, mu in zip(mixed_logprobs(scored), _trained_logprobs(first), strict=True)]
         sums[sample_id] = (sum(ratios), len(ratios))
         total, count = totals[first.domain]
         totals[first.domain] = (total + sum(ratios), count + len(ratios))
     baselines = {}
     for sample_id, (mine, count) in sums.items():
-        total, number = totals[samples[sample_id][0].domain]
+        total, number = totals[samples[sample_id][0].rollout.domain]
         baselines[sample_id] = (total - mine) / (number - count) if number > count else 0.0
     return baselines
 
@@ -89,20 +87,23 @@ def micro_batch(
 ) -> MicroBatch:
     """Tensors for these samples, which the caller ordered by teacher; `dtype` is that of the stream's hidden states.
 
-    Without samples it is one padding token and no response token: a rank with nothing to do still has to run in step.
+    Without samples it is one padding token and no trained token: a rank with nothing to do still has to run in step.
     """
-    rows = [scored[0] for scored in samples]
-    sequences = [[*r.prompt_ids, *r.response_ids] for r in rows] or [[0]]
+    rollouts = [scored[0].rollout for scored in samples]
+    sequences = [[*r.prompt_ids, *r.response_ids] for r in rollouts] or [[0]]
     packed = LAYOUTS[layout](sequences)
-    spans = [(len(r.prompt_ids), len(r.prompt_ids) + len(r.response_ids)) for r in rows]
-    predict_N = predict_positions(packed, spans) if rows else torch.zeros(0, dtype=torch.long)
     return MicroBatch(
         packed=packed,
-        predict_N=predict_N,
-        token_N=torch.tensor([t for r in rows for t in r.response_ids], dtype=torch.long),
-        mask_N=torch.tensor([m for r in rows for m in r.loss_mask], dtype=torch.bool),
-        behaviour_N=torch.tensor([x for r in rows for x in r.behaviour_logprobs], dtype=torch.float32),
+        predict_N=predict_trained(packed, rollouts) if rollouts else torch.zeros(0, dtype=torch.long),
+        token_N=torch.tensor([t for r in rollouts for t in r.trained_ids], dtype=torch.long),
+        place_N=torch.tensor([place for r in rollouts for place in r.trained], dtype=torch.long),
+        behaviour_N=torch.tensor([x for r in rollouts for x in _trained_logprobs(r)], dtype=torch.float32),
         blocks=type(samples[0][0].answer).blocks(samples, dtype, baselines) if samples else (),
-        row_lengths=tuple(len(r.response_ids) for r in rows),
-        domains=tuple(r.domain for r in rows),
+        row_lengths=tuple(r.num_trained for r in rollouts),
+        domains=tuple(r.domain for r in rollouts),
     )
+
+
+def _trained_logprobs(rollout: Rollout) -> list[float]:
+    """[N] what the rollout engine said of the trained tokens."""
+    return [rollout.behaviour_logprobs[place] for place in rollout.trained]

@@ -1,7 +1,7 @@
-"""Locks that were left in torch's cache of compiled extensions.
+"""Remove locks that a killed run left in torch's cache of compiled extensions.
 
-DeepSpeed compiles a helper on its first use. Whoever compiles or loads it holds a lock, a plain file that the others wait
-for without end. A merge that is killed at that moment leaves the file, and from then on no trainer of that user starts.
+DeepSpeed compiles a helper on its first use. The process that compiles or loads it holds a lock, a plain file for which the
+others wait without end. A merge that is killed at that moment leaves the file; then no trainer of that user starts any more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 YOUNG_S = 60.0
-"""Locks of less than this are left alone: their owner may run in another container, where it cannot be seen."""
+"""Younger locks are left alone: their owner may run in another container, where we cannot see it."""
 
 
 def clear_dead_locks(young_s: float = YOUNG_S) -> list[Path]:
@@ -29,17 +29,17 @@ def clear_dead_locks(young_s: float = YOUNG_S) -> list[Path]:
 
 
 def _root() -> Path:
-    """Where torch keeps compiled extensions."""
+    """The directory in which torch keeps compiled extensions."""
     if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(given)
-    # Here and not above: it imports setuptools, which fails in a process that looked for pip first (Python 3.11).
+    # Not at the top: this imports setuptools, which on Python 3.11 fails in a process that has looked for pip before.
     from torch.utils.cpp_extension import get_default_build_root
 
     return Path(get_default_build_root())
 
 
 def _held(lock: Path) -> bool:
-    """Whether a process has the file open; who takes the lock keeps it open until it gives it back."""
+    """True if a process has the file open: the owner of a lock keeps it open until the end."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if any(Path(file.path) == lock for file in process.open_files()):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
 
 from opd import cluster
+from opd.cluster import Pending, Worker
 from opd.layouts import prove_layout
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
@@ -23,23 +24,26 @@ from opd.train.schedule import LearningRate
 from opd.train.totals import refuse_gap, refuse_impossible_means, row_weights
 from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, WrittenFile
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """What a trainer is started with."""
+    """The settings that a trainer is started with."""
 
     rank: RankOptions
-    """What every rank is started with; there are `rank.world_size` of them."""
+    """Settings of every rank; there are `rank.world_size` ranks."""
     rate: LearningRate
     """Learning rate of every step."""
     domain_weights: Mapping[str, float]
-    """Domain -> loss weight of its tokens; 1 for one that is not named."""
+    """Domain -> loss weight of its tokens; 1 for a domain that is not named."""
     micro_batch_tokens: int
-    """Prompt and response tokens that a rank pushes through the model at a time."""
+    """Prompt and response tokens of one forward pass of a rank."""
     queue_bytes: int
     """Scored rows that may wait for the trainer, in bytes."""
     tolerance: float
-    """Largest mean difference from the engine's log-probs of the sampled tokens, nats, before the run stops."""
+    """The run stops if a step's mean difference from the engine's log-probs of sampled tokens is larger, in nats."""
     gpus: float = 0
     """GPUs of each rank; 0: the CPU."""
     one_machine: bool = True
@@ -55,11 +59,11 @@ class DeepSpeedTrainer:
         self._spec = spec
         self._objective = spec.rank.objective
         self._timeout_s = spec.rank.timeout_s
-        options = replace(spec.rank, model_dir=spec.rank.model_dir.absolute())  # a worker has another directory
+        options = replace(spec.rank, model_dir=spec.rank.model_dir.absolute())  # a worker starts in another directory
         env = cluster.worker_env(options.world_size)
         if not spec.gpus:
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        self._ranks = [
+        self._ranks: list[Worker[TrainerRank]] = [
             cluster.spawn(TrainerRank, options, rank, name=f"trainer rank {rank}", env=env, gpus=spec.gpus)
             for rank in range(options.world_size)
         ]
@@ -67,32 +71,32 @@ class DeepSpeedTrainer:
         self.layout = LayoutProof(layout="packed", tried={})
         """How rows are laid out; proven in `wait_ready`."""
 
-    def _submit_start(self, one_machine: bool, timeout_s: float) -> list[Any]:
-        # What a machine calls itself may be an address of its own alone: Debian's hosts file says 127.0.1.1.
-        address = "127.0.0.1" if one_machine else cluster.node_address(self._ranks[0], timeout_s=timeout_s)
-        (meeting,) = cluster.call(self._ranks[:1], "meeting_point", [[address]], timeout_s=timeout_s)
-        return cluster.submit(self._ranks, "start", [meeting] * len(self._ranks))
+    def _submit_start(self, one_machine: bool, timeout_s: float) -> list[Pending[None]]:
+        rank_0 = self._ranks[0]
+        # A machine's own name may stand for an address that no other machine reaches: Debian's hosts file has 127.0.1.1.
+        address = "127.0.0.1" if one_machine else rank_0.node_address(timeout_s=timeout_s)
+        meeting = rank_0.submit(TrainerRank.meeting_point, address).result(timeout_s=timeout_s)
+        return self._submit(TrainerRank.start, *meeting)
 
     def wait_ready(self) -> None:
         """Block until every rank holds its shard, and find out how rows may be laid out for this student.
 
         Raises: RunError past the deadline, or if its rows see each other in every layout.
         """
-        cluster.wait(self._ranks, self._starting, "start", timeout_s=self._spec.start_timeout_s)
+        cluster.wait(self._starting, timeout_s=self._spec.start_timeout_s)
         self.layout = prove_layout(self._layout_error, f"{self._spec.rank.name} {self._spec.rank.model_dir}")
-        self._call("use_layout", [[self.layout.layout]] * len(self._ranks))
+        self._call(TrainerRank.use_layout, self.layout.layout)
 
     def _layout_error(self, layout: str) -> float:
-        """The worst of all ranks; NaN if one of them says so."""
-        errors = self._call("layout_error", [[layout]] * len(self._ranks))
+        """Largest `layout_error` of all ranks; NaN if one rank has NaN, which Python's `max` could lose."""
+        errors = self._call(TrainerRank.layout_error, layout)
         return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
     def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetStream) -> StepReport:
-        """One optimiser step over all rows; skipped, and said so, if no token is trained.
+        """Take one optimiser step over all rows; skip it, and report that, if no token is trained.
 
-        Weights are those of all rollouts, so that training can begin before it is known which cannot be scored. These
-        give no gradient, and the optimiser divides by the share that is left: the loss is a mean over what was scored.
-        Raises: RunError if a rank fails or the loss is none.
+        Weights are those of all rollouts, so training can begin before we know which are quarantined. These give no
+        gradient; the optimiser divides by the share that was scored. Raises: RunError if a rank fails or the step is broken.
         """
         lr = self._spec.rate.at(step)
         skipped = StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
@@ -102,66 +106,79 @@ class DeepSpeedTrainer:
             return skipped
         plan = self._plan(rollouts)
         baselines = whole_step_baselines(targets) if self._objective.wants_baseline else None
-        works = _works(step, lr, plan, weights, baselines)
-        self._submit("begin_step", [[work, dict(targets.heads)] for work in works])
+        for rank, work in zip(self._ranks, _works(step, lr, plan, weights, baselines), strict=True):
+            rank.submit(TrainerRank.begin_step, work, dict(targets.heads))
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
-        running: deque[tuple[int, list[Any]]] = deque()
+        running: deque[tuple[int, list[Pending[None]]]] = deque()
 
         def finish_oldest() -> bool:
             if not running:
                 return False
-            index, refs = running.popleft()
-            cluster.wait(self._ranks, refs, "accumulate", timeout_s=self._timeout_s)
+            index, pending = running.popleft()
+            cluster.wait(pending, timeout_s=self._timeout_s)
             feed.trained(index)
             return True
 
+        # Rounds run while this loop fetches more rows: only a full queue (`Feed.parts`) and the end of the step wait.
         for index in range(len(plan[0])):
             handles = feed.parts(index, finish_oldest)
             left_out = frozenset(targets.quarantined)
             if index == len(plan[0]) - 1 and not _scored_share(rollouts, weights, left_out):
                 return skipped
-            running.append((index, self._submit("accumulate", [[index, left_out, *own] for own in handles])))
+            running.append((index, self._accumulate(index, left_out, handles)))
         while finish_oldest():
             pass
         share = _scored_share(rollouts, weights, targets.quarantined)
-        report = _report(step, lr, self._call("finish_step", [[share]] * len(self._ranks)))
+        report = _report(step, lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
         return replace(report, early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
 
+    def _accumulate(
+        self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
+    ) -> list[Pending[None]]:
+        """Each rank's micro-batch `index`, with the handles of the parts that came for it."""
+        return [
+            rank.submit(TrainerRank.accumulate, index, left_out, *own)
+            for rank, own in zip(self._ranks, handles, strict=True)
+        ]
+
     def _refuse_broken(self, report: StepReport) -> None:
-        """Raises: RunError for a step that no more should follow."""
+        """Refuse to go on after a step whose numbers are impossible. Raises: RunError."""
         if not self._objective.IS_ESTIMATE:
             refuse_impossible_means(report.step, self._objective.kind, report.domains)
         refuse_gap(report.step, report.domains, self._spec.tolerance)
 
     def _plan(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
-        """As `plan_micro_batches`, for the layout that was proven."""
+        """Plan the ranks' micro-batches for the layout that was proven."""
         sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
         padded = self.layout.layout == "padded"
         return plan_micro_batches(sizes, len(self._ranks), self._spec.micro_batch_tokens, padded=padded)
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._call("logprobs", [[token_ids]] * len(self._ranks))[0]
+        return self._call(TrainerRank.logprobs, token_ids)[0]
 
     def export(self, path: Path) -> None:
-        self._call("export", [[path]] * len(self._ranks))
+        self._call(TrainerRank.export, path)
 
     def begin_save(self, path: Path) -> None:
-        self._call("begin_save", [[path]] * len(self._ranks))
+        self._call(TrainerRank.begin_save, path)
 
     def saved(self, wait_s: float) -> list[WrittenFile] | None:
-        timeout_s = wait_s + self._timeout_s
-        parts = cluster.call(self._ranks, "saved", [[wait_s]] * len(self._ranks), timeout_s=timeout_s)
-        return None if None in parts else [file for part in parts for file in part]
+        parts = cluster.wait(self._submit(TrainerRank.saved, wait_s), timeout_s=wait_s + self._timeout_s)
+        return None if None in parts else [file for part in parts for file in part or ()]
 
     def load(self, path: Path) -> None:
-        self._call("load", [[path]] * len(self._ranks))
+        self._call(TrainerRank.load, path)
 
-    def _submit(self, method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
-        return cluster.submit(self._ranks, method, argument_lists)
+    def _submit(
+        self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Pending[R]]:
+        """Call a method of all ranks with the same arguments; returns at once."""
+        return [rank.submit(method, *args, **kwargs) for rank in self._ranks]
 
-    def _call(self, method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
-        return cluster.call(self._ranks, method, argument_lists, timeout_s=self._timeout_s)
+    def _call(self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """The answers of all ranks to a call with the same arguments. Raises: what `opd.cluster.wait` raises."""
+        return cluster.wait(self._submit(method, *args, **kwargs), timeout_s=self._timeout_s)
 
 
 def _works(
@@ -171,7 +188,7 @@ def _works(
     weights: Mapping[str, float],
     baselines: Mapping[str, float] | None,
 ) -> list[RankWork]:
-    """Each rank's part of the step, with what belongs to its own samples."""
+    """Each rank's part of the step, with the weights and baselines of its own samples only."""
     return [
         RankWork(
             step=step,
@@ -185,18 +202,20 @@ def _works(
 
 
 def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
-    """`leave_one_out` over all ranks' samples: a mean over the step's other responses, which must not depend on how many
-    ranks there are. Waits for all parts. Raises: as `TargetStream.take`."""
+    """Sample id -> `leave_one_out` baseline over the samples of all ranks, so that it does not depend on their number.
+
+    Waits for all parts. Raises: what `TargetStream.take` raises.
+    """
     targets.collect()
     rows = (row for part in targets.collected for row in read_stream(pa.py_buffer(cluster.fetch(part.handle))).rows)
-    return leave_one_out(gather_samples(row for row in rows if row.sample_id not in targets.quarantined))
+    return leave_one_out(gather_samples(row for row in rows if row.rollout.sample_id not in targets.quarantined))
 
 
 def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], left_out: Collection[str]) -> float:
-    """How much of the weight of all trained tokens is on those that were scored, 0..1; exactly 1 if nothing is left out."""
+    """Share of the trained tokens' weight that lies on scored tokens, 0..1; exactly 1 if nothing was left out."""
     if not left_out:
         return 1.0
-    each = {r.sample_id: weights[r.sample_id] * sum(r.loss_mask) for r in rollouts}
+    each = {r.sample_id: weights[r.sample_id] * r.num_trained for r in rollouts}
     return sum(weight for i, weight in each.items() if i not in left_out) / sum(each.values())
 
 

@@ -1,5 +1,6 @@
-"""Parts of a step on their way to the ranks: each rank's own rows, in the order of the micro-batches, within a budget of
-bytes."""
+"""The way of a step's parts to the trainer ranks: each rank gets its own rows, in the order of its micro-batches.
+
+A budget of bytes bounds the parts that wait."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from opd.stream.targets import Part, TargetStream
 
 
 class Feed:
-    """Takes parts as rounds of micro-batches need them. A round is what all ranks do at one time.
+    """Takes parts as rounds of micro-batches need them. A round is one micro-batch on every rank.
 
-    Which rows a round has was decided before anything was scored, so the result does not depend on who came first.
+    The rows of each round were decided before anything was scored, so the order of arrival does not change the result.
     """
 
     def __init__(self, targets: TargetStream, plan: Sequence[Sequence[Sequence[str]]], *, queue_bytes: int) -> None:
-        """`plan` is one of `plan_micro_batches`."""
+        """`plan` comes from `plan_micro_batches`."""
         self._targets = targets
         self._rank_of = {i: rank for rank, part in enumerate(plan) for ids in part for i in ids}
         self._num_ranks = len(plan)
@@ -29,15 +30,15 @@ class Feed:
         self.early = 0
         """Rounds that were handed out before the last row was scored."""
         self.peak_bytes = 0
-        """Most bytes that were taken and not yet trained."""
+        """Most bytes of parts that were taken and not yet trained."""
 
     def parts(self, index: int, finish_oldest: Callable[[], bool]) -> list[list[Any]]:
-        """By rank, handles to its rows among those that came since the last call, as soon as the rows of round `index` are
-        there; before the last round, all that are left.
+        """Wait until the rows of round `index` are there, and give each rank handles to its rows that came since the last call.
 
-        While the queue is full, `finish_oldest` waits for a round to end (and says so by `trained`), or returns False if
-        none is at work: then the parts that this round waits for are let in all the same.
-        Raises: as `TargetStream.take`.
+        For the last round, wait for all rows. While the queue is full, `finish_oldest` waits for a round to end, which
+        calls `trained`, or returns False if no round is at work. Then the parts that this round needs are let in
+        although the queue is full: nothing else could ever empty it.
+        Raises: what `TargetStream.take` raises.
         """
         every = index == len(self._rounds) - 1
         while every or not self._targets.has(self._rounds[index]):
@@ -58,7 +59,7 @@ class Feed:
         return handles
 
     def trained(self, index: int) -> None:
-        """Round `index` ended, and all before it: parts without rows for a later one count no more."""
+        """Note that round `index` has ended, and all before it: parts without rows for a later round leave the budget."""
         self._untrained = [p for p in self._untrained if any(self._round_of.get(i, -1) > index for i in p.samples)]
 
     def _nbytes(self) -> int:

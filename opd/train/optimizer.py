@@ -11,14 +11,14 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWOptions:
-    """What the optimiser is set up with."""
+    """Settings of AdamW, except for the learning rate."""
 
     betas: tuple[float, float]
     """Decay of the first and of the second moment."""
     epsilon: float
     """Added to the root of the second moment."""
     weight_decay: float
-    """On matrices only."""
+    """Weight decay, on matrices only."""
 
 
 def adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch.optim.AdamW:
@@ -28,7 +28,7 @@ def adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch.optim
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay on matrices only, as usual: not on norms and biases."""
+    """Two parameter groups: weight decay is on matrices only, as usual, not on norms and biases."""
     params = list(module.parameters())
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},

@@ -1,4 +1,4 @@
-"""Who trains on which rows: decided once per step in the driver, from lengths alone."""
+"""Plan which rank trains on which rows: decided once per step in the driver, from lengths alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """What planning needs to know of a row."""
+    """The facts about a row that the plan depends on."""
 
     sample_id: str
     domain: str
@@ -35,6 +35,7 @@ def plan_micro_batches(
     shares = [sorted(share, key=lambda r: (r.domain, r.length, r.sample_id)) for share in shares]
     num = max(1, -(-max(loads) // micro_batch_tokens))
     most = max(micro_batch_tokens, max((row.length for row in rows), default=0))
+    # Padding fills a micro-batch to its longest row, so equal tokens may still be too large: cut finer until all fit.
     while padded and max(_padded_size(part) for share in shares for part in _split(share, num)) > most:
         num += max(1, num // 4)
     return [[[row.sample_id for row in part] for part in _split(share, num)] for share in shares]
@@ -50,7 +51,7 @@ def _split(rows: Sequence[RowSize], num: int) -> list[list[RowSize]]:
     parts: list[list[RowSize]] = [[] for _ in range(num)]
     done = 0
     for row in rows:
-        # The middle of the row decides, so a long last row does not open a part of its own.
+        # The middle of a row decides to which part it belongs, so a long last row does not open a part of its own.
         parts[min(num - 1, int((done + row.length / 2) * num / total))].append(row)
         done += row.length
     return parts

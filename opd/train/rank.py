@@ -156,8 +156,9 @@ class _Step:
             stream = read_stream(pa.py_buffer(part), self._vocab_size)
             self._dtype = stream.dtype
             for row in stream.rows:
-                assert row.sample_id in self._mine, f"{row.sample_id} is of another rank"
-                self._rows[row.sample_id].append(row)
+                sample_id = row.rollout.sample_id
+                assert sample_id in self._mine, f"{sample_id} is of another rank"
+                self._rows[sample_id].append(row)
 
     def micro_batch(self, ids: Sequence[str], layout: str = "packed") -> MicroBatch:
         """The tensors of these samples, which are forgotten. Raises: RunError if rows of theirs are missing."""

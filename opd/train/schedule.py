@@ -17,7 +17,7 @@ class LearningRate:
     warmup_steps: int = 0
     """Steps in which the rate rises from 0 to `peak`."""
     decay: str = "constant"
-    """What follows: constant, linear or cosine."""
+    """Course of the rate after the warm-up: constant, linear or cosine."""
     floor: float = 0.0
     """Where linear and cosine decay end, as a share of `peak`."""
 

@@ -1,4 +1,4 @@
-"""What a trainer rank holds, on disk: float32 weights and Adam moments as safetensors, cut as ZeRO-3 cuts them.
+"""A trainer rank's state on disk: float32 weights and Adam moments as safetensors, cut as ZeRO-3 cuts them.
 
     trainer.json          how many ranks wrote, AdamW's step count
     rank-0.safetensors    param/NAME, exp_avg/NAME, exp_avg_sq/NAME: one flat part of every parameter
@@ -29,7 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def part_sizes(numel: int, world_size: int) -> list[int]:
-    """Elements of a parameter on each rank: equal parts, rounded up, until nothing is left."""
+    """Number of a parameter's elements on each rank: equal parts, rounded up, until nothing is left."""
     size = -(-numel // world_size)
     return [max(0, min(size, numel - rank * size)) for rank in range(world_size)]
 
@@ -50,7 +50,7 @@ def write_shard(
         for path in paths:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    # One thread: the step that goes on meanwhile has the other cores.
+    # One thread: training goes on meanwhile and needs the other cores.
     hashes = [blake3_file(path, threads=1) for path in paths]
     seconds = time.monotonic() - began
     return tuple(

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from opd.interfaces import Objective
 from opd.layouts import Packed
 from opd.losses.chunked import Loss, LossHead, Tokens, TokenStats
-from opd.losses.objective import Objective
 from opd.stream.heads import Head, logit_rule
 from opd.train.batch import MicroBatch
 

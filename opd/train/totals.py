@@ -19,8 +19,8 @@ from opd.train.batch import MicroBatch
 from opd.types import DomainStats, PositionStats, Rollout
 
 LEAST_MEAN, MOST_MEAN = -1e-3, 50.0
-"""Nats a token: what a domain's mean divergence may be. Below zero is more than rounding; a teacher that calls every
-token of the student's impossible is not one to learn from."""
+"""Bounds of a domain's mean divergence, nats a token. A divergence is not negative, and rounding explains no more than the
+lower bound; above the upper one the teacher calls nearly every token of the student's impossible."""
 
 
 def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]) -> dict[str, float]:
@@ -33,7 +33,7 @@ def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Map
     with d the loss weight of the response's domain. An estimate from sampled tokens needs `leave_one_out`: how long a
     response becomes depends on the tokens that its weight multiplies.
     """
-    tokens = {r.sample_id: sum(r.loss_mask) for r in rollouts}
+    tokens = {r.sample_id: r.num_trained for r in rollouts}
     share = {r.sample_id: domain_weights.get(r.domain, 1.0) for r in rollouts if tokens[r.sample_id]}
     if normalize == "token_mean":
         total = sum(d * tokens[i] for i, d in share.items())
@@ -48,7 +48,7 @@ def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Map
 
 
 def _lengths_of_others(rollouts: Sequence[Rollout], tokens: Mapping[str, int]) -> dict[str, float]:
-    """Sample id -> mean trained tokens of the step's other responses of its domain; its own where they have none."""
+    """Sample id -> mean trained tokens of the step's other responses of its domain; its own number if they have none."""
     members: dict[str, list[str]] = defaultdict(list)
     for rollout in rollouts:
         members[rollout.domain].append(rollout.sample_id)
@@ -62,7 +62,7 @@ def _lengths_of_others(rollouts: Sequence[Rollout], tokens: Mapping[str, int]) -
 
 
 def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainStats]) -> None:
-    """Raises: RunError naming the first domain whose mean loss is no divergence."""
+    """Refuse a domain whose mean loss cannot be a divergence. Raises: RunError naming the first."""
     for name, stats in domains.items():
         mean = stats.kl_sum / max(1, stats.tokens)
         if not LEAST_MEAN <= mean <= MOST_MEAN:  # written so that NaN fails too
@@ -74,8 +74,8 @@ def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainSt
 
 
 def refuse_gap(step: int, domains: Mapping[str, DomainStats], tolerance: float) -> None:
-    """Raises: RunError if trainer and engine disagree on the tokens that the engine sampled: what is trained would not be
-    what wrote them."""
+    """Refuse a step in which trainer and engine disagree on the sampled tokens: the policy that is trained would not be the
+    one that wrote them. Raises: RunError."""
     tokens = sum(stats.tokens for stats in domains.values())
     gap = sum(stats.gap_sum for stats in domains.values()) / max(1, tokens)
     if not gap <= tolerance:  # written so that NaN fails too
@@ -88,9 +88,9 @@ def refuse_gap(step: int, domains: Mapping[str, DomainStats], tolerance: float) 
 
 
 def token_weights(batch: MicroBatch, weights: Sequence[float]) -> Tensor:
-    """[N] each row's weight on its trained tokens, 0 elsewhere."""
-    row_N = torch.repeat_interleave(torch.tensor(weights), torch.tensor(batch.row_lengths, dtype=torch.long))
-    return torch.where(batch.mask_N, row_N.float(), 0.0)
+    """[N] the weight of each token's row."""
+    lengths = torch.tensor(batch.row_lengths, dtype=torch.long)
+    return torch.repeat_interleave(torch.tensor(weights), lengths).float()
 
 
 class Totals:
@@ -103,7 +103,6 @@ class Totals:
 
     def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats) -> None:
         """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks."""
-        mask_N = batch.mask_N
         self.loss += float(torch.where(weight_N != 0, stats.kl_N.float() * weight_N, 0.0).sum())
         columns = {
             "kl_sum": stats.kl_N,
@@ -118,17 +117,16 @@ class Totals:
         }
         lengths = list(batch.row_lengths)
         parts = {name: column.split(lengths) for name, column in columns.items()}
-        for index, (domain, mask_R) in enumerate(zip(batch.domains, mask_N.split(lengths), strict=True)):
-            sums = {name: float(part[index][mask_R].sum()) for name, part in parts.items()}
-            row = DomainStats(tokens=int(mask_R.sum()), samples=int(mask_R.any()), **sums)
+        for index, (domain, length) in enumerate(zip(batch.domains, lengths, strict=True)):
+            sums = {name: float(part[index].sum()) for name, part in parts.items()}
+            row = DomainStats(tokens=length, samples=int(length > 0), **sums)
             self.domains[domain] = self.domains[domain] + row if domain in self.domains else row
         self._add_positions(batch, stats.kl_N)
 
     def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:
-        place_N = torch.cat([torch.arange(0), *(torch.arange(length) for length in batch.row_lengths)])
-        bits_M = torch.frexp(place_N[batch.mask_N].double()).exponent  # of an integer: its number of bits
-        tokens = torch.bincount(bits_M).tolist()
-        sums = torch.bincount(bits_M, weights=kl_N[batch.mask_N].double()).tolist()
+        bits_N = torch.frexp(batch.place_N.double()).exponent  # of an integer: its number of bits
+        tokens = torch.bincount(bits_N).tolist()
+        sums = torch.bincount(bits_N, weights=kl_N.double()).tolist()
         for bits, (count, total) in enumerate(zip(tokens, sums, strict=True)):
             if count:
                 row = PositionStats(tokens=count, kl_sum=total)

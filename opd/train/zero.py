@@ -1,8 +1,8 @@
 """A DeepSpeed engine of one rank: ZeRO-3 around any module that gives a loss.
 
-It knows weights, gradients, AdamW and checkpoints; what the loss is about is the module's own business. A rank of a
-trainer is a `ZeroEngine` with a step of its own on top, and runs in a Ray actor, of which it knows nothing. Every method
-is called on all ranks at once.
+It handles weights, gradients, AdamW and checkpoints; the loss is the module's own business. A trainer rank puts a step of its
+own on top of a `ZeroEngine`. It runs in a Ray actor but does not know Ray. Every method is called on all ranks at once,
+because ZeRO-3's ranks gather weights together.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ from opd.types import WrittenFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroOptions:
-    """What a ZeRO engine is started with, whatever its loss; plain values, so they cross process boundaries."""
+    """The settings that a ZeRO engine is started with, for any loss; plain values, so they cross process boundaries."""
 
     name: str
-    """What errors call the model, such as `student`."""
+    """Name of the model in errors, such as `student`."""
     world_size: int
     """Ranks that share the model."""
     stage: Literal[3] = 3
-    """DeepSpeed's ZeRO stage: each rank holds a shard of every weight, and saving, loading and the export are made for
-    that."""
+    """DeepSpeed's ZeRO stage. Saving, loading and the export rely on 3: each rank holds a shard of every weight."""
     dtype: str
     """Compute type; the optimiser's copy of the weights is float32."""
     vocab_size: int
     """Ids that the tokenizer knows; rows of a head beyond them are padding."""
     adamw: AdamWOptions
-    """The optimiser but for its rate, which every step brings."""
+    """Settings of the optimiser; every step brings its own learning rate."""
     max_grad_norm: float
     """Gradients are scaled down to this global norm."""
     grad_accum_dtype: str
@@ -56,9 +55,9 @@ class ZeroOptions:
     gradient_checkpointing: bool
     """Recompute activations in the backward pass."""
     timeout_s: float
-    """Deadline of what the ranks do together."""
+    """Deadline of each operation that the ranks do together."""
     lends_memory: bool = False
-    """Give what torch keeps of a GPU's memory back after each step: an engine on that GPU wakes up next."""
+    """Return the GPU memory that torch caches after each step, because an engine on that GPU wakes up next."""
 
 
 class ZeroEngine:
@@ -77,7 +76,7 @@ class ZeroEngine:
         self._layout = "packed"
 
     def meeting_point(self, address: str) -> tuple[str, int]:
-        """`address`, which is this machine's, and a port that is free there; rank 0's is where all ranks meet."""
+        """`address`, which is this machine's, with a free port. All ranks meet at that of rank 0."""
         with socket.socket() as probe:
             probe.bind((address, 0))
             return address, int(probe.getsockname()[1])
@@ -94,10 +93,10 @@ class ZeroEngine:
         self._engine = _start(self._options, self._build)
         self._device = self._engine.device
 
-    # What the model says
+    # Forward passes
 
     def layout_error(self, layout: str) -> float:
-        """How far a layout is from right for this model, see `opd.layouts.layout_error`."""
+        """Measure how wrong a layout is for this model: see `opd.layouts.layout_error`."""
         module = self._engine.module
         return layout_error(
             lambda packed: module.hidden(to_device(packed, self._device)),
@@ -107,7 +106,7 @@ class ZeroEngine:
         )
 
     def use_layout(self, layout: str) -> None:
-        """Lay sequences out like this from now on."""
+        """Use this layout for all sequences from now on."""
         self._layout = layout
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -137,7 +136,7 @@ class ZeroEngine:
         self._engine.backward(loss)
 
     def take_step(self, step: int, lr: float, share: float = 1.0) -> float:
-        """Step the optimiser with the gradients that were added, divided by `share`; returns their norm.
+        """Take an optimiser step with the sum of the gradients, divided by `share`; returns their norm.
 
         Raises: RunError on a non-finite gradient.
         """
@@ -145,9 +144,10 @@ class ZeroEngine:
         for group in optimizer.param_groups:
             group["lr"] = lr
         if share != 1:
-            optimizer.override_loss_scale(share)  # what DeepSpeed divides gradients by before it clips them
+            # DeepSpeed divides gradients by the loss scale before it clips them, so the share takes that place.
+            optimizer.override_loss_scale(share)
         self._engine.step()
-        optimizer.custom_loss_scaler = False  # left on, it would multiply the next step's loss by the share
+        optimizer.custom_loss_scaler = False  # if it stayed on, the next step's loss would be multiplied by the share
         grad_norm = float(self._engine.get_global_grad_norm())
         if self._options.lends_memory:
             torch.cuda.empty_cache()
@@ -160,8 +160,11 @@ class ZeroEngine:
     # Weights and state
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and weight, one gathered at a time: on rank 0 a copy on the CPU, on others of no use once the next is asked
-        for."""
+        """Name and weight of every parameter, gathered one at a time.
+
+        Rank 0 gets a copy on the CPU. The other ranks take part in the gathering; their tensors are empty again as soon as
+        the next one is asked for.
+        """
         from deepspeed import zero
 
         for name, param in self._engine.module.lm.named_parameters():
@@ -187,7 +190,7 @@ class ZeroEngine:
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         if not self._adam_state():
-            self._create_moments(0)  # no step has been taken yet: what AdamW would begin with
+            self._create_moments(0)  # no step has been taken yet: save the zeros with which AdamW would begin
         tensors = {}
         for name, param in self._engine.module.lm.named_parameters():
             kept = part_sizes(param.ds_numel, self._options.world_size)[self._rank]
@@ -208,11 +211,13 @@ class ZeroEngine:
         return self._saving.result() if self._saving.done() else None
 
     def load(self, path: Path) -> None:
-        """Restore what `begin_save` wrote, by whatever number of ranks: each reads its parts from all their files."""
+        """Restore a checkpoint of any number of ranks: each rank reads its own parts from all files."""
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         optimizer = self._engine.optimizer
-        optimizer.checkpoint_event_prologue()  # small parameters live whole on every rank: back into shards
+        # DeepSpeed keeps small parameters whole on every rank. The prologue cuts them into shards, which are overwritten
+        # here; the epilogue gathers them again.
+        optimizer.checkpoint_event_prologue()
         with Shards(path) as shards:
             self._create_moments(shards.adam_step)
             for name, param in self._engine.module.lm.named_parameters():
@@ -226,17 +231,17 @@ class ZeroEngine:
                 param.ds_tensor.data.copy_(weights)
                 for kind in MOMENTS:
                     safe_set_local_optimizer_state(param, part(kind), kind)
-        optimizer.checkpoint_event_epilogue()  # and whole again
+        optimizer.checkpoint_event_epilogue()
 
     def _flat_groups(self) -> list[Tensor]:
         return self._engine.optimizer.fp32_partitioned_groups_flat
 
     def _adam_state(self) -> Mapping[str, Any]:
-        """AdamW's of the first group; empty before the first step."""
+        """AdamW's state of the first parameter group; empty before the first step."""
         return self._engine.optimizer.optimizer.state.get(self._flat_groups()[0], {})
 
     def _create_moments(self, adam_step: int) -> None:
-        # torch's AdamW creates its state in the first step; a restored one must exist before.
+        # torch's AdamW creates its state in the first step, but a checkpoint is restored before that.
         for flat in self._flat_groups():
             self._engine.optimizer.optimizer.state[flat] = {
                 "step": torch.tensor(float(adam_step)),
@@ -268,19 +273,24 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
 
 
 def _same_sums_every_time() -> None:
-    """torch's CPU threads add the gradients of an index in the order in which they come; gpt-oss's experts are such sums, so
-    a resume would not be bit for bit. For models without them this changes no bit."""
+    """Make torch add gradients in a fixed order on the CPU, so that a resume gives the same bits.
+
+    Its threads add the gradients of indexed tensors in the order in which they finish; gpt-oss's experts are such sums. For
+    models without them this changes no bit.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would cost time
+    # Filling new memory is for debugging only, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:
-    """Classes of layers of which all weights have to be whole while any part of them runs.
+    """Classes of layers whose weights must all be gathered while any part of the layer runs.
 
-    Under ZeRO-3 a weight is whole only while its owner runs. Mamba, gated delta and LFM2 mixers read the weight of their
-    short convolution without running it, and a list of experts runs those alone that a rank's tokens are routed to, while
-    all ranks have to gather the same weights in the same order. The whole decoder layer then, not the mixer: DeepSpeed lets
-    go of weights when the gradient of a module's input is there, and a mixer still needs some.
+    Under ZeRO-3 a weight is whole only while the module that owns it runs, and all ranks must gather the same weights in the
+    same order. Two kinds of modules break this. Mamba, gated delta and LFM2 mixers read the weight of their short
+    convolution without running it. A list of experts runs only the experts that a rank's tokens are routed to.
+    The whole decoder layer is returned, not the mixer inside: DeepSpeed releases a module's weights as soon as the gradient
+    of its input is there, when a mixer still needs some of them.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -293,9 +303,10 @@ def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:
 
 
 def _without_chance(module: Any, gradient_checkpointing: bool) -> None:
-    """No dropout, no router noise: the loss is that of the policy that wrote the tokens, and the engine has neither.
+    """Switch dropout and router noise off: the engine that wrote the tokens has neither, and the loss is about its policy.
 
-    Layers recompute their activations only in training mode; what they hold stays in evaluation mode.
+    Layers recompute their activations only in training mode, so the layers alone are set to it; the modules inside stay in
+    evaluation mode.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -316,9 +327,10 @@ def _deepspeed_config(options: ZeroOptions) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "gradient_clipping": options.max_grad_norm,
         "bf16": {"enabled": options.dtype == "bfloat16"},
+        # One sets the type in which a rank sums its micro-batches, the other the type in which ranks are added up.
         "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
         "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
         "zero_optimization": {"stage": options.stage, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
+        "steps_per_print": 10**9,  # never
     }

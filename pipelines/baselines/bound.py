@@ -1,4 +1,4 @@
-"""Whether a baseline that lies in a run directory is still one of its merge, and what a new one is of."""
+"""Bind baselines to their merge: is a stored result still valid, and what does a new one depend on?"""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ONLY_OF_TRAINING = ("objective", "schedule", "sync", "teachers", "trainer")
 
 
 def refuse_other_inputs(root: Path, job: BaselineJob, inputs: Inputs) -> None:
-    """Baselines stand beside a merge of the same student, experts and prompts.
+    """Refuse a baseline whose student, experts or prompts are not those of the run directory's merge.
 
-    Raises: RunDirError naming what changed since the merge of the run directory, if it has one, began.
+    Raises: RunDirError naming what has changed since that merge began. A run directory without a merge accepts all.
     """
     paths = RunPaths(root)
     if paths.manifest.exists():
@@ -38,7 +38,7 @@ def refuse_other_inputs(root: Path, job: BaselineJob, inputs: Inputs) -> None:
 
 
 def outdated(job: BaselineJob, found: BaselineResult, inputs: Inputs) -> str | None:
-    """Why a result has to be computed again; None if it need not be, as far as it says what it is of."""
+    """Why a result has to be computed again; None if its digests show no reason."""
     merge = _merge(job)
     before = (found.merge_steps, found.merge_tokens)
     if merge and job.share is not None and found.merge_steps is not None and before != merge:
@@ -49,14 +49,14 @@ def outdated(job: BaselineJob, found: BaselineResult, inputs: Inputs) -> str | N
 
 
 def bound(job: BaselineJob, result: BaselineResult, inputs: Inputs) -> BaselineResult:
-    """The result with what it is of. Its model lies on disk; the exam of a merge says itself which one it was."""
+    """Add to a result the digests of its model and inputs. The model lies on disk; the exam of a merge has the digests."""
     steps, tokens = _merge(job) or (None, None)
     weights = result.weights if job.method == "opd" else model_digest(job.model, weight_hashes(job.model))
     return replace(result, weights=weights, inputs=_inputs_digest(job, inputs), merge_steps=steps, merge_tokens=tokens)
 
 
 def drop_other_merge(job: BaselineJob) -> None:
-    """A shorter merge that was planned with other steps, as when the whole merge was shorter, must not be gone on with."""
+    """Delete a shorter merge that was planned with another number of steps, because it must not be resumed."""
     paths = job.shorter_run
     if paths.pipeline.exists() and load_pipeline(paths.pipeline).trainer != job.config.trainer:
         shutil.rmtree(paths.root)
@@ -69,7 +69,7 @@ def _merge(job: BaselineJob) -> tuple[int, int] | None:
 
 
 def _inputs_digest(job: BaselineJob, inputs: Inputs) -> str:
-    """A digest of student, experts and prompts by content, and of the keys that decide what the method makes of them."""
+    """Digest of the contents of student, experts and prompts, and of the pipeline's keys that decide the method's result."""
     manifest = manifest_of(job.config, inputs)
     without = NOT_OF_A_MODEL + (ONLY_OF_TRAINING if job.share is None else ())
     config = {key: value for key, value in manifest["config"].items() if key not in without}

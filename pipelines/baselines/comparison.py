@@ -3,7 +3,7 @@
     ROOT/seed-N/            a run directory of `opd merge`, with its `baselines/`
     ROOT/comparison.json    all numbers    ROOT/comparison.md    the table    ROOT/comparison.svg    accuracy by token share
 
-What exists is not computed again: the same command goes on after an interruption.
+Results that exist are not computed again: after an interruption the same command goes on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SeedMean:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> SeedMean:
-        """Student's t interval; of one value the value itself."""
+        """Make the mean with Student's t interval; for one value the interval is the value itself."""
         mean = fmean(values)
         half = T_QUANTILES[len(values) - 2] * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
         return cls(mean=mean, low=mean - half, high=mean + half, by_seed=tuple(values))
@@ -76,18 +76,18 @@ class ComparisonRow:
     headroom: SeedMean | None
     """Mean over the domains where the expert is better than the student; None if there is none."""
     verdict: str = ""
-    """`tie`, `better` or `worse` than on-policy distillation at the same share, merges of weights than at all of it;
-    empty if that was run for one seed."""
+    """`tie`, `better` or `worse` than on-policy distillation at the same share of the training; merges of weights are
+    compared with the whole training. Empty if distillation ran with one seed only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OneSeed:
-    """What one seed's run directory says."""
+    """The numbers of one seed's run directory."""
 
     before: Evaluation
     expert: Evaluation
     merge: dict[str, Any]
-    """Steps, response tokens and weights that everything of this seed stands beside."""
+    """Steps, response tokens and weights of this seed's merge, with which its baselines are compared."""
     results: list[BaselineResult]
 
 
@@ -105,12 +105,12 @@ def compare(
     """
     refuse_rounds(config)
     paths, inputs = ComparisonPaths(root), read_inputs(config)
-    check_methods(config, inputs, methods)  # now, and not after hours of the first merge
+    check_methods(config, inputs, methods)  # before hours of the first merge
     config = on_day(config, _day(paths) or inputs.template_date)
     merges = [(config.model_copy(update={"seed": seed}), paths.seed(seed)) for seed in seeds]
     for seeded, its in merges:
         _refuse_another_merge(seeded, its)
-    # Merges of weights that the seed has no part in are made once.
+    # Merges of weights that do not depend on the seed are made once.
     again = [m for m in methods if m not in WEIGHT_METHODS or WEIGHT_METHODS[m].random]
     found = [_one_seed(*one, methods if one is merges[0] else again, shares, tell) for one in merges]
     rows = table(found)
@@ -132,7 +132,7 @@ def compare(
 
 
 def _day(paths: ComparisonPaths) -> date | None:
-    """The day of the seeds that are there: all of a comparison are asked with one date."""
+    """The template's day of the seeds that exist: all seeds of a comparison use the same date."""
     known = [load_pipeline(one.pipeline) for one in paths.seeds() if one.pipeline.exists()]
     return known[0].student.template_date if known else None
 
@@ -161,7 +161,7 @@ def _one_seed(
 
 
 def _refuse_another_merge(config: PipelineConfig, paths: RunPaths) -> None:
-    """Results of two pipelines must not end up in one table; whether files changed is seen to by a resume."""
+    """Refuse to put results of two pipelines into one table. A resume checks whether files have changed."""
     if not paths.root.exists():
         return
     stored = load_pipeline(paths.pipeline)
@@ -211,7 +211,7 @@ def _mean_headroom(seed: _OneSeed, result: BaselineResult) -> float | None:
 
 def _judged(row: ComparisonRow, opd: ComparisonRow | None) -> ComparisonRow:
     if opd is None or row.method == "opd" or len(opd.accuracy.by_seed) == 1:
-        return row  # of one seed it is not known how much chance there is
+        return row  # with one seed the share of chance is unknown
     if row.accuracy.overlaps(opd.accuracy):
         verdict = "tie"
     else:
@@ -220,7 +220,7 @@ def _judged(row: ComparisonRow, opd: ComparisonRow | None) -> ComparisonRow:
 
 
 def cells(row: ComparisonRow) -> tuple[str, ...]:
-    """In the order of `COLUMNS`."""
+    """The cells of a row, in the order of `COLUMNS`."""
     return (
         row.label,
         "-" if row.share is None else f"{row.share:g}",
@@ -232,7 +232,7 @@ def cells(row: ComparisonRow) -> tuple[str, ...]:
 
 
 def markdown(before: SeedMean, expert: SeedMean, rows: Sequence[ComparisonRow]) -> str:
-    """The table, with what it starts from and aims at."""
+    """The table, with the student before the merge and the experts above it."""
     lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(cells, rows)]
     note = f"Mean accuracy of the student before: {before.mean:.3f}; of the experts: {expert.mean:.3f}."
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
@@ -248,7 +248,7 @@ def draw(rows: Sequence[ComparisonRow], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for index, row in enumerate(row for row in rows if row.share is None):
         axes.axhline(row.accuracy.mean, linestyle=":", linewidth=1, color="#888888")
-        place = (0.01 + 0.14 * index, row.accuracy.mean)  # side by side: some are nearly equal
+        place = (0.01 + 0.14 * index, row.accuracy.mean)  # labels side by side, because some levels are nearly equal
         axes.annotate(row.label, place, xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     for method in dict.fromkeys(row.method for row in rows if row.share is not None):
         points = [(row.share, row.accuracy) for row in rows if row.method == method and row.share is not None]

@@ -1,4 +1,4 @@
-"""One rollout engine, for as long as a baseline needs one."""
+"""A rollout engine for a baseline."""
 
 from __future__ import annotations
 

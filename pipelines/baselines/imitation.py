@@ -4,8 +4,8 @@
                                                      off_policy: the domain's expert
                                                      mixed_sft: the prompts file itself
 
-Steps, learning rates and optimiser are the merge's. A step has so many samples that all steps together have as many
-response tokens as the merge trained on; without a merge to look at, as many samples as the pipeline says.
+Steps, learning rates and optimiser are the merge's. The number of samples in a step is chosen so that all steps together have
+as many response tokens as the merge trained on. Without a merge, a step has the pipeline's number of samples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipelines.specs import imitation_spec
 PILOT_SAMPLES = 1000
 """Responses from which the mean length is estimated."""
 CHUNK = 4096
-"""Prompts that an engine gets in one call, so that the deadline of a phase is one of a piece of work."""
+"""Prompts that an engine gets in one call, so that the deadline of a phase applies to a bounded amount of work."""
 
 Author = Callable[[Sequence[Prompt]], list[tuple[int, ...]]]
 """Prompts -> a response to each, as token ids with the end token."""
@@ -45,7 +45,7 @@ Completions = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """How the samples of a step are cut up for the model."""
+    """The cut of a step's samples into micro-batches."""
 
     micro_batch: int
     accumulate: int
@@ -65,7 +65,7 @@ def train_off_policy(
 ) -> int:
     """Train the student on the author's responses and write it to `out`; returns the response tokens trained on.
 
-    `budget`: response tokens wanted; None: as many as come with the pipeline's samples. Raises: RunError.
+    `budget`: response tokens wanted; None: those of the pipeline's number of samples. Raises: RunError.
     """
     by_domain = {domain: _with_room(prompts, config) for domain, prompts in inputs.prompts.items()}
     with author as write:
@@ -79,7 +79,7 @@ def train_off_policy(
 
 @contextmanager
 def experts_author(config: PipelineConfig, inputs: Inputs, scratch: Path) -> Iterator[Author]:
-    """The experts write, at the merge's temperature and limits; `scratch` is for adapters merged into their bases."""
+    """Let the experts write, at the merge's temperature and limits; `scratch` is for adapters merged into their bases."""
     with rollout_engine(config, inputs) as engine:
         yield lambda prompts: write_by_experts(engine, inputs.routes, prompts, config.seed, scratch)
 
@@ -91,7 +91,7 @@ def write_by_experts(
     seed: int,
     scratch: Path,
 ) -> list[tuple[int, ...]]:
-    """Each prompt's response by an expert of its domain, of several drawn by their weights."""
+    """Each prompt's response by an expert of its domain; several experts are drawn by their weights."""
     teachers = {a.teacher.name: a.teacher for assigned in routes.values() for a in assigned}
     draw = random.Random(f"{seed}/authors")
     by_author: dict[str, list[int]] = {}
@@ -105,7 +105,7 @@ def write_by_experts(
             engine.load(directory)
         for number, start in enumerate(range(0, len(mine), CHUNK), start=1):
             chunk = mine[start : start + CHUNK]
-            # The engine's seeds depend on step and prompt: chunks stand where a merge has steps.
+            # The engine's seeds depend on step and prompt, so the chunk's number takes the place of the step.
             batch = engine.generate([prompts[i] for i in chunk], step=number, policy_version=0)
             responses |= zip(chunk, (r.response_ids for r in batch.rollouts), strict=True)
     return [responses[i] for i in range(len(prompts))]
@@ -141,12 +141,12 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
 
 
 def _with_room(prompts: PromptTable, config: PipelineConfig) -> PromptTable:
-    """A merge quarantines the others."""
+    """The prompts that leave room for a response; a merge quarantines the others."""
     return prompts.where((prompts.lengths > 0) & (prompts.lengths < config.rollout.max_model_len))
 
 
 def _steps(config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], samples: int) -> Iterator[list[Prompt]]:
-    """The prompts of each step, every domain among them."""
+    """The prompts of each step; every step has all domains."""
     weights = {name: 1.0 if d.weight == "auto" else d.weight for name, d in config.domains.items()}
     mixed = MixedPrompts(by_domain, split_samples(samples, weights), config.seed)
     for step in range(1, config.trainer.steps + 1):
@@ -156,11 +156,11 @@ def _steps(config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], sa
 def _num_samples(
     config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], write: Author, budget: float | None
 ) -> int:
-    """Samples of a step, so that all steps have `budget` response tokens."""
+    """Number of samples in a step, so that all steps together have `budget` response tokens."""
     samples = config.trainer.samples_per_step
     if budget is None:
         return samples
-    # Whole steps, in which each domain has its share.
+    # Whole steps, because each domain has its share of a step.
     steps = islice(_steps(config, by_domain, samples), -(-PILOT_SAMPLES // samples))
     pilot = [p for step in steps for p in step]
     mean_length = fmean(map(len, write(pilot)))
@@ -210,7 +210,7 @@ def _fit(
 
 
 def _student(model_dir: Path) -> Any:
-    """The student as it starts, to be trained in float32."""
+    """Load the student, to be trained in float32."""
     import torch
     from transformers.utils import logging
 

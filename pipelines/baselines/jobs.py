@@ -1,7 +1,7 @@
-"""What `opd baseline` is asked for: methods, shares and seed, as a list of results to compute.
+"""Turn the options of `opd baseline`, methods, shares and seed, into a list of results to compute.
 
-RUN_DIR/baselines/NAME.json      a result; one that is there is not computed again
-RUN_DIR/baselines/models/NAME    its model, removed after the evaluation unless it is to be kept
+RUN_DIR/baselines/NAME.json      a result; an existing one is not computed again
+RUN_DIR/baselines/models/NAME    its model, removed after the evaluation unless it is kept
 RUN_DIR/baselines/runs/NAME      method `opd` with fewer steps: a run directory, removed likewise
 """
 
@@ -21,28 +21,28 @@ from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.merging.changes import accept_changes
 
 TRAINED_METHODS = {"off_policy": "Off-policy", "mixed_sft": "Mixed SFT", "opd": "On-policy"}
-"""Method -> label: those that train, and have shares of the merge's training."""
+"""Method -> label, for methods that train: they can have a share of the merge's training."""
 METHODS = (*WEIGHT_METHODS, *TRAINED_METHODS)
 MAX_SEEDS = 10
-"""The most that a comparison takes."""
+"""Most seeds of a comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineJob:
-    """One result to be computed."""
+    """One result to compute."""
 
     method: str
     share: float | None
     """Share of the merge's steps; None for merges of weights."""
     config: PipelineConfig
-    """With the share's steps, and the seed."""
+    """The pipeline with the share's number of steps, and the seed."""
     root: Path
     """The run directory that gets the result."""
     name: str
     budget: float | None
     """Response tokens to train on; None without a merge to compare with."""
     own_run: bool
-    """True if it is what the run directory's own merge did or does."""
+    """True if the run directory's own merge gives this result."""
 
     @property
     def result(self) -> Path:
@@ -54,12 +54,12 @@ class BaselineJob:
 
     @property
     def shorter_run(self) -> RunPaths:
-        """The merge of method `opd`, if it is not the run directory's own."""
+        """Run directory of method `opd` with fewer steps than the run directory's own merge."""
         return RunPaths(self.root).baseline_run(self.name)
 
     @property
     def merge(self) -> RunPaths:
-        """The merge of method `opd`."""
+        """Run directory of method `opd`."""
         return RunPaths(self.root) if self.own_run else self.shorter_run
 
 
@@ -120,7 +120,7 @@ def scaled(config: PipelineConfig, share: float) -> PipelineConfig:
 def plan(
     config: PipelineConfig, root: Path, methods: Sequence[str], shares: Sequence[float] | None, seed: int | None
 ) -> list[BaselineJob]:
-    """What to compute, in order; `shares` (default: all of it) and `seed` (default: the pipeline's) as given.
+    """The results to compute, in order. `shares` default to the whole training, `seed` to the pipeline's.
 
     Raises: ConfigError for several rounds, or shares of methods that train nothing; RunDirError for a run directory that
     has no metrics.
@@ -157,7 +157,7 @@ def plan(
 
 
 def refuse_rounds(config: PipelineConfig) -> None:
-    """Raises: ConfigError: another method is compared with one merge, from one student."""
+    """Refuse a pipeline of several rounds: a baseline is compared with one merge, from one student. Raises: ConfigError."""
     if config.rounds != 1:
         raise ConfigError.at(
             "rounds",
@@ -185,7 +185,7 @@ def tokens_per_step(root: Path) -> float | None:
 
 
 def open_run(root: Path, overrides: list[str] | None = None) -> PipelineConfig:
-    """The pipeline of a run directory of one round, with those keys changed that a resume may change too, but no steps.
+    """The pipeline of a run directory of one round. `overrides` may change what a resume may change, except the steps.
 
     Raises: RunDirError, ConfigError.
     """

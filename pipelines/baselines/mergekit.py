@@ -1,7 +1,7 @@
-"""mergekit, beside our packages and not among them: installed on first use, run in a process of its own.
+"""mergekit, installed on first use apart from our own packages, and run in a process of its own.
 
-Its pins agree with ours, so it works with our torch and transformers; only mergekit itself and the one dependency that we
-lack are added, in a directory of the user's cache that nothing but this process has on its path.
+It works with our versions of torch and transformers. Only mergekit itself and the one dependency that we lack are installed,
+into a directory of the user's cache that only this process has on its path.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from opd.files import blake3_file, replace_dir
 REQUIREMENTS = Path(__file__).with_name("mergekit.txt")
 INSTALL_TIMEOUT_S = 600
 Recipe = dict[str, Any]
-"""One YAML document of mergekit."""
+"""The contents of one YAML document for mergekit."""
 
 
 def environment_dir() -> Path:
-    """The directory that mergekit is imported from, whether it is there or not."""
+    """The directory that mergekit is imported from; it need not exist yet."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return _cache_dir() / "opd-merge" / f"mergekit-py{version}-{blake3_file(REQUIREMENTS)[:12]}"
 
 
 def environment(tell: Callable[[str], None]) -> Path:
-    """`environment_dir`, made if it is not there. Raises: RunError."""
+    """Return `environment_dir`, and install mergekit there if it is missing. Raises: RunError."""
     home = environment_dir()
     if home.exists():
         return home
@@ -63,6 +63,7 @@ def merge_weights(recipes: Mapping[str, Recipe], out: Path, *, seed: int, timeou
     out.mkdir(parents=True)
     file = out / "recipes.yaml"
     file.write_text(yaml.safe_dump_all([{"name": n, **r} for n, r in recipes.items()], sort_keys=False))
+    # -P: without it Python would import modules from the current directory first.
     command = ["-P", "-m", "mergekit.scripts.multimerge", str(file), "--intermediate-dir", str(out)]
     paths = [str(home), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -72,7 +73,7 @@ def merge_weights(recipes: Mapping[str, Recipe], out: Path, *, seed: int, timeou
 
 
 def _cache_dir() -> Path:
-    """Where the platform keeps what can be made again."""
+    """The platform's directory for caches."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -82,7 +83,7 @@ def _install(target: Path) -> None:
     """Install mergekit with pip if the interpreter has it, else with uv. Raises: RunError."""
     options = ["--target", str(target), "--no-deps", "--require-hashes", "-r", str(REQUIREMENTS)]
     if find_spec("pip"):
-        # Not pip's many retries: without a network the answer should come at once.
+        # One retry instead of pip's five: without a network the error should come at once.
         command = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1", *options]
     elif uv := shutil.which("uv"):
         command = [uv, "pip", "install", "--quiet", "--python", sys.executable, *options]

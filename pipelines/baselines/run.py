@@ -32,19 +32,20 @@ from pipelines.merging import run as merging
 from pipelines.merging.results import trained
 
 MERGED_BYTES = 2 << 30
-"""Merged models that lie on disk at a time, beside the best of each method; one in any case."""
+"""Most bytes of merged models on disk at a time, besides the best model of each method. One model is always allowed."""
 
 
 def compute(
     jobs: Sequence[BaselineJob], tell: Callable[[str], None], keep_models: bool = False
 ) -> list[BaselineResult]:
-    """Every job's result: read where there is one of these inputs and this merge, else computed. The jobs are of one run
-    directory and one seed.
+    """Every job's result. A result of the same inputs and the same merge is read from disk, any other is computed.
+
+    All jobs have the same run directory and seed.
 
     Raises: OpdError before any compute; RunError if one fails (those before it are on disk); Interrupted after Ctrl-C in
     a merge.
     """
-    inputs = read_inputs(jobs[0].config)  # shares have no part in what is checked
+    inputs = read_inputs(jobs[0].config)  # the share does not change what is checked
     refuse_other_inputs(jobs[0].root, jobs[0], inputs)
     todo = [job for job in jobs if not _found(job, inputs, tell)]
     if todo:
@@ -61,7 +62,7 @@ def compute(
 
 
 def _found(job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> bool:
-    """Whether there is a result that counts."""
+    """True if there is a valid result of this job already."""
     if not job.result.exists():
         return False
     why = outdated(job, BaselineResult.load(job.result), inputs)
@@ -70,7 +71,7 @@ def _found(job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> boo
 
 
 def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]) -> Completions:
-    """What can be wrong with the inputs for these methods; returns the completions, if one needs them.
+    """Refuse inputs that these methods cannot use; returns the completions if a method needs them.
 
     Raises: OpdError.
     """
@@ -103,7 +104,7 @@ def _refuse_unfinished(jobs: Sequence[BaselineJob]) -> None:
 def _compute(
     jobs: Sequence[BaselineJob], inputs: Inputs, completions: Completions, tell: Callable[[str], None]
 ) -> Iterator[tuple[BaselineJob, BaselineResult]]:
-    """Merges of weights first, which share one process of mergekit and one engine."""
+    """Compute merges of weights first, because they share one process of mergekit and one engine."""
     weights = [job for job in jobs if job.method in WEIGHT_METHODS]
     if weights:
         yield from _merge_weights(weights, inputs, tell)
@@ -132,7 +133,7 @@ def _result(job: BaselineJob, found: _Found, wall_s: float) -> BaselineResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What a method found; the fields are those of `BaselineResult`."""
+    """The result of a method; `BaselineResult` explains the fields."""
 
     scores: dict[str, DomainScore]
     strength: float | None = None
@@ -144,7 +145,7 @@ class _Found:
 def _merge_weights(
     jobs: Sequence[BaselineJob], inputs: Inputs, tell: Callable[[str], None]
 ) -> Iterator[tuple[BaselineJob, BaselineResult]]:
-    """Candidates in the order of the jobs, a few at a time on disk; of each job the best so far stays in its place."""
+    """Merge and evaluate candidates in the order of the jobs, a few on disk at a time; each job keeps its best so far."""
     home, config = environment(tell), jobs[0].config
     merged = jobs[0].model.with_name(".tmp-merged")
     candidates = [(job, strength) for job in jobs for strength in WEIGHT_METHODS[job.method].strengths()]
@@ -173,12 +174,12 @@ def _merge_weights(
 
 
 def _candidate(job: BaselineJob, strength: float | None) -> str:
-    """Name of a merged model; never one of mergekit's own words, such as a method's name."""
+    """Name of a merged model. It must not be a word of mergekit's, such as a method's name."""
     return f"merged-{job.name}" if strength is None else f"merged-{job.name}-{strength:g}"
 
 
 class _Trials:
-    """The strengths of one method: the best on the validation prompts so far, of several the first."""
+    """Tries the strengths of one method and keeps the best on the validation prompts; of equals the first."""
 
     def __init__(self, job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> None:
         self._job = job
@@ -190,7 +191,7 @@ class _Trials:
         self._exams = validation_exams(job.config, inputs) if WEIGHT_METHODS[job.method].grid else {}
 
     def add(self, engine: VLLMRolloutEngine, model: Path, strength: float | None, merging_s: float) -> None:
-        """Evaluate a merged model, and put it in the job's place if it is the best. `merging_s`: what it took so far."""
+        """Evaluate a merged model, and keep it as the job's model if it is the best. `merging_s`: seconds that the merge took."""
         began = time.monotonic()
         if strength is not None:
             engine.load(model)
@@ -203,7 +204,7 @@ class _Trials:
         self._wall_s += merging_s + time.monotonic() - began
 
     def result(self, engine: VLLMRolloutEngine) -> BaselineResult:
-        """The exam of the best."""
+        """The result of the exam of the best model."""
         began = time.monotonic()
         engine.load(self._job.model)
         found = _Found(
@@ -228,7 +229,7 @@ def _imitate(job: BaselineJob, inputs: Inputs, completions: Completions, tell: C
 
 
 def _merge_on_policy(job: BaselineJob) -> _Found:
-    """The run directory's own merge, or another one with fewer steps; one that was interrupted goes on."""
+    """Take the run directory's own merge, or run one with fewer steps; an interrupted one goes on."""
     paths = job.merge
     drop_other_merge(job)
     if not paths.report.exists():
@@ -245,7 +246,7 @@ def _evaluate(
     inputs: Inputs,
     tell: Callable[[str], None],
 ) -> Evaluation:
-    """The model that the engine holds."""
+    """Evaluate the model that the engine holds."""
     return EngineEvaluator(engine, exams, job.config.evaluate, inputs.tokenizer, tell).evaluate(model=job.name)
 
 
@@ -255,7 +256,7 @@ def _named(tell: Callable[[str], None], job: BaselineJob) -> Callable[[str], Non
 
 @contextmanager
 def _locked(paths: RunPaths) -> Iterator[None]:
-    """One `opd baseline` per run directory; the lock goes with the process, however it ends."""
+    """Allow one `opd baseline` per run directory. The system frees the lock when the process ends, however it ends."""
     paths.baseline_models.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(paths.baselines_lock, timeout=0):

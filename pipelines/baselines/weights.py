@@ -1,7 +1,7 @@
 """Merges of weights: methods that make one model from the experts' tensors, without data and without training.
 
-A method with a strength is tried at a few of them, and the best on validation prompts is reported: what somebody who uses
-it would do. The validation prompts are the last of each domain's training prompts, never those of the exam.
+A method with a strength is tried with several strengths, and the best on validation prompts is reported, as a user of the
+method would do. The validation prompts are the last of each domain's training prompts, never those of the exam.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pipelines.inputs.read import Inputs
 class WeightMethod:
     label: str
     kind: str
-    """mergekit's name of it."""
+    """mergekit's name of the method."""
     grid: tuple[float, ...] = ()
     """Strengths to try: the factor on the merged differences from the student. Empty: the method has none."""
     density: float | None = None
     """Share of each difference's numbers that is kept."""
     random: bool = False
-    """True if the seed decides anything."""
+    """True if the result depends on the seed."""
 
     def strengths(self) -> tuple[float | None, ...]:
-        """What to try: the grid, or the method as it is."""
+        """The strengths to try; None stands for a method without strengths."""
         return self.grid or (None,)
 
     def recipe(self, student: ModelInfo, experts: Sequence[Path], strength: float | None) -> Recipe:
@@ -57,7 +57,7 @@ WEIGHT_METHODS: dict[str, WeightMethod] = {
     "dare_ties": WeightMethod(
         label="DARE-TIES", kind="dare_ties", grid=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0), density=0.5, random=True
     ),
-    # mergekit's `slerp` takes two models; this is the same on the sphere for any number.
+    # mergekit's `slerp` takes two models only; this method does the same for any number of them.
     "slerp": WeightMethod(label="SLERP", kind="multislerp"),
 }
 
@@ -80,14 +80,14 @@ def check_one_architecture(method: str, inputs: Inputs) -> None:
 
 
 def validation_exams(config: PipelineConfig, inputs: Inputs) -> dict[str, DomainExam]:
-    """For each domain with an exam, one of as many questions from the end of its training prompts.
+    """For each domain with an exam, a validation exam of as many questions from the end of its training prompts.
 
     Raises: PromptError if a prompt has no answer that a verifier could use, or one that it may not judge.
     """
     exams = {}
     for domain, exam in inputs.exams.items():
         prompts = inputs.prompts[domain][-config.evaluate.samples :]
-        if any(question.answer for question in exam.prompts):  # some verifiers need none
+        if any(question.answer for question in exam.prompts):  # some verifiers need no answer
             _refuse_without_answer(domain, prompts)
         exams[domain] = DomainExam(tuple(prompts), exam.verifier)
         settings = config.domains[domain].eval

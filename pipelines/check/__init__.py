@@ -1,1 +1,1 @@
-"""`opd check`: whether the experts of a merge can teach it anything."""
+"""`opd check`: can the experts of a merge teach the student anything?"""

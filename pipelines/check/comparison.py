@@ -1,12 +1,11 @@
-"""The student and one teacher on the same tokens, in one process. Runs in a Ray actor; knows nothing of Ray.
+"""Compare the student with one teacher on the same tokens, in one process. It runs in a Ray actor but does not know Ray.
 
 The teacher goes through the scorer that a merge uses, the student through the trainer's own module and loss, both in
-float32: what is compared is what a merge would compute.
+float32. So the comparison covers the code that a merge would run.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from opd.devices import to_device
 from opd.errors import RunError
-from opd.layouts import single
+from opd.layouts import predict_trained, single
 from opd.losses.chunked import Loss, LossHead, Tokens
 from opd.losses.reverse_kl import ReverseKLConfig
 from opd.model_weights import load_causal_lm
@@ -27,7 +26,7 @@ from opd.stream.heads import Head, logit_rule
 from opd.stream.schema import TargetRow
 from opd.train.batch import micro_batch
 from opd.train.student import Student
-from opd.types import Rollout, Segment, Teacher
+from opd.types import Rollout, Teacher
 from teachers.probe import check_probe, cut_head
 from teachers.scorers import ScorerOptions, make_scorer
 
@@ -37,10 +36,10 @@ OBJECTIVE = ReverseKLConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What one teacher says, in means over tokens; None where there was no token to look at."""
+    """Means over tokens for one teacher; None where there was no token."""
 
     broken: str = ""
-    """Why the teacher cannot be used at all; then there is nothing else."""
+    """Why the teacher cannot be used at all; then there are no figures. Empty if it can."""
     kl: float | None = None
     """|KL(student || teacher)| on the student's responses, nats."""
     overlap: float | None = None
@@ -51,10 +50,10 @@ class Comparison:
     """-log q of the domain's answers, nats a token."""
 
     def guessing(self, vocab_size: int) -> float | None:
-        """The better of the two as a share of ln V, which a blind guess among all tokens has.
+        """The smaller NLL, of prompts or of answers, as a share of ln V, the NLL of a blind guess among all tokens.
 
-        A model that was only trained on answers may know nothing of prompts, one that reasons first nothing of bare
-        answers; a garbled one knows neither.
+        A model that was only trained on answers may know nothing of prompts, and one that reasons first nothing of bare
+        answers. A garbled one knows neither.
         """
         known = [nll for nll in (self.prompt_nll, self.answer_nll) if nll is not None]
         return min(known) / math.log(vocab_size) if known else None
@@ -83,12 +82,12 @@ class Comparer:
             check_probe(self._scorer, teacher, self._options)
             kl, overlap = self._distance(teacher, responses)
             prompt_nll, answer_nll = self._nll(teacher, texts)
-        except RunError as error:  # whatever the scorer and we say of this teacher; the others can still be looked at
+        except RunError as error:  # about this teacher alone; others can be compared
             return Comparison(broken=str(error))
         return Comparison(kl=kl, overlap=overlap, prompt_nll=prompt_nll, answer_nll=answer_nll)
 
     def _distance(self, teacher: Teacher, responses: Sequence[Rollout]) -> tuple[float | None, float | None]:
-        """Mean |KL|, and the share of tokens with one argmax."""
+        """Mean |KL|, and the share of tokens on which both have the same argmax."""
         kl: list[float] = []
         agree: list[float] = []
         heads = {self._scorer.head_key(teacher): Head(self._scorer.head(teacher), self._scorer.head_rule(teacher))}
@@ -103,12 +102,12 @@ class Comparer:
 
     @torch.no_grad()
     def _student_hidden(self, rows: Sequence[TargetRow]) -> Tensor:
-        """[N, D] on the CPU, as the teacher's; each row alone, so that what a scorer's layout does wrong is seen."""
+        """[N, D] on the CPU, like the teacher's. Each row is computed alone, so that an error of a scorer's layout shows."""
         parts = []
         for row in rows:
-            ids = [*row.prompt_ids, *row.response_ids]
-            states_T_D = self._student.hidden(to_device(single(ids), self._device))
-            parts.append(states_T_D[len(row.prompt_ids) - 1 : len(ids) - 1].cpu())
+            packed = single([*row.rollout.prompt_ids, *row.rollout.response_ids])
+            states_T_D = self._student.hidden(to_device(packed, self._device))
+            parts.append(states_T_D[predict_trained(packed, [row.rollout])].cpu())
         return torch.cat(parts)
 
     def _nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
@@ -120,9 +119,9 @@ class Comparer:
         for row in (row for rows in self._rows(teacher, whole) for row in rows):
             assert isinstance(row.answer, HiddenStates)
             head = cut_head(self._scorer, teacher, self._options)
-            nll = (-row.answer.logprobs(row.response_ids, getattr(torch, DTYPE), head)).tolist()
-            prompts += nll[: lengths[row.sample_id]]
-            answers += nll[lengths[row.sample_id] :]
+            nll = (-row.answer.logprobs(row.rollout.trained_ids, getattr(torch, DTYPE), head)).tolist()
+            prompts += nll[: lengths[row.rollout.sample_id]]
+            answers += nll[lengths[row.rollout.sample_id] :]
         return _mean(prompts), _mean(answers)
 
     def _rows(self, teacher: Teacher, rollouts: Sequence[Rollout]) -> Iterator[list[TargetRow]]:
@@ -135,14 +134,7 @@ class Comparer:
 def _from_second_token(text: Rollout) -> Rollout:
     """The same tokens, with a score for every one but the first."""
     ids = (*text.prompt_ids, *text.response_ids)
-    num = len(ids) - 1
-    return dataclasses.replace(
-        text,
-        prompt_ids=ids[:1],
-        response_ids=ids[1:],
-        behaviour_logprobs=(0.0,) * num,
-        segments=(Segment(length=num, trained=False),),
-    )
+    return Rollout.to_score(text.sample_id, ids[:1], ids[1:], text.domain)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,4 +1,4 @@
-"""What follows from the figures of `opd check`: experts that are swapped, garbled, no better than the student, or finished."""
+"""Judge the figures of `opd check`: find experts that are swapped, garbled, no better than the student, or already learned."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pipelines.check.comparison import Comparison
 MASTERED = 0.99
 """Accuracy from which there is nothing left to learn."""
 CLEAR = 0.2
-"""Difference of accuracies that is no accident of a few dozen prompts."""
+"""Difference of accuracies that a few dozen prompts do not show by accident."""
 FAR_APART = 0.3
 """Least share of tokens where student and teacher rank the same one first."""
 GARBLED = 0.9
-"""Share of ln V from which a teacher does no better than a guess among all tokens."""
+"""Share of ln V from which a teacher is no better than a guess among all tokens."""
 SAME = 1e-4
-"""Largest KL of a model to itself, nats: rounding."""
+"""Largest KL of a model to itself that rounding explains, nats."""
 SHOWN_ANSWER = 40
 """Characters of an answer in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is wrong, or worth a look."""
+    """Something that is wrong, or that the user should look at."""
 
     level: Literal["fail", "warn"]
     domain: str
-    """Empty: the whole pipeline."""
+    """The domain; empty for the whole pipeline."""
     message: str
     fix: str
-    """What to change, in terms of the pipeline's keys."""
+    """How to change the pipeline, by its keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,12 @@ class MeasuredTeacher:
     leads: bool
     """True for the domain's heaviest teacher; the others need not know the domain."""
     student_accuracy: float | None
-    """None: the domain has no exam."""
+    """None if the domain has no exam."""
     expert_accuracy: float | None
-    """None: no exam, not the heaviest, or broken."""
+    """None if the domain has no exam, or if the teacher is broken or not the heaviest."""
     compared: Comparison
     knows_another: bool = False
-    """True if it only does better than a guess on another domain than this; tried where it does not on this one."""
+    """True if it is no better than a guess on this domain, but better on another one."""
     frequent: tuple[str, float] = ("", 0.0)
     """The exam's most frequent right answer, and the share of the questions that it answers."""
     rivals: Mapping[str, float] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class MeasuredTeacher:
 
 
 def judge_student(itself: Comparison) -> Iterator[Finding]:
-    """A model is no distance away from itself: else trainer and scorer compute differently, and no merge is sound."""
+    """Check the student against itself: a distance means that trainer and scorer compute differently, so no merge is sound."""
     why = itself.broken
     if not why and itself.kl is not None and not itself.kl <= SAME:  # NaN is not
         why = f"the student scored by itself: KL {itself.kl:.1e} nats, at most {SAME} wanted; trainer and scorer differ"
@@ -66,7 +66,7 @@ def judge_student(itself: Comparison) -> Iterator[Finding]:
 
 
 def judge(measured: Sequence[MeasuredTeacher], vocab_size: int) -> Iterator[Finding]:
-    """Everything that the figures say, in the order of the domains."""
+    """All findings, in the order of the domains."""
     for one in measured:
         why = problem(one, vocab_size)
         if why:
@@ -87,7 +87,7 @@ def judge(measured: Sequence[MeasuredTeacher], vocab_size: int) -> Iterator[Find
 
 
 def problem(one: MeasuredTeacher, vocab_size: int) -> str:
-    """Why a teacher is not worth an exam; empty if it is. One that knows another domain is whole, but misplaced."""
+    """Why a teacher is not worth an exam; empty if it is. A teacher that knows another domain is sound but misplaced."""
     share = one.compared.guessing(vocab_size)
     if one.compared.broken or one.knows_another or not is_guess(share):
         return one.compared.broken
@@ -95,12 +95,12 @@ def problem(one: MeasuredTeacher, vocab_size: int) -> str:
 
 
 def is_guess(share: float | None) -> bool:
-    """Whether an NLL, as a share of ln V, is no better than a guess among all tokens."""
+    """True if an NLL, as a share of ln V, is no better than a guess among all tokens."""
     return share is not None and not share < GARBLED  # NaN is not
 
 
 def _judge_accuracy(one: MeasuredTeacher) -> Iterator[Finding]:
-    """What the exam says of the domain's heaviest teacher."""
+    """Findings from the exam of the domain's heaviest teacher."""
     student, expert, domain = one.student_accuracy, one.expert_accuracy, one.domain
     if student is None or expert is None:
         yield Finding(
@@ -124,7 +124,7 @@ def _judge_accuracy(one: MeasuredTeacher) -> Iterator[Finding]:
 
 
 def _judge_gain(one: MeasuredTeacher, student: float, expert: float) -> Iterator[Finding]:
-    """Whether the student can learn anything from this teacher, or more from another one."""
+    """Findings about the gain: can the student learn from this teacher, or more from another one?"""
     domain = one.domain
     rival = max(one.rivals, key=lambda name: one.rivals[name], default=None)
     if min(student, expert) >= MASTERED:
@@ -163,5 +163,5 @@ def _garbled(one: MeasuredTeacher, why: str) -> Finding:
 
 
 def is_doubtful(student: float, expert: float) -> bool:
-    """No clear gain, and room for another expert to do clearly better."""
+    """True if there is no clear gain, and room for another expert to be clearly better."""
     return expert - student < CLEAR and expert <= 1 - CLEAR

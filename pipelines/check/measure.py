@@ -1,9 +1,9 @@
-"""`opd check`: whether a merge is worth starting. Its experts know their domains, and nothing is garbled or swapped.
+"""`opd check`: is a merge worth starting? Do its experts know their domains, and is none of them garbled or swapped?
 
     inputs ─→ the student: answers ─┬─→ compare: every teacher on the student's tokens and its domain's answers
                                     └─→ each expert's answers ─→ rivals, where one does not stand out ─→ judge
 
-One rollout engine and one process with the student and a teacher; minutes before hours.
+This takes one rollout engine and one process with the student and a teacher: minutes, before a merge of hours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from opd.config import PipelineConfig
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
-from opd.types import Prompt, Rollout, Segment, Teacher
+from opd.types import Prompt, Rollout, Teacher
 from pipelines.build import start_rollouts
 from pipelines.check.comparison import Comparer, Comparison
 from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, is_guess, judge, judge_student, problem
@@ -36,37 +36,37 @@ Route = tuple[str, Teacher]
 Compare = Callable[[Teacher, Sequence[Rollout], Sequence[Rollout]], Comparison]
 
 COMPARED = 8
-"""Responses, and texts, of each domain that student and teachers are compared on."""
+"""Number of responses, and of texts, of each domain on which student and teachers are compared."""
 DIFF_LINES, DIFF_WIDTH = 4, 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """All that was measured, and what follows from it."""
+    """All that was measured, and the findings."""
 
     vocab_size: int
     measured: tuple[MeasuredTeacher, ...]
-    """In the order of the pipeline's domains, of each the heaviest teacher first."""
+    """Teachers in the order of the pipeline's domains; the heaviest teacher of a domain comes first."""
     findings: tuple[Finding, ...]
     memory: tuple[Need, ...]
-    """What the merge will take of this machine."""
+    """Memory that the merge will need on this machine."""
 
     @property
     def failed(self) -> bool:
         return any(finding.level == "fail" for finding in self.findings)
 
     def verdict(self, domain: str) -> str:
-        """The worst there is about a domain: fail, warn or ok."""
+        """The worst level of a domain's findings: fail, warn or ok."""
         levels = {finding.level for finding in self.findings if finding.domain == domain}
         return next((level for level in ("fail", "warn") if level in levels), "ok")
 
 
 def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckReport:
-    """Read the inputs, then look at what the experts can do, on `samples` held-out prompts per domain.
+    """Read the inputs, then measure the experts on `samples` held-out prompts per domain.
 
     Raises: OpdError for inputs that a merge refuses, before any compute; RunError if a worker fails.
     """
-    exam = EvaluateConfig(samples=samples)  # one greedy answer each
+    exam = EvaluateConfig(samples=samples)  # one greedy answer to each, whatever the pipeline says
     inputs = read_inputs(config, exam)
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")
@@ -80,11 +80,8 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         comparer = cluster.spawn(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
 
         def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
-            (compared,) = cluster.call(
-                [comparer], "compare", [[teacher, responses, texts]], timeout_s=config.cluster.phase_timeout_s
-            )
-            found: Comparison = compared
-            return found
+            asked = comparer.submit(Comparer.compare, teacher, responses, texts)
+            return asked.result(timeout_s=config.cluster.phase_timeout_s)
 
         engine.wait_ready()
         evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell)
@@ -126,7 +123,7 @@ def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
 def measure(
     config: PipelineConfig, inputs: Inputs, engine: RolloutEngine, evaluator: Evaluator, compare: Compare, tell: Tell
 ) -> tuple[Comparison, list[MeasuredTeacher]]:
-    """The student against itself, and every teacher of every domain. The engine holds the student to begin with."""
+    """Compare the student with itself and with every teacher of every domain. The engine holds the student at first."""
     before = evaluator.evaluate(model=BEFORE).accuracy
     responses, texts = _responses(inputs, engine), _texts(config, inputs)
     tell(f"the student answered the exams of {len(before)} domains")
@@ -136,7 +133,8 @@ def measure(
     teachers = [teacher for _, teacher in routed]
     vocab_size = inputs.student.vocab_size
     rows = {}
-    for domain, teacher in sorted(routed, key=lambda route: teachers.index(route[1])):  # each is loaded once
+    # Sorted by teacher, so that each is loaded once.
+    for domain, teacher in sorted(routed, key=lambda route: teachers.index(route[1])):
         compared = compare(teacher, responses[domain], texts[domain])
         others = [texts[d] for d in texts if d != domain] if is_guess(compared.guessing(vocab_size)) else []
         rows[domain, teacher] = MeasuredTeacher(
@@ -157,7 +155,7 @@ def measure(
 def _with_exams(
     rows: Mapping[Route, MeasuredTeacher], engine: RolloutEngine, evaluator: Evaluator, vocab_size: int, tell: Tell
 ) -> dict[Route, MeasuredTeacher]:
-    """The rows that get an exam, with accuracies: those of heaviest teachers that are in order."""
+    """Put the heaviest teacher of each domain to its exam, if it is sound; returns these rows with accuracies."""
     sound = [route for route, one in rows.items() if not problem(one, vocab_size)]
     leading = [route for route in sound if rows[route].leads and rows[route].student_accuracy is not None]
     own = _accuracies(engine, evaluator, leading)
@@ -180,11 +178,11 @@ def _with_exams(
 def _most_frequent(inputs: Inputs, domain: str) -> tuple[str, float]:
     answers = [prompt.answer for prompt in inputs.exams[domain].prompts] if domain in inputs.exams else [""]
     ((answer, count),) = Counter(answers).most_common(1)
-    return (answer, count / len(answers)) if answer else ("", 0.0)  # some verifiers need none
+    return (answer, count / len(answers)) if answer else ("", 0.0)  # some verifiers need no answer
 
 
 def _accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[Route]) -> dict[Route, float]:
-    """Every teacher is loaded into the engine once."""
+    """Accuracy of each wanted teacher; the engine loads every teacher once."""
     domains: dict[Teacher, list[str]] = defaultdict(list)
     for domain, teacher in wanted:
         domains[teacher].append(domain)
@@ -198,12 +196,12 @@ def _accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[Ro
 
 
 def _prompts(inputs: Inputs, domain: str) -> Sequence[Prompt]:
-    """Held-out ones where there are any."""
+    """The domain's held-out prompts, or its training prompts if it has none."""
     return (inputs.exams[domain].prompts if domain in inputs.exams else inputs.prompts[domain])[:COMPARED]
 
 
 def _responses(inputs: Inputs, engine: RolloutEngine) -> dict[str, list[Rollout]]:
-    """What the student writes in each domain, sampled as in a merge, all in one batch."""
+    """Let the student write responses in each domain, sampled as in a merge, all in one batch."""
     prompts = [p for domain in inputs.routes for p in _prompts(inputs, domain)]
     by_domain: dict[str, list[Rollout]] = {domain: [] for domain in inputs.routes}
     for rollout in engine.generate(prompts, step=0, policy_version=0).rollouts:
@@ -221,19 +219,7 @@ def _texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:
             prompt_ids = prompt.token_ids[:room]
             answer_ids = tuple(inputs.tokenizer.encode(prompt.answer, add_special_tokens=False))
             answer_ids = answer_ids[: room - len(prompt_ids)]
-            by_domain[domain].append(
-                Rollout(
-                    sample_id=prompt.id,
-                    step=0,
-                    domain=domain,
-                    policy_version=0,
-                    prompt_ids=prompt_ids,
-                    response_ids=answer_ids,
-                    behaviour_logprobs=(0.0,) * len(answer_ids),
-                    segments=(Segment(length=len(answer_ids), trained=False),),
-                    truncated=False,
-                )
-            )
+            by_domain[domain].append(Rollout.to_score(prompt.id, prompt_ids, answer_ids, domain))
     return by_domain
 
 
@@ -241,14 +227,14 @@ def _texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:
 
 
 def memory_findings(config: PipelineConfig, needs: Sequence[Need], limit: int) -> Iterator[Finding]:
-    """What `opd merge` would refuse."""
+    """Findings about memory for which `opd merge` would refuse to start."""
     found = shortage(config, needs, limit)
     if found is not None:
         yield Finding(level="fail", domain="", message=f"the merge needs {found}", fix=fix(needs))
 
 
 def template_findings(inputs: Inputs) -> Iterator[Finding]:
-    """Experts whose chat template says something else than the student's. Other end tokens were refused before."""
+    """Warn of experts whose chat template differs from the student's. Other end tokens were refused before."""
     ours = inputs.student.chat_template_hash
     for domain, assigned in inputs.routes.items():
         for name in (one.teacher.name for one in assigned):
@@ -260,7 +246,7 @@ def template_findings(inputs: Inputs) -> Iterator[Finding]:
                 str(inputs.tokenizer.chat_template).splitlines(), theirs.splitlines(), "student", name, n=0, lineterm=""
             )
             difference = [line[:DIFF_WIDTH] for line in lines if not line.startswith(("---", "+++", "@@"))]
-            if difference:  # one text may lie in two kinds of file
+            if difference:  # the same text may be stored in another kind of file
                 yield Finding(
                     level="warn",
                     domain=domain,

@@ -1,5 +1,5 @@
-"""The commands of `opd`, a module for each name; `cli.py` puts them together.
+"""The commands of `opd`, one module each; `cli.py` puts them together.
 
-A command reads its options, hands them on and prints what comes back. Whatever imports torch, ray or vllm is imported inside
-of it, so that `opd --help` answers at once.
+A command reads its options, calls a function of `pipelines` and prints the result. Modules that import torch, ray or vllm are
+imported inside the command, so that `opd --help` answers at once.
 """

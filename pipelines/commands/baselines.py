@@ -54,7 +54,7 @@ def baseline(
 
 
 def _beside(target: str, run_dir: Path | None, overrides: list[str] | None) -> tuple[PipelineConfig, Path]:
-    """The pipeline that other methods are tried on, and the run directory that gets their results."""
+    """The pipeline of the merge, and the run directory that gets the baselines' results."""
     from opd.config import load_pipeline
     from pipelines.baselines.jobs import open_run
     from pipelines.catalog import find

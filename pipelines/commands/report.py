@@ -1,4 +1,4 @@
-"""`opd report`, and the tables that `opd merge` ends with too."""
+"""`opd report`, and the tables that `opd merge` also prints at its end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def report(
 
 
 def print_report(found: dict[str, Any]) -> None:
-    """A merge's report as tables, and what is missing in it."""
+    """Print a merge's report as tables, and say which results are out of date."""
     from opd.report import baseline_rows, domain_rows, round_rows
 
     print_table(found["name"], DOMAIN_COLUMNS, domain_rows(found))

@@ -1,4 +1,4 @@
-"""What the commands share: errors as exit codes, signals, what is printed, and the options that several of them take.
+"""Code that all commands share: exit codes, signals, printing, and common options.
 
 Exit codes: 0 done, 1 a run that failed (or a check that found something), 2 a mistake in the input, 3 a disk that is
 full, over quota, read-only or broken (what was finished before is intact), 130 Ctrl-C, 143 SIGTERM.
@@ -29,7 +29,7 @@ SetOption = Annotated[
 
 
 class EndsClearly(TyperGroup):
-    """All commands of `opd`: each ends as `ends_clearly` says."""
+    """Group of commands. Each command runs within `ends_clearly`."""
 
     def invoke(self, ctx: Any) -> Any:
         with ends_clearly():
@@ -67,7 +67,7 @@ def end(message: str, code: int) -> NoReturn:
 
 
 def say(line: str, err: bool = True) -> None:
-    """Print a line. Names, prompts and others' words may be in it: nothing that a terminal would obey gets through."""
+    """Print a line. It may hold text of others, so everything that a terminal would obey is spelled out."""
     typer.echo(printable(line), err=err)
 
 
@@ -82,7 +82,7 @@ def print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, 
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*(escape(printable(cell)) for cell in row))
-    # Piped output has no width of its own: wide enough that no cell is cut.
+    # Piped output has no width: take one at which no cell is cut.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
@@ -92,13 +92,13 @@ def split(names: str | None) -> list[str] | None:
 
 
 def run_root(run_dir: Path | None, name: str) -> Path:
-    """Where a run lives: what the user says, else a place under `runs/`."""
+    """The run directory: the one that the user names, else one under `runs/`."""
     return run_dir or Path("runs") / name
 
 
 def wait_passively() -> None:
-    """Make threads that wait sleep: spinning ones slow down 10-fold as soon as another process wants a core.
+    """Make waiting threads sleep: threads that spin become 10 times slower as soon as another process wants a core.
 
-    Has to come before torch is imported, which reads it then.
+    Call this before torch is imported, because OpenMP reads the variable only once.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

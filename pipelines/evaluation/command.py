@@ -1,4 +1,4 @@
-"""What `opd evaluate` does with its options: which pipeline, which models, and what comes out as data and as tables."""
+"""Carry out `opd evaluate`: find the pipeline and the models, evaluate, and give the results as data and tables."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions:
-    """What one call of `opd evaluate` asks for: `models`, or a `matrix`."""
+    """The options of one call of `opd evaluate`: `models`, or a `matrix`."""
 
     models: Sequence[Path] = ()
     """Models, or run directories with one."""
     matrix: str | None = None
-    """A run directory or a pipeline, every model of which takes every exam."""
+    """A run directory or a pipeline; every model of it takes every exam."""
     pipeline: str | None = None
-    """Whose exams the models take; None: that of the run which the first model comes from."""
+    """The pipeline with the exams. None: the pipeline of the run that the first model comes from."""
     domains: Sequence[str] | None = None
-    """None: all that have an exam."""
+    """Domains to evaluate. None: all that have an exam."""
     tasks: Sequence[str] = ()
     """Public tasks beside those of the pipeline."""
     overrides: list[str] | None = None
@@ -49,20 +49,20 @@ class EvaluateOptions:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateOutput:
-    """What comes out of one call of `opd evaluate`."""
+    """The result of one call of `opd evaluate`."""
 
     data: dict[str, Any]
-    """For `--json` and `--output`."""
+    """The result as data, for `--json` and `--output`."""
     tables: list[Table]
 
 
 def evaluate(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
-    """Do what is asked for. Raises: OpdError before any compute, RunError during it."""
+    """Evaluate models or a matrix. Raises: OpdError before any compute, RunError during it."""
     return _models(options, tell) if options.matrix is None else _matrix(options, options.matrix, tell)
 
 
 def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
-    """Models on a pipeline's exams, on its public tasks and on those asked for; on these alone if there is no pipeline."""
+    """Evaluate models on a pipeline's exams and public tasks, and on the tasks of the options; without a pipeline on these alone."""
     dirs = [RunPaths(path).model if RunPaths(path).is_run else path for path in options.models]
     file = find(options.pipeline) if options.pipeline is not None else _pipeline_of(dirs[0])
     config = None if file is None else with_all_domains(load_pipeline(file, options.overrides))
@@ -85,7 +85,7 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
 
 
 def _matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:
-    """Everyone on every domain, for a pipeline or for a run directory, which gets the file of it."""
+    """Evaluate every model on every domain of a pipeline or of a run directory; the latter gets the file."""
     paths = RunPaths(Path(where)) if RunPaths(Path(where)).is_run else None
     config = load_pipeline(find(where) if paths is None else paths.pipeline, options.overrides)
     other = [] if paths is None else _other_keys(config, paths)
@@ -104,13 +104,13 @@ def _matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:
 
 
 def _other_keys(config: PipelineConfig, paths: RunPaths) -> list[str]:
-    """Keys of the pipeline that make this another exam than the run's."""
+    """Keys in which the pipeline's exams differ from the run's."""
     own = load_pipeline(paths.pipeline)
     return refused_keys(own.model_dump(mode="json"), config.model_dump(mode="json"))
 
 
 def _with_training(matrix: Matrix, paths: RunPaths) -> Matrix:
-    """The matrix with the steps and tokens of the merged model, if it is the one that the run's own exam was of."""
+    """Add the steps and tokens of the merged model to the matrix, if the run's own exam was of the same model."""
     after, merged = paths.exam("after"), matrix.models.get(MERGED)
     if merged is None or not after.exists():
         return matrix
@@ -121,7 +121,7 @@ def _with_training(matrix: Matrix, paths: RunPaths) -> Matrix:
 
 
 def _pipeline_of(model: Path) -> Path | None:
-    """The pipeline of the run whose model it is."""
+    """The pipeline of the run that made this model; None if no run did."""
     paths = RunPaths(model.absolute().parent)
     return paths.pipeline if paths.is_run else None
 
@@ -134,7 +134,7 @@ def _with_tasks(config: PipelineConfig | None, tasks: Sequence[str]) -> LMEvalCo
 def _as_json(
     config: PipelineConfig | None, found: Mapping[str, Evaluation], public: Mapping[str, TaskScores]
 ) -> dict[str, Any]:
-    """Everything by model; of a single one also its name and accuracies at the top."""
+    """All results by model; for a single model also its name and accuracies at the top level."""
     data: dict[str, Any] = {"format": FORMAT, "pipeline": config.name if config else None}
     if len(found) == 1:
         ((name, one),) = found.items()

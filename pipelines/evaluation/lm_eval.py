@@ -1,4 +1,4 @@
-"""Models on tasks of lm-evaluation-harness, a process each, and the file of a run directory with their scores."""
+"""Evaluate models on tasks of lm-evaluation-harness, one process for each model, and store a merge's scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipelines.inputs.read import as_teacher
 
 
 def lm_eval_models(settings: LMEvalConfig, model_dirs: Sequence[Path], dtype: str, tell: Tell) -> dict[str, TaskScores]:
-    """Every model on the tasks, by its path. Raises: OpdError before anything runs; RunError if the harness fails."""
+    """Path of a model -> its scores. Raises: OpdError before anything runs; RunError if the harness fails."""
     check_tasks(settings)
     inspected = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
     found = {}
@@ -34,8 +34,8 @@ def lm_eval_models(settings: LMEvalConfig, model_dirs: Sequence[Path], dtype: st
 
 
 def lm_eval_merge(config: PipelineConfig, merged: Path, file: Path) -> None:
-    """The pipeline's tasks, if it has any, for the student before, unless `file` has it, and the merged model; written to
-    `file`."""
+    """Evaluate the student before and the merged model on the pipeline's tasks, if it has any, and write `file`. The student
+    is not evaluated again if `file` has it."""
     settings = config.evaluate.lm_eval
     if settings.tasks:
         models = {BEFORE: config.student.model, MERGED: merged}
@@ -47,18 +47,18 @@ def lm_eval_merge(config: PipelineConfig, merged: Path, file: Path) -> None:
 
 
 def lm_eval_text(models: Mapping[str, TaskScores], weights: Mapping[str, str]) -> str:
-    """The file of `lm_eval_merge`: scores by model, and digests of the models."""
+    """Text of the file of `lm_eval_merge`: scores by model, and digests of the models."""
     return json.dumps({"format": FORMAT, "models": models, "weights": weights}, indent=1)
 
 
 def read_lm_eval(file: Path) -> dict[str, TaskScores]:
-    """Scores by model; empty without a file."""
+    """Read the scores by model; empty without a file."""
     models: dict[str, TaskScores] = _lm_eval_file(file).get("models", {})
     return models
 
 
 def lm_eval_weights(file: Path) -> dict[str, str]:
-    """Digests by model; empty without a file, or where an older release wrote it."""
+    """Read the digests by model; empty without a file, or if an older release wrote it."""
     weights: dict[str, str] = _lm_eval_file(file).get("weights", {})
     return weights
 

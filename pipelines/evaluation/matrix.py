@@ -1,4 +1,4 @@
-"""Every model of a merge on every domain: the student before, each expert and the merged model."""
+"""Evaluate every model of a merge on every domain: the student before, each expert and the merged model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipelines.inputs.read import Inputs, as_teacher, read_rounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """What each model of a merge can do on each of its domains."""
+    """The evaluation of each model of a merge on each domain."""
 
     models: Mapping[str, Evaluation]
     """`student before`, every expert by name and, if there is one, `merged`; each on the same domains."""
@@ -34,15 +34,15 @@ class Matrix:
     """Model -> the domains that it teaches; the merged model has all of them."""
 
     def as_json(self) -> dict[str, Any]:
-        """What `evaluation/matrix.json` holds."""
+        """The contents of `evaluation/matrix.json`."""
         models = {name: asdict(found) for name, found in self.models.items()}
         return {"format": FORMAT, "models": models, "own": {name: list(mine) for name, mine in self.own.items()}}
 
 
 def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequence[str] | None, tell: Tell) -> Matrix:
-    """The student before, every expert and, if there is one, the merged model, each on each (named) domain.
+    """Evaluate the student before, every expert and, if there is one, the merged model on every (named) domain.
 
-    All read the student's prompts, as in the merge. Of several rounds: the experts and domains of each.
+    All read the student's prompts, as in the merge. With several rounds, the experts and domains of all rounds count.
     Raises: OpdError before the engine starts; RunError if it fails.
     """
     names = exam_domains(with_all_domains(config), domains)
@@ -56,7 +56,7 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
 
 
 def _taught(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...]]:
-    """Every expert with the domains that it teaches; one that has the name of an earlier round's says which round it is of."""
+    """Expert -> the domains that it teaches. If two rounds have experts of one name, the later name says its round."""
     found: dict[tuple[str, str], tuple[Teacher, list[str]]] = {}
     for number, one in enumerate(rounds, start=1):
         for domain, assigned in one.routes.items():
@@ -77,7 +77,7 @@ def _matrix_subjects(
     merged: Path | None,
     names: Sequence[str],
 ) -> list[Subject]:
-    """Raises: OpdError for a merged model that is not there or not the student's kind, or an expert with its name."""
+    """Check all models. Raises: OpdError for a merged model that is missing or not like the student, or an expert of its name."""
     inputs = rounds[0]
     models = [as_teacher(BEFORE, inputs.student, None), *experts]
     if merged is not None:
@@ -93,7 +93,10 @@ def _matrix_subjects(
         models.append(as_teacher(MERGED, info, None))
     if len({model.name for model in models}) < len(models):
         raise ConfigError.at(
-            "experts", found=f"an expert called `{MERGED}`", wanted="another name", fix="the merged model has this one"
+            "experts",
+            found=f"an expert called `{MERGED}`",
+            wanted="another name",
+            fix="rename the expert: the merged model has this name",
         )
     last = {name: exam for one in rounds for name, exam in one.exams.items()}
     exams = {name: last[name] for name in names}

@@ -1,4 +1,4 @@
-"""Models on the exams of a pipeline: what is checked before, and the one rollout engine that holds each model in turn.
+"""Evaluate models on the exams of a pipeline: check all of them first, then let one rollout engine hold each in turn.
 
 model directories, or a merge's student and experts ── checked ──→ Subject ──→ rollout engine ──→ Evaluation
 """
@@ -36,19 +36,19 @@ class Subject:
     """A model and the exams that it takes."""
 
     model: Teacher
-    """Its name is the one in tables and files."""
+    """The model; its name is used in tables and files."""
     exams: Mapping[str, DomainExam]
     tokenizer: Any
-    """The one that encoded the prompts of its exams."""
+    """The tokenizer that encoded the prompts of its exams."""
     vocab_size: int
-    """Ids that this tokenizer knows."""
+    """Number of ids that this tokenizer knows."""
     eos_token_ids: tuple[int, ...]
 
 
 def evaluate_models(
     config: PipelineConfig, model_dirs: Sequence[Path], domains: Sequence[str] | None, tell: Tell
 ) -> dict[str, Evaluation]:
-    """Every model (a full one, or a LoRA adapter whose base can be found) on the named domains, by its path.
+    """Path of a model -> its evaluation on the named domains. A LoRA adapter will do if its base can be found.
 
     Raises: OpdError before the engine starts; RunError if it fails.
     """
@@ -59,7 +59,7 @@ def evaluate_models(
 def check_models(
     config: PipelineConfig, model_dirs: Sequence[Path], domains: Sequence[str] | None, tell: Tell
 ) -> list[Subject]:
-    """Read and check all that an evaluation needs; no compute. Raises: OpdError for the first thing that is wrong."""
+    """Read and check all that an evaluation needs, without compute. Raises: OpdError for the first thing that is wrong."""
     names = exam_domains(config, domains)
     inspected = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
     if config.student.model.is_dir():
@@ -101,7 +101,7 @@ def with_all_domains(config: PipelineConfig) -> PipelineConfig:
 
 
 def exam_domains(config: PipelineConfig, domains: Sequence[str] | None) -> list[str]:
-    """Those named, or all that have an exam. Raises: ConfigError for one that has none, or if none has."""
+    """The named domains, or all that have an exam. Raises: ConfigError for a named one without an exam, or if no domain has one."""
     measured = [name for name, domain in config.domains.items() if domain.eval]
     for name in domains or []:
         if name not in measured:
@@ -122,7 +122,7 @@ def exam_domains(config: PipelineConfig, domains: Sequence[str] | None) -> list[
 
 
 def refuse_other_vocabulary(path: Path, model: ModelInfo, student: ModelInfo) -> None:
-    """Raises: ModelError naming the first token that is another one."""
+    """Refuse a model whose tokens are not the student's. Raises: ModelError naming the first token that differs."""
     if model.vocab_hash == student.vocab_hash:
         return
     ours, theirs = token_map(Path(student.path)), token_map(Path(model.path))
@@ -147,7 +147,7 @@ def _refuse_shorter_context(path: Path, model: ModelInfo, room: int) -> None:
 
 
 def _refuse_other_engines(subjects: Sequence[Subject]) -> None:
-    """One engine keeps all of them to the same token ids and stops them at the same ones."""
+    """Refuse models that cannot share an engine, which has one set of token ids and one set of end tokens."""
     first = subjects[0]
     for other in subjects[1:]:
         for what, found, wanted in (
@@ -164,7 +164,7 @@ def _refuse_other_engines(subjects: Sequence[Subject]) -> None:
 
 
 def evaluate_subjects(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:
-    """Every subject's exams, by its name. One engine for all; the first model is the one that it starts with."""
+    """Name of a subject -> its evaluation. One engine serves all; it starts with the first model."""
     found = {}
     with ray_session(config.cluster, config.rollout.workers), whole(subjects[0].model) as start:
         first = subjects[0]
@@ -188,7 +188,7 @@ def evaluate_subjects(config: PipelineConfig, subjects: Sequence[Subject], tell:
 
 @contextmanager
 def whole(model: Teacher) -> Iterator[Path]:
-    """A directory with the whole model for as long as it is read; an adapter is merged into its base."""
+    """Within, a directory with the whole model; an adapter is merged into its base for that time."""
     with (
         TemporaryDirectory(prefix="opd-evaluate-") as scratch,
         whole_model(model, Path(scratch) / "model") as directory,

@@ -35,7 +35,7 @@ def score_columns(found: Evaluation) -> tuple[str, ...]:
 
 
 def side_by_side_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:
-    """Domain, then for each model its accuracy with the 95 % interval; a last row with the means."""
+    """Domain, then each model's accuracy with the 95 % interval; the last row has the means."""
     first = next(iter(models.values()))
     rows = [
         (domain, *(f"{(s := m.scores[domain]).accuracy:.3f} ({s.low:.2f} to {s.high:.2f})" for m in models.values()))

@@ -1,1 +1,1 @@
-"""What a pipeline works on, read and checked before any compute: models, experts, prompts, exams, memory."""
+"""Read and check all inputs of a pipeline before any compute: models, experts, prompts, exams, memory."""

@@ -1,10 +1,10 @@
-"""Whether every model of a merge is one that its roles can run, found before any worker starts.
+"""Check that every model of a merge is one that its roles can run, before any worker starts.
 
     the student                          trained by transformers, rolled out by vLLM
     experts                              scored by transformers or vLLM, as `teachers.engine` says
     the leading expert of each exam      measured in the rollout engine
 
-Reads headers: which of a file's tensors make which of a module's is tried out on shapes.
+Only headers are read: the conversion from the files' tensors to the modules' is tried on shapes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pipelines.inputs.routes import Expert
 
 
 def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
-    """Raises: ModelError if transformers cannot hold the student or vLLM not serve it."""
+    """Raises: ModelError if transformers cannot hold the student or vLLM cannot serve it."""
     _naming(Path(student.path), student)
     _check_engine(student, config.rollout.dtype, not config.cluster.rollout_gpus)
 
 
 def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, Expert]) -> None:
-    """Raises: ModelError for the first expert that the engine which scores here cannot run."""
-    namings: dict[tuple[str, ...], Any] = {}  # equal experts, and adapters of one base, are looked at once
+    """Raises: ModelError for the first expert that this pipeline's scoring engine cannot run."""
+    namings: dict[tuple[str, ...], Any] = {}  # equal experts, and adapters of one base, are checked once
     for name, expert in experts.items():
         if config.teachers.engine == "vllm":
             _check_engine(expert.info, config.teachers.dtype, not config.cluster.teacher_gpus)
@@ -43,14 +43,14 @@ def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, Expert]) -> 
 
 
 def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, Expert]) -> None:
-    """`leading`: by domain, the expert that its exam is also put to. Raises: ModelError."""
+    """Check that the rollout engine can serve each domain's leading expert, which takes the exam too. Raises: ModelError."""
     for domain, expert in leading.items():
         if config.domains[domain].eval is not None:
             _check_engine(expert.info, config.rollout.dtype, not config.cluster.rollout_gpus)
 
 
 def _naming(path: Path, info: ModelInfo) -> Any:
-    """The model's naming in transformers, whose modules its files fill. Raises: ModelError."""
+    """The model's naming in transformers. Raises: ModelError unless its files fill all modules."""
     import torch
 
     from opd.model_weights import Naming
@@ -63,7 +63,7 @@ def _naming(path: Path, info: ModelInfo) -> Any:
         raise ModelError.at(
             path,
             found=f"weights that do not fit config.json: {problem}",
-            wanted=f"what {known.__name__} of transformers has, no more and no less",
+            wanted=f"the tensors of transformers' {known.__name__}, all of them and no others",
             fix="copy the directory again, or save the model again with save_pretrained",
         )
     return naming
@@ -83,7 +83,7 @@ def _causal_model(path: Path, info: ModelInfo) -> tuple[Any, Any]:
         raise ModelError.at(
             file, found=str(error), wanted=f"what transformers takes for {info.model_type}", fix="correct the key"
         ) from None
-    except ValueError:  # what transformers raises for a model type that it does not know
+    except ValueError:  # transformers does not know the model type
         pass
     if known is None:
         raise ModelError.at(

@@ -1,11 +1,12 @@
-"""How much of a GPU each role of a merge takes, from shapes and shares alone, before anything is started.
+"""Estimate how much of a GPU each role of a merge takes, from shapes and shares alone, before anything starts.
 
     trainer rank      weights, gradients, AdamW, gathered weights, teachers' heads; beside them a micro-batch
     scoring worker    one teacher's weights; beside them one pass. Engine vllm: its share
-    rollout engine    its share, whatever it needs of it; with rollout.sleep only while it writes
+    rollout engine    its whole share, even if it needs less; with rollout.sleep only while it writes
 
-vLLM takes its share of the whole GPU whoever else is on it, so where roles share a GPU, shares and needs must add up. An
-upper estimate like that of `pipelines/inputs/memory.py`. Placement is Ray's: a fraction goes to the GPU with the least room for it.
+vLLM takes its share of the whole GPU no matter who else is on it, so where roles share a GPU, shares and needs must add up.
+This is an upper estimate, like that of `pipelines/inputs/memory.py`. Roles are placed as Ray places them: a worker that wants a
+fraction goes to the GPU with the least room that suffices.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pipelines.inputs.read import Inputs
 
 GIB = 1 << 30
 CONTEXT = 600 << 20
-"""What CUDA and its libraries take for a process before the first tensor."""
+"""Memory that CUDA and its libraries take for a process before the first tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +47,9 @@ class Role:
     kept: int = 0
     """Bytes that stay for the whole run."""
     passing: int = 0
-    """Bytes beside them while it computes."""
+    """More bytes while it computes."""
     share: float = 0.0
-    """Share of the whole GPU that a vLLM engine takes; what it holds is within it."""
+    """Share of the whole GPU that a vLLM engine takes; all that it holds lies within."""
     share_key: str = ""
     sleeps: bool = False
     """Holds its share only while the others do not compute."""
@@ -58,16 +59,16 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """What is on one GPU at one time."""
+    """The contents of one GPU at one time."""
 
     parts: tuple[tuple[str, int, float], ...]
-    """What, bytes, share of the GPU."""
+    """(name, bytes, share of the GPU) of each part."""
 
     def total(self, size: int) -> int:
         return sum(nbytes + round(share * size) for _, nbytes, share in self.parts)
 
     def shown(self, size: int | None = None) -> str:
-        """The sum in words, GiB; a share of a GPU of unknown size as what it is."""
+        """The sum in words, in GiB; a share of a GPU of unknown size is shown as a share."""
         words = []
         for what, nbytes, share in self.parts:
             if size:
@@ -78,7 +79,7 @@ class Phase:
 
 
 def refuse_crowded_gpus(config: PipelineConfig, inputs: Inputs) -> list[str]:
-    """What the user should know about GPU memory, where nothing is wrong with it.
+    """Check GPU memory; returns what the user should know although nothing is wrong.
 
     Raises: ConfigError with the sum if roles do not fit on the GPU that they share, or if there are too few GPUs.
     """
@@ -123,7 +124,7 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
     if cluster.trainer_gpus:
         heads = heads_bytes(config, inputs) if answer_class(config.teachers.payload).SENDS_HEADS else 0
         kept = trainer_state_bytes(config, student) // config.trainer.ranks + heads
-        summed = 4 * student.parameters // config.trainer.ranks  # gradients in float32, as the optimiser takes them
+        summed = 4 * student.parameters // config.trainer.ranks  # gradients are converted to float32 for the optimiser
         rank = Role(
             what="trainer rank",
             gpus=cluster.trainer_gpus,
@@ -148,13 +149,14 @@ def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
 
 
 def place(wanted: Sequence[Role]) -> list[list[Role]]:
-    """The roles of each GPU; several GPUs of one worker count as several."""
+    """The roles on each GPU. A worker with several GPUs is on each of them."""
     shared: list[list[Role]] = []
     whole: list[list[Role]] = []
     for role in wanted:
         if role.gpus >= 1:
             whole += [[role]] * round(role.gpus)
             continue
+        # 1e-9: three fractions that add up to 1 are a little more in floating point.
         room = [gpu for gpu in shared if sum(r.gpus for r in gpu) + role.gpus <= 1 + 1e-9]
         if room:
             max(room, key=lambda gpu: sum(r.gpus for r in gpu)).append(role)
@@ -164,14 +166,14 @@ def place(wanted: Sequence[Role]) -> list[list[Role]]:
 
 
 def phases(together: Sequence[Role]) -> list[Phase]:
-    """While engines write, and while the others compute; one, if no engine sleeps."""
+    """Two phases: engines write, the others compute. One phase if no engine sleeps."""
     awake = any(role.sleeps for role in together)
     times = (True, False) if awake else (False,)
     return [Phase(parts=tuple(_part(role, writing=writing) for role in together)) for writing in times]
 
 
 def _part(role: Role, *, writing: bool) -> tuple[str, int, float]:
-    """`writing`: the engines that sleep are up, the others wait with what they keep."""
+    """One role's part of the GPU. While `writing`, engines that sleep are awake and other roles hold only what they keep."""
     if role.share:
         asleep = role.sleeps and not writing
         return (
@@ -183,7 +185,7 @@ def _part(role: Role, *, writing: bool) -> tuple[str, int, float]:
 
 
 def _refuse_crowd(together: Sequence[Role], size: int) -> None:
-    """Raises: ConfigError."""
+    """Raises: ConfigError with the sum if the roles do not fit."""
     for role in together:
         if role.share and role.least > role.share * size:
             raise ConfigError.at(
@@ -217,7 +219,7 @@ def _fix(together: Sequence[Role], worst: Phase, size: int) -> str:
 
 
 def gpu_sizes() -> list[int]:
-    """Bytes of every NVIDIA GPU that this process may use, as the driver's tool says; none where there is no such tool."""
+    """Bytes of every NVIDIA GPU that this process may use, from `nvidia-smi`; empty if there is no such tool."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

@@ -1,4 +1,4 @@
-"""How much memory a merge will take, from shapes and budgets alone, before anything is started.
+"""Estimate how much memory a merge will take, from shapes and budgets alone, before anything starts.
 
     trainer ranks     weights, gradients, AdamW over the ranks; on each: gathered weights, activations, logits, heads
     rollout engines   weights, key-value cache, logits
@@ -6,8 +6,8 @@
     what travels      new weights in shared memory, a step's streams in the object store
     processes         libraries and code, Ray, the driver with its prompts
 
-An upper estimate: phases take turns, so not all of it is in use at one time. What a role keeps on a GPU is not counted here
-but in `pipelines/inputs/gpu_memory.py`.
+This is an upper estimate: phases take turns, so not all of it is in use at one time. `pipelines/inputs/gpu_memory.py` counts
+the memory on GPUs.
 P stands for a model's parameters, T for tokens of a pass, V for ids, D for the hidden width.
 """
 
@@ -30,22 +30,22 @@ from opd.payloads import answer_class
 from pipelines.inputs.read import Inputs
 
 MIB = 1 << 20
-# Unique memory of processes with a model of 3 MB, measured; what they share, such as libraries, is with the driver.
+# Unique memory of processes with a model of 3 MB, measured. Shared memory, such as libraries, counts with the driver.
 TRAINER_PROCESS = 420 * MIB
 ROLLOUT_PROCESS = 560 * MIB
 TEACHER_PROCESS = 340 * MIB
 DRIVER_AND_RAY = 1100 * MIB
 GATHERED_AT_ONCE = 1_000_000_000
-"""DeepSpeed's stage3_max_live_parameters."""
+"""Most parameters that a rank has gathered: DeepSpeed's stage3_max_live_parameters."""
 LOGIT_COPIES = 20
 """Bytes for each logit of a chunk: logits, log-softmax, probabilities and gradient of student and teacher."""
 SCORED_AT_ONCE = 4096
 """Tokens of one forward pass of the scorer."""
 PREFILLED_AT_ONCE = 2048
-"""Tokens of one forward pass of the engine, as far as sequences are not longer."""
+"""Tokens of one forward pass of the engine; more only if one sequence is longer."""
 PROMPT = 64
-"""Bytes that the driver keeps of a prompt: two epochs' orders, its length, its place. The rest is mapped from a file, or a
-few MB."""
+"""Bytes that the driver keeps for each prompt: its place in the order of two epochs, its length, its row. The rest is mapped
+from a file, or a few MB in all."""
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -58,7 +58,7 @@ class Need:
     nbytes: int
     """Bytes of all processes together, on this machine and outside of GPUs."""
     knobs: str
-    """Keys of the pipeline that decide it."""
+    """Keys of the pipeline that decide this memory."""
 
 
 def estimate(config: PipelineConfig, inputs: Inputs) -> list[Need]:
@@ -70,7 +70,7 @@ def estimate(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 
 def machine_bytes() -> int:
-    """Memory that processes of this machine, or of this container, may have."""
+    """Memory that the processes of this machine or container may have."""
     limits = [int(file.read_text()) for file in CGROUP_LIMITS if file.is_file() and file.read_text().strip().isdigit()]
     return min([psutil.virtual_memory().total, *limits])
 
@@ -85,7 +85,7 @@ def shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str |
 
 
 def fix(needs: Sequence[Need]) -> str:
-    """Which keys to turn, those of the largest parts first."""
+    """The keys to change, in words; those of the largest parts come first."""
     largest = sorted(needs, key=lambda need: -need.nbytes)
     keys = dict.fromkeys(key for need in largest[:3] for key in need.knobs.split(", "))
     return f"lower {', '.join(keys)}"
@@ -105,14 +105,14 @@ def refuse_too_large(config: PipelineConfig, inputs: Inputs) -> None:
 
 
 def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
-    """What, GiB, keys; the sum and what the machine has at the end."""
+    """Part, GiB, keys; the last rows are the sum and the machine's memory."""
     rows = [(need.what, _gib(need.nbytes), need.knobs) for need in needs]
     return [*rows, ("together", _gib(sum(n.nbytes for n in needs)), ""), ("this machine", _gib(machine_bytes()), "")]
 
 
 def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     student, ranks = inputs.student, config.trainer.ranks
-    # Rank 0 holds the whole state while it writes a checkpoint; gradients and activations are let go before.
+    # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before.
     checkpoint = 12 * student.parameters
     needs = [
         Need(
@@ -138,10 +138,10 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 
 def trainer_state_bytes(config: PipelineConfig, student: ModelInfo) -> int:
-    """What all ranks hold together: compute copy, float32 master, both moments, gradients as they are summed.
+    """Bytes that all ranks hold together: compute copy, float32 master, both moments, gradients in the type of their sum.
 
-    The float32 copy of these that the optimiser takes is smaller than what the writing of a checkpoint takes, and comes at
-    another time.
+    The optimiser also makes a float32 copy of the gradients. It is smaller than the memory for writing a checkpoint, which
+    is counted, and exists at another time.
     """
     trainer = config.trainer
     return student.parameters * (DTYPE_BYTES[trainer.dtype] + 4 + 8 + DTYPE_BYTES[trainer.grad_accum_dtype])
@@ -153,7 +153,7 @@ def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
 
 
 def micro_batch_bytes(config: PipelineConfig, student: ModelInfo) -> int:
-    """What one rank adds while it works on a micro-batch: activations, logits, the head's gradient."""
+    """Bytes that one rank adds while it works on a micro-batch: activations, logits, the head's gradient."""
     trainer, width = config.trainer, DTYPE_BYTES[config.trainer.dtype]
     tokens = trainer.micro_batch_tokens + config.rollout.max_model_len
     activations = tokens * _activation_width(student, checkpointing=trainer.gradient_checkpointing) * width
@@ -175,7 +175,7 @@ def heads_bytes(config: PipelineConfig, inputs: Inputs) -> int:
 def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     rollout, student = config.rollout, inputs.student
     width = DTYPE_BYTES[rollout.dtype]
-    # The head is packed apart from the embedding, and one copy is in flight while new weights are taken.
+    # Twice: a copy of the new weights is in memory while the engine takes them. A tied head has a packed copy of its own.
     weights = (2 * student.parameters + student.vocab_rows * student.hidden_size) * width
     logits = rollout.max_num_seqs * student.vocab_rows * 4 * 3
     tokens = max(PREFILLED_AT_ONCE, rollout.max_model_len)
@@ -242,7 +242,7 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     opinions = max(len(part) for part in inputs.routes.values())
     return [
         Need(what="new weights on their way", nbytes=2 * pushed, knobs="trainer.dtype"),
-        # Once as the worker builds them, once in the object store.
+        # One copy in the worker that builds them, one in the object store.
         Need(
             what="a step's scored rows",
             nbytes=2 * responses * opinions * (per_token + 16),
@@ -291,7 +291,7 @@ def _blocks(model: ModelInfo) -> int:
 
 
 def _widest(model: ModelInfo) -> int:
-    """The largest side of a matrix inside the model."""
+    """The largest dimension of a matrix inside the model."""
     shapes = [
         tensor.shape
         for name, tensor in weight_tensors(Path(model.path)).items()

@@ -1,4 +1,4 @@
-"""Training prompts and exams of every domain: read, split where one file is for both, and proven apart."""
+"""Training prompts and exams of every domain: read them, split a file that serves both, and prove that they share nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opd.evaluation.verifiers import build_verifier
 from opd.prompts import PromptTable, load_prompts
 
 EXAMPLES = 3
-"""Prompts named in a refusal or notice."""
+"""Number of prompts that an error or notice names."""
 
 Tell = Callable[[str], None]
 
@@ -28,8 +28,9 @@ def load_training(
     tokenizer: Any,
     tell: Tell = lambda _: None,
 ) -> dict[str, PromptTable]:
-    """Prompts to train on, by domain, without those that `eval.holdout` keeps back or that are over-long. `sources`: by
-    domain. `tell` gets a sentence about over-long ones.
+    """Domain -> prompts to train on, without those that `eval.holdout` keeps back and those that are too long.
+
+    `sources`: domain -> where its prompts are. `tell` gets a sentence about prompts that are too long.
 
     Raises: PromptError for what cannot be read, or if nothing is left to train on.
     """
@@ -51,10 +52,9 @@ def load_exams(
     *,
     samples: int | None = None,
 ) -> dict[str, DomainExam]:
-    """The first `samples` held-out prompts (default: `evaluate.samples`) of every (named) domain that has an `eval`, and its
-    verifier.
+    """The exam of every (named) domain that has an `eval`: its first `samples` held-out prompts and its verifier.
 
-    `tell` as for `load_training`.
+    `samples` defaults to `evaluate.samples`; `tell` is explained at `load_training`.
     Raises: PromptError for what cannot be read or judged, ConfigError for a verifier's function that is not there.
     """
     exams = {}
@@ -74,9 +74,9 @@ def load_exams(
 
 
 def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, PromptTable]) -> None:
-    """No question may be trained on, in its own domain or another's; prompts are the same if their token ids are.
+    """Refuse exams with a question that any domain trains on; prompts are the same if their token ids are.
 
-    Those that ask nothing are left out: they are alike, and something else is wrong with them.
+    Prompts that ask nothing are left out: they are all alike, and another check reports them.
     Raises: PromptError with the counts of every pair of domains that share prompts.
     """
     where: dict[tuple[int, ...], dict[str, str]] = {}
@@ -122,7 +122,7 @@ def room_warnings(exams: Mapping[str, DomainExam], room: int) -> list[str]:
 
 
 def _short_enough(source: Path | PromptsConfig, prompts: PromptTable, tell: Tell) -> PromptTable:
-    """Raises: PromptError if no prompt is within `max_prompt_tokens`."""
+    """The prompts within `max_prompt_tokens`. Raises: PromptError if there are none."""
     room = as_prompts_config(source).max_prompt_tokens
     if room is None:
         return prompts
@@ -144,7 +144,7 @@ def _short_enough(source: Path | PromptsConfig, prompts: PromptTable, tell: Tell
 
 
 def shown(prompts: PromptTable, mask: Any) -> str:
-    """The first few prompts for which `mask` is true."""
+    """Ids of the first few prompts for which `mask` is true, for messages."""
     return ", ".join(prompts.ids(mask, EXAMPLES)) + (" ..." if np.count_nonzero(mask) > EXAMPLES else "")
 
 
@@ -161,7 +161,7 @@ def _side(prompts: PromptTable, share: float, *, held_out: bool) -> PromptTable:
 
 
 def refuse_unjudgeable(where: str, exam: DomainExam, config: DomainEvalConfig) -> None:
-    """Raises: PromptError for questions that the verifier cannot judge, or must not: some would run what a file says."""
+    """Raises: PromptError for questions that the verifier cannot judge, or must not: some would run code from a file."""
     verifier = config.verifier if isinstance(config.verifier, str) else config.verifier.kind
     problems = [(p.id, why) for p in exam.prompts if (why := exam.verifier.problem(p.answer, p.metadata))]
     if problems:

@@ -1,6 +1,6 @@
-"""Everything that can be wrong with a merge before any compute: models, vocabularies, domains, prompts.
+"""Read and check everything that a merge needs, before any compute: models, vocabularies, domains, prompts.
 
-Reads headers, JSON and prompts; never a weight tensor into a model, never a GPU.
+This reads headers, JSON and prompts. It loads no model and uses no GPU.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from teachers.flight.access import read_roots, read_token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a merge works on, checked."""
+    """The inputs of a merge, checked."""
 
     student: ModelInfo
     experts: dict[str, Expert]
-    """Name -> expert, for those that score a domain."""
+    """Name -> expert, for experts that score a domain."""
     routes: dict[str, tuple[WeightedTeacher, ...]]
     """Domain -> its teachers, the heaviest first."""
     prompts: dict[str, PromptTable]
-    """Training prompts by domain; each is made when it is asked for."""
+    """Domain -> training prompts; each `Prompt` is made on demand."""
     exams: dict[str, DomainExam]
     untrained: dict[str, frozenset[int]]
     """Domain -> token ids that one of its teachers never writes."""
     tokenizer: Any
     warnings: tuple[str, ...]
     template_date: date | None = None
-    """The day that is written into the prompts; None where the student's chat template does not ask for a date."""
+    """The day that the chat template writes into prompts; None if the student's template asks for no date."""
 
     @property
     def teachers(self) -> dict[str, Teacher]:
-        """Domain -> its teacher, of several the one with the largest weight: what the student is measured against."""
+        """Domain -> the teacher with the largest weight, with which the student is compared."""
         return {domain: assigned[0].teacher for domain, assigned in self.routes.items()}
 
 
@@ -91,12 +91,12 @@ def read_teachers(config: PipelineConfig) -> Teaching:
 
 
 def users_engine(place: str) -> Any:
-    """A rollout engine of the user's. Raises: ConfigError if there is none."""
+    """Import the user's rollout engine. Raises: ConfigError if it cannot be imported."""
     return users(place, "rollout.engine", "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()")
 
 
 def _refuse_what_is_not_here(config: PipelineConfig) -> None:
-    """Raises: ConfigError for the user's engine, a sink's package, or a token or certificate of a server."""
+    """Raises: ConfigError if the user's engine, a sink's package, or a server's token or certificate is missing."""
     if is_place(config.rollout.engine):
         users_engine(config.rollout.engine)
     refuse_missing(config.logging)
@@ -146,7 +146,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
 def read_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:
     """The inputs of every round, read with the first student: a merge does not change what is checked. Raises: OpdError."""
     found: dict[str, Inputs] = {}
-    keys = [config.model_dump_json(exclude={"seed"}) for config in configs]  # the seed is no part of what is checked
+    keys = [config.model_dump_json(exclude={"seed"}) for config in configs]  # the seed does not change what is checked
     for key, config in zip(keys, configs, strict=True):
         if key not in found:
             found[key] = read_inputs(config)
@@ -210,7 +210,7 @@ def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
 
 
 def as_teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: Probe | None = None) -> Teacher:
-    """A model as the pool and results know it: equal weights under an equal config have one digest."""
+    """Describe a model for the teacher pool and for results. Models with equal weights and equal config have one digest."""
     model_dir = Path(info.path)
     base = model_digest(model_dir, info.weight_files)
     if adapter is None:
@@ -264,7 +264,7 @@ def _untrained(
 
 
 def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
-    """The domain's own prompts, or those that its expert was registered with. Raises: ConfigError."""
+    """The domain's own prompts, or the prompts that its expert was registered with. Raises: ConfigError."""
     source = domain.prompts or registered
     if source is None:
         raise ConfigError.at(
@@ -277,7 +277,7 @@ def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path
 
 
 def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, Expert], config: PipelineConfig) -> None:
-    """Every number of the student and of experts that no registry has looked at. Raises: ModelError."""
+    """Check every number of the student and of experts outside the registry, which checks its own. Raises: ModelError."""
     looked_at: set[tuple[str, ...]] = set()
     directories = [(student.path, student.weight_files)]
     if not isinstance(config.experts, RegisteredExperts):
@@ -293,7 +293,7 @@ def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, Expert], co
 
 
 def _twins(experts: Mapping[str, Expert]) -> list[str]:
-    """A warning for each expert that is another one under a second name."""
+    """A warning for each expert that has the same weights as another one."""
     first: dict[str, str] = {}
     return [
         f"experts `{first[digest]}` and `{name}` have the same weights: one teacher under two names"
@@ -303,7 +303,7 @@ def _twins(experts: Mapping[str, Expert]) -> list[str]:
 
 
 def _left_out(prompts: PromptTable) -> list[str]:
-    """Raises: PromptError if no prompt of a file asks anything."""
+    """Warnings about prompts that ask nothing. Raises: PromptError if no prompt of a file asks anything."""
     empty = prompts.lengths == 0
     count = int(empty.sum())
     if count == len(prompts):
@@ -318,7 +318,7 @@ def _left_out(prompts: PromptTable) -> list[str]:
 
 
 def _refuse_all_too_long(prompts: PromptTable, room: int) -> None:
-    """A few over-long prompts are quarantined during the run; a domain of nothing else would never be trained."""
+    """Refuse a domain whose prompts are all too long: the run would quarantine them and never train the domain."""
     shortest = int(prompts.lengths.min())
     if shortest >= room:
         raise PromptError.at(

@@ -22,9 +22,9 @@ class Expert:
 
     teacher: Teacher
     domain: str
-    """The domain it was trained for; it serves others too where the pipeline says so."""
+    """The domain that it was trained for. The pipeline may let it serve other domains too."""
     info: ModelInfo
-    """The model, of an adapter its base."""
+    """The model; for an adapter, its base."""
     adapter: AdapterInfo | None = None
     """The files of a LoRA adapter; None for a full model."""
     prompts: Path | None
@@ -56,7 +56,7 @@ def route_domains(
 
 
 def _shares(config: PipelineConfig, domain: str, experts: Mapping[str, Expert]) -> dict[str, float]:
-    """Expert -> weight as the pipeline gives it, those of weight 0 left out."""
+    """Expert -> weight as the pipeline gives it, without experts of weight 0."""
     named = config.domains[domain].teachers
     if named is None:
         return {_own_expert(domain, experts): 1.0}

@@ -1,6 +1,6 @@
-"""`opd prompts show`: what a domain's prompts become before the student reads them, and which of them are left out.
+"""`opd prompts show`: show a domain's prompts as the student reads them, and which of them are left out.
 
-Needs the student's tokenizer and the prompts; looks at no weights.
+This needs the student's tokenizer and the prompts, but no weights.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pipelines.inputs.template_date import dated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """Prompts that go one way, and why."""
+    """Prompts that are left out for one reason."""
 
     why: str
     prompts: PromptTable
     mask: Any
-    """[prompts] those that do."""
+    """[prompts] true for the prompts that are left out."""
 
     def __str__(self) -> str:
         count = int(np.count_nonzero(self.mask))
@@ -84,7 +84,7 @@ def _source(
 def _left_out(
     config: PipelineConfig, domain: str, source: Path | PromptsConfig, prompts: PromptTable, *, exam: bool
 ) -> tuple[PromptTable, list[Left]]:
-    """The prompts that are used, and those that are not, in the order in which a merge looks."""
+    """The prompts that are used, and those that are left out, in the order of a merge's own checks."""
     settings = config.domains[domain].eval
     limit = as_prompts_config(source).max_prompt_tokens
     room = config.rollout.max_model_len
@@ -120,7 +120,7 @@ def _tokens(prompts: PromptTable) -> str:
 
 
 def _registered(config: PipelineConfig, domain: str) -> Path | None:
-    """The prompts that the domain's expert was registered with; whose it is a merge decides in `routes.py`."""
+    """The prompts that the domain's expert was registered with; `routes.py` decides for a merge which expert that is."""
     if not isinstance(config.experts, RegisteredExperts):
         return None
     registry = Registry(config.registry or default_root())

@@ -1,7 +1,7 @@
 """The day that a chat template writes into every prompt, as that of Llama 3.2 does.
 
-Rendered again on another day, the same prompt would be other tokens: a resume would train on other prompts, and accuracies
-before and after a merge would be answers to different questions. So a run takes the day on which it begins, records it as
+On another day the same prompt would have other tokens: a resume would train on other prompts, and the exams before and after
+a merge would ask different questions. So a run takes the day on which it begins, records it as
 `student.template_date`, and renders everything with it: training prompts, exams, baselines, and `opd evaluate` of the run.
 """
 
@@ -16,25 +16,25 @@ from opd.config import PipelineConfig
 from opd.settings import validate
 
 DATE_CALL = "strftime_now"
-"""The only way to the date that transformers gives a template, which runs in a sandbox."""
+"""The function by which a template asks for the date; it runs in a sandbox and has no other way."""
 
 
 def dated(config: PipelineConfig, tokenizer: Any) -> PipelineConfig:
-    """The pipeline with the day of its prompts: as it says, else today if the tokenizer's chat template asks for it."""
+    """Set the day of the pipeline's prompts: its own, else today if the tokenizer's chat template asks for a date."""
     if config.student.template_date or DATE_CALL not in str(tokenizer.chat_template):
         return config
     return on_day(config, date.today())
 
 
 def on_day(config: PipelineConfig, day: date | None) -> PipelineConfig:
-    """The pipeline with this day, if there is one."""
+    """Set this day in the pipeline; None changes nothing."""
     if day is None:
         return config
     return config.model_copy(update={"student": config.student.model_copy(update={"template_date": day})})
 
 
 def as_recorded(config: PipelineConfig, recorded: Mapping[str, Any], where: Path) -> PipelineConfig:
-    """The pipeline with the day of the run that it goes on with, unless it says one itself.
+    """Set the day of the run that the pipeline goes on with, unless the pipeline has its own.
 
     `recorded` is the run's own pipeline, as `where` has it. Raises: ConfigError if that is damaged.
     """

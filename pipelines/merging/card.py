@@ -1,4 +1,4 @@
-"""README.md of a merged model: what it was made from."""
+"""README.md of a merged model, which says what the model was made from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model_card(config: PipelineConfig, inputs: Inputs) -> str:
 
 
 def _weights_cell(expert: Expert) -> str:
-    """What the card says of an expert's weights; of an adapter its own hash, and its base by name and hash."""
+    """The card's cell about an expert's weights; for an adapter its own hash, and name and hash of its base."""
     full = ", ".join(digest[:16] for digest in expert.info.weight_files.values())
     if expert.adapter is None:
         return f"`{full}`"

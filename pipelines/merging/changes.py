@@ -1,4 +1,4 @@
-"""May this run go on? What a resume compares, what may differ, and how a refusal looks.
+"""Decide whether a run may go on: compare its inputs with what was recorded, and accept or refuse the differences.
 
 A run is bound to the bytes of its student, experts and prompts, and to every key of its pipeline that decides what is
 computed. The two lists below are all the keys that may be changed between two sittings.
@@ -42,7 +42,7 @@ SAME_WEIGHTS = (
     "teachers.api_key_env",
     "teachers.server_timeout_s",
     "trainer.head_memory",
-    # Where files lie: what is in them is compared by hash.
+    # Paths: the contents of these files are compared by hash.
     "student.model",
     "registry",
     "experts.*.model",
@@ -52,7 +52,7 @@ SAME_WEIGHTS = (
     "domains.*.eval.prompts",
     "domains.*.eval.prompts.path",
 )
-"""Keys that may be changed without a trace in the weights."""
+"""Keys that may be changed because the weights do not depend on them."""
 
 SAME_BUT_FOR_ROUNDING = (
     "trainer.ranks",
@@ -66,13 +66,13 @@ SAME_BUT_FOR_ROUNDING = (
     "cluster.address",
     "cluster.*_gpus",
 )
-"""Keys that may be changed, after which sums are taken in another order: the run goes on, but not bit for bit."""
+"""Keys that may be changed but change the order of sums: the run goes on, but not bit for bit."""
 
 STEPS = "trainer.steps"
-"""May be changed while the learning rate of a step does not depend on it."""
+"""This key may be changed as long as the learning rate of a step does not depend on it."""
 
 TEMPLATE_DATE = "student.template_date"
-"""May be given to a run that an older release began without one."""
+"""This key may be added to a run that an older release began without it."""
 
 
 def changed_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -83,7 +83,7 @@ def changed_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[
 
 def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manifest: Path) -> list[str]:
     """Sentences about changes that are allowed. Raises: RunDirError with a table of those that are not."""
-    recorded = validate(PipelineConfig, recorded, manifest).model_dump(mode="json")  # defaults of keys added since
+    recorded = validate(PipelineConfig, recorded, manifest).model_dump(mode="json")  # adds defaults of newer keys
     changes = changed_keys(recorded, validate(PipelineConfig, found, manifest).model_dump(mode="json"))
     constant = recorded["trainer"]["lr_scheduler_type"] == "constant"
     free = [key for key in changes if _among(key, SAME_WEIGHTS) or (key == STEPS and constant)]
@@ -107,14 +107,14 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
 
 
 def refused_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Keys that differ and decide what is computed, the number of steps among them."""
+    """Keys that differ and decide what is computed, including the number of steps."""
     return [key for key in changed_keys(recorded, found) if not _among(key, (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING))]
 
 
 def identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What the checkpoints of a run belong to, by hashes: the keys that may not change, student and experts.
+    """The identity of a run, which its checkpoints carry: hashes of the keys that may not change, of student and experts.
 
-    Taken once, when the run begins: a later release may know more keys.
+    It is made once, when the run begins, because a later release may know more keys.
     """
     free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING, STEPS)
     bound = {key: value for key, value in _flat(manifest["config"]).items() if not _among(key, free)}
@@ -147,7 +147,7 @@ def refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any],
         found = _weights_only(found)
     for part in ("student", "experts", "prompts"):
         before, now = recorded[part], found[part]
-        if part == "prompts":  # by absolute path; files may have moved
+        if part == "prompts":  # keyed by absolute path, but files may have moved
             before, now = ({name: list(files.values()) for name, files in side.items()} for side in (before, now))
         if before != now:
             names = [_named(k, before, now) for k in {**before, **now} if before.get(k) != now.get(k)]
@@ -162,8 +162,8 @@ def refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any],
 def unrecorded(recorded: Mapping[str, Any]) -> list[str]:
     """A warning about a run that an older release began, with hashes of weights only.
 
-    Such a run goes on: nothing is known to be wrong with it, and refusing it would lose the steps that it has taken. What
-    is found is recorded now, so that it counts from here.
+    Such a run goes on: nothing is known to be wrong with it, and a refusal would lose its steps. The manifest records now
+    what was found, so that later resumes compare with that.
     """
     if "config.json" in recorded["student"]:
         return []
@@ -175,7 +175,7 @@ def unrecorded(recorded: Mapping[str, Any]) -> list[str]:
 
 
 def _weights_only(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What an older release would have recorded."""
+    """The part of the facts that an older release recorded."""
     student = {name: digest for name, digest in found["student"].items() if name.endswith(".safetensors")}
     experts = {
         name: {key: value for key, value in facts.items() if key != "config"}
@@ -185,7 +185,7 @@ def _weights_only(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What changed: a file of the student, a domain, or an expert with those of its files that differ."""
+    """Name what has changed: a file of the student, a domain, or an expert with its files that differ."""
     sides = [_flat(side[name]) for side in (before, now) if isinstance(side.get(name), Mapping)]
     if len(sides) < 2:
         return name
@@ -208,7 +208,7 @@ def _among(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one level of dotted keys; an empty mapping says as much as no key."""
+    """Flatten nested mappings to dotted keys; an empty mapping counts as no key."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -1,4 +1,4 @@
-"""A run directory as a place to write: made new, held by one command at a time, and what is left of it on a full disk."""
+"""Create and lock a run directory, and say what is intact when its disk is full."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opd.run_dir import RunPaths
 
 
 def refuse_existing(root: Path) -> None:
-    """Raises: RunDirError."""
+    """Raises: RunDirError if the run directory exists."""
     if root.exists():
         raise RunDirError.at(
             root,
@@ -27,7 +27,7 @@ def refuse_existing(root: Path) -> None:
 
 
 def new_directory(root: Path) -> Path:
-    """An empty directory beside `root`, to be renamed to it. Raises: RunDirError if none can be made there."""
+    """Make an empty directory beside `root`, which is renamed to `root` later. Raises: RunDirError if that is impossible."""
     temporary = root.with_name(f".tmp-{root.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -44,7 +44,7 @@ def new_directory(root: Path) -> Path:
 
 @contextmanager
 def locked(paths: RunPaths) -> Iterator[None]:
-    """One driver per run directory; the lock goes with the process, however it ends."""
+    """Allow one driver per run directory. The system frees the lock when the process ends, however it ends."""
     try:
         with FileLock(paths.lock, timeout=0):
             yield
@@ -56,7 +56,7 @@ def locked(paths: RunPaths) -> Iterator[None]:
 
 @contextmanager
 def says_what_is_intact(paths: RunPaths) -> Iterator[None]:
-    """A full disk ends the run with what it left and how to go on. Raises: StorageError."""
+    """Within, the error of a full disk also names what is intact and how to go on. Raises: StorageError."""
     try:
         with storing(paths.root):
             yield

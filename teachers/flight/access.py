@@ -29,7 +29,7 @@ class Endpoint:
     token: str | None
 
     def url(self, port: int) -> str:
-        """As a pipeline's `teachers.address`."""
+        """The address as a pipeline's `teachers.address` has it."""
         return f"{'grpc+tls' if self.tls else 'grpc'}://{Address(self.address.host, port)}"
 
 

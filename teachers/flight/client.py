@@ -20,12 +20,12 @@ from opd.errors import RunError
 from opd.losses.rule import LogitRule
 from opd.payloads import answer_class
 from opd.stream.heads import HeadSource, head_key, head_tensor
+from opd.stream.rollouts import SCHEMA as ROLLOUTS
 from opd.stream.schema import VERSION as STREAM_VERSION
 from opd.stream.targets import Asked, TargetStream
 from opd.types import LayoutProof, Rollout
 from teachers.flight.access import read_roots, read_token
 from teachers.flight.protocol import (
-    ROLLOUTS,
     SLICES,
     Hello,
     ProtocolError,
@@ -40,9 +40,9 @@ from teachers.pool import Routes, expected_rows, refuse_unknown_domains
 RETRY_WAITS_S = (1.0, 4.0)
 """Pauses between the attempts when the server cannot be reached or the connection breaks."""
 CHANNEL_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1000)]
-"""gRPC refuses to try again for up to two minutes otherwise, whoever asks."""
+"""Without these, gRPC would not try to connect again for up to two minutes."""
 HEAD_DTYPES = {"float32": "float32", "bfloat16": "int16"}
-"""Of the arrays that travel; numpy has no bfloat16."""
+"""Type of a head -> type of the array that travels; numpy has no bfloat16."""
 
 T = TypeVar("T")
 
@@ -135,7 +135,7 @@ class FlightPool:
         )
 
     def heads(self) -> Mapping[str, HeadSource]:
-        """As `opd.interfaces.TeacherPool.heads`, once the pool is ready."""
+        """Content hash -> head, once the pool is ready."""
         return self._heads
 
     def __str__(self) -> str:

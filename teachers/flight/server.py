@@ -15,6 +15,7 @@ from pyarrow import flight
 
 from opd import __version__, cluster
 from opd.errors import OpdError, RunError
+from opd.stream.rollouts import check_schema, decode
 from opd.stream.targets import TargetStream
 from teachers.flight.access import Endpoint
 from teachers.flight.protocol import (
@@ -26,9 +27,7 @@ from teachers.flight.protocol import (
     ScoreRequest,
     ServedTeacher,
     WireRule,
-    check_rollouts_schema,
     parse,
-    read_rollouts,
     slices,
 )
 from teachers.pool import Pool, Routes
@@ -109,8 +108,8 @@ class PoolServer(flight.FlightServerBase):
                 raise RunError(
                     "these are not the teachers that you began with: the server was started anew with others"
                 )
-            check_rollouts_schema(reader.schema)
-            rollouts = read_rollouts((chunk.data for chunk in reader if chunk.data is not None), self._hello.vocab_size)
+            check_schema(reader.schema)
+            rollouts = decode((chunk.data for chunk in reader if chunk.data is not None), self._hello.vocab_size)
             if len(rollouts) != request.rollouts:
                 raise ProtocolError(f"{len(rollouts)} rollouts arrived, {request.rollouts} were announced")
             with self._my_turn(context):

@@ -26,7 +26,7 @@ from opd.stream.schema import TargetRow
 from opd.text import one_line
 from opd.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions, Server
-from teachers.scorers.rows import batches, logprob_answer, target_row
+from teachers.scorers.rows import batches, logprob_answer
 
 IN_FLIGHT = 16
 """Requests that a worker has out at a time."""
@@ -100,13 +100,12 @@ class OpenAIScorer:
             for rollout, positions in zip(
                 batch, asyncio.run(self._ask_all(self._server(teacher), teacher, sequences)), strict=True
             ):
-                start = len(rollout.prompt_ids)
-                mine = positions[start : start + len(rollout.response_ids)]
+                mine = [positions[len(rollout.prompt_ids) + place] for place in rollout.trained]
                 answer = logprob_answer(self._answers, rollout, mine, self._top_k)
                 if answer is None:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: log-probs are not finite"
                 else:
-                    rows.append(target_row(rollout, teacher, answer))
+                    rows.append(TargetRow(rollout=rollout, teacher=teacher.name, answer=answer))
             yield rows
 
     def _server(self, teacher: Teacher) -> Server:

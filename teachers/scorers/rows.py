@@ -1,4 +1,4 @@
-"""What scorers share: rollouts in batches, and what a teacher said about one as a row of the target stream."""
+"""What scorers share: rollouts in batches, and the answer from an engine's log-probs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from opd.payloads.answer import Answer, Position
-from opd.stream.schema import TargetRow
-from opd.types import Rollout, Teacher
+from opd.types import Rollout
 
 
 def batches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[list[Rollout]]:
@@ -25,24 +24,8 @@ def batches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[list[Rollo
         yield batch
 
 
-def target_row(rollout: Rollout, teacher: Teacher, answer: Answer) -> TargetRow:
-    """The rollout's own columns, and what the teacher says."""
-    return TargetRow(
-        sample_id=rollout.sample_id,
-        step=rollout.step,
-        domain=rollout.domain,
-        teacher=teacher.name,
-        policy_version=rollout.policy_version,
-        prompt_ids=rollout.prompt_ids,
-        response_ids=rollout.response_ids,
-        loss_mask=rollout.loss_mask,
-        behaviour_logprobs=rollout.behaviour_logprobs,
-        answer=answer,
-    )
-
-
 def logprob_answer(answers: type[Answer], rollout: Rollout, positions: Sequence[Position], top_k: int) -> Answer | None:
-    """The answer from the log-probs at each response token, [R]; None if one is not finite."""
+    """The answer from the log-probs at each trained token, [N]; None if one is not finite."""
     if not all(math.isfinite(value) for position in positions for value in position.values()):
         return None
-    return answers.of_positions(rollout.response_ids, positions, top_k)
+    return answers.of_positions(rollout.trained_ids, positions, top_k)

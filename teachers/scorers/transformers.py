@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from opd.devices import to_device
 from opd.errors import RunError
-from opd.layouts import LAYOUTS, Packed, layout_error, predict_positions, prove_layout
+from opd.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
 from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
 from opd.losses.rule import LogitRule
 from opd.model_weights import Naming, attention, to_meta
@@ -28,7 +28,7 @@ from opd.stream.heads import HeadFile, head_key, logit_rule
 from opd.stream.schema import TargetRow
 from opd.types import LayoutProof, Rollout, Teacher
 from teachers.scorers import ScorerOptions
-from teachers.scorers.rows import batches, target_row
+from teachers.scorers.rows import batches
 from teachers.weights import State, WeightCache, base_key, read_tensors, weight_key, weights_nbytes
 
 SCORE_TOKENS = 4096
@@ -47,7 +47,7 @@ class TransformersScorer:
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, weights_nbytes)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._architectures: dict[str, _Architecture] = {}
-        """By the config's JSON."""
+        """Key: the config as JSON."""
         self._architecture_of: dict[Path, _Architecture] = {}
         self._loaded = ""
         self._base = ""
@@ -137,29 +137,30 @@ class TransformersScorer:
         for batch in batches(rollouts, SCORE_TOKENS):
             self._load(teacher)  # another one may have been asked for its head since
             rows = []
-            for rollout, hidden_R_D in zip(batch, self._hidden(batch, layout), strict=True):
-                if not bool(torch.isfinite(hidden_R_D).all()):
+            for rollout, hidden_N_D in zip(batch, self._hidden(batch, layout), strict=True):
+                if not bool(torch.isfinite(hidden_N_D).all()):
                     # Alone: in a packed row a masked neighbour's NaN still comes through, as 0 * NaN.
-                    (hidden_R_D,) = self._hidden([rollout], layout)
-                if bool(torch.isfinite(hidden_R_D).all()):
-                    rows.append(target_row(rollout, teacher, self._answer(rollout, hidden_R_D, key)))
+                    (hidden_N_D,) = self._hidden([rollout], layout)
+                if bool(torch.isfinite(hidden_N_D).all()):
+                    answer = self._answer(rollout, hidden_N_D, key)
+                    rows.append(TargetRow(rollout=rollout, teacher=teacher.name, answer=answer))
                 else:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: hidden states are not finite"
             yield rows
 
     @torch.no_grad()
-    def _answer(self, rollout: Rollout, hidden_R_D: Tensor, head: str) -> Answer:
+    def _answer(self, rollout: Rollout, hidden_N_D: Tensor, head: str) -> Answer:
         """What the teacher in place says of one row; `head` is the key of its head."""
 
         def logprobs() -> Tensor:
             head_V_D = self._model.get_output_embeddings().weight[: self._vocab_size]
-            logits_R_V = logit_rule(self._model.config).apply(hidden_R_D.to(self._device) @ head_V_D.T)
-            return logits_R_V.float().log_softmax(-1).cpu()
+            logits_N_V = logit_rule(self._model.config).apply(hidden_N_D.to(self._device) @ head_V_D.T)
+            return logits_N_V.float().log_softmax(-1).cpu()
 
         return self._answer_class.of_states(
             Said(
-                token_ids=rollout.response_ids,
-                hidden_R_D=hidden_R_D,
+                token_ids=rollout.trained_ids,
+                hidden_N_D=hidden_N_D,
                 head=head,
                 logprobs=logprobs,
                 top_k=self._top_k,
@@ -168,11 +169,10 @@ class TransformersScorer:
 
     @torch.no_grad()
     def _hidden(self, rollouts: Sequence[Rollout], layout: str) -> list[Tensor]:
-        """Per rollout [R, D]: the state at the position before each response token, from which it is predicted."""
+        """Per rollout [N, D]: the state at the position before each trained token, from which it is predicted."""
         packed = LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in rollouts])
-        spans = [(len(r.prompt_ids), len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
-        hidden_N_D = self._states(packed)[predict_positions(packed, spans)].cpu()
-        return list(hidden_N_D.split([len(r.response_ids) for r in rollouts]))
+        hidden_N_D = self._states(packed)[predict_trained(packed, rollouts)].cpu()
+        return list(hidden_N_D.split([r.num_trained for r in rollouts]))
 
     @torch.no_grad()
     def _states(self, packed: Packed) -> Tensor:
@@ -251,7 +251,7 @@ class _Architecture:
     skeleton: Any
     """A causal language model of transformers without weights; one teacher's at a time are assigned to it."""
     proof: LayoutProof | None = None
-    """Of its layout, once a teacher with finite states has shown it."""
+    """Its layout, once it was proven with a teacher whose states are finite."""
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> Any:

@@ -33,9 +33,9 @@ from opd.rollouts.worker import (
 )
 from opd.stream.heads import HeadFile, HeadSource
 from opd.stream.schema import TargetRow
-from opd.types import Rollout, Segment, Teacher
+from opd.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
-from teachers.scorers.rows import batches, logprob_answer, target_row
+from teachers.scorers.rows import batches, logprob_answer
 from teachers.scorers.transformers import TransformersScorer
 from teachers.weights import weight_key
 
@@ -61,7 +61,7 @@ class VLLMScorer:
         self._shape: dict[str, Any] = {}
         self._loaded = ""
         self._heads: dict[str, HeadSource] = {}
-        """By the teacher's weights."""
+        """Key: `weight_key` of the teacher."""
 
     def prefetch(self, teacher: Teacher) -> None:
         """Nothing: the engine reads a teacher's files when it needs them."""
@@ -71,7 +71,9 @@ class VLLMScorer:
         return self._reference().head(teacher)
 
     def head_key(self, teacher: Teacher) -> str:
-        """As `TransformersScorer.head_key`. Raises: RunError, also if vLLM answers otherwise than transformers."""
+        """Content hash of head and logit rule.
+
+        Raises: RunError as `TransformersScorer.head_key` does, and if vLLM gives other answers than transformers."""
         return self._known(teacher).key
 
     def head_file(self, teacher: Teacher) -> HeadFile | None:
@@ -99,7 +101,7 @@ class VLLMScorer:
                     what = "hidden states" if self._pooling else "log-probs"
                     broken[rollout.sample_id] = f"teacher {teacher.name}: {what} are not finite"
                 else:
-                    rows.append(target_row(rollout, teacher, answer))
+                    rows.append(TargetRow(rollout=rollout, teacher=teacher.name, answer=answer))
             yield rows
 
     def _answers(self, rollouts: Sequence[Rollout], head: str) -> list[Answer | None]:
@@ -128,9 +130,10 @@ class VLLMScorer:
         answers: list[Answer | None] = []
         for rollout, output in zip(rollouts, outputs, strict=True):
             start = len(rollout.prompt_ids) - 1  # a response token is predicted one position before it
-            hidden_R_D = output.outputs.data[start : start + len(rollout.response_ids)].to(self._dtype).cpu()
-            finite = bool(torch.isfinite(hidden_R_D).all())
-            answers.append(HiddenStates.of(hidden_R_D, head) if finite else None)
+            places = torch.tensor(rollout.trained, dtype=torch.long)
+            hidden_N_D = output.outputs.data[start + places].to(self._dtype).cpu()
+            finite = bool(torch.isfinite(hidden_N_D).all())
+            answers.append(HiddenStates.of(hidden_N_D, head) if finite else None)
         return answers
 
     def _logprobs(self, rollouts: Sequence[Rollout], prompts: Any) -> list[Answer | None]:
@@ -142,8 +145,7 @@ class VLLMScorer:
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         answers = []
         for rollout, output in zip(rollouts, outputs, strict=True):
-            start = len(rollout.prompt_ids)
-            steps = [output.prompt_logprobs[t] for t in range(start, start + len(rollout.response_ids))]
+            steps = [output.prompt_logprobs[len(rollout.prompt_ids) + place] for place in rollout.trained]
             positions = [{token: entry.logprob for token, entry in step.items()} for step in steps]
             answers.append(logprob_answer(self._answer_class, rollout, positions, self._top_k))
         return answers
@@ -220,14 +222,4 @@ class VLLMScorer:
 def _probe(vocab_size: int) -> Rollout:
     """A few tokens that every vocabulary has."""
     prompt, *response = range(min(8, vocab_size))
-    return Rollout(
-        sample_id="probe",
-        step=0,
-        domain="probe",
-        policy_version=0,
-        prompt_ids=(prompt,),
-        response_ids=tuple(response),
-        behaviour_logprobs=(0.0,) * len(response),
-        segments=(Segment(length=len(response), trained=True),),
-        truncated=False,
-    )
+    return Rollout.to_score("probe", (prompt,), tuple(response))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from typing import Any
 
@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from opd import cluster, leftovers
+from opd.cluster import Remote, Worker, watching
+from opd.cluster.session import current_watch
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
 
@@ -30,11 +32,14 @@ def ray() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def free_places() -> None:
     """Two workers have a place: those of the test before, failed or not, make room."""
-    cluster.kill([pulse.actor for pulse in list(cluster._watched.values())])
+    for worker in current_watch().workers:
+        worker.kill()
 
 
-def start_owner() -> Any:
-    class Owner:  # here, so that it travels by value: workers cannot import this file
+def by_value() -> tuple[type, type, type]:
+    """Classes of workers. Inside of a function, so that they travel by value: workers cannot import this file."""
+
+    class Owner:
         def __init__(self) -> None:
             self.calls = 0
 
@@ -54,20 +59,45 @@ def start_owner() -> Any:
         def refuse(self) -> None:
             raise RunError("teacher odd: it does not want to")
 
-    return cluster.spawn(Owner, name="owner", env=cluster.worker_env(2))
-
-
-def start_reader() -> Any:
     class Reader:
-        def total(self, handles: dict[str, cluster.Remote]) -> dict[str, float]:
-            return {key: float(cluster.fetch(handle).sum()) for key, handle in handles.items()}
+        def total(self, handles: dict[str, Remote[np.ndarray]]) -> dict[str, float]:
+            return {key: float(handle.fetch().sum()) for key, handle in handles.items()}
 
-    return cluster.spawn(Reader, name="reader", env=cluster.worker_env(2))
+    class Half:
+        """One of two that wait for each other, as ranks do: it fails when the other is gone."""
+
+        def pid(self) -> int:
+            return os.getpid()
+
+        def last_words(self) -> None:
+            print("I was about to say \x1b[31m something")
+
+        def together(self, partner: int) -> None:
+            while True:
+                time.sleep(0.05)
+                if partner and not psutil.pid_exists(partner):
+                    raise ValueError("connection closed by peer")
+
+    return Owner, Reader, Half
 
 
-def ask(actor: Any, method: str, *args: Any) -> Any:
-    (answer,) = cluster.call([actor], method, [args], timeout_s=60)
-    return answer
+Owner, Reader, Half = by_value()
+
+
+def start(cls: type, name: str) -> Worker[Any]:
+    return cluster.spawn(cls, name=name, env=cluster.worker_env(2))
+
+
+def start_owner() -> Worker[Any]:
+    return start(Owner, "owner")
+
+
+def start_reader() -> Worker[Any]:
+    return start(Reader, "reader")
+
+
+def ask(worker: Worker[Any], method: Callable[..., Any], *args: Any) -> Any:
+    return worker.submit(method, *args).result(timeout_s=60)
 
 
 def gone(pid: int) -> bool:
@@ -79,46 +109,47 @@ def gone(pid: int) -> bool:
 
 def test_an_answer_is_made_when_it_is_fetched_and_by_whoever_fetches_it() -> None:
     owner, reader = start_owner(), start_reader()
-    handles = {
-        key: cluster.Remote(owner, "numbers", (100_000, first), 30.0) for key, first in (("zero", 0), ("one", 1))
+    handles = {key: owner.on_demand(30.0, Owner.numbers, 100_000, first) for key, first in (("zero", 0), ("one", 1))}
+    assert ask(owner, Owner.asked) == 0
+    assert ask(reader, Reader.total, handles) == {
+        "zero": pytest.approx(4999950000.0),
+        "one": pytest.approx(5000050000.0),
     }
-    assert ask(owner, "asked") == 0
-    assert ask(reader, "total", handles) == {"zero": pytest.approx(4999950000.0), "one": pytest.approx(5000050000.0)}
-    assert ask(owner, "asked") == 2
-    np.testing.assert_array_equal(cluster.fetch(handles["one"]), np.arange(1, 100_001))
-    assert ask(owner, "asked") == 3, "again for the next"
+    assert ask(owner, Owner.asked) == 2
+    np.testing.assert_array_equal(handles["one"].fetch(), np.arange(1, 100_001))
+    assert ask(owner, Owner.asked) == 3, "again for the next"
 
 
 def test_an_answer_that_does_not_come_is_an_error_of_the_run() -> None:
     owner, reader = start_owner(), start_reader()
-    slow = cluster.Remote(owner, "sleep", (4.0,), 1.0)
+    slow = owner.on_demand(1.0, Owner.sleep, 4.0)
     began = time.monotonic()
     with pytest.raises(RunError, match=r"^`sleep` of another worker took longer than 1 s$"):
-        cluster.fetch(slow)
+        slow.fetch()
     assert time.monotonic() - began < 3.5
     with pytest.raises(RunError, match=r"^`sleep` of another worker took longer than 1 s$"):
-        ask(reader, "total", {"slow": slow})
-    refusing = cluster.Remote(owner, "refuse", (), 30.0)
+        ask(reader, Reader.total, {"slow": slow})
+    refusing = owner.on_demand(30.0, Owner.refuse)
     with pytest.raises(RunError, match=r"^teacher odd: it does not want to$"):
-        cluster.fetch(refusing)
+        refusing.fetch()
     with pytest.raises(RunError, match=r"^teacher odd: it does not want to$"):
-        ask(reader, "total", {"refusing": refusing})
+        ask(reader, Reader.total, {"refusing": refusing})
 
-    pid = ask(owner, "pid")
-    cluster.kill([owner])
+    pid = ask(owner, Owner.pid)
+    owner.kill()
     deadline = time.monotonic() + 30
     while not gone(pid) and time.monotonic() < deadline:
         time.sleep(0.1)  # it may still answer until Ray's word has reached it
-    numbers = cluster.Remote(owner, "numbers", (1, 0), 30.0)
+    numbers = owner.on_demand(30.0, Owner.numbers, 1, 0)
     with pytest.raises(RunError, match=r"^the worker that was asked for `numbers` is dead"):
-        cluster.fetch(numbers)
+        numbers.fetch()
     with pytest.raises(RunError, match=r"^the worker that was asked for `numbers` is dead"):
-        ask(reader, "total", {"numbers": numbers})
+        ask(reader, Reader.total, {"numbers": numbers})
 
 
 def test_nothing_of_ours_listens_beyond_this_machine() -> None:
     owner = start_owner()
-    ask(owner, "asked")
+    ask(owner, Owner.asked)
     mine = psutil.Process()
     listening = {
         (process.name(), port.laddr)
@@ -126,7 +157,7 @@ def test_nothing_of_ours_listens_beyond_this_machine() -> None:
         for port in process.net_connections(kind="inet")
         if port.status == psutil.CONN_LISTEN
     }
-    cluster.kill([owner])
+    owner.kill()
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
     addresses = {name: ip_address(at.ip.removeprefix("::ffff:")) for name, at in listening}
     assert {name: str(at) for name, at in addresses.items() if not at.is_loopback} == {}
@@ -134,19 +165,19 @@ def test_nothing_of_ours_listens_beyond_this_machine() -> None:
 
 def test_a_worker_says_where_the_cluster_reaches_its_machine() -> None:
     owner = start_owner()
-    assert cluster.node_address(owner, timeout_s=30) == "127.0.0.1", "not the address of this machine's own name"
-    cluster.kill([owner])
+    assert owner.node_address(timeout_s=30) == "127.0.0.1", "not the address of this machine's own name"
+    owner.kill()
 
 
 def test_every_process_carries_the_mark_of_its_driver() -> None:
     """Also under the titles that Ray's agents and workers give themselves."""
     owner = start_owner()
-    ask(owner, "asked")
+    ask(owner, Owner.asked)
     wanted = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Owner"}
     deadline = time.monotonic() + 30
     while (found := titles_and_marks()).keys() < wanted and time.monotonic() < deadline:
         time.sleep(0.2)  # an agent has its title a moment after its start
-    cluster.kill([owner])
+    owner.kill()
     assert found.keys() >= wanted
     assert {title: mark for title, mark in found.items() if mark != leftovers.mark()} == {}
 
@@ -187,68 +218,53 @@ def test_only_who_has_the_token_gets_an_answer() -> None:
 # Workers that die or hang
 
 
-def start_pair() -> list[Any]:
-    """Two that wait for each other, as ranks do: the second fails when the first is gone."""
-
-    class Half:
-        def pid(self) -> int:
-            return os.getpid()
-
-        def last_words(self) -> None:
-            print("I was about to say \x1b[31m something")
-
-        def together(self, partner: int) -> None:
-            while True:
-                time.sleep(0.05)
-                if partner and not psutil.pid_exists(partner):
-                    raise ValueError("connection closed by peer")
-
-    return [cluster.spawn(Half, name=f"half {i}", env=cluster.worker_env(2)) for i in range(2)]
+def start_pair() -> list[Worker[Any]]:
+    return [start(Half, f"half {i}") for i in range(2)]
 
 
 def test_the_death_of_a_partner_explains_a_failure_and_comes_with_its_last_words() -> None:
     first, second = start_pair()
-    pid = ask(first, "pid")
-    ask(first, "last_words")
-    refs = cluster.submit([first, second], "together", [[0], [pid]])
+    pid = ask(first, Half.pid)
+    ask(first, Half.last_words)
+    pending = [first.submit(Half.together, 0), second.submit(Half.together, pid)]
     time.sleep(3)  # until it has said that it lives, and where
     with pytest.raises(RunError):
-        cluster.wait([first, second], refs, "together", timeout_s=2.5)
+        cluster.wait(pending, timeout_s=2.5)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(cluster.WorkerDied, match=r"half 0: the worker died during `together`") as death:
-        cluster.wait([first, second], refs, "together", timeout_s=60)
-    assert death.value.actor is first
+        cluster.wait(pending, timeout_s=60)
+    assert death.value.worker is first
     assert "I was about to say \\x1b[31m something" in str(death.value)
 
 
 def test_a_worker_that_is_stopped_is_noticed_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while another one is waited for, which is not disturbed."""
-    monkeypatch.setattr(cluster, "SILENT_S", 6.0)
+    monkeypatch.setattr(watching, "SILENT_S", 6.0)
     stopped, waiting = start_pair()
-    pid, partner = ask(stopped, "pid"), ask(waiting, "pid")
-    refs = cluster.submit([waiting], "together", [[0]])
+    pid, partner = ask(stopped, Half.pid), ask(waiting, Half.pid)
+    pending = waiting.submit(Half.together, 0)
     with pytest.raises(RunError, match="took longer than 8 s"):  # as long as both live, nobody is silent
-        cluster.wait([waiting], refs, "together", timeout_s=8)
+        pending.result(timeout_s=8)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RunError, match="took longer than 14 s"):
-        cluster.wait([waiting], refs, "together", timeout_s=14)
+        pending.result(timeout_s=14)
     assert gone(pid) and not gone(partner)
     with pytest.raises(
         cluster.WorkerDied, match=r"half 0: no sign of life for 6 s \(`together` was waited for\)"
     ) as death:
-        ask(stopped, "pid")
-    assert death.value.actor is stopped
-    cluster.kill([waiting])
+        ask(stopped, Half.pid)
+    assert death.value.worker is stopped
+    waiting.kill()
 
     stopped, other = start_pair()
-    pid, _ = ask(stopped, "pid"), ask(other, "pid")
-    refs = cluster.submit([stopped], "together", [[0]])
+    pid, _ = ask(stopped, Half.pid), ask(other, Half.pid)
+    pending = stopped.submit(Half.together, 0)
     time.sleep(3)  # until it has said that it lives
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(cluster.WorkerDied, match=r"half 0: no sign of life for 6 s") as death:
-        cluster.wait([stopped], refs, "together", timeout_s=60)
-    assert death.value.actor is stopped and time.monotonic() - began < 15
+        pending.result(timeout_s=60)
+    assert death.value.worker is stopped and time.monotonic() - began < 15
 
 
 def test_ray_does_not_take_the_signals_of_the_driver() -> None:
@@ -258,11 +274,11 @@ def test_ray_does_not_take_the_signals_of_the_driver() -> None:
 def test_ray_itself_dies() -> None:
     """Last: nothing works any more in this module. The driver is told soon, and its session ends."""
     (owner,) = start_pair()[:1]
-    ask(owner, "pid")
-    refs = cluster.submit([owner], "together", [[0]])
+    ask(owner, Half.pid)
+    pending = owner.submit(Half.together, 0)
     (store,) = [p for p in psutil.Process().children() if p.name() == "gcs_server"]
     store.kill()
     began = time.monotonic()
     with pytest.raises(cluster.WorkerDied, match="Ray itself is gone: its gcs_server ended with status -9"):
-        cluster.wait([owner], refs, "together", timeout_s=60)
+        pending.result(timeout_s=60)
     assert time.monotonic() - began < 10

@@ -17,9 +17,10 @@ from opd.rollouts.worker import VLLMWorker
 from opd.settings import validate
 from opd.sync.shared_memory import SharedMemorySync
 from opd.train.deepspeed import DeepSpeedTrainer
-from opd.types import Prompt, Rollout, Segment, Teacher, WeightedTeacher
+from opd.types import Prompt, Rollout, Teacher, WeightedTeacher
 from pipelines.specs import pool_spec, rollout_spec, trainer_spec
 from teachers.pool import Pool
+from tests.rows import make_rollout
 
 Make = Callable[..., Path]
 PROBE = [tuple(range(5 + i, 26 + i)) for i in range(4)]
@@ -79,7 +80,7 @@ def rollouts(num: int = 16, *, seed: int = 0) -> list[Rollout]:
     for i in range(num):
         response = tuple(torch.randint(4, 70, (3 + i % 6,), generator=rng).tolist())
         made.append(
-            Rollout(
+            make_rollout(
                 sample_id=f"000001/{'left' if i % 2 else 'right'}/{i}",
                 step=1,
                 domain="left" if i % 2 else "right",
@@ -87,8 +88,6 @@ def rollouts(num: int = 16, *, seed: int = 0) -> list[Rollout]:
                 prompt_ids=tuple(torch.randint(4, 70, (4 + i % 5,), generator=rng).tolist()),
                 response_ids=response,
                 behaviour_logprobs=(-1.0,) * len(response),
-                segments=(Segment(length=len(response), trained=True),),
-                truncated=False,
             )
         )
     return made
@@ -123,10 +122,10 @@ def weights(trainer: DeepSpeedTrainer, path: Path) -> dict[str, torch.Tensor]:
 
 
 def stop(*parts: Any) -> None:
-    """Free the actors' memory before the next test starts its own."""
+    """Free the workers' memory before the next test starts its own."""
     for part in parts:
-        for actor in getattr(part, "_workers", None) or part._ranks:
-            cluster.kill([actor])
+        for worker in getattr(part, "_workers", None) or part._ranks:
+            worker.kill()
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
@@ -176,10 +175,10 @@ def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_mode
     gaps = {}
     for cls in (VLLMWorker, WithoutRepair):
         worker = cluster.spawn(cls, options, (EOS,), name=cls.__name__, env=env)
-        cluster.call([worker], "load", [[new]], timeout_s=200)
-        (scored,) = cluster.call([worker], "logprobs", [[PROBE]], timeout_s=200)
+        worker.submit(VLLMWorker.load, new).result(timeout_s=200)
+        scored = worker.submit(VLLMWorker.logprobs, PROBE).result(timeout_s=200)
         gaps[cls.__name__] = mean_gap(scored, truth)
-        cluster.kill([worker])
+        worker.kill()
     assert gaps["VLLMWorker"] < 1e-4
     assert gaps["WithoutRepair"] > 0.02
 
@@ -232,7 +231,7 @@ def test_teachers_score_each_row_with_its_own_expert(tmp_path: Path, make_model_
     targets = pool.score(rows)
     assert targets.rows == len(rows) and len(targets.heads) == 2
     heads = {key: head_tensor(head.handle.fetch()) for key, head in targets.heads.items()}
-    scored = {row.sample_id: row for row in rows_of(targets)}
+    scored = {row.rollout.sample_id: row for row in rows_of(targets)}
     assert targets.num_parts == 2
     assert set(scored) == {r.sample_id for r in rows}
     for rollout in rows:
@@ -407,7 +406,7 @@ def test_every_payload_trains(
     targets = pool.score(rows)
     assert bool(targets.heads) == (payload == "hidden_states")
     if payload == "sampled_logprobs":
-        scored = {row.sample_id: row for row in rows_of(targets)}
+        scored = {row.rollout.sample_id: row for row in rows_of(targets)}
         for rollout in rows:
             (own,) = plain_logprobs(expert, [(*rollout.prompt_ids, *rollout.response_ids)])
             assert scored[rollout.sample_id].answer.teacher_logprobs == pytest.approx(

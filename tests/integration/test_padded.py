@@ -170,9 +170,9 @@ def merged_without_a_padding_id(
     assert [r["step"] for r in found] == list(range(1, steps + 1))
     assert max(max(r["probe_gap"], r["logprob_gap"]) for r in found) < 1e-3
     assert found[-1]["loss"] < 0.9 * found[0]["loss"]
-    logged = [row for part in log.glob("step-*/*.arrow") for row in read_stream(part.read_bytes()).rows]
-    assert {row.step for row in logged} == set(range(1, steps + 1))
-    ids = [token for row in logged for token in row.response_ids]
+    logged = [row for part in log.glob("step-*/worker-*.arrow") for row in read_stream(part.read_bytes()).rows]
+    assert {row.rollout.step for row in logged} == set(range(1, steps + 1))
+    ids = [token for row in logged for token in row.rollout.response_ids]
     assert len(ids) == sum(r["response_tokens"] for r in found)
     assert max(ids) < VOCABULARY
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import sys
@@ -26,12 +27,13 @@ from opd.rollouts.vllm import ENGINE_ENV
 from opd.settings import validate
 from opd.stream.heads import head_tensor
 from opd.stream.schema import TargetRow
-from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from opd.types import Rollout, Teacher, WeightedTeacher
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers.openai import OpenAIScorer
 from tests.conftest import read_rows
+from tests.rows import make_rollout
 from tests.servers import serving
 
 Make = Callable[..., Path]
@@ -48,13 +50,13 @@ def ray() -> Iterator[None]:
 
 
 def rollouts(num: int = 12, *, below: int = VOCABULARY, seed: int = 0) -> list[Rollout]:
-    """Half of domain left, half right; made-up tokens."""
+    """Half of domain left, half right; made-up tokens. In every third an environment wrote all but the ends."""
     rng = torch.Generator().manual_seed(seed)
     made = []
     for i in range(num):
         response = tuple(torch.randint(3, below, (1 + i % 7,), generator=rng).tolist())
         made.append(
-            Rollout(
+            make_rollout(
                 sample_id=f"000001/{'left' if i % 2 else 'right'}/{i}",
                 step=1,
                 domain="left" if i % 2 else "right",
@@ -62,8 +64,7 @@ def rollouts(num: int = 12, *, below: int = VOCABULARY, seed: int = 0) -> list[R
                 prompt_ids=tuple(torch.randint(3, below, (1 + i % 5,), generator=rng).tolist()),
                 response_ids=response,
                 behaviour_logprobs=(-1.0,) * len(response),
-                segments=(Segment(length=len(response), trained=True),),
-                truncated=False,
+                loss_mask=[i % 3 > 0 or place in (0, len(response) - 1) for place in range(len(response))],
             )
         )
     return made
@@ -97,8 +98,7 @@ def start_pool(engine: str, payload: str, left: Path, right: Path, *, dtype: str
 
 def stop(pool: Pool) -> None:
     """Free its memory before the next one starts."""
-    for actor in pool._workers:
-        cluster.kill([actor])
+    pool.stop()
 
 
 def scored(pool: Pool, given: Sequence[Rollout]) -> tuple[list[TargetRow], dict[str, torch.Tensor]]:
@@ -108,10 +108,10 @@ def scored(pool: Pool, given: Sequence[Rollout]) -> tuple[list[TargetRow], dict[
 
 @torch.no_grad()
 def plain(model: Any, row: TargetRow, vocab_size: int = VOCABULARY) -> torch.Tensor:
-    """[R, V] log-probs at the positions before each response token."""
-    ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+    """[N, V] log-probs at the positions before each trained token."""
+    ids = torch.tensor([[*row.rollout.prompt_ids, *row.rollout.response_ids]])
     logits_T_V = model(ids).logits[0, :, :vocab_size]
-    return logits_T_V.log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
+    return logits_T_V.log_softmax(-1)[len(row.rollout.prompt_ids) - 1 : -1][list(row.rollout.trained)]
 
 
 def reference(model_dir: Path) -> Any:
@@ -131,21 +131,21 @@ def mean_gap(
     """Mean |Δ log-prob| over everything that the rows say."""
     gaps = []
     for row in rows:
-        want_R_V = plain(models[row.teacher], row, vocab_size)
+        want_N_V = plain(models[row.teacher], row, vocab_size)
         if isinstance(row.answer, HiddenStates):
             states = torch.frombuffer(bytearray(row.answer.hidden), dtype=getattr(torch, dtype)).view(
                 -1, row.answer.hidden_size
             )
             found = (states.float() @ heads[row.answer.head].float().T).log_softmax(-1)
-            gaps.append((found - want_R_V).abs().flatten())
+            gaps.append((found - want_N_V).abs().flatten())
         elif isinstance(row.answer, TopTokens):
-            ids = torch.tensor(row.answer.topk_ids).view(len(row.response_ids), -1)
+            ids = torch.tensor(row.answer.topk_ids).view(row.rollout.num_trained, -1)
             found = torch.tensor(row.answer.topk_logprobs).view(ids.shape)
             assert ids.shape[1] == TOP_K and all(len(set(r)) == TOP_K for r in ids.tolist())
-            gaps.append((found - want_R_V.gather(1, ids)).abs().flatten())
-            gaps.append((found - want_R_V.topk(TOP_K).values).abs().flatten())
+            gaps.append((found - want_N_V.gather(1, ids)).abs().flatten())
+            gaps.append((found - want_N_V.topk(TOP_K).values).abs().flatten())
         else:
-            want = want_R_V.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
+            want = want_N_V.gather(1, torch.tensor(row.rollout.trained_ids)[:, None])[:, 0]
             gaps.append((torch.tensor(row.answer.teacher_logprobs) - want).abs())
     return float(torch.cat(gaps).mean())
 
@@ -163,7 +163,7 @@ def test_scores_are_those_of_a_plain_forward(
     for turn in range(2):
         given = rollouts(seed=turn)
         rows, heads = scored(pool, given)
-        assert {(r.sample_id, r.teacher) for r in rows} == {(r.sample_id, r.domain) for r in given}
+        assert {(r.rollout.sample_id, r.teacher) for r in rows} == {(r.sample_id, r.domain) for r in given}
         gap = mean_gap(rows, heads, models, dtype=dtype)
         wrong = mean_gap(rows, heads, {"left": models["right"], "right": models["left"]}, dtype=dtype)
         print(f"{engine} {payload} {dtype} turn {turn}: mean |delta| {gap:.2g} nats, of the other teacher {wrong:.2g}")
@@ -205,9 +205,7 @@ def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
     given = rollouts(24, below=75)
     poisoned = (5, 9, 17)
     for i in poisoned:
-        given[i] = Rollout(
-            **{f: getattr(given[i], f) for f in Rollout.__dataclass_fields__ if f != "prompt_ids"}, prompt_ids=(75, 4)
-        )
+        given[i] = dataclasses.replace(given[i], prompt_ids=(75, 4))
     models = {"left": reference(left), "right": reference(right)}
     for _ in range(3):  # what a broken response left in the cache must not reach later ones
         targets = pool.score(given)
@@ -302,7 +300,7 @@ def test_a_server_scores_like_a_plain_forward(
     given, broken = rollouts(40), {}
     teacher = Teacher(name="left", model_dir=model)
     rows = [row for batch in asking(url, payload).score(teacher, given, broken) for row in batch]
-    assert ({r.sample_id for r in rows}, broken) == ({r.sample_id for r in given}, {})
+    assert ({r.rollout.sample_id for r in rows}, broken) == ({r.sample_id for r in given}, {})
     gap = mean_gap(rows, {}, {"left": reference(model)})
     print(f"openai {payload} float32: mean |delta| {gap:.2g} nats")
     assert gap <= 0.01

@@ -30,10 +30,11 @@ from opd.settings import validate
 from opd.stream.heads import head_tensor
 from opd.stream.schema import TargetRow, read_stream
 from opd.stream.targets import TargetStream
-from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from opd.types import Rollout, Teacher, WeightedTeacher
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from tests.conftest import read_rows
+from tests.rows import make_rollout
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
@@ -175,7 +176,7 @@ def undisturbed(file: Path) -> Finished:
 
 
 def logged(directory: Path) -> list[TargetRow]:
-    return [row for part in sorted(directory.glob("*.arrow")) for row in read_stream(part.read_bytes()).rows]
+    return [row for part in sorted(directory.glob("worker-*.arrow")) for row in read_stream(part.read_bytes()).rows]
 
 
 @torch.no_grad()
@@ -187,13 +188,16 @@ def plain_loss(rows: Mapping[str, TargetRow], student: Path, teachers: Mapping[s
     own = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     losses: dict[str, list[float]] = {domain: [] for domain in SHARES}
     for row in rows.values():
-        ids, predicts = torch.tensor([[*row.prompt_ids, *row.response_ids]]), slice(len(row.prompt_ids) - 1, -1)
+        ids, predicts = (
+            torch.tensor([[*row.rollout.prompt_ids, *row.rollout.response_ids]]),
+            slice(len(row.rollout.prompt_ids) - 1, -1),
+        )
         logp_R_V = own(ids).logits[0, predicts].log_softmax(-1)
-        mixed_R = torch.zeros(len(row.response_ids))
-        for name, weight in SHARES[row.domain].items():
+        mixed_R = torch.zeros(len(row.rollout.response_ids))
+        for name, weight in SHARES[row.rollout.domain].items():
             logq_R_V = models[name](ids).logits[0, predicts].log_softmax(-1)
             mixed_R += weight * (logp_R_V.exp() * (logp_R_V - logq_R_V)).sum(-1)
-        losses[row.domain] += mixed_R.tolist()
+        losses[row.rollout.domain] += mixed_R.tolist()
     return losses
 
 
@@ -205,11 +209,11 @@ def test_teachers_of_two_architectures_and_a_domain_that_has_both(undisturbed: F
     assert (undisturbed.root / "model" / "model.safetensors").exists()
 
     rows = logged(file.with_name("first-step"))
-    samples = {row.sample_id: row for row in rows}
+    samples = {row.rollout.sample_id: row for row in rows}
     assert len(samples) == 24
     for sample in samples.values():
-        scored_by = {row.teacher: row.weight for row in rows if row.sample_id == sample.sample_id}
-        assert scored_by == SHARES[sample.domain]
+        scored_by = {row.teacher: row.weight for row in rows if row.rollout.sample_id == sample.rollout.sample_id}
+        assert scored_by == SHARES[sample.rollout.domain]
     assert {row.teacher: row.answer.hidden_size for row in rows} == {"left": 64, "right": 96}
 
     experts = {name: Path(expert["model"]) for name, expert in data["experts"].items()}
@@ -299,10 +303,9 @@ def rollouts(num: int) -> list[Rollout]:
         ids = torch.randint(4, 70, (80 + i % 7,), generator=rng).tolist()
         response = tuple(ids[20:])
         made.append(
-            Rollout(
+            make_rollout(
                 sample_id=f"000001/d{i % 2}/{i}", step=1, domain=f"d{i % 2}", policy_version=0,
                 prompt_ids=tuple(ids[:20]), response_ids=response, behaviour_logprobs=(-1.0,) * len(response),
-                segments=(Segment(length=len(response), trained=True),), truncated=False,
             )
         )  # fmt: skip
     return made
@@ -313,7 +316,8 @@ def contents(targets: TargetStream) -> list[tuple[Any, ...]]:
     rows = read_rows(targets)
     assert len(rows) == targets.rows
     return sorted(
-        (r.sample_id, r.teacher, r.weight, r.answer.head, *r.response_ids, bytes(r.answer.hidden)) for r in rows
+        (r.rollout.sample_id, r.teacher, r.weight, r.answer.head, *r.rollout.response_ids, bytes(r.answer.hidden))
+        for r in rows
     )
 
 

@@ -84,7 +84,7 @@ def packing(model: Any, layout: str, vocab_size: int) -> float:
 
 def scored(root: Path, name: str, given: list[list[int]], vocab_size: int) -> Logprobs:
     """What the product's scorer says of the tokens after the prompt, all sequences in one call."""
-    from opd.types import Rollout, Segment, Teacher
+    from opd.types import Rollout, Teacher
     from teachers.scorers import ScorerOptions
     from teachers.scorers.transformers import TransformersScorer
 
@@ -96,15 +96,8 @@ def scored(root: Path, name: str, given: list[list[int]], vocab_size: int) -> Lo
     )
     adapter = root / "adapter" if name == "adapter" else None
     teacher = Teacher(name=name, model_dir=root / ("student" if adapter else name), adapter_dir=adapter)
-    rollouts = [
-        Rollout(
-            sample_id=str(i), step=1, domain="d", policy_version=0, prompt_ids=tuple(ids[:PROMPT]),
-            response_ids=tuple(ids[PROMPT:]), behaviour_logprobs=(0.0,) * (len(ids) - PROMPT),
-            segments=(Segment(length=len(ids) - PROMPT, trained=True),), truncated=False,
-        )
-        for i, ids in enumerate(given)
-    ]  # fmt: skip
-    rows = {row.sample_id: row for batch in scorer.score(teacher, rollouts, {}) for row in batch}
+    rollouts = [Rollout.to_score(str(i), tuple(ids[:PROMPT]), tuple(ids[PROMPT:]), "d") for i, ids in enumerate(given)]
+    rows = {row.rollout.sample_id: row for batch in scorer.score(teacher, rollouts, {}) for row in batch}
     return [torch.tensor(rows[str(i)].answer.teacher_logprobs) for i in range(len(given))]
 
 

@@ -20,53 +20,86 @@ class InProcess:
     """Stands where Ray stands: workers are plain objects and a call is a call."""
 
     workers: list[Any] = field(default_factory=list)
+    """The objects."""
     replace: Callable[..., Any] | None = None
-    """Makes a worker instead of the class that the product asks for."""
+    """Makes a worker's object instead of the class that the product asks for."""
     killed: list[Any] = field(default_factory=list)
 
-    def spawn(self, cls: type, *args: Any, name: str, env: dict[str, str], gpus: float = 0) -> Any:
-        worker = (self.replace or cls)(*args)
-        self.workers.append(worker)
-        return worker
+    def spawn(self, cls: type, *args: Any, name: str, env: dict[str, str], gpus: float = 0) -> InProcessWorker:
+        made = (self.replace or cls)(*args)
+        self.workers.append(made)
+        return InProcessWorker(made, self.killed)
 
-    def submit(self, actors: Sequence[Any], method: str, argument_lists: Sequence[Sequence[Any]]) -> list[Any]:
-        return [self._answer(a, method, args) for a, args in zip(actors, argument_lists, strict=True)]
+    def wait(self, pending: Sequence[Answered], *, timeout_s: float) -> list[Any]:
+        return [one.result(timeout_s=timeout_s) for one in pending]
 
-    def _answer(self, actor: Any, method: str, args: Sequence[Any]) -> Any:
-        try:
-            return getattr(actor, method)(*args)
-        except cluster.WorkerDied as death:  # whoever waits for the answer gets it
-            return death
-
-    def call(self, actors: Sequence[Any], method: str, argument_lists: Any, *, timeout_s: float) -> list[Any]:
-        return self.wait(actors, self.submit(actors, method, argument_lists), method, timeout_s=timeout_s)
-
-    def wait(self, actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s: float) -> list[Any]:
-        for ref in refs:
-            if isinstance(ref, cluster.WorkerDied):
-                raise ref
-        return list(refs)
-
-    def first(self, actors: Sequence[Any], refs: Sequence[Any], method: str, *, timeout_s: float) -> int:
-        self.wait(actors[:1], refs[:1], method, timeout_s=timeout_s)
+    def first(self, pending: Sequence[Answered], *, timeout_s: float) -> int:
+        pending[0].result(timeout_s=timeout_s)
         return 0
 
-    def kill(self, actors: Sequence[Any]) -> None:
-        self.killed += actors
-
-    def fetch(self, refs: Any) -> Any:
-        return getattr(refs.actor, refs.method)(*refs.args) if isinstance(refs, cluster.Remote) else refs
+    def fetch(self, handle: Any) -> Any:
+        return handle
 
     def put(self, value: Any) -> Any:
         return value
+
+
+@dataclass(eq=False)
+class InProcessWorker:
+    """Stands for `opd.cluster.Worker`."""
+
+    object: Any
+    killed: list[Any] = field(default_factory=list)
+
+    def submit(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Answered:
+        try:
+            return Answered(getattr(self.object, method.__name__)(*args, **kwargs))
+        except cluster.WorkerDied as death:  # whoever waits for the answer gets it
+            if death.worker is self.object:  # which knows no handle to itself
+                death.worker = self  # type: ignore[assignment]
+            return Answered(death)
+
+    def on_demand(self, timeout_s: float, method: Callable[..., Any], *args: Any) -> Later:
+        return Later(self.object, method.__name__, args)
+
+    def node_address(self, *, timeout_s: float) -> str:
+        return str(self.object.node_address())
+
+    def kill(self) -> None:
+        self.killed.append(self.object)
+
+
+@dataclass(eq=False)
+class Answered:
+    """Stands for `opd.cluster.Pending`: the answer, or the death of who should give it."""
+
+    handle: Any
+
+    def result(self, *, timeout_s: float) -> Any:
+        if isinstance(self.handle, cluster.WorkerDied):
+            raise self.handle
+        return self.handle
+
+
+@dataclass
+class Later:
+    """Stands for `opd.cluster.Remote`."""
+
+    object: Any
+    method: str
+    args: tuple[Any, ...]
+
+    def fetch(self) -> Any:
+        return getattr(self.object, self.method)(*self.args)
 
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> InProcess:
     """Workers run in this process until the test ends."""
     fake = InProcess()
-    for name in ("spawn", "submit", "call", "wait", "first", "fetch", "put", "kill"):
+    for name in ("spawn", "wait", "first", "fetch", "put"):
         monkeypatch.setattr(cluster, name, getattr(fake, name))
+    monkeypatch.setattr("opd.cluster.objects.fetch", fake.fetch)
     return fake
 
 

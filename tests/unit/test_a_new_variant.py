@@ -21,24 +21,25 @@ from torch import Tensor
 from opd.config import PipelineConfig
 from opd.config.objectives import ObjectiveConfig
 from opd.errors import ConfigError
+from opd.interfaces import ScoredRow
 from opd.losses import OBJECTIVES
 from opd.losses.blocks import Block, Given
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 from opd.losses.rule import IDENTITY, LogitRule
 from opd.payloads import PAYLOADS, answer_class
-from opd.payloads.answer import Answer, Columns, Said, ScoredRow
+from opd.payloads.answer import Answer, Columns, Said
 from opd.settings import validate
-from opd.stream.schema import StreamError, read_stream
+from opd.stream.schema import StreamError, TargetRow, read_stream
 from opd.stream.targets import Asked, Expected, TargetStream
 from opd.train import rank
 from opd.train.rank import RankWork
 from opd.train.student import Student
-from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from opd.types import Rollout, Teacher, WeightedTeacher
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from teachers.scorers import SCORERS, ScorerOptions
-from teachers.scorers.rows import target_row
 from teachers.worker import TeacherWorker
+from tests.rows import make_rollout
 
 VOCABULARY = 76
 
@@ -142,8 +143,8 @@ class NextLetter:
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[Any]]:
         for rollout in rollouts:
-            ids = [(token + 1) % self._vocab_size for token in rollout.response_ids]
-            yield [target_row(rollout, teacher, Greedy(ids))]
+            ids = [(token + 1) % self._vocab_size for token in rollout.trained_ids]
+            yield [TargetRow(rollout=rollout, teacher=teacher.name, answer=Greedy(ids))]
 
     def prefetch(self, teacher: Teacher) -> None: ...
 
@@ -186,10 +187,9 @@ PIPELINE: dict[str, Any] = {
 
 
 def rollout(name: str, *response: int) -> Rollout:
-    return Rollout(
+    return make_rollout(
         sample_id=name, step=1, domain="d", policy_version=0, prompt_ids=(1, 2), response_ids=response,
-        behaviour_logprobs=(-1.0,) * len(response), segments=(Segment(length=len(response), trained=True),),
-        truncated=False,
+        behaviour_logprobs=(-1.0,) * len(response),
     )  # fmt: skip
 
 
@@ -283,7 +283,7 @@ def test_a_shipped_scorer_and_the_pool_give_the_new_payload(
     pool = Pool(spec, {"d": [WeightedTeacher(teacher=teacher, weight=1.0)]})
     pool.wait_ready()
     targets = pool.score(ROLLOUTS)
-    rows = {row.sample_id: row for row in rows_of(targets)}
+    rows = {row.rollout.sample_id: row for row in rows_of(targets)}
     assert dict(targets.heads) == {}
     lm = AutoModelForCausalLM.from_pretrained(expert_dirs["rev"], dtype=torch.float32)
     for each in ROLLOUTS:

@@ -31,6 +31,7 @@ from cli import app
 from experts.registry import Registry
 from opd import checkpoints, cluster
 from opd.checkpoints import CheckpointStore
+from opd.cluster.watching import Watch
 from opd.config.sections import CheckpointConfig
 from opd.errors import ModelError, RegistryError, RunDirError, RunError, StorageError
 from opd.files import blake3_file, storing
@@ -44,11 +45,12 @@ from opd.step_record import StepRecord
 from opd.stream.heads import HeadSource
 from opd.stream.targets import refuse_many_broken
 from opd.sync.shared_memory import SharedMemorySync
-from opd.types import DomainStats, Prompt, Rollout, Segment, Teacher, WrittenFile
+from opd.types import DomainStats, Prompt, Rollout, Teacher, WrittenFile
 from pipelines.check.measure import template_findings
 from pipelines.inputs.read import Inputs
 from pipelines.merging.directory import locked
 from pipelines.specs import pool_spec, rollout_spec, trainer_spec
+from tests.rows import make_rollout
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "bad_inputs.md"
@@ -161,10 +163,9 @@ def bench(
 
 
 def rollout(i: int = 0, response: Sequence[int] = (5, 6, 2), domain: str = "reverse") -> Rollout:
-    segments = (Segment(length=len(response), trained=True),) if response else ()
-    return Rollout(
+    return make_rollout(
         sample_id=f"000001/{domain}/{i}", step=1, domain=domain, policy_version=0, prompt_ids=(4, 5),
-        response_ids=tuple(response), behaviour_logprobs=(-1.0,) * len(response), segments=segments, truncated=False,
+        response_ids=tuple(response), behaviour_logprobs=(-1.0,) * len(response),
     )  # fmt: skip
 
 
@@ -455,7 +456,7 @@ def broken_states(b: Bench) -> None:
     batches = scorer("hidden_states").score(
         Teacher(name="up", model_dir=b.root / "up"), [rollout(0), rollout(1, (9, 5, 6))], broken
     )
-    assert [row.sample_id for rows in batches for row in rows] == ["000001/reverse/0"]
+    assert [row.rollout.sample_id for rows in batches for row in rows] == ["000001/reverse/0"]
     assert broken == {"000001/reverse/1": "teacher up: hidden states are not finite"}
     refuse_many_broken(broken, 1000, 0.001)
     with pytest.raises(RunError, match=r"2 of 1000 .*000001/reverse/1.*teachers\.max_quarantined is 0\.001"):
@@ -566,7 +567,7 @@ def engine(b: Bench, **rollout_settings: Any) -> tuple[VLLMRolloutEngine, list[A
         def generate(self, requests: Sequence[Any]) -> list[Generated]:
             asked.extend(requests)
             return [
-                Generated(token_ids=(5,) * r.max_tokens, logprobs=(-1.0,) * r.max_tokens, truncated=True)
+                Generated(token_ids=(5,) * r.max_tokens, logprobs=(-1.0,) * r.max_tokens, stop_reason="length")
                 for r in requests
             ]
 
@@ -893,14 +894,15 @@ def dead_or_hung_worker(b: Bench) -> None:
 
 
 def hung_worker(b: Bench) -> None:
-    b.patch.undo()  # the real `wait`, with a Ray whose answer never comes
+    b.patch.undo()  # the real waiting, with a Ray whose answer never comes
     import ray
 
     no_node = SimpleNamespace(worker=SimpleNamespace(_global_node=None))
     silent = SimpleNamespace(wait=lambda refs, **_: ([], list(refs)), exceptions=ray.exceptions, _private=no_node)
     b.patch.setitem(sys.modules, "ray", silent)
     with pytest.raises(RunError, match=r"rollout worker 0: `generate` took longer than 0 s \(cluster\.phase_timeout_s"):
-        cluster.wait([SimpleNamespace(_opd_name="rollout worker 0")], ["ref"], "generate", timeout_s=0.01)
+        worker = SimpleNamespace(name="rollout worker 0", watch=Watch())
+        cluster.Pending(worker, "generate", "handle").result(timeout_s=0.01)  # type: ignore[arg-type]
 
 
 def dead_and_hung_workers(b: Bench) -> None:

@@ -14,11 +14,6 @@ from tests.unit.sources import ROOT, files, tree
 
 MAX_FUNCTION, MAX_FILE, MAX_PARAMETERS = 40, 400, 6
 
-# What is still too large, and why. The list may only shrink: an entry that has become small enough fails a test.
-EXCEPTIONS = {
-    "opd/cluster.py": "item 9 of issue 16 makes it a package",
-}
-
 
 def functions(node: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Every function with its name, that of a method after its class."""
@@ -58,11 +53,7 @@ def too_large() -> dict[str, str]:
 
 
 def test_nothing_is_too_large() -> None:
-    assert {place: why for place, why in too_large().items() if place not in EXCEPTIONS} == {}
-
-
-def test_the_exceptions_are_needed() -> None:
-    assert set(EXCEPTIONS) - set(too_large()) == set(), "small enough now: take it off the list"
+    assert too_large() == {}
 
 
 def test_functions_are_counted_as_the_law_says() -> None:

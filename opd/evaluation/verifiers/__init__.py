@@ -12,7 +12,7 @@ from opd.evaluation.verifiers.numeric import Numeric
 from opd.evaluation.verifiers.python import Python
 from opd.evaluation.verifiers.reasoning_gym import ReasoningGym
 from opd.evaluation.verifiers.regex import Regex
-from opd.evaluation.verifiers.verifier import Verifier
+from opd.interfaces import Verifier
 
 VERIFIERS: dict[str, Callable[..., Verifier]] = {
     "exact_match": ExactMatch,

@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class MultipleChoice:
-    """Compares letters; `choices` are those that there are."""
+    """Compares letters; `choices` are the letters that count."""
 
     choices: str = "ABCD"
 

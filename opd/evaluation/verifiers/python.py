@@ -1,4 +1,4 @@
-"""A function of the user's: imported before any compute, called once for each answer.
+"""A verifier that the user wrote: a function, imported before any compute and called once for each answer.
 
 It runs in the driver with all the driver may do: a pipeline that names a function is to be trusted like a program.
 """

@@ -1,4 +1,4 @@
-"""reasoning-gym's own scorers, as far as they run nothing."""
+"""reasoning-gym's own scorers, except those that would run an answer as code."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TASKS = frozenset(
         *("word_sequence_reversal", "word_sorting"),
     }
 )
-"""Those whose scoring function was read and runs nothing. Others hand a model's answer, or the prompts file's, to
-Python's `eval`."""
+"""Task families whose scoring function we read: it runs no code. Other families hand a model's answer, or the prompts
+file's, to Python's `eval`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a regular expression finds in the text: its last match, and of that the first group if it has one."""
+"""The last match of a regular expression in the text, or the first group of that match if there is one."""
 
 from __future__ import annotations
 

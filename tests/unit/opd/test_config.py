@@ -145,6 +145,9 @@ def test_too_few_samples_for_the_domains() -> None:
         ({"kind": "jsd", "beta": -0.1}, "beta", "-0.1"),
         ({"kind": "jsd", "beta": 1.1}, "beta", "1.1"),
         ({"kind": "jsd", "beta": float("nan")}, "beta", "nan"),
+        ({"kind": "adaptive_kl", "bound": 0}, "bound", "0"),
+        ({"kind": "adaptive_kl", "bound": 1.1}, "bound", "1.1"),
+        ({"kind": "adaptive_kl", "bound": float("nan")}, "bound", "nan"),
         ({"kind": "skew", "alpha": 0}, "alpha", "0"),
         ({"kind": "skew", "alpha": 1}, "alpha", "1"),
         ({"kind": "skew", "alpha": -3}, "alpha", "-3"),
@@ -173,7 +176,7 @@ def test_an_option_that_an_objective_cannot_take_is_refused(objective: Any, key:
 def test_an_unknown_objective_is_refused_with_the_known_ones(kind: Any) -> None:
     message = refusal(changed("objective", {"kind": kind}))
     assert message.startswith("p.yaml: objective")
-    assert "reverse_kl, forward_kl, jsd, skew, sampled, top_k" in message
+    assert "reverse_kl, forward_kl, adaptive_kl, jsd, skew, sampled, top_k" in message
 
 
 @pytest.mark.parametrize("value", [0, -1, -0.5, float("nan"), float("inf"), "much"])
@@ -184,12 +187,12 @@ def test_a_loss_weight_that_is_no_weight_is_refused(value: Any) -> None:
 
 
 FITTING = {
-    (kind, "hidden_states") for kind in ("reverse_kl", "forward_kl", "jsd", "skew", "sampled")
+    (kind, "hidden_states") for kind in ("reverse_kl", "forward_kl", "adaptive_kl", "jsd", "skew", "sampled")
 } | {("sampled", "sampled_logprobs"), ("top_k", "top_k")}  # fmt: skip
 
 
 @pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs", "top_k"])
-@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd", "skew", "sampled", "top_k"])
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "adaptive_kl", "jsd", "skew", "sampled", "top_k"])
 def test_a_payload_that_does_not_hold_what_the_objective_needs_is_refused(kind: str, payload: str) -> None:
     data = changed("objective", {"kind": kind}) | {"teachers": {"payload": payload}}
     if (kind, payload) in FITTING:

@@ -23,9 +23,9 @@ from opd.types import (
     Rollout,
     RolloutBatch,
     SavedCheckpoint,
-    Segment,
     StepReport,
 )
+from tests.rows import make_rollout
 
 PROMPTS = [Prompt(id=f"{d}/0", domain=d, token_ids=(1, 2)) for d in ("a", "b")]
 
@@ -85,9 +85,9 @@ class Events:
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         assert list(prompts) == PROMPTS
         self.seen.append(f"generate {step} v{policy_version}")
-        rollout = Rollout(
+        rollout = make_rollout(
             sample_id=f"{step:06d}/a/0", step=step, domain="a", policy_version=policy_version, prompt_ids=(1, 2),
-            response_ids=(3, 4, 5), behaviour_logprobs=(0.0,) * 3, segments=(Segment(length=3, trained=True),),
+            response_ids=(3, 4, 5), behaviour_logprobs=(0.0,) * 3,
             truncated=True,
         )  # fmt: skip
         other = replace(rollout, sample_id=f"{step:06d}/a/1")

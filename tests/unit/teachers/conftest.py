@@ -13,16 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opd.types import Rollout, Segment, Teacher
+from opd.types import Rollout, Teacher
+from tests.rows import make_rollout
 
 
 def rollout(i: int, domain: str = "reverse", prompt: int = 4, response: int = 5) -> Rollout:
     """Tokens that `i` decides."""
     rng = random.Random(i)
-    return Rollout(
+    return make_rollout(
         sample_id=f"000001/{domain}/{i}", step=1, domain=domain, policy_version=0,
         prompt_ids=tuple(rng.choices(range(76), k=prompt)), response_ids=tuple(rng.choices(range(76), k=response)),
-        behaviour_logprobs=(-1.0,) * response, segments=(Segment(length=response, trained=True),), truncated=False,
+        behaviour_logprobs=(-1.0,) * response,
     )  # fmt: skip
 
 
@@ -39,9 +40,9 @@ def _check_rows(rows: Sequence[Any], heads: dict[str, torch.Tensor], dirs: dict[
 
     models = {n: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for n, path in dirs.items()}
     for row in rows:
-        ids = [*row.prompt_ids, *row.response_ids]
+        ids = [*row.rollout.prompt_ids, *row.rollout.response_ids]
         logits = models[row.teacher](input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-        want = logits.log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
+        want = logits.log_softmax(-1)[len(row.rollout.prompt_ids) - 1 : -1][list(row.rollout.trained)]
         states = torch.frombuffer(bytearray(row.answer.hidden), dtype=torch.float32).view(-1, row.answer.hidden_size)
         found = (states @ heads[row.answer.head].T).log_softmax(-1)
         torch.testing.assert_close(found, want, rtol=0, atol=1e-5)

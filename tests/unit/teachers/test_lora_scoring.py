@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opd.errors import RunError
-from opd.types import Rollout, Segment, Teacher
+from opd.types import Rollout, Teacher
 from teachers.pool import share_out
 from teachers.scorers import ScorerOptions
 from teachers.scorers.transformers import TransformersScorer
 from teachers.worker import Group
+from tests.rows import make_rollout
 
 VOCABULARY = 76
 
@@ -33,10 +34,9 @@ def rollouts(num: int = 6) -> list[Rollout]:
     for i in range(num):
         prompt, response = (tuple(rng.choices(range(VOCABULARY), k=k)) for k in (1 + 3 * i, 2 + i))
         made.append(
-            Rollout(
+            make_rollout(
                 sample_id=f"000001/d/{i}", step=1, domain="d", policy_version=0, prompt_ids=prompt, response_ids=response,
-                behaviour_logprobs=(-1.0,) * len(response), segments=(Segment(length=len(response), trained=True),),
-                truncated=False,
+                behaviour_logprobs=(-1.0,) * len(response),
             )
         )  # fmt: skip
     return made
@@ -49,7 +49,7 @@ def found(scoring: TransformersScorer, teacher: Teacher) -> dict[str, torch.Tens
     rows = [row for batch in scoring.score(teacher, rollouts(), {}) for row in batch]
     assert {row.answer.head for row in rows} == {scoring.head_key(teacher)}
     states = {
-        r.sample_id: torch.frombuffer(bytearray(r.answer.hidden), dtype=dtype).view(-1, r.answer.hidden_size)
+        r.rollout.sample_id: torch.frombuffer(bytearray(r.answer.hidden), dtype=dtype).view(-1, r.answer.hidden_size)
         for r in rows
     }
     return {i: (hidden.float() @ head.T).log_softmax(-1) for i, hidden in states.items()}
@@ -120,7 +120,7 @@ def test_other_payloads_carry_the_adapters_log_probs_too(experts: dict[str, tupl
     for teacher, path in experts.values():
         want = plain(path)
         for row in (row for batch in scoring.score(teacher, rollouts(), {}) for row in batch):
-            sampled = want[row.sample_id].gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
+            sampled = want[row.rollout.sample_id].gather(1, torch.tensor(row.rollout.response_ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(row.answer.teacher_logprobs), sampled, rtol=0, atol=1e-5)
 
 

@@ -35,7 +35,7 @@ def test_a_mixture_scores_as_plain_transformers(
         scoring.prefetch(teacher)
         given = [rollout(i, prompt=3, response=4 + i) for i in range(3)]
         # One by one: here it is about weights, not about packing.
-        rows = {r.sample_id: r for one in given for batch in scoring.score(teacher, [one], {}) for r in batch}
+        rows = {r.rollout.sample_id: r for one in given for batch in scoring.score(teacher, [one], {}) for r in batch}
         attention = "eager" if family == "gpt_oss" else "sdpa"
         model = AutoModelForCausalLM.from_pretrained(teacher.model_dir, attn_implementation=attention).eval()
         for each in given:

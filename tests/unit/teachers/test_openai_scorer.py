@@ -19,12 +19,13 @@ from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.losses.rule import IDENTITY
 from opd.stream.schema import TargetRow
-from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from opd.types import Rollout, Teacher, WeightedTeacher
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers import openai as product
 from teachers.scorers.openai import OpenAIScorer
+from tests.rows import make_rollout, spans_of
 
 VOCABULARY = 76
 KEY_ENV = "OPD_TEST_KEY"
@@ -137,10 +138,10 @@ def scorer(served: Served, payload: str = "sampled_logprobs", **changes: Any) ->
 
 def rollout(i: int, prompt: int = 3, response: int = 4) -> Rollout:
     rng = random.Random(i)
-    return Rollout(
+    return make_rollout(
         sample_id=f"000001/reverse/{i}", step=1, domain="reverse", policy_version=0,
         prompt_ids=tuple(rng.choices(range(76), k=prompt)), response_ids=tuple(rng.choices(range(76), k=response)),
-        behaviour_logprobs=(-1.0,) * response, segments=(Segment(length=response, trained=True),), truncated=False,
+        behaviour_logprobs=(-1.0,) * response,
     )  # fmt: skip
 
 
@@ -155,16 +156,35 @@ def truth(given: Rollout) -> list[list[float]]:
     return [log_probs(ids[:t]) for t in range(len(given.prompt_ids), len(ids))]
 
 
+@pytest.mark.parametrize("payload", ["sampled_logprobs", "top_k"])
+def test_only_trained_tokens_are_answered(payload: str, served: Served, teacher: Teacher) -> None:
+    whole = rollout(1, response=6)
+    part = dataclasses.replace(whole, sample_id="part", spans=spans_of((True, False, False, True, True, False)))
+    none = dataclasses.replace(whole, sample_id="none", spans=spans_of((False,) * 6))
+    rows, broken = score(scorer(served, payload), teacher, [whole, part, none])
+    said = {row.rollout.sample_id: row.answer for row in rows}
+    columns = {row: [list(getattr(said[row], name)) for name, _ in said[row].ROW] for row in said}
+    for all_of_them, some, no in zip(columns[whole.sample_id], columns["part"], columns["none"], strict=True):
+        k = len(all_of_them) // 6
+        assert some == [all_of_them[place * k + i] for place in (0, 3, 4) for i in range(k)]
+        assert no == []
+    assert broken == {}
+
+
 def test_sampled_log_probs_are_the_servers_own(served: Served, teacher: Teacher) -> None:
     given = {r.sample_id: r for r in (rollout(i, prompt=1 + i % 4, response=i % 6) for i in range(40))}
     served.delay_s = 0.1
     rows, broken = score(scorer(served), teacher, list(given.values()))
-    assert ({r.sample_id for r in rows}, broken) == (set(given), {})
+    assert ({r.rollout.sample_id for r in rows}, broken) == (set(given), {})
     for row in rows:
-        own = given[row.sample_id]
+        own = given[row.rollout.sample_id]
         want = [logq[token] for logq, token in zip(truth(own), own.response_ids, strict=True)]
         assert list(row.answer.teacher_logprobs) == pytest.approx(want)
-        assert (row.prompt_ids, row.response_ids, row.answer.head_key()) == (own.prompt_ids, own.response_ids, "")
+        assert (row.rollout.prompt_ids, row.rollout.response_ids, row.answer.head_key()) == (
+            own.prompt_ids,
+            own.response_ids,
+            "",
+        )
     assert 1 < served.most_busy <= product.IN_FLIGHT
     assert all((q["max_tokens"], q["temperature"]) == (1, 0.0) for q in served.requests)
 
@@ -265,7 +285,7 @@ def test_log_probs_that_are_not_finite_leave_one_response_out(
     served.spoil = spoil
     rows, broken = score(scorer(served), teacher, given)
     assert broken == {given[2].sample_id: "teacher rev: log-probs are not finite"}
-    assert {r.sample_id for r in rows} == {r.sample_id for r in given} - set(broken)
+    assert {r.rollout.sample_id for r in rows} == {r.sample_id for r in given} - set(broken)
 
 
 def test_a_position_that_is_null_leaves_the_response_out(served: Served, teacher: Teacher) -> None:

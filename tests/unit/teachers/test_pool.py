@@ -69,7 +69,7 @@ def test_every_rollout_goes_to_the_teacher_of_its_domain(
     rollouts = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]
     targets = pool(teachers, workers).score(rollouts)
     rows = read_rows(targets)
-    assert {r.sample_id: r.teacher for r in rows} == {
+    assert {r.rollout.sample_id: r.teacher for r in rows} == {
         r.sample_id: {"upper": "up", "reverse": "rev"}[r.domain] for r in rollouts
     }
     assert targets.rows == len(rows) == 8
@@ -116,7 +116,7 @@ def test_one_response_that_cannot_be_scored_is_left_out(
     targets = scoring.score(rollouts)
     rows = read_rows(targets)
     assert targets.quarantined == {rollouts[0].sample_id: "teacher bad: hidden states are not finite"}
-    assert {r.sample_id for r in rows} == {r.sample_id for r in rollouts[1:]}
+    assert {r.rollout.sample_id for r in rows} == {r.sample_id for r in rollouts[1:]}
     assert targets.rows == 3
     again = scoring.score(rollouts[1:])
     again.collect()
@@ -213,7 +213,7 @@ def mortal(in_process: Any, dies_in: dict[int, str]) -> list[Mortal]:
 
 
 def contents(targets: TargetStream) -> list[tuple[str, str, bytes]]:
-    return sorted((row.sample_id, row.teacher, bytes(row.answer.hidden)) for row in read_rows(targets))
+    return sorted((row.rollout.sample_id, row.teacher, bytes(row.answer.hidden)) for row in read_rows(targets))
 
 
 ROLLOUTS = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]

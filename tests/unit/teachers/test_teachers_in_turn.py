@@ -11,18 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from opd.types import Rollout, Segment, Teacher
+from opd.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
 from teachers.worker import Group, TeacherWorker
+from tests.rows import make_rollout
 
 
 def rollouts(domain: str) -> tuple[Rollout, ...]:
     rng = random.Random(domain)
     return tuple(
-        Rollout(
+        make_rollout(
             sample_id=f"000001/{domain}/{i}", step=1, domain=domain, policy_version=0,
             prompt_ids=tuple(rng.choices(range(76), k=4)), response_ids=tuple(rng.choices(range(76), k=3 + i)),
-            behaviour_logprobs=(-1.0,) * (3 + i), segments=(Segment(length=3 + i, trained=True),), truncated=False,
+            behaviour_logprobs=(-1.0,) * (3 + i),
         )
         for i in range(4)
     )  # fmt: skip

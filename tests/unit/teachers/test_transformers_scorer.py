@@ -41,7 +41,7 @@ def test_states_and_head_give_the_teachers_log_probs(
         for domain, teacher in teachers.items():
             rollouts = [rollout(10 * turn + i, domain, prompt=1 + 3 * i, response=1 + i) for i in range(6)]
             scored = [row for batch in scoring.score(teacher, rollouts, {}) for row in batch]
-            assert {r.sample_id for r in scored} == {r.sample_id for r in rollouts}
+            assert {r.rollout.sample_id for r in scored} == {r.sample_id for r in rollouts}
             rows += scored
             heads[scoring.head_key(teacher)] = scoring.head(teacher)
     assert {r.teacher for r in rows} == {"rev", "up"}
@@ -52,9 +52,7 @@ def test_states_and_head_give_the_teachers_log_probs(
 def test_a_row_carries_its_rollout(teachers: dict[str, Teacher]) -> None:
     given = rollout(3)
     ((row,),) = scorer().score(teachers["reverse"], [given], {})
-    for name in ("sample_id", "step", "domain", "policy_version", "prompt_ids", "response_ids", "behaviour_logprobs"):
-        assert getattr(row, name) == getattr(given, name)
-    assert (row.teacher, row.loss_mask, row.answer.hidden_size) == ("rev", given.loss_mask, 64)
+    assert (row.rollout, row.teacher, row.answer.hidden_size) == (given, "rev", 64)
 
 
 def test_equal_heads_have_one_key(teachers: dict[str, Teacher], tmp_path: Path) -> None:
@@ -77,7 +75,7 @@ def test_responses_whose_states_are_not_finite_are_left_out_and_named(
     assert broken == {r.sample_id: "teacher bad: hidden states are not finite" for r in rollouts}
     other: dict[str, str] = {}
     rows = [row for batch in scoring.score(teachers["upper"], rollouts, other) for row in batch]
-    assert ({r.sample_id for r in rows}, other) == ({r.sample_id for r in rollouts}, {})
+    assert ({r.rollout.sample_id for r in rows}, other) == ({r.sample_id for r in rollouts}, {})
 
 
 def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
@@ -86,13 +84,15 @@ def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
     # Packed side by side: a masked neighbour's NaN would still come through, as 0 * NaN.
     scoring, broken = scorer(vocab_size=VOCABULARY), {}
     bad = damaged(teachers["reverse"], tmp_path, "model.embed_tokens.weight", 70, tie=False)
-    rollouts = [dataclasses.replace(rollout(i), prompt_ids=(5 + i, 6), response_ids=(7, 8, 9)) for i in range(5)]
+    rollouts = [
+        dataclasses.replace(rollout(i, response=3), prompt_ids=(5 + i, 6), response_ids=(7, 8, 9)) for i in range(5)
+    ]
     rollouts[2] = dataclasses.replace(rollouts[2], prompt_ids=(70, 6))
     rows = [row for batch in scoring.score(bad, rollouts, broken) for row in batch]
     assert list(broken) == [rollouts[2].sample_id]
-    assert {r.sample_id for r in rows} == {r.sample_id for r in rollouts} - set(broken)
+    assert {r.rollout.sample_id for r in rows} == {r.sample_id for r in rollouts} - set(broken)
     again = [row for batch in scoring.score(bad, [rollouts[3]], {}) for row in batch]
-    (same,) = (r for r in rows if r.sample_id == rollouts[3].sample_id)
+    (same,) = (r for r in rows if r.rollout.sample_id == rollouts[3].sample_id)
     states = [torch.frombuffer(bytearray(r.answer.hidden), dtype=torch.float32) for r in (same, again[0])]
     torch.testing.assert_close(*states, rtol=0, atol=1e-5)
 
@@ -114,11 +114,11 @@ def test_a_head_that_is_not_finite_stops_the_run(
 def plain_log_probs(path: Path, row: Any) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    ids = [*row.prompt_ids, *row.response_ids]
+    ids = [*row.rollout.prompt_ids, *row.rollout.response_ids]
     # Eager: torch's kernel leaves Gemma 2's bound on attention scores out.
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    return logits.log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
+    return logits.log_softmax(-1)[len(row.rollout.prompt_ids) - 1 : -1]
 
 
 def test_sampled_log_probs_are_those_of_a_plain_forward(
@@ -128,7 +128,9 @@ def test_sampled_log_probs_are_those_of_a_plain_forward(
     for domain, teacher in teachers.items():
         rollouts = [rollout(i, domain, prompt=1 + 3 * i, response=1 + i) for i in range(5)]
         for row in (row for batch in scoring.score(teacher, rollouts, {}) for row in batch):
-            want = plain_log_probs(expert_dirs[teacher.name], row)[range(len(row.response_ids)), list(row.response_ids)]
+            want = plain_log_probs(expert_dirs[teacher.name], row)[
+                range(len(row.rollout.response_ids)), list(row.rollout.response_ids)
+            ]
             torch.testing.assert_close(torch.tensor(row.answer.teacher_logprobs), want, rtol=0, atol=1e-5)
             assert type(row.answer) is SampledLogprobs
 
@@ -140,7 +142,7 @@ def test_top_k_is_that_of_a_plain_forward(k: int, teachers: dict[str, Teacher], 
     rows = [row for batch in scorer(payload="top_k", top_k=k).score(teacher, rollouts, {}) for row in batch]
     for row in rows:
         want = plain_log_probs(expert_dirs["up"], row).topk(min(k, VOCABULARY))
-        found = torch.tensor(row.answer.topk_logprobs).view(len(row.response_ids), -1)
+        found = torch.tensor(row.answer.topk_logprobs).view(len(row.rollout.response_ids), -1)
         torch.testing.assert_close(found, want.values, rtol=0, atol=1e-5)
         assert row.answer.topk_ids == want.indices.flatten().tolist()
         assert type(row.answer) is TopTokens
@@ -150,7 +152,7 @@ def test_top_k_is_that_of_a_plain_forward(k: int, teachers: dict[str, Teacher], 
 def test_rows_of_the_head_beyond_the_vocabulary_are_padding(
     teachers: dict[str, Teacher], expert_dirs: dict[str, Path]
 ) -> None:
-    small = dataclasses.replace(rollout(0), prompt_ids=(1, 2), response_ids=(3, 4, 5))
+    small = dataclasses.replace(rollout(0, response=3), prompt_ids=(1, 2), response_ids=(3, 4, 5))
     ((row,),) = scorer(payload="top_k", top_k=100, vocab_size=60).score(teachers["reverse"], [small], {})
     want = plain_log_probs(expert_dirs["rev"], row)[:, :60].log_softmax(-1)
     assert sorted(set(row.answer.topk_ids)) == list(range(60))
@@ -192,7 +194,7 @@ def test_scaled_and_capped_logits_are_those_of_transformers(kind: str, payload: 
     scoring = scorer(payload=payload)
     ((row,),) = scoring.score(teacher, [rollout(1)], {})
     want = plain_log_probs(teacher.model_dir, row)
-    picked = want[range(5), list(row.response_ids)]
+    picked = want[range(5), list(row.rollout.response_ids)]
     if payload == "sampled_logprobs":
         torch.testing.assert_close(torch.tensor(row.answer.teacher_logprobs), picked, rtol=0, atol=1e-4)
         return

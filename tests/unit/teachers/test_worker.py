@@ -12,10 +12,11 @@ import torch
 
 from opd.stream import schema
 from opd.stream.schema import PartRecord, Stream, read_stream
-from opd.types import Rollout, Segment, Teacher
+from opd.types import Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers import transformers as transformers_scorer
 from teachers.worker import Group, TeacherWorker
+from tests.rows import make_rollout
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,9 @@ def worker(memory_bytes: int = 1 << 30) -> TeacherWorker:
 
 def group(teacher: Teacher, weight: float = 1.0, *, num: int = 3) -> Group:
     rollouts = [
-        Rollout(
+        make_rollout(
             sample_id=f"{i}", step=1, domain="d", policy_version=0, prompt_ids=(4 + i, 5), response_ids=(6, 7, 8 + i),
-            behaviour_logprobs=(-1.0,) * 3, segments=(Segment(length=3, trained=True),), truncated=False,
+            behaviour_logprobs=(-1.0,) * 3,
         )
         for i in range(num)
     ]  # fmt: skip
@@ -63,8 +64,8 @@ def plain_states(teacher: Teacher, row: Any) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(teacher.model_dir, dtype=torch.float32)
-    ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, len(row.prompt_ids) - 1 : -1]
+    ids = torch.tensor([[*row.rollout.prompt_ids, *row.rollout.response_ids]])
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, len(row.rollout.prompt_ids) - 1 : -1]
 
 
 def test_a_teacher_read_ahead_does_not_push_out_the_one_in_use(teachers: dict[str, Teacher]) -> None:
@@ -79,7 +80,7 @@ def test_rows_carry_their_teachers_share(teachers: dict[str, Teacher]) -> None:
     (stream,) = streams(worker(), groups)
     rows = stream.rows
     assert {(r.teacher, r.weight) for r in rows} == {("rev", 0.25), ("wide", 0.75), ("up", 1.0)}
-    assert sorted(r.sample_id for r in rows) == sorted(["0", "1", "2"] * 3)
+    assert sorted(r.rollout.sample_id for r in rows) == sorted(["0", "1", "2"] * 3)
     for row in rows:
         states = torch.frombuffer(bytearray(row.answer.hidden), dtype=torch.float32).view(-1, row.answer.hidden_size)
         torch.testing.assert_close(states, plain_states(teachers[row.teacher], row), rtol=0, atol=1e-5)
@@ -155,9 +156,13 @@ def test_what_is_broken_is_said_once(
 
 
 def live_bytes() -> int:
-    """Of all tensors that anything still holds, memory that several share counted once."""
+    """Bytes of all tensors that anything still holds, memory that several share counted once.
+
+    A test that compiled something in this process leaves tensors without memory behind, of a class of torch's own.
+    """
     gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu"]
+    real = (torch.Tensor, torch.nn.Parameter)
+    tensors = [t for t in gc.get_objects() if type(t) in real and t.device.type == "cpu"]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

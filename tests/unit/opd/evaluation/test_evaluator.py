@@ -20,8 +20,8 @@ from opd.evaluation.evaluator import (
     measure_experts,
 )
 from opd.evaluation.scores import Evaluation
-from opd.evaluation.verifiers import Verifier
 from opd.evaluation.verifiers.exact import ExactMatch, LastLine
+from opd.interfaces import Verifier
 from opd.types import Completion, Prompt, Teacher
 
 

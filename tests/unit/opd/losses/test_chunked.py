@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opd.losses import chunked
+from opd.losses.adaptive_kl import AdaptiveKL
 from opd.losses.chunked import _rounded_in_place
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
@@ -77,7 +78,7 @@ def measured(
     return memory
 
 
-OBJECTIVES = [ReverseKL(), ForwardKL(), JSD(), Skew(), Sampled(), TopK(k=4)]
+OBJECTIVES = [ReverseKL(), ForwardKL(), AdaptiveKL(), JSD(), Skew(), Sampled(), TopK(k=4)]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)

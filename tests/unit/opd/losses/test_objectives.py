@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from opd.config.objectives import objective_config
+from opd.interfaces import Objective
 from opd.losses import OBJECTIVES, chunked
+from opd.losses.adaptive_kl import AdaptiveKL
 from opd.losses.blocks import Block
 from opd.losses.chunked import TokenStats
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
-from opd.losses.objective import Objective
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.rule import IDENTITY, LogitRule
 from opd.losses.sampled import Sampled
@@ -96,6 +97,17 @@ def generalised(k: int) -> Callable[[Tensor, Tensor], Tensor]:
     return value
 
 
+def adaptive(bound: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Forward KL's share falls from 1 to 0 as 1 - total variation rises from 0 to the bound; it has no gradient."""
+
+    def value(p: Tensor, q: Tensor) -> Tensor:
+        overlap = 1 - (p.exp() - q.exp()).abs().sum(-1) / 2
+        share = (1 - overlap / bound).clamp(min=0).detach()
+        return share * forward(p, q) + (1 - share) * reverse(p, q)
+
+    return value
+
+
 @dataclass(frozen=True)
 class Form:
     """An objective and what it should be."""
@@ -104,16 +116,25 @@ class Form:
     formula: Callable[[Tensor, Tensor], Tensor]
     k: int = 0
 
+    @property
+    def has_whole_gradient(self) -> bool:
+        """Whether the gradient is that of the value as it is; else a part of the value counts as constant."""
+        return not isinstance(self.objective, AdaptiveKL)
+
 
 FORMS = {
     "reverse_kl": Form(ReverseKL(), reverse),
     "forward_kl": Form(ForwardKL(), forward),
     **{f"jsd {b}": Form(JSD(beta=b), jensen_shannon(b)) for b in (0.0, 0.1, 0.5, 0.9, 1.0)},
     **{f"skew {a}": Form(Skew(alpha=a), skewed(a)) for a in (0.01, 0.1, 0.5, 0.9)},
+    **{f"adaptive_kl {b}": Form(AdaptiveKL(bound=b), adaptive(b)) for b in (0.1, 0.5, 1.0)},
     **{f"top_k bucket {k}": Form(TopK(k=k, tail="bucket"), bucketed(k), k) for k in (1, 4, V)},
     **{f"top_k unnormalised {k}": Form(TopK(k=k, tail="unnormalised"), generalised(k), k) for k in (1, 4, V)},
 }
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+WHOLE = {name: form for name, form in FORMS.items() if form.has_whole_gradient}
+every_whole_form = pytest.mark.parametrize("form", WHOLE.values(), ids=WHOLE.keys())
+"""Those of adaptive_kl have finite differences of their own, at a fixed share: test_adaptive_kl.py."""
 CHUNKS = [1, 7, 128, N]
 
 
@@ -230,14 +251,14 @@ def assert_is(c: Case, loss: Tensor, wanted: Tensor, tolerance: float) -> None:
 # Gradients
 
 
-@every_form
+@every_whole_form
 @pytest.mark.parametrize("rules", RULES, ids=RULE_NAMES)
 def test_gradients_are_the_finite_differences_of_the_loss(form: Form, rules: tuple[LogitRule, LogitRule]) -> None:
     c = case(rules=rules)
     assert_gradients_are_differences(c, form.objective, blocks(c, form), chunk=7)
 
 
-@every_form
+@every_whole_form
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_every_chunk_size_gives_the_finite_differences(form: Form, chunk: int) -> None:
     # A small vocabulary and few tokens: all forms times all chunk sizes.
@@ -369,9 +390,11 @@ def test_skew_tends_to_reverse_kl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "pull"), [(ReverseKL(), 0.0), (JSD(0.5), 0.0), (Skew(0.1), 0.0), (ForwardKL(), 1.0)], ids=repr
+    ("objective", "pull"),
+    [(ReverseKL(), 0.0), (JSD(0.5), 0.0), (Skew(0.1), 0.0), (ForwardKL(), 1.0), (AdaptiveKL(0.2), 1.0)],
+    ids=repr,
 )
-def test_only_forward_kl_lifts_what_a_student_sure_of_something_else_never_writes(
+def test_only_forward_and_adaptive_kl_lift_what_a_student_sure_of_something_else_never_writes(
     objective: Objective, pull: float
 ) -> None:
     """By how much a unit step down the gradient raises the logit of the teacher's token."""
@@ -841,6 +864,7 @@ SETUPS: dict[str, Callable[[], tuple[Case, Objective, list[Block]]]] = {
     "sampled": functools.partial(sampled_setup, False),
     "sampled with a baseline": functools.partial(sampled_setup, True),
     "mixture": functools.partial(mixture_setup, ReverseKL()),
+    "mixture, adaptive_kl": functools.partial(mixture_setup, AdaptiveKL(0.5)),
     "mixture, sampled": functools.partial(mixture_setup, Sampled()),
 }
 every_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
@@ -917,9 +941,11 @@ def test_tiles_leave_the_gradient_of_padding_rows_at_zero(
 # Which objectives take a mixture
 
 
-@pytest.mark.parametrize("objective", [objective_config(kind).OBJECTIVE() for kind in OBJECTIVES], ids=OBJECTIVES)
-def test_a_mixture_needs_an_objective_that_is_a_sum_over_teachers(objective: Objective) -> None:
-    # What a log-measure gives is the weighted sum of the single objectives, or it is a bug to ask for it.
+@pytest.mark.parametrize("kind", sorted({*OBJECTIVES} - {"adaptive_kl"}))
+def test_a_mixture_needs_an_objective_that_is_a_sum_over_teachers(kind: str) -> None:
+    # What a log-measure gives is the weighted sum of the single objectives, or it is a bug to ask for it. adaptive_kl is
+    # defined by the product of its teachers instead: test_adaptive_kl.py.
+    objective = objective_config(kind).OBJECTIVE()
     c, block = common_head(torch.float64)
     if not objective.mixes:
         with pytest.raises(AssertionError):
@@ -988,7 +1014,7 @@ def test_other_objectives_know_no_masses(setup: Callable[[], tuple[Case, Objecti
 # The compiled path, without a compiler
 
 
-@pytest.mark.parametrize("objective", [ReverseKL(), JSD(), Sampled()], ids=str)
+@pytest.mark.parametrize("objective", [ReverseKL(), JSD(), AdaptiveKL(), Sampled()], ids=str)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("rows", [1, 2, 1000], ids=lambda n: f"slices of {n}")
 def test_the_padding_for_the_compiled_loss_changes_nothing(
@@ -1062,6 +1088,8 @@ def test_a_chunk_without_tokens_is_a_bug_of_the_caller(chunk: int) -> None:
         ({}, ReverseKL()),
         ({"kind": "reverse_kl", "chunk": 3}, ReverseKL()),
         ({"kind": "forward_kl", "normalize": "sequence_mean"}, ForwardKL()),
+        ({"kind": "adaptive_kl"}, AdaptiveKL(0.2)),
+        ({"kind": "adaptive_kl", "bound": 1}, AdaptiveKL(1.0)),
         ({"kind": "jsd"}, JSD(0.5)),
         ({"kind": "jsd", "beta": 0.9}, JSD(0.9)),
         ({"kind": "skew", "alpha": 0.2}, Skew(0.2)),

@@ -12,9 +12,9 @@ import pytest
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed, _segments
+from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed, _spans
 from opd.rollouts.worker import Generated, GenerateRequest, _generated
-from opd.types import Prompt
+from opd.types import Prompt, Span
 from pipelines.specs import rollout_spec
 
 ROOM, LIMIT = 16, 6
@@ -31,7 +31,7 @@ class FakeWorker:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         self.requests += requests
         return [
-            Generated(token_ids=(r.token_ids[0],) * r.max_tokens, logprobs=(-1.0,) * r.max_tokens, truncated=True)
+            Generated(token_ids=(r.token_ids[0],) * r.max_tokens, logprobs=(-1.0,) * r.max_tokens, stop_reason="length")
             for r in requests
         ]
 
@@ -90,10 +90,11 @@ def test_masked_tokens_of_a_domain_carry_no_loss(in_process: Any) -> None:
     assert [r.loss_mask for r in batch.rollouts] == [(True,) * LIMIT, (False,) * LIMIT, (True,) * LIMIT]
 
 
-def test_segments_are_the_runs_of_trained_tokens() -> None:
-    found = _segments((7, 1, 1, 2, 7, 1), frozenset({1, 2}))
-    assert [(s.length, s.trained) for s in found] == [(1, True), (3, False), (1, True), (1, False)]
-    assert _segments((), frozenset({1})) == ()
+def test_spans_are_the_runs_of_trained_and_of_masked_tokens() -> None:
+    found = _spans((7, 1, 1, 2, 7, 1), frozenset({1, 2}), 5)
+    assert [(s.length, s.origin) for s in found] == [(1, "policy"), (3, "masked"), (1, "policy"), (1, "masked")]
+    assert {s.policy_version for s in found} == {5}
+    assert _spans((), frozenset({1}), 5) == (Span(length=0, origin="policy", policy_version=5),)
 
 
 def test_requests_are_spread_evenly(in_process: Any) -> None:
@@ -131,6 +132,8 @@ def test_a_prompt_that_comes_twice_gives_two_samples(in_process: Any) -> None:
     assert _sample_ids(prompts, 7) == ["000007/d/0", "000007/d/1", "000007/d/0#2", "000007/d/0#3"]
     batch = engine(in_process, 1).generate(prompts, step=7, policy_version=0)
     assert len({r.sample_id for r in batch.rollouts}) == 4
+    assert [r.group for r in batch.rollouts] == ["000007/d/0", "000007/d/1", "000007/d/0", "000007/d/0"]
+    assert [r.episode for r in batch.rollouts] == [r.sample_id for r in batch.rollouts], "of one turn each"
     assert len({r.seed for r in in_process.workers[-1].requests}) == 4
 
 
@@ -216,8 +219,13 @@ class Output:
 
 
 def test_the_sampled_tokens_own_log_prob_is_read() -> None:
-    assert _generated(Output([-0.5, -1.5])) == Generated(token_ids=(0, 1), logprobs=(-0.5, -1.5), truncated=False)
-    assert _generated(Output([-0.5], "length")).truncated
+    assert _generated(Output([-0.5, -1.5])) == Generated(token_ids=(0, 1), logprobs=(-0.5, -1.5), stop_reason="stop")
+    assert _generated(Output([-0.5], "length")).stop_reason == "length"
+
+
+def test_a_request_that_the_engine_gave_up_stops_the_run() -> None:
+    with pytest.raises(RunError, match="gave up on a request: vLLM says 'abort'"):
+        _generated(Output([-0.5], "abort"))
 
 
 def test_nan_log_probs_stop_the_run() -> None:
@@ -308,7 +316,7 @@ def test_a_worker_that_dies_twice_in_a_call_ends_it(mortal: Any, in_process: Any
 
     def spawn_mortal(index: int) -> Any:
         worker = spawn(index)
-        worker.dies_in = "generate"
+        worker.object.dies_in = "generate"
         return worker
 
     made._spawn = spawn_mortal

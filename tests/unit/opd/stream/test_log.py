@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
 from opd.errors import StorageError
 from opd.losses.rule import LogitRule
 from opd.stream.heads import HeadSource, head_array, head_tensor
 from opd.stream.log import ArrowTargetLog
+from opd.stream.rollouts import read_file, write_file
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
 from opd.stream.targets import Asked, Expected, TargetStream
-from opd.types import Prompt, Quarantined, Rollout, RolloutBatch, Segment
-from tests.rows import changed, make_row
+from opd.types import Prompt, Quarantined, Rollout, RolloutBatch
+from tests.rows import changed, make_rollout, make_row
 
 PROMPTS = [Prompt(id=f"{d}/{i}", domain=d, token_ids=(1, 2 + i)) for d in "ab" for i in range(2)]
 VOCABULARY = 76
@@ -35,21 +37,21 @@ class Teachers:
 
 
 def rollout(name: str, *, step: int = 12, mask: tuple[int, ...] = (3,), truncated: bool = False) -> Rollout:
-    """`mask`: lengths of runs, trained and untrained in turn."""
-    segments = tuple(Segment(length=n, trained=i % 2 == 0) for i, n in enumerate(mask))
+    """`mask`: lengths of runs, of the policy and of an environment in turn."""
     num = sum(mask)
-    return Rollout(
+    return make_rollout(
         sample_id=f"{step:06d}/{name}", step=step, domain=name[0], policy_version=step - 1, prompt_ids=(1, 2),
-        response_ids=tuple(range(3, 3 + num)), behaviour_logprobs=(-0.5,) * num, segments=segments, truncated=truncated,
+        response_ids=tuple(range(3, 3 + num)), behaviour_logprobs=(-0.5,) * num, truncated=truncated,
+        loss_mask=[i % 2 == 0 for i, n in enumerate(mask) for _ in range(n)],
     )  # fmt: skip
 
 
 def scored(r: Rollout, teacher: str = "t", weight: float = 1.0) -> TargetRow:
     return make_row(
         sample_id=r.sample_id, step=r.step, domain=r.domain, teacher=teacher, weight=weight,
-        policy_version=r.policy_version, prompt_ids=r.prompt_ids, response_ids=r.response_ids, loss_mask=r.loss_mask,
+        spans=r.spans, stop_reason=r.stop_reason, prompt_ids=r.prompt_ids, response_ids=r.response_ids,
         behaviour_logprobs=r.behaviour_logprobs, head="h", hidden_size=2,
-        hidden=np.arange(2 * len(r.response_ids), dtype=np.float32).tobytes(),
+        hidden=np.arange(2 * r.num_trained, dtype=np.float32).tobytes(),
     )  # fmt: skip
 
 
@@ -113,7 +115,7 @@ def test_parts_are_stored_as_they_are(log: ArrowTargetLog, tmp_path: Path) -> No
     batch, parts = a_step()
     record(log, 12, 11, PROMPTS, batch, parts)
     path = tmp_path / "targets" / "step-000012"
-    assert names(path) == ["step.json", *PARTS]
+    assert names(path) == ["rollouts.arrow", "step.json", *PARTS]
     for name, index in zip(PARTS, (0, 2, 1), strict=True):
         assert (path / name).read_bytes() == parts[index].tobytes()
 
@@ -169,10 +171,11 @@ def flip(data: bytes) -> bytes:
         ("step.json", None, "step.json"),
         ("step.json", lambda data: data[:-5], "cannot be used"),
         ("step.json", lambda _: b"[]", "cannot be used"),
-        ("step.json", lambda data: data.replace(b'"format": 2', b'"format": 1'), "format is 1, wanted 2"),
+        ("step.json", lambda data: data.replace(b'"format": 3', b'"format": 2'), "format is 2, wanted 3"),
         ("step.json", lambda data: data.replace(b'"weight": 1.0', b'"weight": 0.5'), "another weight or head"),
         ("step.json", lambda data: data.replace(b'"t": {', b'"s": {'), "not asked for"),
-        ("step.json", lambda data: data.replace(b"000012/b/1", b"000012/b/2"), "000012/b/2"),
+        ("rollouts.arrow", flip, "rollouts.arrow: its bytes were changed"),
+        ("rollouts.arrow", None, "rollouts.arrow"),
     ],
 )
 def test_a_damaged_step_and_all_after_it_are_rolled_out_again(
@@ -227,7 +230,7 @@ def test_a_step_that_is_taken_again_replaces_the_first(log: ArrowTargetLog, tmp_
     fewer = dataclasses.replace(batch, rollouts=(lost, two))
     record(log, 12, 11, PROMPTS, fewer, [part(scored(two), broken={lost.sample_id: "why"}, teachers={"t": 1})])
     assert names(tmp_path / "targets") == ["step-000012"]
-    assert names(tmp_path / "targets" / "step-000012") == ["step.json", PARTS[0]]
+    assert names(tmp_path / "targets" / "step-000012") == ["rollouts.arrow", "step.json", PARTS[0]]
 
 
 def test_a_step_that_does_not_end_is_not_in_the_log(log: ArrowTargetLog, tmp_path: Path) -> None:
@@ -272,12 +275,28 @@ def test_prune_drops_what_a_checkpoint_holds(log: ArrowTargetLog, tmp_path: Path
 
 
 def test_the_manifest_is_small(log: ArrowTargetLog, tmp_path: Path) -> None:
-    """Ids and hidden states are in the streams alone."""
+    """Rollouts are in a file of their own, hidden states in the streams alone."""
     batch, parts = a_step()
     record(log, 12, 11, PROMPTS, batch, parts)
     data = json.loads((tmp_path / "targets" / "step-000012" / "step.json").read_text())
-    assert data["samples"] == [r.sample_id for r in batch.rollouts]
-    assert [r["sample_id"] for r in data["unscored"]] == ["000012/a/1"]
+    assert set(data) == {"format", "step", "policy_version", "prompts", "files", "kind", "teachers", "refused"}
+    assert read_file((tmp_path / "targets" / "step-000012" / "rollouts.arrow").read_bytes(), 76) == list(batch.rollouts)
+
+
+def test_a_row_about_another_rollout_than_the_logged_one_is_not_taken(
+    log: ArrowTargetLog, said: list[str], tmp_path: Path
+) -> None:
+    batch, parts = a_step()
+    record(log, 12, 11, PROMPTS, batch, parts)
+    directory = tmp_path / "targets" / "step-000012"
+    other = dataclasses.replace(batch.rollouts[2], reward=1.0)
+    raw = write_file([*batch.rollouts[:2], other, batch.rollouts[3]]).to_pybytes()
+    (directory / "rollouts.arrow").write_bytes(raw)
+    manifest = json.loads((directory / "step.json").read_text())
+    manifest["files"]["rollouts.arrow"] = {"blake3": blake3(raw).hexdigest(), "bytes": len(raw)}
+    (directory / "step.json").write_text(json.dumps(manifest))
+    assert log.replay(12, 11, PROMPTS) is None
+    assert "row 000012/a/0 of teacher t: not the rollout that was sent" in said[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -306,5 +325,5 @@ def test_a_logged_id_that_is_no_token_is_rolled_out_again(
     wrong = lost if unscored else two
     assert said == [
         "warning: step 12 is rolled out again, the target log cannot be used: "
-        f"sample {wrong.sample_id} has token id 76, the tokenizer knows 0 to 75"
+        f"rollout {wrong.sample_id}: token id 76, the tokenizer knows 0 to 75"
     ]

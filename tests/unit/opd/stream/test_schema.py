@@ -22,6 +22,7 @@ from opd.stream.schema import (
     stream_schema,
     write_stream,
 )
+from opd.types import Rollout
 from tests.rows import columns_of_row, make_row
 
 FIELDS = {payload: columns_of(answer_class(payload)) for payload in PAYLOADS}
@@ -32,6 +33,7 @@ D = 3
 def row(
     i: int = 0, *, prompt: int = 2, response: int = 3, width: int = D, itemsize: int = 4, **changes: Any
 ) -> TargetRow:
+    mask = changes.get("loss_mask", [k % 2 == 0 for k in range(response)])
     values = {
         "sample_id": f"000012/reverse/{i}",
         "step": 12,
@@ -40,11 +42,11 @@ def row(
         "policy_version": 11,
         "prompt_ids": list(range(i, i + prompt)),
         "response_ids": [100 + i + k for k in range(response)],
-        "loss_mask": [k % 2 == 0 for k in range(response)],
+        "loss_mask": mask,
         "behaviour_logprobs": [-0.5 * k for k in range(response)],
         "head": "ab" * 32,
         "hidden_size": width,
-        "hidden": bytes((i + k) % 256 for k in range(response * width * itemsize)),
+        "hidden": bytes((i + k) % 256 for k in range(sum(mask) * width * itemsize)),
     }
     return make_row(**values | changes)
 
@@ -80,7 +82,7 @@ def test_a_part_without_rows_is_a_whole_stream() -> None:
 def test_hidden_states_are_read_without_a_copy_and_bit_by_bit() -> None:
     states = torch.tensor([[1.0, -0.0, float("inf")], [1e-38, 3.14159, -65504.0]], dtype=torch.bfloat16)
     written = write_stream(
-        [row(0, response=2, itemsize=2, hidden=states.view(torch.uint8).numpy().tobytes())], "bfloat16"
+        [row(0, response=2, loss_mask=[True] * 2, hidden=states.view(torch.uint8).numpy().tobytes())], "bfloat16"
     )
     (read,) = read_stream(written).rows
     assert torch.equal(
@@ -93,7 +95,7 @@ def test_hidden_states_are_read_without_a_copy_and_bit_by_bit() -> None:
 def test_log_probs_lose_no_float32_digit() -> None:
     value = float(torch.tensor(-0.123456789))
     (read,) = read_stream(write_stream([row(0, response=1, behaviour_logprobs=[value])], "float32")).rows
-    assert read.behaviour_logprobs == [value]
+    assert read.rollout.behaviour_logprobs == (value,)
 
 
 # Other payloads
@@ -101,10 +103,11 @@ def test_log_probs_lose_no_float32_digit() -> None:
 
 def answered(payload: str, i: int = 0, *, response: int = 3, **changes: Any) -> TargetRow:
     """A row with that payload and no hidden states."""
-    ids = [(7 * i + k) % 76 for k in range(2 * response)]
+    trained = (response + 1) // 2
+    ids = [(7 * i + k) % 76 for k in range(2 * trained)]
     answers: dict[str, dict[str, Any]] = {
-        "sampled_logprobs": {"teacher_logprobs": [-0.125 * (i + k) for k in range(response)]},
-        "top_k": {"topk_ids": ids, "topk_logprobs": [-0.5 - k for k in range(2 * response)]},
+        "sampled_logprobs": {"teacher_logprobs": [-0.125 * (i + k) for k in range(trained)]},
+        "top_k": {"topk_ids": ids, "topk_logprobs": [-0.5 - k for k in range(2 * trained)]},
     }
     return row(i, response=response, **answers[payload] | changes)
 
@@ -124,14 +127,13 @@ def test_other_payloads_come_back_as_they_were_written(payload: str) -> None:
     ("payload", "changes"),
     [
         ("sampled_logprobs", {"teacher_logprobs": []}),
-        ("sampled_logprobs", {"teacher_logprobs": [0.0] * 2}),
+        ("sampled_logprobs", {"teacher_logprobs": [0.0] * 3}),
         ("sampled_logprobs", {"teacher_logprobs": [0.0] * 6}),
-        ("sampled_logprobs", {"loss_mask": [True]}),
+        ("sampled_logprobs", {"loss_mask": [True] * 3}),
         ("top_k", {"topk_ids": [], "topk_logprobs": []}),
         ("top_k", {"topk_ids": [1] * 5}),
         ("top_k", {"topk_ids": [1] * 5, "topk_logprobs": [0.0] * 5}),
         ("top_k", {"topk_logprobs": [0.0] * 3}),
-        ("top_k", {"behaviour_logprobs": [0.0] * 4}),
     ],
 )
 def test_a_row_whose_payload_does_not_fit_is_refused_by_name(payload: str, changes: dict[str, Any]) -> None:
@@ -159,27 +161,29 @@ def test_a_payload_has_no_columns_of_another(payload: str) -> None:
         "sampled_logprobs": {"teacher_logprobs"},
         "top_k": {"topk_ids", "topk_logprobs"},
     }
-    found = set(FIELDS[payload].names) | {f.name for f in FIELDS[payload].field("group").type.value_type}
+    found = set(FIELDS[payload].names) | {f.name for f in FIELDS[payload].field("shared").type.value_type}
     assert found & set().union(*mine.values()) == mine[payload]
-    assert found - mine[payload] - {"group"} == {f.name for f in dataclasses.fields(TargetRow)} - {"answer"}
+    assert found - mine[payload] - {"shared"} == {"teacher", "weight", "policy_version"} | {
+        f.name for f in dataclasses.fields(Rollout)
+    }
 
 
 def test_top_k_of_two_widths_is_refused() -> None:
-    wide = answered("top_k", 7, topk_ids=[1] * 9, topk_logprobs=[0.0] * 9)
+    wide = answered("top_k", 7, topk_ids=[1] * 6, topk_logprobs=[0.0] * 6)
     with pytest.raises(StreamError, match=r"row 000012/reverse/7"):
         read_stream(write_stream([answered("top_k"), wide], "float32", "top_k"))
 
 
 @pytest.mark.parametrize("name", ["prompt_ids", "response_ids", "topk_ids"])
 def test_negative_ids_are_refused(name: str) -> None:
-    num = {"prompt_ids": 2, "response_ids": 3, "topk_ids": 6}[name]
+    num = {"prompt_ids": 2, "response_ids": 3, "topk_ids": 4}[name]
     bad = answered("top_k", 7, **{name: [*range(num - 1), -1]})
     with pytest.raises(StreamError, match=f"{name} from -1 to .*, wanted 0 to "):
         read_stream(write_stream([answered("top_k"), bad], "float32", "top_k"))
 
 
 def test_teachers_ids_beyond_the_vocabulary_are_refused_where_it_is_known() -> None:
-    stream = write_stream([answered("top_k"), answered("top_k", 7, topk_ids=[1, 2, 3, 4, 5, 76])], "float32", "top_k")
+    stream = write_stream([answered("top_k"), answered("top_k", 7, topk_ids=[1, 2, 3, 76])], "float32", "top_k")
     assert len(read_stream(stream).rows) == len(read_stream(stream, vocab_size=77).rows) == 2
     with pytest.raises(StreamError, match="topk_ids from 0 to 76, wanted 0 to 75"):
         read_stream(stream, vocab_size=76)
@@ -207,8 +211,13 @@ def test_rows_of_many_groups_come_back() -> None:
 
 def test_a_group_is_sent_once() -> None:
     rows = [*(row(i) for i in range(5)), row(5, domain="sort")]
+    rows.append(row(6, stop_reason="length"))
     (batch,) = arrow_batches(write_stream(rows, "float32"))
-    assert [group["domain"] for group in batch.column("group").dictionary.to_pylist()] == ["reverse", "sort"]
+    assert [group["domain"] for group in batch.column("shared").dictionary.to_pylist()] == [
+        "reverse",
+        "sort",
+        "reverse",
+    ]
 
 
 # Streams that were cut
@@ -278,13 +287,13 @@ def with_schema(schema: pa.Schema) -> pa.Buffer:
 @pytest.mark.parametrize(
     ("metadata", "word"),
     [
-        ({"opd.version": "3", "opd.dtype": "float32"}, "version 3, wanted 4"),
+        ({"opd.version": "4", "opd.dtype": "float32"}, "version 4, wanted 5"),
         (None, "version None"),
-        ({"opd.version": "4", "opd.dtype": "float8"}, "dtype 'float8'"),
-        ({"opd.version": "4"}, "dtype ''"),
-        ({"opd.version": "4", "opd.dtype": "float32"}, "payload ''"),
+        ({"opd.version": "5", "opd.dtype": "float8"}, "dtype 'float8'"),
+        ({"opd.version": "5"}, "dtype ''"),
+        ({"opd.version": "5", "opd.dtype": "float32"}, "payload ''"),
         (
-            {"opd.version": "4", "opd.dtype": "float32", "opd.payload": "logits"},
+            {"opd.version": "5", "opd.dtype": "float32", "opd.payload": "logits"},
             "payload 'logits', wanted one of hidden",
         ),
     ],
@@ -321,19 +330,20 @@ def test_other_columns_are_refused(change: str) -> None:
     [
         {"loss_mask": [True]},
         {"behaviour_logprobs": [0.0] * 4},
-        {"hidden": b"\0" * (3 * D * 4 - 1)},
+        {"hidden": b"\0" * (2 * D * 4 - 1)},
+        {"hidden": b"\0" * (3 * D * 4)},
         {"hidden": b""},
         {"hidden_size": D + 1},
         {"response_ids": [1, 2]},
     ],
 )
 def test_a_row_whose_lengths_differ_is_refused_by_name(changes: dict[str, Any]) -> None:
-    with pytest.raises(StreamError, match="row 000012/reverse/7: "):
+    with pytest.raises(StreamError, match=r"(row|rollout) 000012/reverse/7: "):
         read_stream(write_stream([row(0), row(7, **changes)], "float32"))
 
 
 def test_hidden_states_of_the_other_dtype_are_refused() -> None:
-    with pytest.raises(StreamError, match=r"payload hidden_states of 18 \(hidden width 3\)"):
+    with pytest.raises(StreamError, match=r"payload hidden_states of 12 \(hidden width 3\)"):
         read_stream(write_stream([row(0, itemsize=2)], "float32"))
 
 
@@ -353,39 +363,50 @@ def changed(column: str, values: pa.Array) -> pa.Buffer:
 
 
 def groups_of(numbers: list[int | None], entries: list[dict[str, Any] | None]) -> pa.Array:
-    kind = FIELDS["hidden_states"].field("group").type
+    kind = FIELDS["hidden_states"].field("shared").type
     return pa.DictionaryArray.from_arrays(
         pa.array(numbers, kind.index_type), pa.array(entries, kind.value_type), safe=False
     )
 
 
-GROUP = {"domain": "reverse", "teacher": "rev", "weight": 1.0, "head": "ab", "hidden_size": D}
+GROUP = {
+    "step": 12,
+    "domain": "reverse",
+    "policy_version": 11,
+    "stop_reason": "stop",
+    "group": None,
+    "episode": None,
+    "reward": None,
+    "teacher": "rev",
+    "weight": 1.0,
+    "head": "ab",
+    "hidden_size": D,
+}
 
 
 def test_the_changed_stream_can_be_right() -> None:
-    stream = read_stream(changed("group", groups_of([1, 0], [GROUP, GROUP | {"domain": "sort"}])))
-    assert [r.domain for r in stream.rows] == ["sort", "reverse"]
+    stream = read_stream(changed("shared", groups_of([1, 0], [GROUP, GROUP | {"domain": "sort"}])))
+    assert [r.rollout.domain for r in stream.rows] == ["sort", "reverse"]
 
 
 @pytest.mark.parametrize("number", [1, 2, 32767, -1])
 def test_a_group_that_does_not_exist_is_refused(number: int) -> None:
     with pytest.raises(StreamError, match="not a whole Arrow stream"):
-        read_stream(changed("group", groups_of([0, number], [GROUP])))
+        read_stream(changed("shared", groups_of([0, number], [GROUP])))
 
 
 @pytest.mark.parametrize(
     ("column", "values"),
     [
         ("sample_id", pa.array(["a", None])),
-        ("step", pa.array([None, 1], pa.int32())),
+        ("spans", pa.array([[(3, 0, 1)], [(3, 0, None)]], FIELDS["hidden_states"].field("spans").type)),
         ("response_ids", pa.array([[1, 2, 3], None], pa.list_(pa.int32()))),
         ("response_ids", pa.array([[1, 2, 3], [1, None, 3]], pa.list_(pa.int32()))),
-        ("loss_mask", pa.array([[True, None, True], [True] * 3])),
         ("hidden", pa.array([b"\0" * 36, None], pa.large_binary())),
-        ("group", groups_of([0, None], [GROUP])),
-        ("group", groups_of([0, 1], [GROUP, None])),
-        ("group", groups_of([0, 0], [GROUP | {"teacher": None}])),
-        ("group", groups_of([0, 0], [GROUP | {"hidden_size": None}])),
+        ("shared", groups_of([0, None], [GROUP])),
+        ("shared", groups_of([0, 1], [GROUP, None])),
+        ("shared", groups_of([0, 0], [GROUP | {"step": None}])),
+        ("shared", groups_of([0, 0], [GROUP | {"hidden_size": None}])),
     ],
 )
 def test_missing_values_are_refused(column: str, values: pa.Array) -> None:
@@ -440,6 +461,7 @@ def realistic(num_rows: int, response: int) -> list[TargetRow]:
             width=576,
             itemsize=2,
             sample_id=f"000012/{name}/{i}",
+            loss_mask=[True] * response,
             domain=name,
             teacher=f"{name}-expert",
             head=f"{number:064x}",

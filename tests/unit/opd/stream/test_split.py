@@ -42,7 +42,7 @@ def test_every_row_goes_to_its_rank_as_it_was() -> None:
     for rank, raw in cut.items():
         found = read_stream(pa.py_buffer(raw))
         assert plain(found.rows) == plain(
-            read_stream(pa.py_buffer(encoded([r for r in rows if int(r.sample_id) % 3 == rank]))).rows
+            read_stream(pa.py_buffer(encoded([r for r in rows if int(r.rollout.sample_id) % 3 == rank]))).rows
         )
         assert (found.part, found.dtype, found.payload) == (RECORD, "float32", "hidden_states")
 

@@ -13,8 +13,8 @@ import pytest
 from opd.errors import RunError
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
 from opd.stream.targets import Asked, Expected, TargetStream
-from opd.types import Rollout, Segment
-from tests.rows import make_row
+from opd.types import Rollout
+from tests.rows import make_rollout, make_row
 
 TEACHERS = {
     "a": {"x": Expected(weight=1.0, head="hx")},
@@ -23,10 +23,9 @@ TEACHERS = {
 
 
 def rollout(i: int, domain: str) -> Rollout:
-    return Rollout(
+    return make_rollout(
         sample_id=f"{domain}/{i}", step=4, domain=domain, policy_version=3, prompt_ids=(1, 2), response_ids=(5, 6 + i),
-        behaviour_logprobs=(-0.1, -0.7), segments=(Segment(length=1, trained=True), Segment(length=1, trained=False)),
-        truncated=False,
+        behaviour_logprobs=(-0.1, -0.7), loss_mask=(True, False),
     )  # fmt: skip
 
 
@@ -39,7 +38,7 @@ def row(sample: Rollout, teacher: str, **changes: Any) -> TargetRow:
         "sample_id": sample.sample_id, "step": 4, "domain": sample.domain, "teacher": teacher, "weight": said.weight,
         "policy_version": 3, "prompt_ids": [1, 2], "response_ids": list(sample.response_ids),
         "loss_mask": [True, False], "behaviour_logprobs": [-0.1, -0.7], "head": said.head, "hidden_size": 1,
-        "hidden": b"\0" * 8,
+        "hidden": b"\0" * 4,
     }  # fmt: skip
     return make_row(**values | changes)
 
@@ -167,6 +166,10 @@ OTHER = dataclasses.replace(A0, sample_id="a/9")
         ([part([row(A0, "x", domain="b")])], "not the rollout that was sent"),
         ([part([row(A0, "x", response_ids=[5, 7])])], "not the rollout that was sent"),
         ([part([row(A0, "x", behaviour_logprobs=[-0.1, -0.8])])], "not the rollout that was sent"),
+        ([part([row(A0, "x", loss_mask=[False, True])])], "not the rollout that was sent"),
+        ([part([row(A0, "x", policy_version=2)])], "not the rollout that was sent"),
+        ([part([row(A0, "x", group="b/0")])], "not the rollout that was sent"),
+        ([part([row(A0, "x", reward=1.0)])], "not the rollout that was sent"),
         ([part([], number=1)], "part 1 of worker 0 came after 0 of its parts"),
         ([WORKER_0[0], WORKER_0[0]], "twice"),
         ([WORKER_0[1]], "part 1 of worker 0 came after 0"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +132,7 @@ def test_positions_are_direct_indices() -> None:
 @torch.no_grad()
 def scored(teacher: Any, ids: list[int], prompt: int, **changes: Any) -> TargetRow:
     states = teacher.base_model(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+    mask = changes.get("loss_mask", [True] * (len(ids) - prompt))
     values: dict[str, Any] = {
         "sample_id": f"s{prompt}/{len(ids)}",
         "step": 1,
@@ -141,18 +141,18 @@ def scored(teacher: Any, ids: list[int], prompt: int, **changes: Any) -> TargetR
         "policy_version": 0,
         "prompt_ids": ids[:prompt],
         "response_ids": ids[prompt:],
-        "loss_mask": [True] * (len(ids) - prompt),
+        "loss_mask": mask,
         "behaviour_logprobs": [-0.25 * i for i in range(len(ids) - prompt)],
         "head": "h",
         "hidden_size": WIDTH,
-        "hidden": states[prompt - 1 : -1].contiguous().numpy().tobytes(),
+        "hidden": states[prompt - 1 : -1][torch.tensor(mask)].numpy().tobytes(),
     }
     return make_row(**values | changes)
 
 
 def losses(lm: Any, teacher: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Loss of the whole micro-batch, mean over its trained tokens, and KL of each token."""
-    weight = batch.mask_N.float() / batch.mask_N.sum()
+    """Loss of the whole micro-batch, mean over its trained tokens, and KL of each."""
+    weight = torch.full((len(batch.token_N),), 1 / len(batch.token_N))
     heads = {"h": Head(teacher.get_output_embeddings().weight.detach(), IDENTITY)}
     loss, stats = student(lm)(batch, heads, weight)
     return loss, stats.kl_N
@@ -164,10 +164,10 @@ ROWS = [(ids, max(1, len(ids) // 3)) for ids in MIXED if len(ids) > 1]
 def test_a_micro_batch_keeps_every_row_together(teacher: Any) -> None:
     rows = [scored(teacher, ids, prompt, domain=f"d{prompt}") for ids, prompt in ROWS]
     batch = micro_batch(rows)
-    assert batch.token_N.tolist() == [t for r in rows for t in r.response_ids]
-    assert batch.behaviour_N.tolist() == [x for r in rows for x in r.behaviour_logprobs]
-    assert batch.row_lengths == tuple(len(r.response_ids) for r in rows)
-    assert batch.domains == tuple(r.domain for r in rows)
+    assert batch.token_N.tolist() == [t for r in rows for t in r.rollout.response_ids]
+    assert batch.behaviour_N.tolist() == [x for r in rows for x in r.rollout.behaviour_logprobs]
+    assert batch.row_lengths == tuple(len(r.rollout.response_ids) for r in rows)
+    assert batch.domains == tuple(r.rollout.domain for r in rows)
     flat = batch.packed.input_ids_B_T.flatten()
     assert flat[batch.predict_N + 1].tolist() == batch.token_N.tolist()
     assert flat[batch.predict_N].tolist() == [t for ids, prompt in ROWS for t in ids[prompt - 1 : -1]]
@@ -181,9 +181,9 @@ def test_rows_are_grouped_by_head_in_order(teacher: Any) -> None:
     assert len(runs) == len(batch.blocks)
     assert [run.heads for run in runs] == [("a",), ("b",), ("a",)]
     assert [len(run.hidden[0]) for run in runs] == [
-        sum(map(len, (rows[0].response_ids, rows[1].response_ids))),
-        len(rows[2].response_ids),
-        len(rows[3].response_ids),
+        sum(map(len, (rows[0].rollout.response_ids, rows[1].rollout.response_ids))),
+        len(rows[2].rollout.response_ids),
+        len(rows[3].rollout.response_ids),
     ]
     joined = torch.cat([run.hidden[0] for run in runs])
     assert joined.numpy().tobytes() == b"".join(bytes(r.answer.hidden) for r in rows)
@@ -193,25 +193,24 @@ def test_bfloat16_states_keep_their_bits() -> None:
     states = torch.randn(2, WIDTH).bfloat16()
     row = make_row(
         sample_id="s", step=1, domain="d", teacher="t", policy_version=0, prompt_ids=[1], response_ids=[2, 3],
-        loss_mask=[True, False], behaviour_logprobs=[0.0, 0.0], head="h", hidden_size=WIDTH,
+        loss_mask=[True, True], behaviour_logprobs=[0.0, 0.0], head="h", hidden_size=WIDTH,
         hidden=states.view(torch.uint8).numpy().tobytes(),
     )  # fmt: skip
     batch = micro_batch([row], torch.bfloat16)
     (run,) = batch.blocks
     assert isinstance(run, HiddenRun)
     assert torch.equal(run.hidden[0], states)
-    assert batch.mask_N.tolist() == [True, False]
 
 
 def test_a_rows_loss_is_that_of_the_row_alone(lm: Any, teacher: Any) -> None:
     rows = [scored(teacher, ids, prompt) for ids, prompt in ROWS]
     _, together = losses(lm, teacher, micro_batch(rows))
-    for row, kl in zip(rows, together.split([len(r.response_ids) for r in rows]), strict=True):
+    for row, kl in zip(rows, together.split([len(r.rollout.response_ids) for r in rows]), strict=True):
         _, single = losses(lm, teacher, micro_batch([row]))
         torch.testing.assert_close(kl, single, rtol=0, atol=1e-5)
-        whole = [*row.prompt_ids, *row.response_ids]
+        whole = [*row.rollout.prompt_ids, *row.rollout.response_ids]
         p, q = alone(lm, whole), alone(teacher, whole)
-        want = (p.exp() * (p - q)).sum(-1)[len(row.prompt_ids) - 1 : -1]
+        want = (p.exp() * (p - q)).sum(-1)[len(row.rollout.prompt_ids) - 1 : -1]
         torch.testing.assert_close(kl, want, rtol=0, atol=1e-5)
 
 
@@ -235,12 +234,12 @@ def test_the_gradient_is_that_of_the_whole_model_written_plainly(lm: Any, teache
     loss.backward()
     found = {name: p.grad.clone() for name, p in lm.named_parameters()}
     lm.zero_grad()
-    total, num = torch.zeros(()), sum(len(r.response_ids) for r in rows)
+    total, num = torch.zeros(()), sum(len(r.rollout.response_ids) for r in rows)
     for row in rows:
-        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+        ids = torch.tensor([[*row.rollout.prompt_ids, *row.rollout.response_ids]])
         p = lm(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
         q = teacher(input_ids=ids, use_cache=False).logits[0].log_softmax(-1).detach()
-        total = total + (p.exp() * (p - q)).sum(-1)[len(row.prompt_ids) - 1 : -1].sum() / num
+        total = total + (p.exp() * (p - q)).sum(-1)[len(row.rollout.prompt_ids) - 1 : -1].sum() / num
     total.backward()
     assert float(loss.detach()) == pytest.approx(float(total.detach()), rel=1e-5)
     for name, param in lm.named_parameters():
@@ -328,7 +327,7 @@ def test_rows_are_gathered_by_sample_in_the_order_of_teachers_names() -> None:
         found = gather_samples(rows)
         assert {i: [row.teacher for row in scored] for i, scored in found.items()} == want
         assert [row.weight for row in found["a"]] == [0.75, 0.25]
-        assert all(row.sample_id == i for i, scored in found.items() for row in scored)
+        assert all(row.rollout.sample_id == i for i, scored in found.items() for row in scored)
     assert gather_samples([]) == {}
 
 
@@ -369,15 +368,13 @@ def mixed_samples(experts: Any, payload: str = "hidden_states") -> list[tuple[Ta
     def row(index: int, name: str, weight: float) -> TargetRow:
         ids, prompt = ROWS[index]
         model, response = experts[name], ids[prompt:]
+        mask = [i % 5 != 2 for i in range(len(response))]
         answer: dict[str, Any] = {"head": name, "hidden_size": model.config.hidden_size}
         if payload == "sampled_logprobs":
-            answer = {"teacher_logprobs": alone(model, ids)[range(prompt - 1, len(ids) - 1), response].tolist()}
-        return changed(
-            scored(model, ids, prompt, sample_id=f"s{index}", weight=float(np.float32(weight))),
-            teacher=name,
-            loss_mask=[i % 5 != 2 for i in range(len(response))],
-            **answer,
-        )
+            logq = alone(model, ids)[range(prompt - 1, len(ids) - 1), response]
+            answer = {"teacher_logprobs": logq[torch.tensor(mask)].tolist()}
+        row = scored(model, ids, prompt, sample_id=f"s{index}", weight=float(np.float32(weight)), loss_mask=mask)
+        return changed(row, teacher=name, **answer)
 
     rows = [row(i, name, w) for i, shares in enumerate(SHARES) for name, w in shares.items()]
     return [gather_samples(rows)[f"s{i}"] for i in range(len(SHARES))]
@@ -420,11 +417,11 @@ def test_a_mixtures_loss_is_the_weighted_sum_of_its_teachers_written_plainly(lm:
         MixtureBlock, MixtureBlock, TeacherBlock, MixtureBlock, TeacherBlock
     ]  # fmt: skip
     assert all(abs(sum(run.weights) - 1) < 1e-12 for run in runs), "to more places than they travelled with"
-    total, num = torch.zeros(()), batch.mask_N.sum()
+    total, num = torch.zeros(()), len(batch.token_N)
     for (p, qs, _, mask), shares in zip(plain_terms(lm, experts), SHARES, strict=True):
         for name, q in qs.items():
             total = total + shares[name] * (mask * (p.exp() * (p - q)).sum(-1)).sum() / num
-    loss, stats = student(lm)(batch, heads_of(experts), batch.mask_N / num)
+    loss, stats = student(lm)(batch, heads_of(experts), torch.full((num,), 1 / num))
     assert_same_gradient(lm, loss, total)
     assert bool(stats.kl_N.isfinite().all())
 
@@ -432,17 +429,17 @@ def test_a_mixtures_loss_is_the_weighted_sum_of_its_teachers_written_plainly(lm:
 @pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs"])
 def test_a_sampled_mixture_weights_its_teachers_log_probs(payload: str, lm: Any, experts: Any) -> None:
     batch = tensors(mixed_samples(experts, payload), torch.float32)
-    num = batch.mask_N.sum()
+    num = len(batch.token_N)
     total, logqs = torch.zeros(()), []
     for (p, qs, token, mask), shares in zip(plain_terms(lm, experts), SHARES, strict=True):
         logp = p.gather(1, token[:, None])[:, 0]
         logq = sum(shares[name] * q.gather(1, token[:, None])[:, 0] for name, q in qs.items())
         mu = torch.tensor([-0.25 * i for i in range(len(token))])  # as `scored` has it
-        logqs.append(logq)
+        logqs.append(logq[mask.bool()])
         ratio = (logp.detach() - mu).exp().clamp(max=2.0)
         total = total + (mask * ratio * (logp.detach() - logq) * logp).sum() / num
     sampled = Student(lm, Sampled(ratio_clip=2.0), chunk=16, vocab_size=76)
-    loss, _ = sampled(batch, heads_of(experts), batch.mask_N / num)
+    loss, _ = sampled(batch, heads_of(experts), torch.full((num,), 1 / num))
     found, want = gradient_of(lm, loss), gradient_of(lm, total)
     for name in want:
         assert float((found[name] - want[name]).norm()) < 1e-4 * float(want[name].norm()), name
@@ -465,19 +462,19 @@ def test_top_k_of_several_teachers_is_a_bug_of_the_caller() -> None:
 def answered(
     sample_id: str, q: Sequence[float], mu: Sequence[float], mask: Sequence[bool] | None = None, **changes: Any
 ) -> TargetRow:
-    """A response with the teacher's and the engine's log-probs."""
+    """A response with the teacher's log-probs of the trained tokens, and the engine's of all."""
     return light(
-        sample_id=sample_id, response_ids=[0] * len(q), teacher_logprobs=list(q), behaviour_logprobs=list(mu),
-        loss_mask=[True] * len(q) if mask is None else list(mask), **changes,
+        sample_id=sample_id, response_ids=[0] * len(mu), teacher_logprobs=list(q), behaviour_logprobs=list(mu),
+        loss_mask=[True] * len(mu) if mask is None else list(mask), **changes,
     )  # fmt: skip
 
 
 def one_each(*rows: TargetRow) -> dict[str, tuple[TargetRow, ...]]:
-    return {row.sample_id: (row,) for row in rows}
+    return {row.rollout.sample_id: (row,) for row in rows}
 
 
 def some_step(seed: int) -> dict[str, tuple[TargetRow, ...]]:
-    """Responses of two domains, one to five tokens, some with two teachers; NaN where nothing is trained."""
+    """Responses of two domains, one to five tokens, some with two teachers."""
     rng = random.Random(seed)
     samples = {}
     for i in range(9):
@@ -486,7 +483,7 @@ def some_step(seed: int) -> dict[str, tuple[TargetRow, ...]]:
         mu = [-rng.random() for _ in mask]
         shares = {"s": 0.25, "t": 0.75} if i % 3 else {"s": 1.0}
         samples[f"{i}"] = tuple(
-            answered(f"{i}", [-rng.random() if m else nan for m in mask], mu, mask, teacher=t, weight=w, domain="xy"[i % 2])
+            answered(f"{i}", [-rng.random() for m in mask if m], mu, mask, teacher=t, weight=w, domain="xy"[i % 2])
             for t, w in shares.items()
         )  # fmt: skip
     return samples
@@ -500,33 +497,32 @@ def test_a_baseline_is_the_mean_advantage_of_the_domains_other_responses(seed: i
     for own, scored_own in samples.items():
         others: list[float] = []
         for other, rows in samples.items():
-            if other == own or rows[0].domain != scored_own[0].domain:
+            if other == own or rows[0].rollout.domain != scored_own[0].rollout.domain:
                 continue
-            for t, trained in enumerate(rows[0].loss_mask):
-                if trained:
-                    logq = sum(row.weight * row.answer.teacher_logprobs[t] for row in rows)
-                    others.append(logq - rows[0].behaviour_logprobs[t])
+            for n, t in enumerate(rows[0].rollout.trained):
+                logq = sum(row.weight * row.answer.teacher_logprobs[n] for row in rows)
+                others.append(logq - rows[0].rollout.behaviour_logprobs[t])
         assert found[own] == pytest.approx(sum(others) / len(others), rel=1e-9)
 
 
 def test_a_baseline_depends_on_every_response_but_its_own() -> None:
     samples = some_step(0)
-    assert all(sum(rows[0].loss_mask) for rows in samples.values()), "all must have something to say"
+    assert all(sum(rows[0].rollout.loss_mask) for rows in samples.values()), "all must have something to say"
     before = leave_one_out(samples)
     for own, rows in samples.items():
         moved = tuple(changed(row, teacher_logprobs=[x - 3 for x in row.answer.teacher_logprobs]) for row in rows)
         after = leave_one_out({**samples, own: moved})
-        domain = rows[0].domain
+        domain = rows[0].rollout.domain
         assert after[own] == pytest.approx(before[own], abs=1e-12)
         for other, scored_other in samples.items():
             if other != own:
                 is_other = abs(after[other] - before[other]) > 0.1
-                assert is_other == (scored_other[0].domain == domain)
+                assert is_other == (scored_other[0].rollout.domain == domain)
 
 
 def test_a_response_that_is_alone_has_no_baseline() -> None:
     alone_in_x = answered("a", [-1.0, -2.0], [-0.5, -0.5], domain="x")
-    untrained = answered("b", [nan], [-0.5], [False], domain="x")
+    untrained = answered("b", [], [-0.5], [False], domain="x")
     elsewhere = answered("c", [-9.0], [-0.5], domain="y")
     assert leave_one_out(one_each(alone_in_x, untrained, elsewhere)) == {
         "a": 0.0, "b": pytest.approx(-1.0), "c": 0.0

@@ -28,9 +28,10 @@ from opd.train.batch import gather_samples, leave_one_out, micro_batch
 from opd.train.optimizer import parameter_groups
 from opd.train.rank import RankResult, RankWork
 from opd.train.totals import Totals
-from opd.types import DomainStats, PositionStats, Rollout, Segment
+from opd.types import DomainStats, PositionStats, Rollout
 from pipelines.specs import rank_options, trainer_spec
-from tests.rows import changed, make_row
+from tests.rows import changed, make_rollout, make_row, spans_of
+from tests.unit.conftest import InProcessWorker
 
 WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25})
 NONE: frozenset[str] = frozenset()
@@ -40,7 +41,7 @@ def row(sample_id: str, domain: str = "d", mask: tuple[bool, ...] = (True, True)
     return make_row(
         sample_id=sample_id, step=3, domain=domain, teacher="t", policy_version=2, prompt_ids=[1, 2],
         response_ids=list(range(len(mask))), loss_mask=list(mask), behaviour_logprobs=[-1.0] * len(mask), head="h",
-        hidden_size=2, hidden=np.ones((len(mask), 2), np.float32).tobytes(),
+        hidden_size=2, hidden=np.ones((sum(mask), 2), np.float32).tobytes(),
     )  # fmt: skip
 
 
@@ -96,17 +97,17 @@ def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
     batch = micro_batch([(r,) for r in rows], torch.float32)
     nan, totals = torch.nan, Totals()
     stats = TokenStats(
-        kl_N=torch.tensor([1.0, nan, 2.0, 3.0, 4.0, 5.0]),
-        logprob_N=torch.tensor([-1.5, nan, -1.0, -1.0, -0.5, -1.0]),
-        entropy_N=torch.tensor([0.1, nan, 0.2, 0.3, 0.4, 0.5]),
-        teacher_entropy_N=torch.tensor([1.1, nan, 1.2, 1.3, 1.4, 1.5]),
-        agree_N=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0]),
-        teacher_top1_N=torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0]),
-        clipped_N=torch.full((6,), nan),
-        student_mass_N=torch.tensor([0.5, nan, 0.5, 0.25, 0.25, 1.0]),
-        teacher_mass_N=torch.tensor([0.75, nan, 0.5, 0.5, 0.5, 1.0]),
+        kl_N=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]),
+        logprob_N=torch.tensor([-1.5, -1.0, -1.0, -0.5, -1.0]),
+        entropy_N=torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]),
+        teacher_entropy_N=torch.tensor([1.1, 1.2, 1.3, 1.4, 1.5]),
+        agree_N=torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0]),
+        teacher_top1_N=torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0]),
+        clipped_N=torch.full((5,), nan),
+        student_mass_N=torch.tensor([0.5, 0.5, 0.25, 0.25, 1.0]),
+        teacher_mass_N=torch.tensor([0.75, 0.5, 0.5, 0.5, 1.0]),
     )
-    totals.add(batch, torch.tensor([0.1, 0.0, 0.2, 0.2, 0.1, 0.1]), stats)
+    totals.add(batch, torch.tensor([0.1, 0.2, 0.2, 0.1, 0.1]), stats)
     want = {
         "x": [3, 2, 10.0, 1.0, 1.0, 4.0, 2.0, 0.0, nan, 1.75, 2.25],
         "y": [2, 1, 5.0, 0.0, 0.5, 2.5, 1.0, 2.0, nan, 0.75, 1.0],
@@ -150,7 +151,7 @@ class Owner:
 
 
 def source_at(owner: Owner, key: str, rule: LogitRule = IDENTITY) -> HeadSource:
-    return HeadSource(key=key, rule=rule, handle=cluster.Remote(owner, "head", (key,), 1.0))
+    return HeadSource(key=key, rule=rule, handle=InProcessWorker(owner).on_demand(1.0, Owner.head, key))
 
 
 class Optimizer(torch.optim.SGD):
@@ -331,9 +332,9 @@ def config(tolerance: float = 9.0, **trainer: Any) -> PipelineConfig:
 
 
 def rollout(sample_id: str, trained: bool = True) -> Rollout:
-    return Rollout(
+    return make_rollout(
         sample_id=sample_id, step=1, domain="d", policy_version=0, prompt_ids=(1,), response_ids=(2, 3),
-        behaviour_logprobs=(0.0, 0.0), segments=(Segment(length=2, trained=trained),), truncated=False,
+        behaviour_logprobs=(0.0, 0.0), loss_mask=(trained,) * 2,
     )  # fmt: skip
 
 
@@ -421,7 +422,7 @@ def test_the_layout_is_the_first_that_is_right_on_every_rank(in_process: Any) ->
         trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(ranks=ranks), 9))
         trainer.wait_ready()
         chosen[ranks] = trainer.layout
-        assert {made.layout for made in trainer._ranks} == {trainer.layout.layout}
+        assert {made.object.layout for made in trainer._ranks}  # type: ignore[attr-defined] == {trainer.layout.layout}
     assert (chosen[1].layout, dict(chosen[1].tried)) == ("packed", {"packed": 0.5})
     assert (chosen[2].layout, dict(chosen[2].tried)) == (
         "padded",
@@ -517,8 +518,7 @@ def test_a_sampled_tokens_weight_does_not_hold_its_own_responses_length(in_proce
     short, long = rollout("a"), rollout("b")
     num = len(short.response_ids)
     long = dataclasses.replace(
-        long, response_ids=(1,) * 5 * num, behaviour_logprobs=(-1.0,) * 5 * num,
-        segments=(Segment(length=5 * num, trained=True),),
+        long, response_ids=(1,) * 5 * num, behaviour_logprobs=(-1.0,) * 5 * num, spans=spans_of((True,) * 5 * num),
     )  # fmt: skip
     trainer.train_step(1, [short, long], Targets("a", "b"))  # type: ignore[arg-type]
     weights = {i: w for fake in in_process.workers for work, _ in fake.works for i, w in work.weights.items()}
@@ -589,7 +589,7 @@ def test_every_tensor_of_a_micro_batch_goes_to_the_device() -> None:
     (run,) = batch.blocks
     assert isinstance(run, HiddenRun)
     tensors = [batch.packed.input_ids_B_T, batch.packed.position_ids_B_T, batch.predict_N, batch.token_N]
-    tensors += [batch.mask_N, batch.behaviour_N, run.hidden[0]]
+    tensors += [batch.place_N, batch.behaviour_N, run.hidden[0]]
     assert {t.device.type for t in tensors} == {"meta"}
     assert (batch.domains, batch.row_lengths, run.heads) == (("d",), (2,), ("h",))
 

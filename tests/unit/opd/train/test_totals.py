@@ -20,8 +20,8 @@ from opd.train.batch import micro_batch
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.student import Student
 from opd.train.totals import Totals, refuse_gap, refuse_impossible_means, row_weights, token_weights
-from opd.types import DomainStats, Rollout, Segment
-from tests.rows import make_row
+from opd.types import DomainStats, Rollout
+from tests.rows import make_rollout, make_row
 
 WIDTH = 64
 
@@ -29,12 +29,12 @@ WIDTH = 64
 def rollout(sample_id: str, domain: str, segments: Sequence[tuple[int, bool]]) -> Rollout:
     rng = random.Random(sample_id)
     num = sum(n for n, _ in segments)
-    return Rollout(
+    return make_rollout(
         sample_id=sample_id, step=1, domain=domain, policy_version=0,
         prompt_ids=tuple(rng.choices(range(76), k=rng.randint(1, 9))),
         response_ids=tuple(rng.choices(range(76), k=num)),
         behaviour_logprobs=tuple(-rng.random() for _ in range(num)),
-        segments=tuple(Segment(length=n, trained=t) for n, t in segments), truncated=False,
+        loss_mask=[t for n, t in segments for _ in range(n)],
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_without_a_trained_token_there_are_no_weights(normalize: str, step: list
 
 
 def scored(r: Rollout) -> TargetRow:
-    states = torch.randn(len(r.response_ids), WIDTH, generator=torch.Generator().manual_seed(ord(r.sample_id)))
+    states = torch.randn(r.num_trained, WIDTH, generator=torch.Generator().manual_seed(ord(r.sample_id)))
     return make_row(
         sample_id=r.sample_id, step=1, domain=r.domain, teacher="t", policy_version=0, prompt_ids=r.prompt_ids,
         response_ids=r.response_ids, loss_mask=r.loss_mask, behaviour_logprobs=r.behaviour_logprobs, head=r.domain,
@@ -104,7 +104,7 @@ ROWS = {r.sample_id: scored(r) for r in STEP}
 def test_only_trained_tokens_carry_weight() -> None:
     batch = micro_batch([(ROWS["b"],), (ROWS["d"],), (ROWS["c"],)], torch.float32)
     weight = token_weights(batch, [0.25, 0.5, 0.125])
-    assert weight.tolist() == [0.25] * 3 + [0.0] * 4 + [0.25] * 2 + [0.0] * 6 + [0.125]
+    assert weight.tolist() == [0.25] * 5 + [0.125]
     assert weight.dtype == torch.float32
     assert token_weights(micro_batch([], torch.float32), []).tolist() == []
 
@@ -168,8 +168,8 @@ def test_the_loss_by_position_counts_places_in_the_response(student: Student) ->
     losses = iter(stats.kl_N.tolist())
     for row in STEP:
         for place, trained in enumerate(row.loss_mask):
-            loss = next(losses)
             if trained:
+                loss = next(losses)
                 want.setdefault(len(f"{place:b}") if place else 0, []).append(loss)
     assert {bits: p.tokens for bits, p in totals.positions.items()} == {b: len(x) for b, x in want.items()}
     assert sorted(want) == [0, 1, 2, 3, 4, 5], "places 0 to 29"

@@ -23,9 +23,9 @@ from opd.payloads.sampled_logprobs import SampledBlock
 from opd.stream.schema import TargetRow
 from opd.train.batch import leave_one_out
 from opd.train.totals import row_weights
-from opd.types import Rollout, Segment
+from opd.types import Rollout
 from tests.losses import chunked_objective
-from tests.rows import make_row
+from tests.rows import make_rollout, make_row
 
 END, V = 2, 3
 Text = tuple[int, ...]
@@ -72,9 +72,9 @@ class Setting:
 
 
 def rollout(sample_id: str, domain: str, text: Text, behaviour: Sequence[float]) -> Rollout:
-    return Rollout(
+    return make_rollout(
         sample_id=sample_id, step=1, domain=domain, policy_version=0, prompt_ids=(0,), response_ids=text,
-        behaviour_logprobs=tuple(behaviour), segments=(Segment(length=len(text), trained=True),), truncated=False,
+        behaviour_logprobs=tuple(behaviour),
     )  # fmt: skip
 
 

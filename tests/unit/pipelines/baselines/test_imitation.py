@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import PromptError
 from opd.prompts import MixedPrompts
-from opd.types import Prompt, Rollout, RolloutBatch, Segment, Teacher, WeightedTeacher
+from opd.types import Prompt, Rollout, RolloutBatch, Teacher, WeightedTeacher
 from pipelines.baselines import imitation
 from pipelines.baselines.imitation import file_author, read_completions, train_off_policy, write_by_experts
 from pipelines.inputs.read import Inputs, read_inputs
+from tests.rows import make_rollout
 
 
 class FakeEngine:
@@ -40,7 +41,7 @@ class FakeEngine:
         return RolloutBatch(rollouts=tuple(self._rollout(p, step) for p in prompts), quarantined=())
 
     def _rollout(self, prompt: Prompt, step: int) -> Rollout:
-        return Rollout(
+        return make_rollout(
             sample_id=f"{step}/{prompt.id}",
             step=step,
             domain=prompt.domain,
@@ -48,8 +49,6 @@ class FakeEngine:
             prompt_ids=prompt.token_ids,
             response_ids=({"one": 101, "two": 102}[self._model], prompt.token_ids[-1]),
             behaviour_logprobs=(0.0, 0.0),
-            segments=(Segment(length=2, trained=True),),
-            truncated=False,
         )
 
 

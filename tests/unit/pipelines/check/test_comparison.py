@@ -12,16 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opd.types import Probe, Rollout, Segment, Teacher
+from opd.types import Probe, Rollout, Teacher
 from pipelines.check.comparison import Comparer, Comparison
+from tests.rows import make_rollout
 
 
 def sequence(i: int, prompt: int, response: int) -> Rollout:
     rng = random.Random(i)
-    return Rollout(
+    return make_rollout(
         sample_id=f"d/{i}", step=0, domain="d", policy_version=0,
         prompt_ids=tuple(rng.choices(range(76), k=prompt)), response_ids=tuple(rng.choices(range(76), k=response)),
-        behaviour_logprobs=(0.0,) * response, segments=(Segment(length=response, trained=True),), truncated=False,
+        behaviour_logprobs=(0.0,) * response,
     )  # fmt: skip
 
 

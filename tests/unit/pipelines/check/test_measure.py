@@ -13,11 +13,12 @@ import pytest
 
 from opd.config import load_pipeline
 from opd.evaluation.scores import DomainScore, Evaluation
-from opd.types import Completion, Prompt, Rollout, RolloutBatch, Segment, Teacher
+from opd.types import Completion, Prompt, Rollout, RolloutBatch, Teacher
 from pipelines.check.comparison import Comparison
 from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, judge, judge_student
 from pipelines.check.measure import CheckReport, measure, teacher_rows, template_findings
 from pipelines.inputs.read import read_inputs
+from tests.rows import make_rollout
 
 FINE = Comparison(kl=0.3, overlap=0.8, prompt_nll=5.0, answer_nll=0.2)
 VOCABULARY = 76
@@ -200,10 +201,9 @@ class FakeEngine:
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         assert self.held == "base"
         rollouts = tuple(
-            Rollout(
+            make_rollout(
                 sample_id=f"{step}/{p.id}", step=step, domain=p.domain, policy_version=policy_version,
                 prompt_ids=p.token_ids, response_ids=(5, 6), behaviour_logprobs=(-1.0, -1.0),
-                segments=(Segment(length=2, trained=True),), truncated=False,
             )
             for p in prompts
         )  # fmt: skip

@@ -40,7 +40,7 @@ class Parrot:
     def _one(self, prompt: str, knows: Sequence[str], seed: int | None) -> Generated:
         right = prompt[:3] in knows and not (self.loads[-1] == "up" and "A" in prompt)
         ids = tuple(self.tokenizer.encode(prompt[4:7] if right else "no", add_special_tokens=False))
-        return Generated(token_ids=ids, logprobs=(0.0,) * len(ids), truncated=False)
+        return Generated(token_ids=ids, logprobs=(0.0,) * len(ids), stop_reason="stop")
 
 
 @pytest.fixture(autouse=True)

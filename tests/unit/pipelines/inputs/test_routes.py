@@ -151,7 +151,7 @@ def test_only_sums_over_teachers_mix(kind: str, info: Any) -> None:
         assert refused(info, domains, kind=kind) == [
             "domains.math.teachers",
             f"found:  2 teachers with objective.kind {kind}",
-            "wanted: one teacher, or objective.kind reverse_kl or sampled",
+            "wanted: one teacher, or objective.kind reverse_kl or adaptive_kl or sampled",
             "fix:    give the domain one teacher or change the objective",
         ]
         assert routed(info, OWN | {"math": {"algebra": 2}}, kind=kind)[0]["math"] == [("algebra", 1.0)]

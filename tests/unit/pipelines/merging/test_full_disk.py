@@ -22,11 +22,11 @@ from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, write_stream
 from opd.stream.targets import Asked, Expected, TargetStream
 from opd.train.shards import write_shard
-from opd.types import Prompt, Rollout, RolloutBatch, Segment, WrittenFile
+from opd.types import Prompt, RolloutBatch, WrittenFile
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.directory import says_what_is_intact
 from pipelines.merging.run import Run, _export
-from tests.rows import make_row
+from tests.rows import make_rollout, make_row
 
 FULL = "could not be written: No space left on device"
 
@@ -90,9 +90,9 @@ def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) 
     log = ArrowTargetLog(run.targets, SimpleNamespace(heads=lambda: {"h": 0}), 76, print)  # type: ignore[arg-type]
 
     def write(step: int, width: int) -> None:
-        rollout = Rollout(
+        rollout = make_rollout(
             sample_id=f"{step:06d}/a/0", step=step, domain="a", policy_version=0, prompt_ids=(1,), response_ids=(2,),
-            behaviour_logprobs=(-1.0,), segments=(Segment(length=1, trained=True),), truncated=False,
+            behaviour_logprobs=(-1.0,),
         )  # fmt: skip
         row = make_row(
             sample_id=rollout.sample_id, step=step, domain="a", teacher="t", policy_version=0, prompt_ids=[1],

@@ -25,9 +25,10 @@ from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.stream.heads import HeadSource
+from opd.stream.rollouts import SCHEMA
 from opd.stream.schema import PartRecord, TargetRow, read_stream, write_stream
 from opd.stream.targets import Part
-from opd.types import Rollout, Segment, Teacher, WeightedTeacher
+from opd.types import Rollout, Teacher, WeightedTeacher
 from pipelines.specs import flight_spec, pool_spec, scorer_options
 from teachers.flight import client as flight_client
 from teachers.flight import protocol
@@ -35,7 +36,7 @@ from teachers.flight.access import Endpoint, endpoint
 from teachers.flight.client import FlightPool
 from teachers.flight.server import PoolServer, make_hello
 from teachers.pool import Pool
-from tests.rows import changed
+from tests.rows import changed, make_rollout
 
 VOCABULARY = 76
 TOKEN = "correct-horse"
@@ -45,11 +46,11 @@ Routes = dict[str, tuple[WeightedTeacher, ...]]
 
 def rollout(i: int, domain: str = "reverse", response: int = 5) -> Rollout:
     rng = random.Random(i)
-    return Rollout(
+    return make_rollout(
         sample_id=f"000001/{domain}/{i}", step=1, domain=domain, policy_version=2,
         prompt_ids=tuple(rng.choices(range(76), k=4)), response_ids=tuple(rng.choices(range(76), k=response)),
         behaviour_logprobs=tuple(-rng.random() for _ in range(response)),
-        segments=(Segment(length=2, trained=True), Segment(length=response - 2, trained=False)), truncated=False,
+        loss_mask=[i < 2 for i in range(response)],
     )  # fmt: skip
 
 
@@ -316,7 +317,7 @@ def test_without_the_right_token_nothing_is_told(
         "do_action": lambda: list(raw.do_action(flight.Action("hello", b""), options)),
         "do_get": lambda: raw.do_get(flight.Ticket(b"x"), options).read_all(),
         "do_exchange": lambda: list(raw.do_exchange(command, options)[1]),
-        "do_put": lambda: raw.do_put(command, protocol.ROLLOUTS, options)[0].close(),
+        "do_put": lambda: raw.do_put(command, SCHEMA, options)[0].close(),
         "list_flights": lambda: list(raw.list_flights(b"", options)),
         "list_actions": lambda: list(raw.list_actions(options)),
         "get_flight_info": lambda: raw.get_flight_info(command, options),
@@ -360,8 +361,8 @@ def test_a_server_with_another_certificate_is_not_believed(
         (PAYLOADS["log-probs"], {}, "payload: they have sampled_logprobs, this pipeline hidden_states"),
         (PAYLOADS["top-k"], {**PAYLOADS["top-k"], "objective": {"kind": "top_k", "k": 4}}, "objective.k: they have 3, this pipeline 4"),
         ({"hello": {"vocab_size": 75}}, {}, "vocabulary: they have 75, this pipeline 76"),
-        ({"hello": {"stream": "9"}}, {}, "stream version: they have 9, this pipeline 4"),
-        ({"hello": {"protocol": "9"}}, {}, "speaks protocol '9', this side '2'"),
+        ({"hello": {"stream": "9"}}, {}, "stream version: they have 9, this pipeline 5"),
+        ({"hello": {"protocol": "9"}}, {}, "speaks protocol '9', this side '3'"),
         ({"hello": {"domains": {}}}, {}, r"domain reverse: they have no teacher, this pipeline rev \(1, digest of re"),
     ],
 )  # fmt: skip
@@ -407,20 +408,20 @@ def test_a_server_that_came_back_with_other_teachers_is_refused(routes: Routes, 
 
 def test_rollouts_of_another_version_are_refused(routes: Routes, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scoring = remote(serve(local_pool(routes), routes).url, routes)
-    newer = protocol.ROLLOUTS.with_metadata({"opd.rollouts": "2"})
+    newer = SCHEMA.with_metadata({"opd.rollouts": "9"})
     monkeypatch.setattr(flight_client, "ROLLOUTS", newer)
     encode = flight_client.rollout_batches
     monkeypatch.setattr(
         flight_client, "rollout_batches", lambda r: (b.replace_schema_metadata(newer.metadata) for b in encode(r))
     )
-    with pytest.raises(RunError, match="rollouts of version 2, wanted 1"):
+    with pytest.raises(RunError, match="rollouts of version 9, wanted 2"):
         score(scoring)
 
 
 def test_a_rollout_that_a_teacher_must_not_read(routes: Routes, serve: Any) -> None:
     scoring = remote(serve(local_pool(routes), routes).url, routes)
     bad = dataclasses.replace(ROLLOUTS[1], prompt_ids=(VOCABULARY,))
-    with pytest.raises(RunError, match=f"rollout {bad.sample_id}: a token id outside"):
+    with pytest.raises(RunError, match=f"rollout {bad.sample_id}: token id 76, the tokenizer knows 0 to 75"):
         score(scoring, [ROLLOUTS[0], bad])
     assert score(scoring).rows == 12, "the server goes on"
 
@@ -448,7 +449,9 @@ class Tampered:
         self.heads, self.head_of = pool.heads, pool.head_of
 
     def score(self, rollouts: Any) -> Any:
-        rows = self._change(sorted(rows_of(score(self._pool, rollouts)), key=lambda r: (r.sample_id, r.teacher)))
+        rows = self._change(
+            sorted(rows_of(score(self._pool, rollouts)), key=lambda r: (r.rollout.sample_id, r.teacher))
+        )
         counts = dict(Counter(row.teacher for row in rows))
         record = PartRecord(**{"teachers": counts, **self._record})
         whole = np.frombuffer(write_stream(rows, "float32", part=record), np.uint8)
@@ -477,7 +480,7 @@ def tamper(name: str) -> Callable[[list[TargetRow]], list[TargetRow]]:
         "another policy": at(0, policy_version=1),
         "another prompt": at(0, prompt_ids=(1, 2, 3)),
         "another response": at(0, response_ids=(1, 2, 3)),
-        "another mask": at(0, loss_mask=(True, True, True)),
+        "another mask": at(0, loss_mask=(True, False, True)),
         "other log-probs": at(0, behaviour_logprobs=(-1.0, -1.0, -1.0)),
     }[name]  # fmt: skip
 
@@ -534,7 +537,7 @@ def newer_stream() -> np.ndarray:
         ({"number": 1}, "part 1 of worker 0 came after 0 of its parts"),
         ({"broken": {"000001/reverse/77": "why"}}, "000001/reverse/77 is said to be broken, but was not sent"),
         ({"parts": ()}, "12 rows are missing"),
-        ({"parts": (newer_stream(),)}, "target stream: version 7, wanted 4"),
+        ({"parts": (newer_stream(),)}, "target stream: version 7, wanted 5"),
         ({"parts": (raw_stream("float32")[:-200],)}, "target stream: .*(cut|whole)"),
         ({"parts": (raw_stream("bfloat16"),)}, "hidden_states in bfloat16 came, wanted hidden_states in float32"),
         (

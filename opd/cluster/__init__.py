@@ -1,0 +1,34 @@
+"""Ray: starting it, putting workers into processes, and calling them with a deadline. The one package that imports ray.
+
+environment   variables of a worker's process
+session       starting Ray, and stopping it with all that it started
+daemons       whether Ray's own processes live
+workers       the handle to a worker, whose methods are called by reference
+pulse         how a worker says that it lives
+watching      listening to all workers, and ending those that fell silent
+waiting       waiting for answers, and finding out what a failure meant
+objects       values in Ray's store, and answers that are made when somebody fetches them
+"""
+
+from opd.cluster.environment import worker_env
+from opd.cluster.errors import WorkerDied
+from opd.cluster.objects import Remote, Stored, fetch, put
+from opd.cluster.session import LOCAL, ray_session
+from opd.cluster.waiting import first, wait
+from opd.cluster.workers import Pending, Worker, spawn
+
+__all__ = [
+    "LOCAL",
+    "Pending",
+    "Remote",
+    "Stored",
+    "Worker",
+    "WorkerDied",
+    "fetch",
+    "first",
+    "put",
+    "ray_session",
+    "spawn",
+    "wait",
+    "worker_env",
+]

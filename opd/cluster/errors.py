@@ -1,0 +1,27 @@
+"""What Ray's errors become."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from opd.errors import OpdError, RunError
+
+if TYPE_CHECKING:
+    from opd.cluster.workers import Worker
+
+
+class WorkerDied(RunError):
+    """A worker's process, or Ray itself, is gone."""
+
+    def __init__(self, message: str, worker: Worker[Any] | None = None) -> None:
+        super().__init__(message)  # alone, so that it can be pickled; a handle is of use in the driver only
+        self.worker = worker
+        """The worker that died; None if Ray itself did."""
+
+
+def cause(error: Any) -> Exception:
+    """What a worker raised, from Ray's `RayTaskError`.
+
+    An error that we worded ourselves comes back as it is; Ray would wrap the worker's traceback around it.
+    """
+    return error.cause if isinstance(error.cause, OpdError | RunError) else error.as_instanceof_cause()

@@ -1,0 +1,73 @@
+"""Values in Ray's object store, and calls that are made when somebody fetches the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from opd.cluster.daemons import ray_lives
+from opd.cluster.errors import WorkerDied, cause
+from opd.errors import RunError
+
+R = TypeVar("R")
+
+
+def put(value: Any) -> Any:
+    """A handle to a value that came from outside the cluster. Raises: WorkerDied if Ray is gone."""
+    import ray
+
+    with ray_lives():
+        return ray.put(value)
+
+
+def fetch(handle: Any) -> Any:
+    """The value behind a handle, read without a copy where it is an array. Raises: WorkerDied if Ray is gone."""
+    import ray
+
+    with ray_lives():
+        return ray.get(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A value that `put` took; may travel to workers."""
+
+    handle: Any
+
+    def fetch(self) -> Any:
+        """The value, for code that knows nothing of Ray. Raises: WorkerDied if Ray is gone."""
+        return fetch(self.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote(Generic[R]):
+    """A call that a worker gets whenever somebody fetches the answer; may travel to other workers.
+
+    `Worker.on_demand` makes it.
+    """
+
+    actor: Any
+    """Ray's handle to the worker, which may travel where a `Worker` may not."""
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    timeout_s: float
+
+    def fetch(self) -> R:
+        """The answer, for code that knows nothing of Ray.
+
+        Raises: RunError if the worker is dead or misses its deadline; the worker's own OpdError or RunError.
+        """
+        import ray
+
+        try:
+            ref = getattr(self.actor, self.method).remote(*self.args, **self.kwargs)
+            answer: R = ray.get(ref, timeout=self.timeout_s)
+            return answer
+        except ray.exceptions.GetTimeoutError:
+            raise RunError(f"`{self.method}` of another worker took longer than {self.timeout_s:.0f} s") from None
+        except ray.exceptions.RayTaskError as error:
+            raise cause(error) from None
+        except ray.exceptions.RayActorError as error:
+            raise WorkerDied(f"the worker that was asked for `{self.method}` is dead: {error}") from None

@@ -1,0 +1,83 @@
+"""A worker's pulse: every `LOOK_S` it writes a count into Ray's key-value store, and whoever waits reads it there."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+LOOK_S = 2.0
+"""How often a worker says that it lives, and how often whoever waits looks."""
+SILENT_S = 40.0
+"""A worker that has not said so for this long is hung, whatever it was doing: it is killed."""
+NAMESPACE = "opd"
+"""Where in the key-value store the pulses are."""
+
+
+class Beating:
+    """The first base of a worker's class: a thread of its own says that the process lives."""
+
+    def __init__(self, key: bytes, *args: Any) -> None:
+        threading.Thread(target=_beat, args=(key,), daemon=True, name="pulse").start()
+        super().__init__(*args)
+
+    def node_address(self) -> str:
+        """The address at which the cluster's other machines reach the one that this worker runs on."""
+        import ray
+
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+
+def _beat(key: bytes) -> None:
+    import ray
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    where = f"{os.getpid()} {ray.util.get_node_ip_address()}"
+    for count in itertools.count():
+        _internal_kv_put(key, f"{count} {where}".encode(), overwrite=True, namespace=NAMESPACE)
+        time.sleep(LOOK_S)
+
+
+@dataclass
+class Pulse:
+    """A worker as the driver hears it."""
+
+    key: bytes
+    """Key under which the store has what it says."""
+    last: bytes = b""
+    """What it said last: a count, its pid and its machine."""
+    silent_s: float = 0.0
+    """How long the driver has listened and heard nothing new."""
+    looked_at: float = 0.0
+    """When the driver looked last, by the monotonic clock."""
+    ended: str = ""
+    """The reason, if the worker was killed because it fell silent, for whoever waits for it; else empty."""
+
+    @property
+    def pid(self) -> str:
+        """Number of the worker's process, once it has spoken."""
+        return self.last.decode().split()[1]
+
+    def hear(self, said: bytes, now: float) -> None:
+        """Take what the store has now, at the time `now` by the monotonic clock."""
+        if said != self.last or not said:
+            self.last, self.silent_s = said, 0.0
+        else:
+            # Only while the driver listened: all processes may have slept, after Ctrl-Z or in a container that was paused.
+            self.silent_s += min(now - self.looked_at, 2 * LOOK_S)
+        self.looked_at = now
+
+    def kill_process(self) -> None:
+        """Send SIGKILL if the worker runs on this machine: a process that is stopped does not hear Ray."""
+        import ray
+
+        _, pid, address = self.last.decode().split()
+        if address == ray.util.get_node_ip_address():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)

@@ -1,0 +1,77 @@
+"""Listening to the workers of a session."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opd.cluster.daemons import ray_lives
+from opd.cluster.pulse import NAMESPACE, SILENT_S, Pulse
+from opd.text import printable
+
+if TYPE_CHECKING:
+    from opd.cluster.workers import Worker
+
+LOG_LINES = 20
+"""Lines of a dead worker's log that an error shows."""
+
+
+class Watch:
+    """The workers of a session, from their start until they are killed or found dead."""
+
+    def __init__(self) -> None:
+        self._workers: dict[bytes, Worker[Any]] = {}
+        """Key of its pulse -> worker. Ray ends a worker that nobody holds: this holds all of them."""
+
+    @property
+    def workers(self) -> list[Worker[Any]]:
+        return list(self._workers.values())
+
+    def add(self, worker: Worker[Any]) -> None:
+        """Listen to a worker from now on."""
+        self._workers[worker.pulse.key] = worker
+
+    def forget(self, worker: Worker[Any]) -> bool:
+        """Listen to it no longer. Returns whether it was listened to."""
+        return self._workers.pop(worker.pulse.key, None) is not None
+
+    def clear(self) -> None:
+        """Forget all workers."""
+        self._workers.clear()
+
+    def end_silent(self, method: str) -> None:
+        """Listen to every worker, and kill those that have been silent for `SILENT_S`; `method` is what is waited for.
+
+        It listens to all of them because the worker that is waited for may be stuck behind a silent one: once that one is
+        killed, Ray lets the other go on. Calls of a worker that was killed end with WorkerDied. Raises: WorkerDied if Ray
+        is gone.
+        """
+        if not self._workers:
+            return
+        from ray.experimental.internal_kv import internal_kv_get_gcs_client
+
+        client = internal_kv_get_gcs_client()
+        for worker in self.workers:
+            pulse = worker.pulse
+            with ray_lives():  # with a deadline: a store that stands still would never answer
+                said = client.internal_kv_get(pulse.key, NAMESPACE.encode(), timeout=SILENT_S) or b""
+            pulse.hear(said, time.monotonic())
+            if pulse.silent_s > SILENT_S:
+                pulse.ended = (
+                    f"no sign of life for {SILENT_S:.0f} s (`{method}` was waited for); killed{log_tail(pulse)}"
+                )
+                worker.kill()
+
+
+def log_tail(pulse: Pulse) -> str:
+    """The last lines that a worker of this machine wrote, and where they are; empty if they are on another machine."""
+    import ray
+
+    node = ray._private.worker._global_node
+    if not pulse.last or node is None:
+        return ""
+    files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pulse.pid}.*"))
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    shown = "".join(f"\n  | {printable(line)}" for line in lines[-LOG_LINES:])
+    return f"\nits last words, in {files[0].parent}:{shown}" if shown else ""

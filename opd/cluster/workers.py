@@ -1,0 +1,106 @@
+"""Workers: objects in processes of their own, and the handles through which they are called."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from opd.cluster.daemons import ray_lives, refuse_dead_ray
+from opd.cluster.objects import Remote
+from opd.cluster.pulse import Beating, Pulse
+from opd.cluster.session import current_watch
+from opd.cluster.waiting import wait
+from opd.cluster.watching import Watch
+
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Worker(Generic[T]):
+    """A handle to an object of class T that lives in a process of its own; `spawn` makes it.
+
+    Its methods are called by reference: `worker.submit(TrainerRank.export, path)`. So a type checker sees whose method it
+    is, what it takes and what comes back.
+    """
+
+    def __init__(self, actor: Any, name: str, pulse: Pulse, watch: Watch) -> None:
+        self.name = name
+        """What errors call it, such as `trainer rank 0`."""
+        self.pulse = pulse
+        """What the driver heard from it."""
+        self.watch = watch
+        """The watch of its session, which listens to it."""
+        self._actor = actor
+
+    def submit(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Call a method; returns at once. A worker does what it is asked in order, one after the other.
+
+        An argument that is a handle (`put`, `Pending.handle`) reaches the method as its value. Raises: WorkerDied if Ray is
+        gone.
+        """
+        return self._submit(method.__name__, *args, **kwargs)
+
+    def on_demand(
+        self, timeout_s: float, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Remote[R]:
+        """A call that is made when somebody fetches its answer, here or in another worker, and then has this deadline."""
+        return Remote(self._actor, method.__name__, args, kwargs, timeout_s)
+
+    def node_address(self, *, timeout_s: float) -> str:
+        """The address at which the cluster's other machines reach the one that it runs on. Raises: what `wait` raises."""
+        address: str = self._submit(Beating.node_address.__name__).result(timeout_s=timeout_s)
+        return address
+
+    def kill(self) -> None:
+        """End it at once; whoever waits for one of its calls gets the error of a worker that died.
+
+        A worker that has not been heard yet learns it from Ray a moment later, and may answer until then.
+        """
+        import ray
+
+        was_watched = self.watch.forget(self)
+        ray.kill(self._actor)
+        if was_watched and self.pulse.last:
+            self.pulse.kill_process()
+
+    def _submit(self, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
+        refuse_dead_ray()
+        with ray_lives():
+            return Pending(self, method, getattr(self._actor, method).remote(*args, **kwargs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending(Generic[R]):
+    """An answer that a worker is making."""
+
+    worker: Worker[Any]
+    method: str
+    handle: Any
+    """Leads to the answer, as a handle from `put` leads to a value."""
+
+    def result(self, *, timeout_s: float) -> R:
+        """Wait for the answer. Raises: what `wait` raises."""
+        (answer,) = wait([self], timeout_s=timeout_s)
+        return answer
+
+
+def spawn(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gpus: float = 0) -> Worker[T]:
+    """Start `cls(*args)` in its own process; returns at once, the first call waits for it.
+
+    Raises: WorkerDied if Ray is gone.
+    """
+    import ray
+
+    watch = current_watch()
+    refuse_dead_ray()
+    pulse = Pulse(f"pulse {secrets.token_hex(8)}".encode())
+    beating = type(cls.__name__, (Beating, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "runtime_env": {"env_vars": dict(env)}}
+    with ray_lives():
+        actor = ray.remote(beating).options(**options).remote(pulse.key, *args)
+    worker: Worker[T] = Worker(actor, name, pulse, watch)
+    watch.add(worker)
+    return worker

@@ -1,0 +1,207 @@
+"""The one Arrow form of a rollout: its columns, and how they are written, read and checked. Needs pyarrow only.
+
+Three places use it. Arrow Flight carries rollouts to teachers, the target log keeps those of a step in a file, and every
+row of the target stream (`opd.stream.schema`) begins with these columns. No extension types and no pickle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+import pyarrow as pa
+
+from opd.errors import RunError
+from opd.types import Origin, Rollout, Span, StopReason, unknown_id
+
+VERSION = "2"
+"""1 had no group, episode, reward or policy version for each span."""
+ORIGINS: tuple[Origin, ...] = get_args(Origin)
+"""A span's origin travels as its place in this tuple."""
+
+_SPAN = pa.struct(
+    [
+        pa.field("length", pa.int32(), nullable=False),
+        pa.field("origin", pa.int8(), nullable=False),
+        pa.field("policy_version", pa.int32(), nullable=False),
+    ]
+)
+SAMPLE_ID = pa.field("sample_id", pa.string(), nullable=False)
+SHARED: tuple[pa.Field, ...] = (
+    pa.field("step", pa.int32(), nullable=False),
+    pa.field("domain", pa.string(), nullable=False),
+    pa.field("policy_version", pa.int32(), nullable=False),
+    pa.field("stop_reason", pa.string(), nullable=False),
+    pa.field("group", pa.string()),
+    pa.field("episode", pa.string()),
+    pa.field("reward", pa.float64()),
+)
+"""Columns that are equal in many rollouts of a step: the target stream sends each combination once. `group` and `episode`
+are missing where they equal the sample id, `reward` where there is none."""
+OWN: tuple[pa.Field, ...] = (
+    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("behaviour_logprobs", pa.list_(pa.float32()), nullable=False),
+    pa.field("spans", pa.list_(pa.field("item", _SPAN, nullable=False))),
+)
+"""Columns with a value of its own in each rollout. `spans` is missing where the policy wrote the whole response with the
+weights of `policy_version`."""
+TOKEN_IDS = ("prompt_ids", "response_ids")
+SCHEMA = pa.schema([SAMPLE_ID, *SHARED, *OWN], {"opd.rollouts": VERSION})
+
+
+class RolloutError(RunError):
+    """Rollouts that another release wrote, that were damaged, or that contradict themselves."""
+
+
+def values_of(rollout: Rollout) -> dict[str, Any]:
+    """Column -> value."""
+    values = {name: getattr(rollout, name) for name in SCHEMA.names}
+    for name in ("group", "episode"):
+        if values[name] == rollout.sample_id:
+            values[name] = None
+    if rollout.spans == _usual_spans(len(rollout.response_ids), rollout.policy_version):
+        values["spans"] = None
+    else:
+        values["spans"] = [(s.length, ORIGINS.index(s.origin), s.policy_version) for s in rollout.spans]
+    return values
+
+
+def rollout_of(values: Mapping[str, Any]) -> Rollout:
+    """Inverse of `values_of`, for values out of Arrow's `to_pylist`. Raises: RolloutError if they contradict each other."""
+    sample_id = values["sample_id"]
+    rollout = Rollout(
+        sample_id=sample_id,
+        group=sample_id if values["group"] is None else values["group"],
+        episode=sample_id if values["episode"] is None else values["episode"],
+        step=values["step"],
+        domain=values["domain"],
+        prompt_ids=tuple(values["prompt_ids"]),
+        response_ids=tuple(values["response_ids"]),
+        behaviour_logprobs=tuple(values["behaviour_logprobs"]),
+        spans=_spans(values),
+        stop_reason=values["stop_reason"],
+        reward=values["reward"],
+    )
+    wrong = _contradiction(rollout, values["policy_version"])
+    if wrong:
+        raise RolloutError(f"rollout {sample_id}: {wrong}")
+    return rollout
+
+
+def _usual_spans(num: int, policy_version: int) -> tuple[Span, ...]:
+    return (Span(length=num, origin="policy", policy_version=policy_version),)
+
+
+def _spans(values: Mapping[str, Any]) -> tuple[Span, ...]:
+    """Raises: RolloutError for an origin that does not exist."""
+    if values["spans"] is None:
+        return _usual_spans(len(values["response_ids"]), values["policy_version"])
+    found = []
+    for span in values["spans"]:
+        if not 0 <= span["origin"] < len(ORIGINS):
+            raise RolloutError(f"rollout {values['sample_id']}: a span of origin {span['origin']}")
+        found.append(Span(**span | {"origin": ORIGINS[span["origin"]]}))
+    return tuple(found)
+
+
+def _contradiction(rollout: Rollout, policy_version: int) -> str:
+    """What cannot be true of a rollout, empty if nothing; `policy_version` is what its column says."""
+    num, lengths = len(rollout.response_ids), [span.length for span in rollout.spans]
+    if not lengths or min(lengths) < 0 or not num == len(rollout.behaviour_logprobs) == sum(lengths):
+        return f"{num} response tokens, {len(rollout.behaviour_logprobs)} log-probs, spans of {lengths}: they disagree"
+    if rollout.policy_version != policy_version or min(span.policy_version for span in rollout.spans) < 0:
+        return f"policy version {policy_version}, spans of {[span.policy_version for span in rollout.spans]}"
+    if not rollout.prompt_ids:
+        return "an empty prompt, nothing predicts its first token"
+    if rollout.stop_reason not in get_args(StopReason):
+        return f"stop reason {rollout.stop_reason!r}, wanted one of {get_args(StopReason)}"
+    if rollout.reward is not None and not math.isfinite(rollout.reward):
+        return f"reward {rollout.reward}, wanted a finite number or none"
+    return ""
+
+
+def encode(rollouts: Sequence[Rollout]) -> pa.RecordBatch:
+    """The rollouts as Arrow, in order."""
+    values = [values_of(rollout) for rollout in rollouts]
+    return pa.RecordBatch.from_arrays([pa.array([v[f.name] for v in values], f.type) for f in SCHEMA], schema=SCHEMA)
+
+
+def check_schema(schema: pa.Schema) -> None:
+    """Raises: RolloutError if the writer has other columns or another version of them."""
+    version = (schema.metadata or {}).get(b"opd.rollouts", b"none").decode(errors="replace")
+    if version != VERSION:
+        raise RolloutError(f"rollouts of version {version}, wanted {VERSION}: install the same release on both")
+    if not schema.equals(SCHEMA):
+        raise RolloutError(f"rollouts with columns {schema.names}, wanted {SCHEMA.names}")
+
+
+def decode(batches: Iterable[pa.RecordBatch], vocab_size: int) -> list[Rollout]:
+    """Inverse of `encode`, for batches whose schema was checked.
+
+    Raises: RolloutError for damaged columns, a rollout that contradicts itself, an id that no token of the vocabulary has,
+    and a sample id that comes twice.
+    """
+    rollouts: list[Rollout] = []
+    for batch in batches:
+        try:
+            missing = incomplete_column(batch)
+        except pa.ArrowInvalid as error:
+            raise RolloutError(f"rollouts: {error}") from None
+        if missing:
+            raise RolloutError(f"rollouts: column {missing} has missing values")
+        rollouts += [rollout_of(values) for values in batch.to_pylist()]
+    for rollout in rollouts:
+        wrong = unknown_id((*rollout.prompt_ids, *rollout.response_ids), vocab_size)
+        if wrong is not None:
+            raise RolloutError(
+                f"rollout {rollout.sample_id}: token id {wrong}, the tokenizer knows 0 to {vocab_size - 1}"
+            )
+    if len({r.sample_id for r in rollouts}) != len(rollouts):
+        raise RolloutError("rollouts: a sample id comes twice")
+    return rollouts
+
+
+def write_file(rollouts: Sequence[Rollout]) -> pa.Buffer:
+    """The bytes of a file that holds these rollouts."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA) as writer:
+        writer.write_batch(encode(rollouts))
+    return sink.getvalue()
+
+
+def read_file(source: pa.Buffer | bytes | memoryview, vocab_size: int) -> list[Rollout]:
+    """Inverse of `write_file`. Raises: RolloutError, also for bytes that are no whole Arrow stream."""
+    try:
+        with pa.ipc.open_stream(source) as reader:
+            check_schema(reader.schema)
+            batches = list(reader)
+    except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: text that is not UTF-8
+        raise RolloutError(f"rollouts: not a whole Arrow stream: {error}") from None
+    if len(batches) != 1:
+        raise RolloutError(f"rollouts: {len(batches)} batches, wanted 1: the file was cut")
+    return decode(batches, vocab_size)
+
+
+def incomplete_column(batch: pa.RecordBatch) -> str | None:
+    """The first column with a missing value where its type allows none, which Arrow itself lets pass.
+
+    Raises: pa.ArrowInvalid for offsets, dictionary numbers or UTF-8 that are wrong, all the way down.
+    """
+    batch.validate(full=True)
+    columns = zip(batch.schema, batch.columns, strict=True)
+    return next((field.name for field, column in columns if _has_gap(column, field.nullable)), None)
+
+
+def _has_gap(array: pa.Array, nullable: bool) -> bool:
+    """Whether a value is missing in the array, or in anything that it is made of. Items of a list never may."""
+    if array.null_count and not nullable:
+        return True
+    if isinstance(array, pa.DictionaryArray):
+        return _has_gap(array.dictionary, False)
+    if isinstance(array, pa.ListArray):
+        return _has_gap(array.values, False)
+    if isinstance(array, pa.StructArray):
+        return any(_has_gap(array.field(i), array.type.field(i).nullable) for i in range(array.type.num_fields))
+    return False

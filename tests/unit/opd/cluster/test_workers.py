@@ -1,0 +1,143 @@
+"""Handles to workers: whose method is called, and what is said of a worker that dies. Ray is a few functions here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opd.cluster import Worker, WorkerDied, first, spawn, wait, waiting
+from opd.cluster.pulse import Pulse
+from opd.cluster.watching import Watch
+from opd.errors import RunError
+
+
+class Counter:
+    """What runs in the worker."""
+
+    def add(self, number: int, times: int = 1) -> int:
+        return number * times
+
+    def fail(self) -> None: ...
+
+
+class Actor:
+    """Stands for Ray's handle: every call is kept, and its answer is a function that gives it."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.answers: list[Callable[[], Any]] = []
+
+    def __getattr__(self, method: str) -> Any:
+        class Remote:
+            @staticmethod
+            def remote(*args: Any, **kwargs: Any) -> Any:
+                self.asked.append((method, args, kwargs))
+                return self.answers.pop(0)
+
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return Remote
+
+
+@pytest.fixture(autouse=True)
+def ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers come one after the other, the last one first."""
+    import ray
+
+    def wait(handles: Sequence[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return [handles[-1]], list(handles[:-1])
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda handle, **_: handle())
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+def start(watch: Watch, name: str, *answers: Callable[[], Any]) -> tuple[Worker[Counter], Actor]:
+    """A worker that gives these answers, one after the other."""
+    actor = Actor()
+    actor.answers += answers
+    worker: Worker[Counter] = Worker(actor, name, Pulse(name.encode()), watch)
+    watch.add(worker)
+    return worker, actor
+
+
+def dies() -> Any:
+    import ray
+
+    raise ray.exceptions.RayActorError(error_msg="its process is gone")
+
+
+def fails() -> Any:
+    import ray
+
+    raise ray.exceptions.RayTaskError("fail", "traceback", RunError("step 3: connection closed by peer"))
+
+
+def test_a_method_is_called_by_reference(watch: Watch) -> None:
+    worker, actor = start(watch, "counter 0", lambda: 6, lambda: 8)
+    pending = worker.submit(Counter.add, 3, times=2)
+    assert (pending.worker, pending.method) == (worker, "add")
+    assert worker.submit(Counter.add, 8).result(timeout_s=1) == 8
+    assert actor.asked == [("add", (3,), {"times": 2}), ("add", (8,), {})]
+    assert pending.result(timeout_s=1) == 6
+
+
+def test_an_answer_on_demand_is_asked_for_each_time_it_is_fetched(watch: Watch) -> None:
+    worker, actor = start(watch, "counter 0", lambda: 1, lambda: 2)
+    later = worker.on_demand(5.0, Counter.add, 3, times=2)
+    assert actor.asked == []
+    assert [later.fetch(), later.fetch()] == [1, 2]
+    assert actor.asked == [("add", (3,), {"times": 2})] * 2
+
+
+def test_answers_come_in_order_whichever_came_first(watch: Watch) -> None:
+    asked = [start(watch, f"counter {i}", lambda i=i: i)[0].submit(Counter.add, i) for i in range(3)]
+    assert wait(asked, timeout_s=1) == [0, 1, 2]
+    assert first(asked[:2], timeout_s=1) == 1
+
+
+def test_a_death_is_told_with_worker_and_method_and_the_worker_no_longer_listened_to(watch: Watch) -> None:
+    worker, _ = start(watch, "counter 7", dies)
+    with pytest.raises(WorkerDied, match=r"^counter 7: the worker died during `fail`: its process is gone") as death:
+        worker.submit(Counter.fail).result(timeout_s=1)
+    assert death.value.worker is worker and watch.workers == []
+
+
+def test_the_death_of_a_worker_that_was_silent_is_told_by_its_reason(watch: Watch) -> None:
+    worker, _ = start(watch, "counter 7", dies)
+    worker.pulse.ended = "no sign of life for 40 s (`add` was waited for); killed"
+    with pytest.raises(WorkerDied, match=r"^counter 7: no sign of life for 40 s \(`add` was waited for\); killed$"):
+        worker.submit(Counter.fail).result(timeout_s=1)
+
+
+def test_a_partners_death_explains_a_failure(watch: Watch) -> None:
+    failing, dead = start(watch, "counter 0", fails)[0], start(watch, "counter 1", dies)[0]
+    with pytest.raises(WorkerDied, match=r"^counter 1: the worker died during `fail`"):
+        wait([dead.submit(Counter.fail), failing.submit(Counter.fail)], timeout_s=1)
+    alone, other = start(watch, "counter 0", fails)[0], start(watch, "counter 1", fails)[0]
+    with pytest.raises(RunError, match=r"^step 3: connection closed by peer$"):
+        wait([alone.submit(Counter.fail), other.submit(Counter.fail)], timeout_s=1)
+
+
+def test_a_missed_deadline_names_all_who_were_asked_together(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    asked = [start(watch, f"counter {i}", lambda: None)[0].submit(Counter.fail) for i in range(2)]
+    came = iter([([asked[1].handle], []), ([], []), ([], [])])
+    monkeypatch.setattr(ray, "wait", lambda handles, **_: next(came))
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=iter([0.0, 0.0, 2.0]).__next__))
+    with pytest.raises(RunError, match=r"^counter 0, counter 1: `fail` took longer than 1 s \(cluster.phase_timeout_s"):
+        wait(asked, timeout_s=1)
+
+
+def test_nothing_is_started_outside_of_a_session() -> None:
+    """Ray would start by itself, and listen beyond this machine."""
+    with pytest.raises(WorkerDied, match="its session has ended, or was not begun"):
+        spawn(Counter, name="counter 0", env={})
