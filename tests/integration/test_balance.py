@@ -1,4 +1,4 @@
-"""One domain with ten times longer answers beside two others, through the real engines: what the two keep of their headroom."""
+"""Balance through the real engines: what two domains keep beside one with ten times longer answers, and a kill on the way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
+
+from tests.integration.test_merge import kill_when_logged, records
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("shift", "rotate")
@@ -125,3 +129,20 @@ def test_neighbours_of_a_domain_with_ten_times_longer_answers_keep_their_headroo
     assert shares["tokens"]["sample"] < 0.1 and shares["tokens"]["token"] == pytest.approx(1 / 3, abs=0.1)
     page = (experts / "tokens" / "report.html").read_text()
     assert "plot-token-share" in page and "plot-sample-share" in page
+
+
+@pytest.mark.slow
+def test_a_balanced_merge_that_was_killed_ends_with_the_same_weights(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    pipeline["balance"] = {"kind": "gap", "of": "tokens", "window": 1}
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(yaml.safe_dump(pipeline))
+    opd("merge", file, "--run-dir", "whole", cwd=tmp_path)
+    kill_when_logged(file, tmp_path / "broken", 4)
+    opd("merge", "--resume", "broken", cwd=tmp_path)
+    whole, broken = (records(tmp_path / name) for name in ("whole", "broken"))
+    assert [r["prompts"] for r in broken] == [r["prompts"] for r in whole]
+    assert all(sum(r["prompts"].values()) == 24 for r in whole)
+    assert len({tuple(r["prompts"].values()) for r in whole}) > 1, "the shares did not move: this shows nothing"
+    assert {3, 4} <= {r["step"] for r in broken if "replayed" in r}, "the log answers the balanced steps"
+    ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "broken"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
