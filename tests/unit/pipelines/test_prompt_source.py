@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -17,7 +19,7 @@ from opd.step_record import DomainRecord, StepRecord
 from pipelines import build
 from pipelines.build import prompt_source
 from pipelines.inputs.read import read_inputs
-from pipelines.merging.changes import accept_changes, identity
+from pipelines.merging.changes import accept_changes, identity, refuse_lost_records
 from pipelines.merging.manifest import manifest_of
 
 
@@ -103,6 +105,34 @@ def test_a_resume_may_not_change_it(learning: Any) -> None:
     assert identity(now)["config"] != identity(before)["config"]
     with pytest.raises(RunDirError, match=r"balance.kind +samples +gap"):
         accept_changes(before["config"], now["config"], learning.root / "m")
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([1, 2], "records of 2 steps, and a checkpoint of step 3"),
+        ([], "records of 0 steps, and a checkpoint of step 3"),
+        ([1, 3, 4], "records of 3 steps, and a checkpoint of step 3"),
+        (["no json"], "a line that is no record: "),
+    ],
+    ids=str,
+)
+def test_a_resume_without_its_records_is_refused(lines: list[Any], found: str, learning: Any) -> None:
+    paths = RunPaths(learning.root)
+    text = [json.dumps(record(line, 1.0).to_json()) if isinstance(line, int) else line for line in lines]
+    paths.metrics.write_text("".join(f"{line}\n" for line in text))
+    refuse_lost_records(load_pipeline(learning.write()), paths, 3)  # by samples no record is needed
+    learning.data["balance"] = "tokens"
+    with pytest.raises(RunDirError, match=r"metrics\.jsonl\n  found:  " + re.escape(found)):
+        refuse_lost_records(load_pipeline(learning.write()), paths, 3)
+
+
+def test_a_resume_with_all_its_records_goes_on(learning: Any) -> None:
+    learning.data["balance"] = "gap"
+    metrics = MetricsFile(RunPaths(learning.root).metrics)
+    for step in (1, 2, 3, 4):  # the last one was killed before its checkpoint
+        metrics.write(record(step, 1.0))
+    refuse_lost_records(load_pipeline(learning.write()), RunPaths(learning.root), 3)
 
 
 def test_it_reads_no_records_that_it_does_not_need(learning: Any) -> None:
