@@ -97,7 +97,7 @@ class StepRecord:
     truncated: int = 0
     """Responses that ended at their limit."""
     prompts: Mapping[str, int] = field(default_factory=dict)
-    """Prompts that the step took, by domain, those that were left out among them."""
+    """Prompts that the step took, by domain, including those that were left out."""
     truncated_by_domain: Mapping[str, int] = field(default_factory=dict)
     quarantined: Mapping[str, int] = field(default_factory=dict)
     """Domain -> number of prompts and responses that were left out."""

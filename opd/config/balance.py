@@ -1,4 +1,4 @@
-"""The section `balance`: how the samples of a step are dealt out to the domains. A name, or a mapping with `kind` and options."""
+"""The section `balance`, a name or a mapping with `kind` and options: how a step's samples are dealt out to the domains."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ class SamplesBalance(Strict):
 
 class TokensBalance(Strict):
     kind: Literal["tokens"]
-    """Each domain's share of the trained tokens is its `weight`: where responses are longer, a step has fewer of them."""
+    """Each domain's share of the trained tokens is its `weight`: a domain with longer responses gets fewer samples."""
     window: int = Field(10, ge=1)
-    """Steps over which the length of responses is averaged; older ones count less and less."""
+    """Steps over which the length of responses is averaged; older steps count less and less."""
 
     of: ClassVar[str] = "tokens"
 
 
 class GapBalance(Strict):
     kind: Literal["gap"]
-    """Each domain's share is its `weight` times what it has left to learn, by its loss in training, the slope of that loss,
-    and the responses that are cut at their limit."""
+    """Each domain's share is its `weight` times what it has left to learn: the loss in training, its slope, and the share of
+    responses that are cut at their limit."""
     of: Literal["samples", "tokens"] = "samples"
     """What is shared out: a step's samples, or its trained tokens."""
     floor: float = Field(0.5, gt=0, le=1)
-    """Least share of a domain, in units of the share that its `weight` gives it: what a domain that is done keeps."""
+    """Smallest share of a domain, as a multiple of the share that its `weight` gives it: a finished domain keeps so much."""
     cap: float = Field(3.0, ge=1)
-    """Largest share of a domain, in the same units."""
+    """Largest share of a domain, as a multiple of the same share."""
     window: int = Field(10, ge=1)
-    """Steps over which losses are averaged. So many first steps go by `weight` alone: they say where each domain starts."""
+    """Steps over which losses are averaged. The first `window` steps go by `weight` alone, because they measure the start."""
 
 
 KINDS = ("samples", "tokens", "gap")
 
 
 class _NameOrMapping:
-    """A name alone stands for the kind with its defaults, so that whoever reads the pipeline sees one form."""
+    """Reads a name alone as the kind with its defaults, so that a pipeline, once read, has one form only."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(_section, handler(source))
@@ -54,7 +54,7 @@ class _NameOrMapping:
 
 
 def _section(value: Any) -> Any:
-    """Raises: PydanticCustomError for a kind that there is not, with the nearest that there is."""
+    """Read a name as a mapping. Raises: PydanticCustomError for an unknown kind, with the nearest known one."""
     if isinstance(value, str):
         value = {"kind": value}
     if isinstance(value, Mapping) and value.get("kind") not in KINDS:

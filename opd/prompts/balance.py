@@ -3,9 +3,9 @@
     records ──▶ signals of each domain ──▶ real numbers of samples ──▶ whole numbers
                 (loss, slope, cut, length)  (within floor and cap)      (right on average)
 
-Training alone tells, never an exam. All of it is a function of section, weights, seed and the records of the steps before, so
-a resume, which has these records, takes the same prompts. Nothing but sums, products and quotients: other machines come to
-the same numbers.
+Only training decides, never an exam. The numbers are a function of the section, the weights, the seed and the records of the
+steps before. A resume has these records, so it takes the same prompts. There are no powers and logarithms in it, whose last
+bits differ between machines.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from opd.config.balance import GapBalance, TokensBalance
 from opd.step_record import DomainRecord, StepRecord
 
 LEAST_PULL = 1e-6
-"""Of the strongest: a domain with nothing left to learn still has a place in the order."""
+"""The least pull of a domain, as a share of the strongest: the bisection needs numbers above 0."""
 
 STEEPEST = 2.0
-"""Of a divergence the loss cannot be more times its mean over twice the window; of an estimate, which may be negative, it can."""
+"""Bound of a rising slope: what a divergence can reach; an estimate from sampled tokens can be near 0 by chance."""
 
 
 class Balance:
@@ -63,14 +63,14 @@ class Balance:
         return rounded(self.exact(), self._total, random.Random(f"{self._seed}/balance/{step}").random())
 
     def _shortness(self) -> dict[str, float]:
-        """Samples that make a token; a domain that has not been seen yet is as long as the others on average."""
+        """Responses for each trained token; a domain that has not been trained yet counts as the others do on average."""
         known = {name: 1 / length for name, signals in self._signals.items() if (length := signals.length.value)}
         usual = sum(known.values()) / len(known) if known else 1.0
         return {name: known.get(name, usual) for name in self._signals}
 
 
 class Signals:
-    """What training shows of one domain. A step in which it had no trained token says nothing."""
+    """What training shows of one domain. A step in which the domain had no trained token changes nothing."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -97,10 +97,10 @@ class Signals:
     def gap(self) -> float:
         """What is left to learn, 1 at the start: loss / start * slope + cut.
 
-        The loss against that of the first steps, because domains are not equally far away in nats; times its slope, the
-        loss against its mean over twice the window, which carries it on for about a window: what falls fast needs less, what
-        rises needs more. The share of cut responses counts as far as it is above the domain's best: a student that has lost
-        its way goes on and on, with a small loss, while a domain whose expert writes to the limit has always been cut.
+        The loss is divided by that of the first steps, because domains do not start equally far from their experts. The slope
+        is the loss divided by its mean over twice the window, which extrapolates by about a window: a domain that falls fast
+        needs less, one that rises needs more. Cut responses count as far as their share is above the lowest that the domain
+        had: a student that repeats itself to the limit has a small loss, but an expert may write to the limit, too.
         """
         loss, slow, start = (mean.value or 0.0 for mean in (self._loss, self._slow, self._start))
         if self._seen < self._window or start <= 0:
@@ -110,7 +110,7 @@ class Signals:
 
 
 class Mean:
-    """A mean to which each step counts less than the one after it, over about `window` steps; None: all count the same."""
+    """A mean in which older steps count less, over about `window` steps; without a window all steps count the same."""
 
     def __init__(self, window: int | None = None) -> None:
         self._keep = 1 - 1 / window if window else 1.0
@@ -130,9 +130,9 @@ class Mean:
 def fitted(
     base: Mapping[str, float], pull: Mapping[str, float], low: Mapping[str, float], high: Mapping[str, float]
 ) -> dict[str, float]:
-    """In proportion to `base * pull`, as far as the bounds let them, numbers that add up to what `base` does.
+    """Numbers in proportion to `base * pull`, each within its bounds, with the same sum as `base`.
 
-    The bounds enclose `base`. Where nothing pulls, `base` it stays.
+    `base` itself lies within the bounds; if no pull is above 0, it is the result.
     """
     strongest = max(pull.values())
     if strongest <= 0:
@@ -144,15 +144,16 @@ def fitted(
 
     total = sum(base.values())
     below, above = 0.0, max(high[name] / number for name, number in wanted.items())
-    while below < (middle := (below + above) / 2) < above:  # their sum grows with the scale: halved until floats end
+    while below < (middle := (below + above) / 2) < above:  # the sum grows with the scale: bisect to the last bit
         below, above = (middle, above) if sum(at(middle).values()) < total else (below, middle)
     return at(above)
 
 
 def rounded(exact: Mapping[str, float], total: int, draw: float) -> dict[str, int]:
-    """Whole numbers with the sum `total`, each next to its exact one, and over all draws in 0..1 that one on average.
+    """Whole numbers with the sum `total`, each the exact one rounded down or up; a random `draw` in 0..1 makes their means exact.
 
-    Systematic sampling: the numbers laid end to end on a ruler, each gets the marks at 1 - draw, 2 - draw, ... on its piece.
+    Systematic sampling: the exact numbers lie end to end on a ruler, and each gets the marks 1 - draw, 2 - draw, ... on its
+    piece.
     """
     found: dict[str, int] = {}
     place, marks = 0.0, 0

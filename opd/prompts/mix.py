@@ -1,4 +1,4 @@
-"""The domain mix of each step: a function of (seed, step), and where it is balanced of the records of the steps before."""
+"""The domain mix of each step: a function of (seed, step) or, if it is balanced, of the seed and the records of the steps before."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class MixedPrompts:
 class BalancedPrompts:
     """Every domain in every step, with as many prompts as the balance says. Implements `PromptSource` and `Sink`.
 
-    `take` depends on nothing but the seed and the records of the steps before, which come in as to any sink. So a resume has
-    nothing to restore: it hands in the records that it found in `metrics.jsonl`.
+    `take` depends on nothing but the seed and the records of the steps before, which arrive as they do at every sink. So a
+    resume has no other state to restore: it passes the records that it finds in `metrics.jsonl`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BalancedPrompts:
         seed: int,
         records: Sequence[StepRecord] = (),
     ) -> None:
-        """`records`: those of the steps that an interrupted run has taken, from the first."""
+        """`records` are those of the steps that an interrupted run has taken, from step 1."""
         self._domains = EndlessDomains(by_domain, seed)
         self._balance = balance
         self._taken = Counter[str]()

@@ -1,4 +1,4 @@
-"""How much of a merge each domain got."""
+"""The share of each domain in a merge's samples and tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from opd.step_record import StepRecord
 
 
 def shares(points: Sequence[Sequence[StepRecord]], domains: Sequence[str], of: str) -> dict[str, list[float | None]]:
-    """Domain -> for each point, which is some steps, its share of their prompts (`of` is `sample`) or trained tokens (`token`).
+    """Domain -> a share for each point, a group of steps: of their prompts (`of="sample"`) or trained tokens (`of="token"`).
 
-    None where they have none. What an older release recorded has no prompts by domain: its trained responses stand for them.
+    The share is None if the steps have none. Records of an older release have no prompts by domain; the trained responses
+    count in their place.
     """
     counts = [[_tokens(record) if of == "token" else _samples(record) for record in part] for part in points]
     found: dict[str, list[float | None]] = {name: [] for name in domains}
