@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import string
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -21,6 +21,9 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "longcat_fla
 """Families whose attention keeps one vector for all heads, of `kv_lora_rank` + `qk_rope_head_dim` numbers."""
 SPARSE = ("glm_moe_dsa", "deepseek_v32")
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+MAMBA_1 = ("jamba", "mamba", "falcon_mamba")
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers, as `layer_types` names them, that vLLM can run inside transformers' own modules."""
 WITH_IMAGES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 """Families whose code in vLLM imports torchvision, for text too."""
 
@@ -39,15 +42,24 @@ class Refusal:
 def refusal(config: Any, architecture: str, dtype: str, cpu: bool) -> Refusal | None:
     """The first known reason why an engine would not start; None if there is none. `config` is an object of transformers."""
     text = config.get_text_config(decoder=True)
-    checks: list[Callable[[], Refusal | None]] = [lambda: _unknown(architecture), lambda: _without_torchvision(text)]
+    checks: list[Callable[[], Refusal | None]] = [
+        lambda: _unknown(architecture, text),
+        lambda: _without_torchvision(text),
+        lambda: _norm_before_gate(text),
+    ]
     if cpu:
-        checks += [lambda: _sparse(text), lambda: _gated_delta(text, dtype), lambda: _head_size(text)]
+        checks += [
+            lambda: _sparse(text),
+            lambda: _mamba_1(text),
+            lambda: _gated_delta(text, dtype),
+            lambda: _head_size(text),
+        ]
     return next((found for check in checks if (found := check()) is not None), None)
 
 
-def _unknown(architecture: str) -> Refusal | None:
+def _unknown(architecture: str, text: Any) -> Refusal | None:
     known = _architectures()
-    if not known or architecture in known or _falls_back(architecture):
+    if not known or architecture in known or _falls_back(architecture, text):
         return None
     return Refusal(
         "architectures",
@@ -57,8 +69,10 @@ def _unknown(architecture: str) -> Refusal | None:
     )
 
 
-def _falls_back(architecture: str) -> bool:
+def _falls_back(architecture: str, text: Any) -> bool:
     """True if vLLM would run transformers' own modules with its attention in them; it cannot if layers are recurrent."""
+    if not set(getattr(text, "layer_types", None) or ()) <= ATTENTION:
+        return False
     import transformers
 
     known = getattr(transformers, architecture, None)
@@ -74,6 +88,28 @@ def _without_torchvision(text: Any) -> Refusal | None:
         found=f"{text.model_type}, whose code in vLLM imports torchvision, which is not installed",
         wanted="torchvision of the same build as torch",
         fix="install it; beside a CPU build of torch the one for CUDA breaks every transformers model",
+    )
+
+
+def _norm_before_gate(text: Any) -> Refusal | None:
+    if text.model_type != "falcon_h1" or not (text.mamba_rms_norm and text.mamba_norm_before_gate):
+        return None
+    return Refusal(
+        "mamba_norm_before_gate",
+        found="a norm before the gate of the Mamba layers, which vLLM computes after it whatever the config says",
+        wanted="false, or mamba_rms_norm: false",
+        fix="take another model: vLLM would write with other probabilities than this one has",
+    )
+
+
+def _mamba_1(text: Any) -> Refusal | None:
+    if text.model_type not in MAMBA_1:
+        return None
+    return Refusal(
+        "model_type",
+        found=f"{text.model_type}: vLLM's CPU build has no kernel for Mamba-1 layers",
+        wanted="an architecture with attention, Mamba-2 or gated delta layers",
+        fix="run the rollouts on a GPU: set cluster.rollout_gpus",
     )
 
 

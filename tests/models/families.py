@@ -295,6 +295,7 @@ FAMILIES: dict[str, Family] = {
             "mamba_d_ssm": 128,
             "head_dim": None,
             "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
         },
         note="Mamba-2 beside attention",
     ),

@@ -115,7 +115,7 @@ GATED = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 6
 
 
 @pytest.mark.parametrize(
-    ("model_type", "architecture", "sizes", "dtype", "found"),
+    ("model_type", "architecture", "settings", "dtype", "found"),
     [
         ("glm_moe_dsa", "GlmMoeDsaForCausalLM", {}, "float32", "vLLM's CPU build has no sparse attention"),
         ("qwen3_next", "Qwen3NextForCausalLM", GATED, "float32", "qwen3_next, to be served in float32"),
@@ -125,17 +125,29 @@ GATED = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 6
         ("deepseek_v3", "DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, "float32", None),
         ("xglm", "XGLMForCausalLM", {}, "float32", "XGLMForCausalLM, which the installed vLLM does not serve"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM", {}, "float32", "which the installed vLLM does not serve"),
+        ("minimax", "MiniMaxForCausalLM", {}, "float32", "which the installed vLLM does not serve"),
+        ("jamba", "JambaForCausalLM", {}, "bfloat16", "vLLM's CPU build has no kernel for Mamba-1 layers"),
+        ("falcon_mamba", "FalconMambaForCausalLM", {}, "float32", "vLLM's CPU build has no kernel for Mamba-1 layers"),
+        ("falcon_h1", "FalconH1ForCausalLM", {"mamba_rms_norm": True}, "float32", "a norm before the gate"),
+        (
+            "falcon_h1",
+            "FalconH1ForCausalLM",
+            {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+            "float32",
+            None,
+        ),
+        ("falcon_h1", "FalconH1ForCausalLM", {}, "float32", None),
         ("llama", "LlamaForCausalLM", {}, "float32", None),
         ("smollm3", "SmolLM3ForCausalLM", {}, "float32", None),
     ],
 )
 def test_what_vllm_cannot_serve_on_a_cpu(
-    model_type: str, architecture: str, sizes: dict[str, int], dtype: str, found: str | None, monkeypatch: Any
+    model_type: str, architecture: str, settings: dict[str, int], dtype: str, found: str | None, monkeypatch: Any
 ) -> None:
     if model_type == "qwen3_5_text":
         there = importlib.util.find_spec
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torchvision" else there(name))
-    answer = refusal(AutoConfig.for_model(model_type, **sizes), architecture, dtype, cpu=True)
+    answer = refusal(AutoConfig.for_model(model_type, **settings), architecture, dtype, cpu=True)
     assert (answer and found and found in answer.found) or answer is found is None
 
 
