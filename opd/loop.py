@@ -7,8 +7,9 @@
 
 The schedule is synchronous: every sample is trained by the very weights that wrote it. Scored rows stream to the
 trainer, which with `overlap` begins before the last teacher is done; without, the phases take turns on the same cores.
-Either way it is the same arithmetic. Prompts and seeds are functions of (seed, step): the only state of a run is the
-trainer's weights and optimiser, the step, and the policy version.
+Either way it is the same arithmetic. Prompts and seeds are functions of (seed, step); with `balance`, prompts also
+depend on the records of the steps before. The only state of a run is the trainer's weights and optimiser, the step, and
+the policy version.
 
     each step:     take → generate → score → log → train → push
     every K steps: checkpoint, written beside the next step; every E steps: evaluate

@@ -123,6 +123,8 @@ class StepRecord:
     prompt_tokens: int = 0
     truncated: int = 0
     """Responses that ended at their limit."""
+    prompts: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that the step took, by domain, including those that were left out."""
     truncated_by_domain: Mapping[str, int] = field(default_factory=dict)
     looping_by_domain: Mapping[str, int] = field(default_factory=dict)
     """Responses that ran to their limit in a loop."""
@@ -220,6 +222,7 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         response_tokens=sum(len(r.response_ids) for r in batch.rollouts),
         prompt_tokens=sum(len(r.prompt_ids) for r in batch.rollouts),
         truncated=sum(r.truncated for r in batch.rollouts),
+        prompts=dict(Counter(r.domain for r in batch.rollouts) + Counter(q.domain for q in batch.quarantined)),
         truncated_by_domain=dict(Counter(r.domain for r in batch.rollouts if r.truncated)),
         looping_by_domain=dict(Counter(r.domain for r in batch.rollouts if loops(r))),
         quarantined=dict(left_out),

@@ -11,6 +11,7 @@ from opd.evaluation.scores import DomainScore, Evaluation
 from opd.report.alarms import alarm_rows
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
 from opd.report.run import STORED, RunFiles
+from opd.report.shares import shares
 from opd.report.stale import notices, stale_baseline, unfinished
 from opd.run_dir import EXAMS
 from opd.step_record import DomainRecord, StepRecord, of_domain, token_mean
@@ -232,7 +233,8 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     """Curves of at most `POINTS` points, each the mean over neighbouring steps; null where a domain had no token in them.
 
     step, tokens: of the point's last step; tokens are response tokens since the start.
-    by domain: loss, student_entropy, teacher_entropy, argmax_agreement (means a token), length (tokens a response).
+    by domain: loss, student_entropy, teacher_entropy, argmax_agreement (means a token), length (tokens a response), and
+    sample_share, token_share: of the steps' prompts and of their trained tokens.
     by places in the response: positions (loss, mean a token).
     of all domains: truncated (share of the responses), tokens_per_s.
     """
@@ -247,6 +249,7 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     for key in PER_TOKEN:
         found[key] = {name: [token_mean(of_domain(part, name), key) for part in points] for name in domains}
     found["length"] = {name: [_length(of_domain(part, name)) for part in points] for name in domains}
+    found |= {f"{of}_share": shares(points, domains, of) for of in ("sample", "token")}
     found["positions"] = _positions(points)
     found["truncated"] = [_truncated(part) for part in points]
     found["tokens_per_s"] = [_rate(part) for part in points]

@@ -46,6 +46,7 @@ from pipelines.merging.changes import (
     identity,
     refuse_changed_inputs,
     refuse_foreign,
+    refuse_lost_records,
     unrecorded,
     version_warnings,
 )
@@ -200,6 +201,7 @@ def _go_on_from(run: Run, wanted: str, notices: list[str]) -> Checkpoint | None:
     if checkpoint:
         refuse_foreign(checkpoint, run.identity)
         _refuse_fewer_steps(run.config, checkpoint.step)
+        refuse_lost_records(run.config, paths, checkpoint.step)
         aside = checkpoints.supersede(paths.checkpoints, checkpoint.step)
         if aside:
             notices.append(f"set aside, since the run goes on from step {checkpoint.step}: {', '.join(aside)}")

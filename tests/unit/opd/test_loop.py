@@ -344,6 +344,7 @@ def test_the_record_of_a_step() -> None:
         "response_tokens": 3,
         "prompt_tokens": 2,
         "truncated": 1,
+        "prompts": {"a": 1, "b": 1},
         "truncated_by_domain": {"a": 1},
         "quarantined": {"b": 1},
         "quarantined_reasons": {"b/0": "long"},
