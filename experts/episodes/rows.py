@@ -79,7 +79,9 @@ def episode_row(row: Any) -> EpisodeRow:
             raise BrokenRow(f"message {number}: {problem}", "correct or delete this line")
     observations, turns = _split(messages)
     if not any(map(learned, turns)):
-        raise BrokenRow("no turn of the assistant with weight 1", "delete this line: an expert has nothing to learn of it")
+        raise BrokenRow(
+            "no turn of the assistant with weight 1", "delete this line: an expert has nothing to learn of it"
+        )
     _check_between(observations[1:])
     tools = tuple(_tool(schema) for schema in row.get("tools") or ())
     if "prompt" not in row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,9 @@ from experts.suites.letters import build_tokenizer
 from opd.environments.records import Action, Outcome, Tool
 from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine
-from opd.rollouts.episodes.runner import Dialogues, run_episodes
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
-from opd.rollouts.episodes.trace import Sample
-from opd.types import Prompt, Rollout, Sampled
+from opd.types import Rollout
 from tests.chatml import CHATML, LAST_ONLY, WITH_TOOLS, chat_tokenizer
+from tests.spoken import spoken
 
 ADD = Tool(
     name="add",
@@ -50,40 +47,9 @@ class Scripted:
         pass
 
 
-class Speaker:
-    """Says what the script has for the turn, and ends it."""
-
-    def __init__(self, tokenizer: Any, said: Sequence[str]) -> None:
-        self.tokenizer, self.said = tokenizer, list(said)
-
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
-        ids = self.tokenizer(self.said.pop(0), add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
-        return Sampled(token_ids=tuple(ids), logprobs=(-1.0,) * len(ids), stop_reason="stop", policy_version=0)
-
-
 def rollout(tokenizer: Any, prompt: Any, first: Any, script: Script, *, tools: bool = False) -> Rollout:
-    request = EpisodeRequest(
-        prompt=Prompt(
-            id="d/0",
-            domain="d",
-            token_ids=(1,),
-            text=prompt,
-            metadata={"first": first, "answers": [texts for _, texts in script]},
-        ),
-        sample=Sample(sample_id="s", group="s", step=1, domain="d"),
-        options=EpisodeOptions(
-            environment=f"{__name__}:Scripted",
-            options={"tools": tools},
-            max_turns=len(script),
-            max_turn_tokens=200,
-            step_timeout_s=20.0,
-            max_broken=0.0,
-        ),
-        seed=0,
-    )
-    speaker = Speaker(tokenizer, [said for said, _ in script])
-    dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
-    (found,) = asyncio.run(run_episodes([request], speaker, dialogues, 4096, 0))
+    task = {"prompt": prompt, "metadata": {"first": first, "answers": [texts for _, texts in script]}}
+    found = spoken(tokenizer, f"{__name__}:Scripted", task, [said for said, _ in script], tools=tools)
     assert (found.error, found.audit.turns, found.audit.forks) == ("", len(script), 0)
     (only,) = found.rollouts
     return only
