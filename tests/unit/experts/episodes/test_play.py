@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from cli import app
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.play import Play, play_tasks
-from experts.episodes.rows import episode_row
+from experts.episodes.rows import episode_row, has_episodes, read_episodes
 from experts.suites import DOMAINS, SUITES, write_suite
 from experts.suites.letters import build_tokenizer
 from opd.environments import ENVIRONMENTS, find
@@ -124,7 +127,7 @@ def test_what_cannot_be_played_is_refused(name: str, play: Play, says: str) -> N
 # The suite
 
 
-def test_the_suite_keeps_exams_apart_and_repeats_tasks_of_small_domains(tmp_path: Any) -> None:
+def test_the_suite_keeps_exams_apart_and_repeats_tasks_of_small_domains(tmp_path: Path) -> None:
     written = write_suite("agents", tmp_path, train=300, eval=40, seed=0)
     assert list(written) == list(DOMAINS["agents"])
     for domain, paths in written.items():
@@ -145,3 +148,14 @@ def test_a_domain_in_chat_has_another_prompt() -> None:
     ids, _ = EpisodeEncoder(chat_tokenizer(CHATML)).encode(episode_row(row))
     text = chat_tokenizer(CHATML).decode(ids)
     assert text.startswith("<|im_start|>user\nYou walk through a maze.") and text.endswith("<|im_end|>")
+
+
+def test_the_command_writes_episodes_that_an_expert_can_learn(tmp_path: Path) -> None:
+    output = tmp_path / "new" / "maze.jsonl"
+    asked = ["environments", "episodes", "maze", "--n", "5", "--seed", "3", "--mistakes", "0.2", "--set", "mazes=2"]
+    done = CliRunner().invoke(app, [*asked, "--output", str(output)])
+    assert (done.exit_code, done.output) == (0, f"maze: 5 episodes in {output}\n")
+    rows = play_tasks("maze", find("maze", "here").tasks(5, 3, mazes=2), Play(mistakes=0.2, seed=3))
+    assert has_episodes(output) and read_episodes(output) == [episode_row(row) for row in rows]
+    done = CliRunner().invoke(app, [*asked[:3], "--mistakes", "2", "--output", str(tmp_path / "no.jsonl")])
+    assert done.exit_code == 2 and "a share of mistakes" in done.output and not (tmp_path / "no.jsonl").exists()
