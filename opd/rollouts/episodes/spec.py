@@ -114,5 +114,5 @@ def refuse_many_broken(domain: str, stats: EpisodeStats, max_share: float) -> No
         reasons = ", ".join(f"{num} {reason}" for reason, num in stats.stop_reasons.items() if reason in BROKEN)
         raise RunError(
             f"domain {domain}: {stats.broken} of {stats.episodes} episodes broke ({reasons}), first: {stats.error}; "
-            f"domains.{domain}.environment.max_broken is {max_share:g}"
+            f"max_broken of domains.{domain} is {max_share:g}"
         )
