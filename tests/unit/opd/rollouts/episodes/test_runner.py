@@ -17,7 +17,14 @@ import pytest
 from opd.environments.records import Action, Outcome, Tool
 from opd.errors import ConfigError, ModelError, RunError
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult, EpisodeStats, refuse_many_broken
+from opd.rollouts.episodes.spec import (
+    LIMITS,
+    EpisodeOptions,
+    EpisodeRequest,
+    EpisodeResult,
+    EpisodeStats,
+    refuse_many_broken,
+)
 from opd.rollouts.episodes.trace import Sample
 from opd.types import Prompt, Sampled
 from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer
@@ -239,7 +246,7 @@ def test_limits_end_an_episode(options: dict[str, Any], reason: str, turns: int)
     assert (found.stop_reason, found.audit.turns, found.error) == (reason, turns, "")
     assert len(speaker.limits) == turns
     for rollout in found.rollouts:
-        assert rollout.truncated
+        assert rollout.stop_reason == reason in LIMITS and not rollout.truncated
         assert len(rollout.prompt_ids) + len(rollout.response_ids) <= CONTEXT
 
 
