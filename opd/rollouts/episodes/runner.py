@@ -181,6 +181,8 @@ class _Episode:
         if not _is_first_observation(first):
             raise EpisodeEnd("raised", f"reset returned {first!r:.60}, wanted text or messages")
         dialogue = self._dialogues.make(request, environment.tools)
+        shown = [first] if isinstance(first, str) else [message["content"] for message in first]
+        self._said += [f"environment: {text}" for text in shown if text]
         return self._trace.begin(dialogue.first(request.prompt.text, first)), dialogue
 
     def _room(self, segment: Segment) -> int:
