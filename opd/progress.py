@@ -82,14 +82,14 @@ class RunReporter:
         self._metrics.write(record)
         for sink in self._sinks:
             sink.step(record)
-        for alarm in record.alarms:
-            if alarm.since == record.step:
-                self._shown.say(f"warning: step {record.step}: {sentence(alarm)}; {signal_of(alarm).advice}")
         for domain, found in record.episodes.items():
             if found.broken:
                 self._shown.say(
                     f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
                 )
+        for alarm in record.alarms:
+            if alarm.since == record.step:
+                self._shown.say(f"warning: step {record.step}: {sentence(alarm)}; {signal_of(alarm).advice}")
         for name in record.restarted:
             self._shown.say(f"{name} died in step {record.step} and was started again; its rows were scored again")
         self._shown.step(record.step, "  ".join(_summary(record)))

@@ -14,6 +14,8 @@ from opd.rollouts.episodes.trace import Audit, Sample
 from opd.types import Broken, Prompt, Rollout, StopReason
 
 BROKEN: frozenset[str] = frozenset(get_args(Broken))
+LIMITS = frozenset({"turns", "tokens", "context"})
+"""Stop reasons of an episode that did not end by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,5 +116,5 @@ def refuse_many_broken(domain: str, stats: EpisodeStats, max_share: float) -> No
         reasons = ", ".join(f"{num} {reason}" for reason, num in stats.stop_reasons.items() if reason in BROKEN)
         raise RunError(
             f"domain {domain}: {stats.broken} of {stats.episodes} episodes broke ({reasons}), first: {stats.error}; "
-            f"domains.{domain}.environment.max_broken is {max_share:g}"
+            f"max_broken of domains.{domain} is {max_share:g}"
         )
