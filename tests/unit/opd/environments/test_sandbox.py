@@ -19,7 +19,7 @@ from opd.environments.sandbox.box import Box, Limits, Ran, clean
 from opd.environments.sandbox.environment import Sandbox
 from opd.errors import ConfigError, PromptError, RunError
 
-LIMITS = Limits(seconds=3.0, memory_mb=128, disk_mb=4, processes=16)
+LIMITS = Limits(seconds=3.0, memory_mb=256, disk_mb=4, processes=16)
 
 
 def allowed() -> str:
@@ -95,7 +95,7 @@ def test_nothing_outside_can_be_read_or_written(box: Box, tmp_path: Path) -> Non
     secret.write_text("do not read me")
     tmp_path.chmod(0o777)
     secret.chmod(0o666)
-    assert sh(box, f"cat {secret}; ls {Path.home()} {Path.cwd()}").output.count("No such file") == 3
+    assert sh(box, f"cat {secret} {__file__} /etc/hostname").output.count("No such file") == 3
     for place in (
         "/x",
         "/usr/x",
@@ -156,7 +156,7 @@ def test_a_fork_bomb_ends(box: Box) -> None:
 
 @needs_namespaces
 def test_memory_is_limited_for_one_process_and_for_all_together(box: Box) -> None:
-    assert "MemoryError" in python(box, "x = bytearray(200 << 20)").output
+    assert "MemoryError" in python(box, "x = bytearray(400 << 20)").output
     many = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        x = bytearray(60 << 20); time.sleep(9)\ntime.sleep(9)"
     assert python(box, many).why == "memory"
 
@@ -323,10 +323,8 @@ def test_what_tools_say(task: Sandbox) -> None:
     assert said(shell("cat deep/er/x.txt")) == "é"
     for path in ("/etc/x", "../x", "a/../../x", ""):
         assert said(write(path, "x")).startswith("error: ")
-    assert "No space left" in said(write("big", "x" * 20_000_000)) or "too large" in said(
-        write("big", "x" * 20_000_000)
-    )
-    assert "cannot create" in said(write("deep", "x"))
+    assert not said(write("big", "x" * 20_000_000)).startswith("wrote")
+    assert "Is a directory" in said(write("deep", "x"))
 
 
 @needs_namespaces
