@@ -347,8 +347,12 @@ def test_tasks_are_the_same_for_the_same_seed_and_their_hidden_calls_are_not_tol
         assert told < 8
 
 
-def test_metadata_and_limits_that_are_none_are_refused_by_name() -> None:
+@needs_namespaces
+def test_metadata_of_another_kind_is_refused_by_name(task: Sandbox) -> None:
     with pytest.raises(PromptError, match="environment sandbox: metadata"):
-        Sandbox().reset({"file": "x.py"}, 0)
+        task.reset({"file": "x.py"}, 0)
+
+
+def test_limits_that_are_none_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"(?s)environment sandbox: memory.*did you mean `memory_mb`"):
         Sandbox(memory=5)
