@@ -152,7 +152,7 @@ def _own_directories(root: str, disk_mb: int) -> None:
         Path(root, "run/bin", name).symlink_to(os.path.realpath(sys.executable))
     Path(root, "etc/passwd").write_text(f"root:x:0:0::/box:/bin/sh\nnobody:x:{NOBODY}:{NOBODY}::/box:/bin/sh\n")
     Path("/proc/sys/user/max_user_namespaces").write_text("0")  # ours alone: a command can make no namespace of its own
-    mount("proc", root + "/proc", "proc", NOSUID | NODEV | NOEXEC)
+    mount("proc", root + "/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2")  # not to group 0, which is ours
     for name in ("box", "tmp"):
         mount(name, f"{root}/{name}", "tmpfs", NOSUID | NODEV, f"size={disk_mb}m,nr_inodes=4096,mode=777")
     mount("none", root, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
