@@ -90,8 +90,9 @@ def _calls(environment: Any, text: str) -> tuple[ToolCall, ...]:
     tool = next((tool for tool in environment.tools if tool.name == name), None)
     if tool is None:
         return ()
-    needed = list(tool.parameters["required"])
-    arguments = json.loads(rest) if rest.lstrip().startswith("{") else {needed[0]: rest}
+    needed = list(tool.parameters.get("required", ()))
+    typed = {needed[0]: rest} if needed else {}
+    arguments = json.loads(rest) if rest.lstrip().startswith("{") else typed
     missing = [key for key in needed if key not in arguments]
     if missing:
         raise ValueError(f"{name} needs {missing[0]}; write {name} {{JSON}}")

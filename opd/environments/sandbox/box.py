@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import unicodedata
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +21,7 @@ from pydantic import Field
 from opd.config.strict import Strict
 from opd.errors import ConfigError, RunError
 
-INSIDE = Path(__file__).with_name("inside.py")
+INSIDE = Path(__file__).resolve().with_name("inside.py")
 START_S = 30.0
 GRACE_S = 10.0
 """How much longer than a command's own deadline its answer may take."""
@@ -120,27 +121,33 @@ class Box:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()  # its child is the first process inside and dies with it, and so does everything there
         self._process.wait()
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # a request that was never read
+            self._process.stdin.close()
         self._process.stdout.close()
 
     def _answer(self, seconds: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        source, end = self._process.stdout.fileno(), time.monotonic() + seconds
+        end = time.monotonic() + seconds
         while b"\n" not in self._read:
-            ready, _, _ = select.select([source], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
-                raise RunError(f"sandbox: no answer after {seconds:g} s")
-            piece = os.read(source, 1 << 16)
-            if not piece:
-                raise RunError(f"sandbox: it ended {self._read[-200:].decode(errors='replace')!r}")
-            self._read += piece
-        line, _, self._read = self._read.partition(b"\n")
+            if not self._read_more(end):
+                raise RunError(f"sandbox: it ended, or gave no answer within {seconds:g} s")
+        line, _, rest = self._read.partition(b"\n")
         try:
             answer: dict[str, Any] = json.loads(line)
-        except ValueError:
-            rest = (line + b"\n" + self._read)[:2000].decode(errors="replace")
-            raise RunError(f"sandbox: no answer but {rest!r}") from None
+        except ValueError:  # a mistake of ours, whose last line says most
+            while self._read_more(time.monotonic() + START_S):
+                pass
+            raise RunError(f"sandbox: no answer but {clean(self._read[-2000:])}") from None
+        self._read = rest
         return answer
+
+    def _read_more(self, end: float) -> bool:
+        """Read what is there, or wait for it. False if the sandbox has ended, or at the deadline."""
+        assert self._process.stdout is not None
+        source = self._process.stdout.fileno()
+        ready, _, _ = select.select([source], [], [], max(0.0, end - time.monotonic()))
+        piece = os.read(source, 1 << 16) if ready else b""
+        self._read += piece
+        return bool(piece)
 
     def _text(self, answer: dict[str, Any]) -> str:
         head, tail = (clean(base64.b64decode(answer[key])) for key in ("head", "tail"))

@@ -72,12 +72,14 @@ class Sandbox:
     tools = (SHELL, WRITE_FILE)
 
     def __init__(self, **limits: Any) -> None:
-        """`limits` are those of `Limits`. Raises: ConfigError."""
+        """Start the sandbox; `limits` are those of `Limits`. Raises: ConfigError if they do not fit, or if this machine makes no
+        sandboxes; RunError if it does not start."""
         self._limits = validate(Limits, limits, "environment sandbox")
-        self._box: Box | None = None
+        self._box = Box(self._limits)
+        self._task: Mapping[str, Any] = {}
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
-        """Start the sandbox and write its files. Raises: PromptError, ConfigError, RunError."""
+        """Write the file of the task. Raises: PromptError, RunError."""
         missing = [key for key in ("file", "source", "fixed", "function", "calls", "expected") if key not in metadata]
         if missing:
             raise PromptError.at(
@@ -87,7 +89,6 @@ class Sandbox:
                 fix="make the prompts with `opd environments tasks sandbox`",
             )
         self._task = metadata
-        self._box = Box(self._limits)
         self._write(metadata["file"], metadata["source"])
         return ""
 
@@ -101,9 +102,7 @@ class Sandbox:
 
     def close(self) -> None:
         """End the sandbox and everything in it."""
-        if self._box is not None:
-            self._box.close()
-            self._box = None
+        self._box.close()
 
     def solve(self) -> Action:
         """Write the right function; say so once it is there."""
@@ -122,24 +121,19 @@ class Sandbox:
 
     def _called(self, call: ToolCall) -> str:
         if call.name == "shell":
-            return self._told(self._running.run(["/bin/sh", "-c", str(call.arguments["command"])]))
+            return self._told(self._box.run(["/bin/sh", "-c", str(call.arguments["command"])]))
         return self._write(str(call.arguments["path"]), str(call.arguments["content"]))
-
-    @property
-    def _running(self) -> Box:
-        assert self._box is not None, "reset starts it"
-        return self._box
 
     def _write(self, path: str, content: str) -> str:
         given = PurePosixPath(path)
         if not path or given.is_absolute() or ".." in given.parts:
             return "error: give a relative path inside of the directory of the task"
-        ran = self._running.run(["/bin/sh", "-c", WRITE, "sh", f"./{path}"], stdin=content)
+        ran = self._box.run(["/bin/sh", "-c", WRITE, "sh", f"./{path}"], stdin=content)
         return f"wrote {len(content)} characters to {path}" if ran.code == 0 else self._told(ran)
 
     def _read(self) -> str:
         """The file of the task as it is now."""
-        return self._running.run(["/bin/cat", "--", str(self._task["file"])], output=MOST_JUDGED).output
+        return self._box.run(["/bin/cat", "--", str(self._task["file"])], output=MOST_JUDGED).output
 
     def _told(self, ran: Ran) -> str:
         code = f"[exit code {ran.code}]" if ran.code else ""

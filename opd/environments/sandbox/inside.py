@@ -14,6 +14,7 @@ import base64
 import ctypes
 import json
 import os
+import re
 import resource
 import selectors
 import signal
@@ -108,7 +109,7 @@ def build_root(python: str, disk_mb: int) -> None:
         bind(source, root + source)
     _devices(root)
     _lock(root, [line.split()[4] for line in _mounts() if line.split()[0] not in before])
-    _own_directories(root, python, disk_mb)
+    _own_directories(root, disk_mb)
     os.chroot(root)
     os.chdir("/box")
 
@@ -138,20 +139,20 @@ def _mounts() -> list[str]:
 def _lock(root: str, mounted: list[str]) -> None:
     """Make everything that comes from the machine read-only, also mounts inside of what is shown."""
     for escaped in mounted:
-        target = escaped.encode().decode("unicode_escape")
+        target = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped)
         if target.startswith(root + "/") and not target.startswith(root + "/dev/"):
             kept = os.statvfs(target).f_flag & NOEXEC  # a flag that the machine set cannot be taken away
             mount("none", target, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV | kept)
 
 
-def _own_directories(root: str, python: str, disk_mb: int) -> None:
+def _own_directories(root: str, disk_mb: int) -> None:
     for name in ("box", "tmp", "proc", "run/bin", "etc"):
         Path(root, name).mkdir(parents=True, exist_ok=True)
     for name in ("python", "python3"):
         Path(root, "run/bin", name).symlink_to(os.path.realpath(sys.executable))
     Path(root, "etc/passwd").write_text(f"root:x:0:0::/box:/bin/sh\nnobody:x:{NOBODY}:{NOBODY}::/box:/bin/sh\n")
     Path("/proc/sys/user/max_user_namespaces").write_text("0")  # ours alone: a command can make no namespace of its own
-    mount("proc", root + "/proc", "proc", NOSUID | NODEV | NOEXEC)
+    mount("proc", root + "/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2")  # not to group 0, which is ours
     for name in ("box", "tmp"):
         mount(name, f"{root}/{name}", "tmpfs", NOSUID | NODEV, f"size={disk_mb}m,nr_inodes=4096,mode=777")
     mount("none", root, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
@@ -288,11 +289,12 @@ def main() -> None:
     """Make the sandbox, say so, and serve until standard input ends."""
     limits = json.loads(sys.argv[1])
     limits["nobody"] = os.geteuid() == 0
+    os.umask(0o022)
     try:
         leave_the_machine()
         become_first()
-        call("prctl", libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
         build_root(sys.base_prefix, limits["disk_mb"])
+        call("prctl", libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))  # nobody traces this process or reads its memory
     except OSError as error:
         print(json.dumps({"refused": str(error)}), flush=True)
         sys.exit(1)

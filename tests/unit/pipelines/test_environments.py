@@ -40,7 +40,7 @@ def test_tasks_are_a_prompts_file(name: str, tmp_path: Path) -> None:
 def test_options_are_those_of_the_environment(tmp_path: Path) -> None:
     output = tmp_path / "tasks.jsonl"
     code, _ = opd("tasks", "maze", "--n", "2", "--output", str(output), "--set", "size=8", "--set", "form=chat")
-    assert code == 0 and len(list(read_prompt_lines(output))[0].metadata["cells"]) == 8
+    assert code == 0 and len(next(iter(read_prompt_lines(output))).metadata["cells"]) == 8
     for option, found in (
         ("sise=8", "did you mean `size`"),
         ("size=99", "environment maze: size"),

@@ -19,7 +19,7 @@ from opd.environments.sandbox.box import Box, Limits, Ran, clean
 from opd.environments.sandbox.environment import Sandbox
 from opd.errors import ConfigError, PromptError, RunError
 
-LIMITS = Limits(seconds=3.0, memory_mb=128, disk_mb=4, processes=16)
+LIMITS = Limits(seconds=3.0, memory_mb=256, disk_mb=4, processes=16)
 
 
 def allowed() -> str:
@@ -95,7 +95,7 @@ def test_nothing_outside_can_be_read_or_written(box: Box, tmp_path: Path) -> Non
     secret.write_text("do not read me")
     tmp_path.chmod(0o777)
     secret.chmod(0o666)
-    assert sh(box, f"cat {secret}; ls {Path.home()} {Path.cwd()}").output.count("No such file") == 3
+    assert sh(box, f"cat {secret} {__file__} /etc/hostname").output.count("No such file") == 3
     for place in (
         "/x",
         "/usr/x",
@@ -127,6 +127,7 @@ def test_the_first_process_is_out_of_reach(box: Box) -> None:
         told.output.endswith("still here\n")
         and told.output.count("ermission denied") + told.output.count("not permitted") >= 4
     )
+    assert os.geteuid() != 0 or "inside.py" not in sh(box, "cat /proc/[0-9]*/cmdline").output
     assert sh(box, "echo yes").output == "yes\n"
 
 
@@ -156,7 +157,7 @@ def test_a_fork_bomb_ends(box: Box) -> None:
 
 @needs_namespaces
 def test_memory_is_limited_for_one_process_and_for_all_together(box: Box) -> None:
-    assert "MemoryError" in python(box, "x = bytearray(200 << 20)").output
+    assert "MemoryError" in python(box, "x = bytearray(400 << 20)").output
     many = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        x = bytearray(60 << 20); time.sleep(9)\ntime.sleep(9)"
     assert python(box, many).why == "memory"
 
@@ -229,7 +230,7 @@ def test_a_sandbox_that_is_gone_is_an_error_of_the_run() -> None:
     made = Box(LIMITS)
     made._process.kill()
     made._process.wait()
-    with pytest.raises(RunError, match="sandbox: it has ended|sandbox: it ended"):
+    with pytest.raises(RunError, match=r"sandbox: it (has )?ended"):
         sh(made, "true")
     made.close()
 
@@ -323,10 +324,8 @@ def test_what_tools_say(task: Sandbox) -> None:
     assert said(shell("cat deep/er/x.txt")) == "é"
     for path in ("/etc/x", "../x", "a/../../x", ""):
         assert said(write(path, "x")).startswith("error: ")
-    assert "No space left" in said(write("big", "x" * 20_000_000)) or "too large" in said(
-        write("big", "x" * 20_000_000)
-    )
-    assert "cannot create" in said(write("deep", "x"))
+    assert not said(write("big", "x" * 20_000_000)).startswith("wrote")
+    assert "Is a directory" in said(write("deep", "x"))
 
 
 @needs_namespaces
@@ -349,8 +348,12 @@ def test_tasks_are_the_same_for_the_same_seed_and_their_hidden_calls_are_not_tol
         assert told < 8
 
 
-def test_metadata_and_limits_that_are_none_are_refused_by_name() -> None:
+@needs_namespaces
+def test_metadata_of_another_kind_is_refused_by_name(task: Sandbox) -> None:
     with pytest.raises(PromptError, match="environment sandbox: metadata"):
-        Sandbox().reset({"file": "x.py"}, 0)
+        task.reset({"file": "x.py"}, 0)
+
+
+def test_limits_that_are_none_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"(?s)environment sandbox: memory.*did you mean `memory_mb`"):
         Sandbox(memory=5)
