@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from opd.rollouts.episodes.spec import EpisodeResult, EpisodeStats
 
 Origin = Literal["policy", "masked", "environment"]
 """Why a response token is there, and whether it is trained: see `Span`."""
@@ -40,6 +43,8 @@ class Prompt:
     """Key into the pipeline's `domains`; decides which expert scores the response."""
     token_ids: tuple[int, ...]
     """[P] exactly what the rollout engine reads; never decoded and tokenised again."""
+    text: str | list[dict[str, str]] = ""
+    """The prompt as its file has it, text or messages: an environment's tools and first observation are rendered with it."""
     answer: str = ""
     """What the verifier compares with; empty where no evaluation is wanted."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -123,8 +128,8 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """True if the response or its episode ended at a limit and not by itself."""
-        return self.stop_reason in ("length", "turns", "tokens", "context")
+        """True if the response ended at the token limit and not at an end token. Episodes have limits of their own."""
+        return self.stop_reason == "length"
 
     @property
     def loss_mask(self) -> tuple[bool, ...]:
@@ -140,6 +145,18 @@ class Rollout:
     def trained(self) -> tuple[int, ...]:
         """[N] place in the response of each trained token."""
         return tuple(place for place, trained in enumerate(self.loss_mask) if trained)
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """[N] number of the turn, from 0, of each trained token: a turn ends where an environment writes."""
+        found, turn, began = [], 0, False
+        for span in self.spans:
+            if span.origin == "environment":
+                turn, began = turn + began, False
+            else:
+                began = began or span.length > 0
+                found += [turn] * (span.length if span.trained else 0)
+        return tuple(found)
 
     @property
     def trained_ids(self) -> tuple[int, ...]:
@@ -182,6 +199,8 @@ class RolloutBatch:
     quarantined: tuple[Quarantined, ...]
     restarted: tuple[str, ...] = ()
     """Rollout workers that died since the batch before and were started again."""
+    episodes: Mapping[str, EpisodeStats] = field(default_factory=dict)
+    """Domain -> what became of its episodes; without domains whose student answers once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +212,9 @@ class Completion:
     """Decoded without special tokens."""
     num_tokens: int
     truncated: bool = False
-    """True if it ended at the token limit and not at an end token."""
+    """True if it ended at a limit and not by itself."""
+    episode: EpisodeResult | None = None
+    """What came of the episode, if the answer is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +297,20 @@ class PositionStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnStats:
+    """Sums over the trained tokens of one domain that were sampled in the same turn of their episodes."""
+
+    tokens: int
+    kl_sum: float
+    """The objective's value, nats: see `DomainStats.kl_sum`."""
+    gap_sum: float
+    """|trainer - engine| log-prob: see `DomainStats.gap_sum`."""
+
+    def __add__(self, other: TurnStats) -> TurnStats:
+        return TurnStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What the trainer says about one optimiser step, summed over all ranks."""
 
@@ -291,6 +326,8 @@ class StepReport:
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats] = field(default_factory=dict)
     """Key: number of bits of the token's place in its response. 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
+    turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
+    """Key: domain, and number of the turn from 0."""
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
     early_micro_batches: int = 0
