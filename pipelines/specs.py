@@ -10,8 +10,6 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig, sync_tolerance
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
-from opd.environments import ENVIRONMENTS
-from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.train.deepspeed import TrainerSpec
@@ -19,6 +17,7 @@ from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
+from pipelines.inputs.environments import episode_options
 from teachers.flight.client import FlightSpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
@@ -59,24 +58,6 @@ def rollout_spec(
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
     )
-
-
-def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions]:
-    """Domain -> how its episodes run, for domains with an environment."""
-    return {
-        name: EpisodeOptions(
-            environment=ENVIRONMENTS.get(domain.environment.name, domain.environment.name),
-            options=domain.environment.options,
-            max_turns=domain.environment.max_turns,
-            max_tokens=domain.environment.max_tokens,
-            max_turn_tokens=config.rollout.max_new_tokens,
-            step_timeout_s=domain.environment.step_timeout_s,
-            max_broken=domain.environment.max_broken,
-            template_date=config.student.template_date,
-        )
-        for name, domain in config.domains.items()
-        if domain.environment is not None
-    }
 
 
 def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:

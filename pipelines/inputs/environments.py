@@ -16,9 +16,26 @@ from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 
 
+def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions]:
+    """Domain -> how its episodes run, for domains with an environment."""
+    return {
+        name: EpisodeOptions(
+            environment=ENVIRONMENTS.get(domain.environment.name, domain.environment.name),
+            options=domain.environment.options,
+            max_turns=domain.environment.max_turns,
+            max_tokens=domain.environment.max_tokens,
+            max_turn_tokens=config.rollout.max_new_tokens,
+            step_timeout_s=domain.environment.step_timeout_s,
+            max_broken=domain.environment.max_broken,
+            template_date=config.student.template_date,
+        )
+        for name, domain in config.domains.items()
+        if domain.environment is not None
+    }
+
+
 def check_environments(
     config: PipelineConfig,
-    episodes: Mapping[str, EpisodeOptions],
     prompts: Mapping[str, PromptTable],
     tokenizer: Any,
     stop_token_ids: Sequence[int],
@@ -27,6 +44,7 @@ def check_environments(
 
     Raises: ConfigError; ModelError if the template cannot append.
     """
+    episodes = episode_options(config)
     for name, options in episodes.items():
         asyncio.run(_try(name, options))
     if any(not isinstance(prompts[name][0].text, str) for name in episodes):
