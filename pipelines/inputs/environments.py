@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opd.config import PipelineConfig
-from opd.environments import find
+from opd.environments import find, place_of
 from opd.environments.records import Tool
 from opd.errors import ConfigError
 from opd.prompts import PromptTable
@@ -17,10 +17,10 @@ from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 
 
 def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions]:
-    """Domain -> how its episodes run, for domains with an environment."""
+    """Domain -> how its episodes run, for domains with an environment. Raises: ConfigError for a name that is none."""
     return {
         name: EpisodeOptions(
-            environment=ENVIRONMENTS.get(domain.environment.name, domain.environment.name),
+            environment=place_of(domain.environment.name, f"domains.{name}.environment.name"),
             options=domain.environment.options,
             max_turns=domain.environment.max_turns,
             max_tokens=domain.environment.max_tokens,
