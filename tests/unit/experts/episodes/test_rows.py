@@ -54,7 +54,7 @@ def test_rows_with_a_completion_are_prompts_whatever_else_they_have(tmp_path: Pa
         ({"prompt": "a", "messages": [SAYS, SAYS]}, "nothing between two turns"),
         ({"prompt": "a", "messages": [SAYS, SEES, SEES, SAYS]}, "user and user between two turns"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "a"}, SAYS]}, "begin with the prompt once more"),
-        ({"prompt": 3, "messages": [SAYS]}, "column `prompt`"),
+        ({"prompt": 3, "messages": [SAYS]}, "column `prompt"),
         ({"prompt": "a", "messages": [SAYS], "tools": [{"name": "add"}]}, "the tool {'name': 'add'}"),
     ],
 )

@@ -122,11 +122,10 @@ def test_links_lead_nowhere(box: Box, tmp_path: Path) -> None:
 
 @needs_namespaces
 def test_the_first_process_is_out_of_reach(box: Box) -> None:
-    told = sh(box, "kill -9 1; cat /proc/1/environ /proc/1/maps; ls /proc/1/fd /proc/1/root; echo still here")
-    assert (
-        told.output.endswith("still here\n")
-        and told.output.count("ermission denied") + told.output.count("not permitted") >= 4
-    )
+    sh(box, "kill -9 1")
+    reading = ("cat /proc/1/environ", "cat /proc/1/maps", "head -c 1 /proc/1/mem", "ls /proc/1/fd/", "ls /proc/1/root/")
+    for command in reading:
+        assert sh(box, command).code not in (0, None), command
     assert os.geteuid() != 0 or "inside.py" not in sh(box, "cat /proc/[0-9]*/cmdline").output
     assert sh(box, "echo yes").output == "yes\n"
 
