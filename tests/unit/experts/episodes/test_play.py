@@ -29,7 +29,7 @@ def said(row: Mapping[str, Any]) -> list[str]:
     return [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
 
 
-def rows_of(name: str, num: int = 30, **play: Any) -> list[dict[str, Any]]:
+def rows_of(name: str, num: int = 20, **play: Any) -> list[dict[str, Any]]:
     return play_tasks(name, find(name, "here").tasks(num, 3), Play(**play))
 
 
