@@ -38,7 +38,7 @@ DOMAINS: dict[str, AgentDomain] = {
     "hanoi": AgentDomain(options={"disks": 5}, max_turns=48, tasks=242, held_out=60),
     "maze": AgentDomain(options={"size": 6, "mazes": 3}, max_turns=32, tasks=1000),
     "sorting": AgentDomain(options={"digits": 6}, max_turns=32),
-    "mastermind": AgentDomain(options={"length": 3, "letters": 4}, max_turns=10, tasks=3000),
+    "mastermind": AgentDomain(options={"length": 3, "letters": 4}, max_turns=10, tasks=400, held_out=120),
 }
 """Each domain has the name of its environment."""
 
