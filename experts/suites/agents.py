@@ -1,7 +1,7 @@
 """Games of many turns that a character model of a million parameters learns in a minute or two each.
 
     hanoi       hanoi aabca=     bc   aacca=     ...        the Towers of Hanoi with five disks, up to 31 moves
-    maze        maze b a1d4=     r    b1d4=      ...        one of a few mazes that the prompt does not show
+    maze        maze b a1d4=     r    b1d4=      ...        one of two mazes that the prompt does not show
     sorting     sorting 51432=   1    15432=     ...        digits into order by swaps of neighbours
     mastermind  mastermind 3d abb:1.0=   aac   aac:2.0=     a code of three letters out of four
 
@@ -36,7 +36,7 @@ class AgentDomain:
 
 DOMAINS: dict[str, AgentDomain] = {
     "hanoi": AgentDomain(options={"disks": 5}, max_turns=48, tasks=242, held_out=60),
-    "maze": AgentDomain(options={"size": 6, "mazes": 3}, max_turns=32, tasks=1000),
+    "maze": AgentDomain(options={"size": 7, "mazes": 2}, max_turns=40, tasks=1600),
     "sorting": AgentDomain(options={"digits": 6}, max_turns=32),
     "mastermind": AgentDomain(options={"length": 3, "letters": 4}, max_turns=10, tasks=400, held_out=120),
 }
