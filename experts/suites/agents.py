@@ -35,7 +35,7 @@ class AgentDomain:
 
 
 DOMAINS: dict[str, AgentDomain] = {
-    "hanoi": AgentDomain(options={"disks": 5}, max_turns=48, tasks=242, held_out=60),
+    "hanoi": AgentDomain(options={"disks": 5}, max_turns=48, tasks=242, held_out=100),
     "maze": AgentDomain(options={"size": 7, "mazes": 2}, max_turns=40, tasks=1600),
     "sorting": AgentDomain(options={"digits": 6}, max_turns=32),
     "mastermind": AgentDomain(options={"length": 3, "letters": 4}, max_turns=10, tasks=400, held_out=120),

@@ -39,3 +39,9 @@ def test_make_smollm2_writes_the_prompts_of_its_pipeline():
     named = re.search(r"prompts make reasoning .*--domains (\S+)", MAKEFILE.read_text())
     assert named
     assert named[1].split(",") == list(load_pipeline(find("smollm2")).domains)
+
+
+def test_make_agents_holds_out_no_more_tasks_than_come_once():
+    asked = re.search(r"prompts make agents .*--eval (\d+)", MAKEFILE.read_text())
+    assert asked
+    assert int(asked[1]) <= min(domain.held_out for domain in agents.DOMAINS.values())
