@@ -51,7 +51,7 @@ class Packed:
     """Restarts at 0 with each sequence; None leaves positions to the model."""
     offsets: tuple[int, ...]
     """Flat index (row * T + column) of each sequence's first token."""
-    paths: tuple[tuple[int, ...], ...] = ()
+    paths: Sequence[tuple[int, ...]] = ()
     """Flat index of every token of each sequence; empty where a sequence's tokens lie side by side."""
     ends_B_T: Tensor | None = None
     """First column to the right of each one that does not see it; None leaves the mask to the model."""
@@ -100,7 +100,8 @@ def shared(sequences: Sequence[Sequence[int]]) -> Packed:
     for slot in packing.slots:
         tree = found[slot.index]
         start = slot.row * packing.width
-        free, path = start + slot.start, ()
+        free = start + slot.start
+        path: tuple[int, ...] = ()
         ends_N[free : free + tree.size] = slot.start + tree.size
         for index, common in zip(tree.members, tree.shared, strict=True):
             new = sequences[index][common:]
@@ -115,7 +116,7 @@ def shared(sequences: Sequence[Sequence[int]]) -> Packed:
         input_ids_B_T=ids_N.view(shape),
         position_ids_B_T=positions_N.view(shape),
         offsets=tuple(path[0] for path in paths),
-        paths=tuple(paths),
+        paths=paths,  # a list: `to_device` does not look through its numbers
         ends_B_T=ends_N.view(shape),
     )
 
