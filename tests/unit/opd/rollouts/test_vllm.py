@@ -59,7 +59,7 @@ def engine(
             "student": {"model": "base"},
             "experts": {"e": {"model": "m", "domain": "d"}},
             "domains": {"d": {}},
-            "trainer": {"steps": 1, "samples_per_step": 2},
+            "trainer": {"steps": 1, "samples_per_step": 4},
             "rollout": {"workers": workers, "max_model_len": ROOM, "max_new_tokens": LIMIT} | rollout,
         }
     )
