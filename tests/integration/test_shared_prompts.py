@@ -89,6 +89,7 @@ def test_a_step_is_the_same_with_shared_prompts_and_on_any_number_of_ranks(
             assert torch.allclose(weight, trained[name], rtol=0, atol=1e-5), name
 
 
+@pytest.mark.slow
 def test_responses_to_a_prompt_read_once_are_those_of_prompts_read_alone(
     tiny_model_dir: Path, tiny_tokenizer: Any, ray: None
 ) -> None:
