@@ -64,15 +64,17 @@ class Packed:
     longest: int = 0
     """Tokens of the longest sequence."""
 
-    def inputs(self) -> dict[str, Any]:
-        """Keyword arguments for the body of a transformers model."""
+    def inputs(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Keyword arguments for the body of a transformers model. A tree's mask is additive in `dtype`, that of the model: from
+        one of true and false torch would make such a mask for every layer, and keep all of them for the backward pass."""
         given: dict[str, Any] = {"input_ids": self.input_ids_B_T, "use_cache": False}
         if self.position_ids_B_T is not None:
             given["position_ids"] = self.position_ids_B_T
         if self.mask_B_T is not None:
             given["attention_mask"] = self.mask_B_T
         if self.ends_B_T is not None:
-            given["attention_mask"] = _tree_mask(self.ends_B_T)
+            seen_B_1_T_T = _tree_mask(self.ends_B_T)
+            given["attention_mask"] = seen_B_1_T_T if dtype is None else _additive(seen_B_1_T_T, dtype)
         if self.cu_seq_lens is not None:
             given |= {"seq_idx": self.seq_idx_B_T, "cu_seq_lens_q": self.cu_seq_lens, "cu_seq_lens_k": self.cu_seq_lens}
             given |= {"max_length_q": self.longest, "max_length_k": self.longest}
@@ -87,6 +89,10 @@ def _tree_mask(ends_B_T: Tensor) -> Tensor:
     """[B, 1, T, T] True where a column (third axis) sees another: the other is to its left, and on its way to the root."""
     column_T = torch.arange(ends_B_T.shape[1], device=ends_B_T.device)
     return ((column_T <= column_T[:, None]) & (column_T[:, None] < ends_B_T[:, None, :]))[:, None]
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
 def shared(sequences: Sequence[Sequence[int]]) -> Packed:
@@ -258,7 +264,7 @@ def _states(body: Body, laid_out: Packed, sequences: Sequence[Sequence[int]]) ->
 
 
 def prove_layout(error: Callable[[str], float], who: str, *, share: bool = False) -> LayoutProof:
-    """The first layout whose `error`, as `layout_error` gives it, is at most 1; trees are tried with `share` alone.
+    """The first layout whose `error`, as `layout_error` gives it, is at most 1; trees are tried only with `share`.
 
     A model whose states are not finite proves nothing. It gets the padded layout, which is safe by construction; whoever
     uses the states later judges them row by row. Raises: RunError if no layout is right.

@@ -75,25 +75,29 @@ class Tree:
 
 
 def trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
-    """All sequences as trees of `tree_limit` columns at most; one that shares too little is a tree of its own."""
-    limit = tree_limit(max((len(s) for s in sequences), default=0))
+    """All sequences as trees of `tree_limit` columns at most; one that shares too little is a tree of its own.
+
+    What becomes of a tree depends on its members alone, so that its micro-batch lays it out as the plan has it.
+    """
     found: list[Tree] = []
     before: Sequence[int] = ()
+    longest = 0
     for index in sorted(range(len(sequences)), key=lambda i: (tuple(sequences[i]), i)):
         now = sequences[index]
         shared = _common(before, now)
-        new = len(now) - shared
-        if found and new <= WORTH * shared and found[-1].size + new <= limit:
+        new, longest = len(now) - shared, max(longest, len(now))
+        if found and new <= WORTH * shared and found[-1].size + new <= tree_limit(longest):
             last = found[-1]
             found[-1] = Tree((*last.members, index), (*last.shared, shared), last.size + new)
         else:
             found.append(Tree((index,), (0,), len(now)))
+            longest = len(now)
         before = now
     return found
 
 
 def tree_limit(longest: int) -> int:
-    """Most columns of a tree, given the tokens of the longest sequence."""
+    """Most columns of a tree, given the tokens of its longest member."""
     return max(WIDEST_TREE, 2 * longest)
 
 

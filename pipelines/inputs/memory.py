@@ -43,7 +43,7 @@ LOGIT_COPIES = 20
 SCORED_AT_ONCE = 4096
 """Tokens of one forward pass of the scorer."""
 MASK_COPIES = 5
-"""Bytes for each pair of columns of a row: one says whether they see each other, four are that as a float32 number."""
+"""Bytes for each pair of columns of a row: one says whether they see each other, four are what attention adds for it."""
 PREFILLED_AT_ONCE = 2048
 """Tokens of one forward pass of the engine; more only if one sequence is longer."""
 PROMPT = 64
@@ -185,7 +185,7 @@ def widest_unit(config: PipelineConfig) -> int:
 
 
 def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
-    """Bytes of the mask of so many tokens in trees, as true or false and as numbers."""
+    """Bytes of the mask of so many tokens in trees; all layers share it."""
     return 0 if config.rollout.n == 1 else MASK_COPIES * tokens * widest_unit(config)
 
 

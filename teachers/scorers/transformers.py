@@ -180,7 +180,8 @@ class TransformersScorer:
     @torch.no_grad()
     def _states(self, packed: Packed) -> Tensor:
         """[B*T, D] last hidden states of the teacher in place."""
-        return self._model.base_model(**to_device(packed, self._device).inputs()).last_hidden_state.flatten(0, 1)
+        inputs = to_device(packed, self._device).inputs(self._dtype)
+        return self._model.base_model(**inputs).last_hidden_state.flatten(0, 1)
 
     def _load(self, teacher: Teacher) -> None:
         if self._loaded == weight_key(teacher):

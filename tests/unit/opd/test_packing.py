@@ -96,6 +96,16 @@ def test_a_tree_is_at_most_as_wide_as_its_limit() -> None:
     assert tree_limit(len(longest)) == 1400 and tree_limit(3) == WIDEST_TREE
 
 
+def test_a_tree_is_the_same_beside_others_as_alone() -> None:
+    """The plan sees all rows of a domain, a micro-batch those of its own trees: both must count the same tokens."""
+    given = [*families(prompts=1, n=40, prompt=100, response=50), [99] * 2000]
+    whole = [tree for tree in trees(given) if len(tree.members) > 1]
+    assert [tree.size for tree in whole] == [100 + 8 * 50] * 5
+    for tree in whole:
+        (alone,) = trees([given[i] for i in tree.members])
+        assert alone.size == tree.size
+
+
 def test_trees_do_not_depend_on_the_order_of_the_sequences() -> None:
     given = families(prompts=6, n=3)
     found = [

@@ -69,6 +69,14 @@ def test_each_token_sees_its_own_way_to_the_root_and_nothing_else() -> None:
         assert mask_B_1_T_T[row, 0, column].nonzero().flatten().tolist() == [column], "a row without any would give NaN"
 
 
+def test_the_mask_is_made_once_in_the_models_type() -> None:
+    laid_out = LAYOUTS[SHARED](SEQUENCES)
+    seen, added = laid_out.inputs()["attention_mask"], laid_out.inputs(torch.bfloat16)["attention_mask"]
+    assert (seen.dtype, added.dtype) == (torch.bool, torch.bfloat16)
+    assert torch.equal(added == 0, seen) and torch.equal(added == -math.inf, ~seen)
+    assert "attention_mask" not in LAYOUTS["packed"](SEQUENCES).inputs(torch.bfloat16)
+
+
 def test_a_prompts_last_token_predicts_the_first_of_every_response() -> None:
     laid_out = LAYOUTS[SHARED]([[5, 6, 7, 1], [5, 6, 7, 2, 3]])
     found = predict_positions(laid_out, [(3, 4), (3, 5)])
@@ -88,7 +96,7 @@ def test_without_sequences_or_shared_tokens_it_is_an_ordinary_row() -> None:
 
 
 def body(lm: Any) -> Callable[[Packed], Tensor]:
-    return lambda packed: lm.base_model(**packed.inputs()).last_hidden_state.flatten(0, 1)
+    return lambda packed: lm.base_model(**packed.inputs(lm.dtype)).last_hidden_state.flatten(0, 1)
 
 
 def model(family: str, dtype: torch.dtype = torch.float32) -> Any:
