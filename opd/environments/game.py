@@ -142,7 +142,7 @@ class Game(ABC, Generic[State]):
 
     def solution(self) -> list[str]:
         """The best moves from the present state to the end."""
-        state, found = self.state, []
+        state, found = self.state, list[str]()
         while not self.solved(state):
             assert len(found) < MOST_MOVES, f"{self.name} is not solved from {self.state}"
             found.append(self.best(state))

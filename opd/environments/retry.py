@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 from pydantic import Field
 
@@ -91,22 +91,14 @@ def _drawn(options: RetryOptions, seed: int, limit: int) -> Iterator[Row]:
         yield gym_row(options.family, entry)
 
 
-class GymRow(TypedDict):
-    """A `Row` whose prompt is chat messages."""
-
-    prompt: list[dict[str, str]]
-    answer: str
-    metadata: dict[str, Any]
-
-
-def gym_row(family: str, entry: Mapping[str, Any]) -> GymRow:
+def gym_row(family: str, entry: Mapping[str, Any]) -> Row:
     """The prompts row of an entry of reasoning-gym, which it carries along for the scorer."""
-    entry = json.loads(json.dumps(entry))  # the scorer gets what a file gives back
-    question, answer = f"{entry['question'].strip()}\n{INSTRUCTION}", entry["answer"]
+    kept: dict[str, Any] = json.loads(json.dumps(entry))  # the scorer gets what a file gives back
+    question, answer = f"{kept['question'].strip()}\n{INSTRUCTION}", kept["answer"]
     if family == "number_sorting":  # its scorer runs a list with other quotes than JSON's as code
-        entry |= {"answer": answer.replace("'", '"')}
+        kept["answer"] = answer.replace("'", '"')
     return {
         "prompt": [{"role": "user", "content": question}],
         "answer": answer,
-        "metadata": {"source": "reasoning_gym", "task": family, "entry": entry},
+        "metadata": {"source": "reasoning_gym", "task": family, "entry": kept},
     }

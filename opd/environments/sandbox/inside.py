@@ -207,7 +207,8 @@ def run(request: dict[str, Any], limits: dict[str, int]) -> dict[str, Any]:
     os.write(given, request["stdin"].encode())
     os.lseek(given, 0, os.SEEK_SET)
     reading, writing = os.pipe()
-    output, code, why = Output(request["output"]), None, "not started"
+    output, why = Output(request["output"]), "not started"
+    code: int | None = None
     try:
         child = subprocess.Popen(
             request["argv"],
