@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Name, Strict
@@ -31,6 +31,13 @@ class TrainSettings(Strict):
     max_grad_norm: float = Field(1.0, gt=0)
     bf16: bool = False
     """Compute in bfloat16 with float32 weights."""
+    train_sampling_strategy: Literal["random", "group_by_length"] | None = None
+    """`group_by_length`: rows of like lengths share a batch, so that less of it is padding; default: `random`."""
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_left_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A `training.json` that an older version wrote is still that of the same settings."""
+        return {key: value for key, value in dump(self).items() if value is not None}
 
 
 class FromScratch(Strict):
