@@ -195,6 +195,12 @@ def overlaps(config: PipelineConfig) -> bool:
     return bool(gpus) or config.teachers.elsewhere
 
 
+def max_staleness(config: PipelineConfig) -> int:
+    """`schedule.max_staleness`, or its default for the mode."""
+    given = config.schedule.max_staleness
+    return (0 if config.schedule.mode == "sync" else 1) if given is None else given
+
+
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}
 """Nats a token. In float32 two right engines show 1e-6 to 1e-4; in bfloat16 with different kernels 0.04 to 0.09 (SmolLM2). A
 stale output head showed 0.31."""

@@ -10,7 +10,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from opd import leftovers
@@ -44,6 +44,10 @@ class SharedMemorySync:
         self._tolerance = tolerance
         self._nbytes = nbytes
         self._tell = tell
+        self.keeps_files = False
+        """Keep the files of a push until the next one, for an engine that dies while the trainer computes."""
+        self._kept = ExitStack()
+        """Deletes the files of the last push."""
         self._on_disk = False
 
     def push(self, version: int) -> PushReport:
@@ -64,9 +68,14 @@ class SharedMemorySync:
 
     def _push(self, version: int) -> float:
         """Push once; returns what `measure` finds afterwards."""
-        with self._place(version) as directory:
+        with ExitStack() as files:
+            directory = files.enter_context(self._place(version))
             base = self._trainer.export_changed(directory)
-            self._engine.load(directory, again=lambda: self._exported(version), base=base)
+            again = (lambda: nullcontext(directory)) if self.keeps_files else (lambda: self._exported(version))
+            self._engine.load(directory, again=again, base=base)
+            if self.keeps_files:
+                self._kept.close()
+                self._kept = files.pop_all()
         return self.measure()
 
     @contextmanager
