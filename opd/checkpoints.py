@@ -80,8 +80,9 @@ class CheckpointStore:
         self._writing: _Writing | None = None
         self._committed: SavedCheckpoint | None = None
 
-    def save(self, step: int, policy_version: int, carried: Mapping[str, bytes]) -> None:
+    def save(self, step: int, policy_version: int, carried: Mapping[str, bytes] | None = None) -> None:
         """Let the trainer copy its state; at most one checkpoint is under way. `carried`: name -> content of further files."""
+        carried = carried or {}
         self._commit(wait=True)
         temporary = self._root / f".tmp-{step_name(step)}"
         shutil.rmtree(temporary, ignore_errors=True)

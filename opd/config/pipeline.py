@@ -146,6 +146,17 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _engines_that_write_beside_others_stay_awake(self) -> PipelineConfig:
+        if self.rollout.sleep and self.schedule.mode == "one_step_off":
+            raise PydanticCustomError(
+                "sleep",
+                "false with schedule.mode one_step_off: the engine writes while the trainer trains, so they cannot take turns "
+                "with a GPU's memory; set schedule.mode to sync to share it",
+                {"where": "rollout.sleep", "found": "true with schedule.mode one_step_off"},
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_round_is_a_pipeline(self) -> PipelineConfig:
         if isinstance(self.rounds, int):
             return self
