@@ -74,7 +74,7 @@ def test_carried_files_are_part_of_it(tmp_path: Path) -> None:
     assert (path / "written.arrow").read_bytes() == b"rows"
     assert verify(path).step == 5
     (path / "written.arrow").write_bytes(b"rowS")
-    with pytest.raises(RunDirError, match="written.arrow"):
+    with pytest.raises(RunDirError, match=r"written\.arrow"):
         verify(path)
 
 
