@@ -69,7 +69,7 @@ class SharedMemorySync:
     def _push(self, version: int) -> float:
         """Push once; returns what `measure` finds afterwards."""
         with ExitStack() as files:
-            directory = files.enter_context(self._place(version))
+            directory = Path(files.enter_context(self._place(version)))
             base = self._trainer.export_changed(directory)
             again = (lambda: nullcontext(directory)) if self.keeps_files else (lambda: self._exported(version))
             self._engine.load(directory, again=again, base=base)
@@ -82,8 +82,8 @@ class SharedMemorySync:
     def _exported(self, version: int) -> Iterator[Path]:
         """The pushed weights as files once more, which exist within the context."""
         with self._place(version) as directory:
-            self._trainer.export_changed(directory)
-            yield directory
+            self._trainer.export_changed(Path(directory))
+            yield Path(directory)
 
     def measure(self) -> float:
         """Largest mean |trainer - engine| log-prob gap over the probe tokens among the engines, nats."""
@@ -95,8 +95,7 @@ class SharedMemorySync:
         # Python's `max` ignores a NaN that does not come first.
         return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
-    @contextmanager
-    def _place(self, version: int) -> Iterator[Path]:
+    def _place(self, version: int) -> tempfile.TemporaryDirectory[str]:
         """A directory in shared memory if it has room for twice the weights, else on disk: containers often get 64 MiB."""
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
         small = free <= 2 * self._nbytes
@@ -108,10 +107,9 @@ class SharedMemorySync:
                 if small
                 else f"{SHARED_MEMORY} has room again: new weights go through it"
             )
-        with tempfile.TemporaryDirectory(
+        return tempfile.TemporaryDirectory(
             prefix=f"{leftovers.prefix()}weights-{version:06d}-", dir=None if small else SHARED_MEMORY
-        ) as directory:
-            yield Path(directory)
+        )
 
 
 def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:
