@@ -10,7 +10,8 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from opd import leftovers
@@ -71,7 +72,9 @@ class SharedMemorySync:
         with ExitStack() as files:
             directory = Path(files.enter_context(self._place(version)))
             base = self._trainer.export_changed(directory)
-            again = (lambda: nullcontext(directory)) if self.keeps_files else (lambda: self._exported(version))
+            again: Callable[[], AbstractContextManager[Path]] = partial(self._exported, version)
+            if self.keeps_files:
+                again = partial(nullcontext, directory)
             self._engine.load(directory, again=again, base=base)
             if self.keeps_files:
                 self._kept.close()
