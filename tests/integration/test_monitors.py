@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -43,19 +44,28 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_teacher_that_loops_is_stopped_with_its_samples_in_the_report(
-    tmp_path: Path, make_pipeline: Callable[..., dict[str, Any]], make_model_dir: Callable[..., Path]
-) -> None:
+@pytest.fixture
+def looping(tmp_path: Path, make_pipeline: Callable[..., dict[str, Any]], make_model_dir: Callable[..., Path]) -> Path:
+    """A pipeline file: the expert of one of its two domains loops."""
     data = make_pipeline(tmp_path, make_model_dir, tie=False)
     make_it_loop(Path(data["experts"]["left"]["model"]))
     data["rollout"]["max_new_tokens"] = 24
     data["trainer"] |= {"steps": 40, "lr": 5.0e-3}
     data["checkpoint"] = {"every": 100}
     (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump(data))
-    run = tmp_path / "run"
+    return tmp_path / "pipeline.yaml"
 
-    stopped = opd("merge", tmp_path / "pipeline.yaml", "--run-dir", run, cwd=tmp_path)
+
+def stopped_merge(file: Path, run: Path) -> subprocess.CompletedProcess[str]:
+    """A merge that its monitor stops."""
+    stopped = opd("merge", file, "--run-dir", run, cwd=file.parent)
     assert stopped.returncode == 1, stopped.stderr
+    return stopped
+
+
+def test_a_teacher_that_loops_is_stopped_with_its_samples_in_the_report(looping: Path) -> None:
+    run = looping.with_name("run")
+    stopped = stopped_merge(looping, run)
     steps = records(run)
     last = steps[-1]["step"]
     assert 5 <= last <= 20 and len(steps) == last
@@ -73,8 +83,15 @@ def test_a_teacher_that_loops_is_stopped_with_its_samples_in_the_report(
     page = (run / "report.html").read_text()
     assert f"Stopped by a monitor after step {last}:" in page and samples[0]["response"] in page
 
+
+@pytest.mark.slow  # the same merge, and a resume; tests/unit/opd/monitors has what a resume reads
+def test_a_stopped_merge_goes_on_once_the_limit_is_lifted(looping: Path) -> None:
+    run = looping.with_name("run")
+    stopped_merge(looping, run)
+    steps = records(run)
+    last = steps[-1]["step"]
     on = ("--set", "monitors.repetition.stop=null", "--set", f"trainer.steps={last + 1}")
-    resumed = opd("merge", "--resume", run, *on, cwd=tmp_path)
+    resumed = opd("merge", "--resume", run, *on, cwd=looping.parent)
     assert resumed.returncode == 0, resumed.stderr
     assert [r["step"] for r in records(run)] == list(range(1, last + 2)) and records(run)[:last] == steps
     report = json.loads((run / "report.json").read_text())
