@@ -18,18 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from opd import cluster
 from opd.errors import StorageError
 from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
 from opd.run_dir import step_name, step_of
-from opd.stream.rollouts import read_file, write_file
+from opd.stream.rollouts import write_file
 from opd.stream.schema import PartRecord, StreamError
 from opd.stream.targets import Asked, Expected, TargetStream
-from opd.stream.written import UNREADABLE, WrittenRollouts, facts_of, question, read_whole, refuse_other_question
-from opd.types import Prompt, Quarantined, RolloutBatch
+from opd.stream.written import (
+    UNREADABLE,
+    WrittenRollouts,
+    batch_of,
+    beside_rollouts,
+    facts_of,
+    question,
+    read_whole,
+    refuse_other_question,
+)
+from opd.types import Prompt, RolloutBatch
 
 MANIFEST = "step.json"
 ROLLOUTS = "rollouts.arrow"
@@ -127,10 +135,7 @@ class ArrowTargetLog:
         manifest = json.loads((self._path(step) / MANIFEST).read_text(encoding="utf-8"))
         refuse_other_question(manifest, question(FORMAT, step, policy_version, prompts), MANIFEST)
         raw = {name: read_whole(self._path(step) / name, facts) for name, facts in manifest["files"].items()}
-        batch = RolloutBatch(
-            rollouts=tuple(read_file(pa.py_buffer(raw.pop(ROLLOUTS)), self._vocab_size)),
-            quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
-        )
+        batch = batch_of(raw.pop(ROLLOUTS), manifest, self._vocab_size)
         teachers = {
             domain: {name: Expected(**expected) for name, expected in part.items()}
             for domain, part in manifest["teachers"].items()
@@ -171,5 +176,5 @@ def _beside(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
         "teachers": {
             domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.asked.teachers.items()
         },
-        "refused": [asdict(q) for q in batch.quarantined],
+        **beside_rollouts(batch),
     }

@@ -44,7 +44,7 @@ class WrittenRollouts:
         raw = memoryview(write_file(batch.rollouts))
         manifest = {
             **question(FORMAT, step, policy_version, prompts),
-            "refused": [asdict(q) for q in batch.quarantined],
+            **beside_rollouts(batch),
             "files": {ROLLOUTS: facts_of(raw)},
         }
         self._store(step, {ROLLOUTS: raw, MANIFEST: json.dumps(manifest).encode()})
@@ -58,10 +58,7 @@ class WrittenRollouts:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             refuse_other_question(manifest, question(FORMAT, step, policy_version, prompts), MANIFEST)
             raw = read_whole(path / ROLLOUTS, manifest["files"][ROLLOUTS])
-            return RolloutBatch(
-                rollouts=tuple(read_file(pa.py_buffer(raw), self._vocab_size)),
-                quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
-            )
+            return batch_of(raw, manifest, self._vocab_size)
         except UNREADABLE as error:
             self._say(f"warning: step {step} is rolled out again, what was written ahead cannot be used: {error}")
             return None
@@ -98,6 +95,22 @@ class WrittenRollouts:
 
     def _path(self, step: int) -> Path:
         return self._root / f"written-{step:06d}"
+
+
+def beside_rollouts(batch: RolloutBatch) -> dict[str, Any]:
+    """What a manifest says of a batch beside its file of rollouts. Workers that were started again are not stored."""
+    return {"refused": [asdict(q) for q in batch.quarantined]}
+
+
+def batch_of(raw: np.ndarray, manifest: Mapping[str, Any], vocab_size: int) -> RolloutBatch:
+    """The batch from its file of rollouts and the manifest that `beside_rollouts` is in.
+
+    Raises: KeyError, TypeError or RolloutError for what is not as it was written.
+    """
+    return RolloutBatch(
+        rollouts=tuple(read_file(pa.py_buffer(raw), vocab_size)),
+        quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
+    )
 
 
 def question(form: int, step: int, policy_version: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
