@@ -109,8 +109,7 @@ class DeepSpeedTrainer:
             targets.collect()
             return skipped
         plan = self._plan(rollouts)
-        baselines = whole_step_baselines(targets) if self._objective.wants_baseline else None
-        self._begin(_works(step, lr, plan, weights, baselines, stale), targets)
+        self._begin(_works(step, lr, plan, weights, self._baselines(targets), stale), targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         running: deque[tuple[int, list[Pending[None]]]] = deque()
 
@@ -135,6 +134,10 @@ class DeepSpeedTrainer:
         report = _report(step, lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
         return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
+
+    def _baselines(self, targets: TargetStream) -> dict[str, float] | None:
+        """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""
+        return whole_step_baselines(targets) if self._objective.wants_baseline else None
 
     def _begin(self, works: Sequence[RankWork], targets: TargetStream) -> None:
         """Tell each rank what it does in this step."""
