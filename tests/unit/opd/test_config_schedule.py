@@ -80,6 +80,6 @@ def test_engine_and_trainer_share_the_cores_if_they_compute_at_the_same_time(
 
 
 def test_threads_are_the_cores_over_roles_and_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("opd.cluster.environment.cores", lambda: 16)
     found = [worker_env(workers, roles)["OMP_NUM_THREADS"] for workers, roles in ((1, 1), (1, 2), (2, 2), (40, 2))]
     assert found == ["16", "8", "4", "1"]
