@@ -74,7 +74,7 @@ class SharedMemorySync:
             base = self._trainer.export_changed(directory)
             again: Callable[[], AbstractContextManager[Path]] = partial(self._exported, version)
             if self.keeps_files:
-                again = partial(nullcontext, directory)
+                again = partial(_kept, directory)
             self._engine.load(directory, again=again, base=base)
             if self.keeps_files:
                 self._kept.close()
@@ -113,6 +113,11 @@ class SharedMemorySync:
         return tempfile.TemporaryDirectory(
             prefix=f"{leftovers.prefix()}weights-{version:06d}-", dir=None if small else SHARED_MEMORY
         )
+
+
+def _kept(directory: Path) -> AbstractContextManager[Path]:
+    """Files that stay where they are."""
+    return nullcontext(directory)
 
 
 def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:

@@ -158,7 +158,7 @@ class Merge:
             )
             for r in rollouts
         ]  # fmt: skip
-        raw = write_stream(rows, "float32", part=PartRecord(teachers={"t": len(rows)}))
+        raw = write_stream(rows, "float32", "sampled_logprobs", PartRecord(teachers={"t": len(rows)}))
         asked = Asked(
             rollouts=rollouts, teachers={d: {"t": Expected(weight=1.0, head="")} for d in DOMAINS},
             kind=("float32", "sampled_logprobs"), max_quarantined=0.0,
