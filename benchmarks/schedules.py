@@ -43,7 +43,7 @@ class Run:
     steps_s: float
     """All steps together."""
     loss: list[float]
-    """Of each tenth of the merge, mean over its steps."""
+    """Mean over the steps of each tenth of the merge."""
     utilisation: dict[str, float]
     oldest: int
     """Age of the oldest token that was trained."""

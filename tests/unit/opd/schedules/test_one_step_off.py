@@ -300,7 +300,7 @@ def test_a_row_that_is_too_old_is_refused_before_it_is_scored(tmp_path: Path, mo
     scored: list[int] = []
     merge = Merge(tmp_path, seen=lambda moment, step: scored.append(step) if moment == "score" else None)
     with pytest.raises(
-        RunError, match=r"sample 000004/b/\d of domain b: policy version 1 .* version 3 .* age of 2, .* is 1"
+        RunError, match=r"sample 000004/b/\d+ of domain b: policy version 1 .* version 3 .* age of 2, .* is 1"
     ):
         merge.take_to()
     assert scored == [1, 2, 3]
