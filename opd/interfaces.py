@@ -47,7 +47,8 @@ class PromptSource(Protocol):
 
 class RolloutEngine(Protocol):
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
-        """Sample one response per prompt. Prompts that do not fit the context come back as quarantined."""
+        """Sample one response per prompt. Prompts that do not fit the context come back as quarantined. A schedule may call this
+        in a thread, and no other method until it has returned."""
         ...
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
