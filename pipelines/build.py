@@ -162,9 +162,9 @@ def _checkpoints(
 def prompt_source(config: PipelineConfig, inputs: Inputs, metrics: MetricsFile) -> MixedPrompts | BalancedPrompts:
     """The prompts of every step; `metrics` has the records of the steps that the run has taken."""
     weights = {name: 1.0 if d.weight == "auto" else d.weight for name, d in config.domains.items()}
-    total = config.trainer.samples_per_step
+    total = config.trainer.samples_per_step // config.rollout.n
     if isinstance(config.balance, SamplesBalance):
-        return MixedPrompts(inputs.prompts, split_samples(total, weights), config.seed)
+        return MixedPrompts(inputs.prompts, split_samples(total, weights), config.seed, config.rollout.n)
     balance = Balance(config.balance, weights, total, config.seed)
-    ahead = SCHEDULES[config.schedule.mode].STEPS_AHEAD
-    return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read(), ahead)
+    options = {"n": config.rollout.n, "ahead": SCHEDULES[config.schedule.mode].STEPS_AHEAD}
+    return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read(), **options)

@@ -145,7 +145,7 @@ class Merge:
         if not self.balanced:
             return MixedPrompts(PROMPTS, dict.fromkeys(DOMAINS, 2), 3)
         balance = Balance(TokensBalance(kind="tokens", window=1), dict.fromkeys(DOMAINS, 1.0), 5, 3)
-        return BalancedPrompts(PROMPTS, balance, 3, metrics.read(), SCHEDULES[self.mode].STEPS_AHEAD)
+        return BalancedPrompts(PROMPTS, balance, 3, metrics.read(), ahead=SCHEDULES[self.mode].STEPS_AHEAD)
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
         step = rollouts[0].step
