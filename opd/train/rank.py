@@ -40,6 +40,8 @@ class RankWork:
     baselines: Mapping[str, float] | None = None
     """Sample id -> what the objective takes off its advantages, `opd.train.batch.leave_one_out` over the whole step; None
     without a baseline."""
+    stale: frozenset[str] = frozenset()
+    """Samples that older weights than the trainer's wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,8 @@ class TrainerRank(ZeroEngine):
         last = index == len(step.work.micro_batches) - 1
         loss, stats = self.model(to_device(batch, self._device), heads, scaled_N)
         self.add_gradients(loss, last=last)
-        step.totals.add(batch, weight_N, to_device(stats, torch.device("cpu")))
+        stale = frozenset(place for place, i in enumerate(ids) if i in step.work.stale)
+        step.totals.add(batch, weight_N, to_device(stats, torch.device("cpu")), stale)
 
     def finish_step(self, share: float) -> RankResult:
         """Step the optimiser with the accumulated gradients, divided by the share of the weights that was scored.
