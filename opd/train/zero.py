@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -27,7 +28,6 @@ from opd.errors import RunError
 from opd.files import storing
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import persistent_buffers, to_files
-from opd.train.builds import clear_dead_locks
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
@@ -167,14 +167,13 @@ class ZeroEngine:
 
         `only_changed`: those that training changes, see `changed_weights`. Returns whether all weights were written.
         """
-        from deepspeed import zero
         from huggingface_hub import save_torch_state_dict
 
         lm, state = self._engine.module.lm, {}
         every = plain_weights(lm)
         wanted = self._changed if only_changed else every
         for weight in wanted:
-            with zero.GatheredParameters(weight.params):
+            with gathered(weight.params):
                 if self._rank == 0:
                     state[weight.name] = weight.value().to("cpu", self._dtype, copy=True)
         whole = len(wanted) == len(every)
@@ -266,7 +265,8 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
 
-    clear_dead_locks()
+    # Else DeepSpeed looks for compilers and builds a kernel for inference with g++, half a minute for nothing that we use.
+    deepspeed.ops.__compatible_ops__ = {}
     if not torch.cuda.is_available():
         _same_sums_every_time()
     deepspeed.init_distributed(
@@ -293,6 +293,20 @@ def _same_sums_every_time() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling new memory is for debugging only, and costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def gathered(params: Sequence[Any]) -> AbstractContextManager[None]:
+    """Within, these parameters are whole on every rank; those that were whole before stay so.
+
+    DeepSpeed keeps small parameters whole between steps. Its own context would cut them into shards at the end, and the next
+    forward pass would have to gather them one by one.
+    """
+    from deepspeed import zero
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    absent = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
+    context: AbstractContextManager[None] = zero.GatheredParameters(absent)
+    return context
 
 
 def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:
