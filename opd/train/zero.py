@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from opd.devices import to_device
 from opd.errors import RunError
 from opd.files import storing
+from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import persistent_buffers, to_files
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
@@ -262,11 +263,14 @@ class ZeroEngine:
 
 def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     """DeepSpeed's engine around what `build` gives, once all ranks have met."""
+    import_lightly("deepspeed", TRANSFORMERS)
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
 
     # Else DeepSpeed looks for compilers and builds a kernel for inference with g++, half a minute for nothing that we use.
     deepspeed.ops.__compatible_ops__ = {}
+    if options.world_size == 1:
+        _sum_nothing_at_one_rank()
     if not torch.cuda.is_available():
         _same_sums_every_time()
     deepspeed.init_distributed(
@@ -293,6 +297,14 @@ def _same_sums_every_time() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling new memory is for debugging only, and costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _sum_nothing_at_one_rank() -> None:
+    """Let DeepSpeed take one rank's gradients as they are. It would copy all of them three times, to add up a single one."""
+    from deepspeed.runtime.zero import stage3
+
+    assert callable(stage3.reduce_scatter_coalesced)
+    stage3.reduce_scatter_coalesced = lambda tensors, group=None: [tensor.view(-1) for tensor in tensors]
 
 
 def gathered(params: Sequence[Any]) -> AbstractContextManager[None]:
@@ -348,6 +360,8 @@ _DEEPSPEED_NAME = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def _deepspeed_config(options: ZeroOptions) -> dict[str, Any]:
+    # At one rank every weight is at hand. DeepSpeed would spend seconds on finding out which ones to gather ahead and to keep.
+    ahead = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0} if options.world_size == 1 else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -356,7 +370,7 @@ def _deepspeed_config(options: ZeroOptions) -> dict[str, Any]:
         # One sets the type in which a rank sums its micro-batches, the other the type in which ranks are added up.
         "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
         "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
-        "zero_optimization": {"stage": options.stage, "overlap_comm": False},
+        "zero_optimization": {"stage": options.stage, "overlap_comm": False, **ahead},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,  # never
     }
