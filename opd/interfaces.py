@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from opd.errors import RunError
 from opd.evaluation.scores import Evaluation
-from opd.step_record import StepRecord
+from opd.step_record import AlarmRecord, StepRecord
 from opd.types import (
     Completion,
     LayoutProof,
@@ -39,7 +40,8 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
 
 class PromptSource(Protocol):
     def take(self, step: int) -> Sequence[Prompt]:
-        """The step's prompts, every domain among them: a pure function of (seed, step), so a resume needs no cursor."""
+        """The step's prompts, every domain among them; the same one several times, side by side, for several responses. They
+        depend on (seed, step) and the records of the steps before, and on nothing else, so a resume needs no cursor."""
         ...
 
 
@@ -167,6 +169,23 @@ class Checkpoints(Protocol):
 
         Raises: StorageError; RunError past the deadline.
         """
+        ...
+
+
+class Monitors(Protocol):
+    def begin(self, records: Sequence[StepRecord], expert: Evaluation) -> None:
+        """Take up the records of the steps that are done; `expert` is the exam of the domains' experts.
+
+        Raises: RunError if the run was stopped after the last of them and nothing has changed.
+        """
+        ...
+
+    def judge(self, record: StepRecord, rollouts: Sequence[Rollout]) -> tuple[AlarmRecord, ...]:
+        """The limits that a step's readings reach; what they were reached by is on disk. Raises: StorageError."""
+        ...
+
+    def verdict(self) -> RunError | None:
+        """Why the run ends after the step that was judged last; None if it goes on."""
         ...
 
 

@@ -28,7 +28,7 @@ from opd.errors import RunError
 from opd.files import storing
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, layout_error, predict_positions
-from opd.model_weights import persistent_buffers, to_files
+from opd.model_weights import obeys_masks, persistent_buffers, to_files
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
@@ -106,6 +106,7 @@ class ZeroEngine:
             layout,
             self._options.vocab_size,
             self._dtype,
+            masks_decide=obeys_masks(module.lm),
         )
 
     def use_layout(self, layout: str) -> None:
@@ -284,6 +285,9 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     together = gathered_together(module.lm)
     if together:
         set_z3_leaf_modules(module.lm, together)
+        if not all(param.requires_grad for param in module.lm.parameters()):
+            # DeepSpeed releases such a layer's weights too early if no gradient reaches its input, as below the first adapter.
+            module.lm.enable_input_require_grads()
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_deepspeed_config(options))
     return engine
 
