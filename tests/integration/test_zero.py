@@ -35,7 +35,8 @@ class Squares(nn.Module):
         self.lm = Body()
 
     def forward(self, input_N_D: Tensor) -> Tensor:
-        return self.lm.large(self.lm.small(input_N_D).tanh()).square().mean()
+        loss: Tensor = self.lm.large(self.lm.small(input_N_D).tanh()).square().mean()
+        return loss
 
 
 def batches(step: int) -> list[Tensor]:
