@@ -23,7 +23,7 @@ from opd.train.batch import MicroBatch, gather_samples, micro_batch
 from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
-from opd.train.zero import ZeroEngine, ZeroOptions
+from opd.train.zero import ZeroEngine, ZeroOptions, gathered
 from opd.types import DomainStats, PositionStats
 
 
@@ -121,8 +121,6 @@ class TrainerRank(ZeroEngine):
 
     def export_adapter(self, path: Path) -> None:
         """Gather the adapters and let rank 0 write them into `path` as PEFT does."""
-        from deepspeed import zero
-
         lm, tensors = self._engine.module.lm, {}
         parts = [
             (tensor_name(weight.module, letter), part)
@@ -131,7 +129,7 @@ class TrainerRank(ZeroEngine):
             for letter, part in (("A", weight.update.a_K_I), ("B", weight.update.b_O_K))
         ]
         for name, part in parts:
-            with zero.GatheredParameters([part]):
+            with gathered([part]):
                 if self._rank == 0:
                     tensors[name] = part.detach().to("cpu", self._dtype, copy=True)
         if self._rank == 0:
