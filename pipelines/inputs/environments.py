@@ -7,21 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opd.config import PipelineConfig
-from opd.environments import ENVIRONMENTS
+from opd.environments import find, place_of
 from opd.environments.records import Tool
 from opd.errors import ConfigError
 from opd.prompts import PromptTable
 from opd.rollouts.episodes.chat import ChatAppender
-from opd.rollouts.episodes.runner import environment_class
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 
 
 def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions]:
-    """Domain -> how its episodes run, for domains with an environment."""
+    """Domain -> how its episodes run, for domains with an environment. Raises: ConfigError for a name that is none."""
     return {
         name: EpisodeOptions(
-            environment=ENVIRONMENTS.get(domain.environment.name, domain.environment.name),
+            environment=place_of(domain.environment.name, f"domains.{name}.environment.name"),
             options=domain.environment.options,
             max_turns=domain.environment.max_turns,
             max_tokens=domain.environment.max_tokens,
@@ -47,25 +46,14 @@ def check_environments(
     """
     episodes = episode_options(config)
     for name, options in episodes.items():
-        _refuse_unknown(name, options.environment)
         asyncio.run(_try(name, options))
     if any(not isinstance(prompts[name][0].text, str) for name in episodes):
         ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
 
 
-def _refuse_unknown(domain: str, place: str) -> None:
-    if ":" not in place:
-        raise ConfigError.at(
-            f"domains.{domain}.environment.name",
-            found=place,
-            wanted=f"one of {', '.join(ENVIRONMENTS) or 'none so far'}, or a class of yours as module:Class",
-            fix="correct the name",
-        )
-
-
 async def _try(domain: str, options: EpisodeOptions) -> None:
     """Raises: ConfigError for an environment that cannot be made with its options, or whose tools are none."""
-    make = environment_class(options.environment, f"domains.{domain}.environment.name")
+    make = find(options.environment, f"domains.{domain}.environment.name")
     thread = OwnThread(options.step_timeout_s)
     try:
         environment = await thread.call("the class", lambda: make(**options.options))

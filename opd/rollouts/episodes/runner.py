@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
+from opd.environments import find
 from opd.environments.records import Action, Outcome, Tool
 from opd.interfaces import Environment, TokenEngine, TurnTokenizer
-from opd.named import users
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
@@ -76,12 +76,6 @@ async def run_episodes(
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-def environment_class(place: str, where: str = "environment") -> Callable[..., Environment]:
-    """The class that `module:Class` names. Raises: ConfigError if it cannot be imported."""
-    found: Callable[..., Environment] = users(place, where, "a class with the methods of opd.interfaces.Environment")
-    return found
 
 
 def seed_of(*parts: object) -> int:
@@ -150,9 +144,9 @@ class _Episode:
 
     def _make(self) -> Environment:
         """In the environment's thread, as `_close`: an environment that comes late is closed all the same."""
-        make = environment_class(self._options.environment)
-        self._environment = make(**self._options.options)
-        return self._environment
+        made: Environment = find(self._options.environment, "environment")(**self._options.options)
+        self._environment = made
+        return made
 
     def _close(self) -> None:
         environment, self._environment = self._environment, None
@@ -174,7 +168,7 @@ class _Episode:
 
     async def _begin(self) -> tuple[Segment, Dialogue]:
         request, options = self._request, self._options
-        environment_class(options.environment)  # a class that is not there is no fault of one episode
+        find(options.environment, "environment")  # a class that is not there is no fault of one episode
         environment = await self._thread.call("the environment", self._make)
         seed = seed_of(request.seed, request.prompt.id, "environment")
         first: str | Messages = await self._thread.call("reset", environment.reset, request.prompt.metadata, seed)
