@@ -15,8 +15,16 @@ from typing import Any, Literal
 
 Origin = Literal["policy", "masked", "environment"]
 """Why a response token is there, and whether it is trained: see `Span`."""
-StopReason = Literal["stop", "length"]
+TurnStop = Literal["stop", "length"]
 """vLLM's words for a response that ended with an end token, and for one that reached the token limit."""
+Broken = Literal["raised", "timeout", "observation", "agent"]
+"""Why an episode broke: the environment raised; a call of it, or the agent's program, was not back in time; it gave an
+observation that nobody can use; the agent's program failed."""
+StopReason = Literal[TurnStop, "done", "turns", "tokens", "context", "template", Broken]
+"""Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
+of `turns`, of `tokens`, or the model's `context`; `template`: the chat template cannot append the next message."""
+SegmentOrigin = Literal["main", "summary", "sub_agent"]
+"""What a segment of an episode is: the dialogue itself, a summary of what went before, an episode that a tool started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +94,7 @@ class Rollout:
     spans: tuple[Span, ...]
     """Who wrote which part of the response; at least one, an empty response has one of length 0."""
     stop_reason: StopReason
-    """Why the response ended: with an end token, or at the token limit."""
+    """Why the response ended, or the episode that it belongs to."""
     reward: float | None = None
     """What a verifier or an environment gave for the response; None: nobody was asked."""
 
@@ -115,8 +123,8 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """True if the response ended at the token limit and not at an end token."""
-        return self.stop_reason == "length"
+        """True if the response or its episode ended at a limit and not by itself."""
+        return self.stop_reason in ("length", "turns", "tokens", "context")
 
     @property
     def loss_mask(self) -> tuple[bool, ...]:
@@ -142,6 +150,19 @@ class Rollout:
 def unknown_id(token_ids: Sequence[int], vocab_size: int) -> int | None:
     """The first id that is no token of a vocabulary of that size."""
     return next((token for token in token_ids if not 0 <= token < vocab_size), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One turn of the policy: what the engine sampled after the tokens that it was given."""
+
+    token_ids: tuple[int, ...]
+    """[R] the end token included when the policy wrote one."""
+    logprobs: tuple[float, ...]
+    """[R] log-prob of each token in the distribution that it was drawn from."""
+    stop_reason: TurnStop
+    policy_version: int
+    """Weight pushes that the engine had received when it sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

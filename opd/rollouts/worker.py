@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from opd.errors import RunError
 from opd.rollouts.repairs import drop_expert_kernels, is_recurrent, rotate_every_head
-from opd.types import StopReason
+from opd.types import TurnStop
 
 RESTARTED = {"gpt_oss"}
 """Families whose experts vLLM's reload does not reach, because they bypass what it watches: a push starts a new engine."""
@@ -54,7 +54,7 @@ class Generated:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Log-prob of each token in the distribution that it was drawn from, temperature included."""
-    stop_reason: StopReason
+    stop_reason: TurnStop
 
 
 class VLLMWorker:
@@ -273,6 +273,6 @@ def _generated(output: Any) -> Generated:
     # NaN weights make vLLM emit token 0 for ever without an error; NaN is the one value unequal to itself.
     if any(value != value for value in logprobs):
         raise RunError("the rollout engine returned NaN log-probs: the student's weights are broken")
-    if output.finish_reason not in get_args(StopReason):
+    if output.finish_reason not in get_args(TurnStop):
         raise RunError(f"the rollout engine gave up on a request: vLLM says {output.finish_reason!r}")
     return Generated(token_ids=tuple(output.token_ids), logprobs=logprobs, stop_reason=output.finish_reason)

@@ -1,0 +1,1 @@
+"""What episodes act on: games, calculators, sandboxes."""
