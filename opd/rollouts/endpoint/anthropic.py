@@ -6,14 +6,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from opd.environments.records import Tool
 from opd.rollouts.endpoint import reading
 from opd.rollouts.endpoint.messages import (
     ApiError,
+    Call,
     Message,
     Problem,
     Reply,
     Request,
-    ToolCall,
     given,
     identity,
     pieces,
@@ -87,7 +88,7 @@ def _of_user(blocks: list[Mapping[str, Any]], where: str) -> Iterator[Message]:
 def _of_assistant(blocks: list[Mapping[str, Any]], where: str) -> Iterator[Message]:
     said = [block for block in blocks if block.get("type") != "tool_use"]
     calls = tuple(
-        ToolCall(
+        Call(
             id=reading.text(block.get("id"), f"{where}.content: id"),
             name=reading.text(block.get("name"), f"{where}.content: name"),
             arguments=reading.mapping(block.get("input"), f"{where}.content: input"),
@@ -98,17 +99,13 @@ def _of_assistant(blocks: list[Mapping[str, Any]], where: str) -> Iterator[Messa
     yield Message(role="assistant", text=reading.parts(said, f"{where}.content"), calls=calls)
 
 
-def _tools(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _tools(body: Mapping[str, Any]) -> Iterator[Tool]:
     for number, data in enumerate(reading.listed(body.get("tools"), "tools")):
         where = f"tools[{number}]"
         tool = reading.mapping(data, where)
         if tool.get("type", "custom") != "custom":
             raise refused(f"{where}.type: expected a tool of the client's own, found {tool.get('type')!r:.40}")
-        function: dict[str, Any] = {"name": reading.text(tool.get("name"), f"{where}.name")}
-        if tool.get("description"):
-            function["description"] = reading.text(tool["description"], f"{where}.description")
-        function["parameters"] = reading.mapping(tool.get("input_schema"), f"{where}.input_schema")
-        yield {"type": "function", "function": function}
+        yield reading.tool(tool, "input_schema", where)
 
 
 def body(reply: Reply, model: str) -> dict[str, Any]:

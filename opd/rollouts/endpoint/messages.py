@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
+from opd.environments.records import Tool
+
 Role = Literal["system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length", "tool_calls"]
 """Why a reply ended: with an end token or a stop string, at a token limit, or with calls of tools."""
@@ -30,7 +32,7 @@ def refused(message: str) -> ApiError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
+class Call:
     """One call of a tool that the policy asks for."""
 
     id: str
@@ -45,7 +47,7 @@ class Message:
 
     role: Role
     text: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[Call, ...] = ()
     """Only of the assistant."""
     answers: str = ""
     """Only of a tool: the id of the call whose result this is."""
@@ -80,8 +82,7 @@ class Request:
     model: str
     """Whatever name the client gave; the reply repeats it."""
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """In OpenAI's form, which chat templates read."""
+    tools: tuple[Tool, ...] = ()
     max_tokens: int | None = None
     """The client's limit, which may only lower that of the training."""
     stop: tuple[str, ...] = ()
@@ -96,7 +97,7 @@ class Request:
     @property
     def context(self) -> str:
         """What has to be equal, beside the messages, for a request to continue another one's conversation."""
-        return canonical(self.tools)
+        return canonical([tool.schema() for tool in self.tools])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ class Reply:
     """Unique in the session; a retry gets the same."""
     text: str
     """What the client reads: without special tokens, calls and what follows a stop string."""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[Call, ...] = ()
     finish: Finish
     stopped_by: str | None = None
     """The stop string at which the reply was cut."""

@@ -6,15 +6,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from opd.environments.records import Tool
 from opd.rollouts.endpoint import reading
 from opd.rollouts.endpoint.messages import (
     ApiError,
+    Call,
     Message,
     Problem,
     Reply,
     Request,
     Role,
-    ToolCall,
     given,
     identity,
     pieces,
@@ -82,25 +83,24 @@ def _messages(body: Mapping[str, Any]) -> Iterator[Message]:
         )
 
 
-def _call(data: Any, where: str) -> ToolCall:
+def _call(data: Any, where: str) -> Call:
     call = reading.mapping(data, where)
     function = reading.mapping(call.get("function"), f"{where}.function")
-    return ToolCall(
+    return Call(
         id=reading.text(call.get("id"), f"{where}.id"),
         name=reading.text(function.get("name"), f"{where}.function.name"),
         arguments=reading.arguments(function.get("arguments"), f"{where}.function.arguments"),
     )
 
 
-def _tools(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _tools(body: Mapping[str, Any]) -> Iterator[Tool]:
     for number, data in enumerate(reading.listed(body.get("tools"), "tools")):
         where = f"tools[{number}]"
         tool = reading.mapping(data, where)
         if tool.get("type") != "function":
             raise refused(f"{where}.type: expected function, found {tool.get('type')!r:.40}")
         function = reading.mapping(tool.get("function"), f"{where}.function")
-        reading.text(function.get("name"), f"{where}.function.name")
-        yield {"type": "function", "function": function}
+        yield reading.tool(function, "parameters", f"{where}.function")
 
 
 def body(reply: Reply, model: str) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _chunk(reply_id: str, model: str, created: int, delta: Mapping[str, Any], fi
     return {"id": reply_id, "object": "chat.completion.chunk", "created": created, "model": model, "choices": [choice]}
 
 
-def _call_body(call: ToolCall) -> dict[str, Any]:
+def _call_body(call: Call) -> dict[str, Any]:
     written = json.dumps(dict(call.arguments), ensure_ascii=False)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": written}}
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from opd.environments.records import Tool
 from opd.rollouts.endpoint.messages import refused
 
 
@@ -63,6 +64,16 @@ def arguments(value: Any, where: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise refused(f"{where}: expected the JSON of an object ({error!s:.80})") from None
     return mapping(found, where)
+
+
+def tool(data: Mapping[str, Any], schema: str, where: str) -> Tool:
+    """A tool whose arguments' JSON schema stands under the key `schema`."""
+    given = data.get(schema)
+    return Tool(
+        name=text(data.get("name"), f"{where}.name"),
+        description=text(data.get("description") or "", f"{where}.description"),
+        **({} if given is None else {"parameters": mapping(given, f"{where}.{schema}")}),
+    )
 
 
 def _kind(value: Any) -> str:

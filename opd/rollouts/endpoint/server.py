@@ -1,7 +1,7 @@
 """The HTTP server: finds the session of a request, checks its secret, and leaves the rest to session and wire format.
 
-    agent ── POST /s/SESSION/v1/chat/completions ─→ openai    ┐
-          ── POST /s/SESSION/v1/messages ─────────→ anthropic ┴─ Request → Session → Reply ─→ whole, or as events
+agent ── POST /s/SESSION/v1/chat/completions ─→ openai    ┐
+      ── POST /s/SESSION/v1/messages ─────────→ anthropic ┴─ Request → Session → Reply ─→ whole, or as events
 """
 
 from __future__ import annotations
