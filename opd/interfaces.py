@@ -303,6 +303,10 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
+class TurnTokenizer(Tokenizer, Decoder, Protocol):
+    """The part of a Hugging Face tokenizer that dialogues need."""
+
+
 class Display(Protocol):
     """What a person sees while a run goes on."""
 

@@ -88,6 +88,11 @@ class RunReporter:
         for sink in self._sinks:
             sink.step(record)
         self._warn_of_cut_responses(record)
+        for domain, found in record.episodes.items():
+            if found.broken:
+                self._shown.say(
+                    f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
+                )
         for name in record.restarted:
             self._shown.say(f"{name} died in step {record.step} and was started again; its rows were scored again")
         self._shown.step(record.step, "  ".join(_summary(record)))
@@ -95,7 +100,7 @@ class RunReporter:
     def _warn_of_cut_responses(self, record: StepRecord) -> None:
         for domain, num in record.truncated_by_domain.items():
             samples = record.domains[domain].samples if domain in record.domains else 0
-            if domain not in self._told and samples and num > MOSTLY_CUT * samples:
+            if domain not in self._told and domain not in record.episodes and samples and num > MOSTLY_CUT * samples:
                 self._told.add(domain)
                 self._shown.say(
                     f"warning: step {record.step}: {num} of {samples} responses of domain {domain} end at their limit, not by "
@@ -112,6 +117,9 @@ def _summary(record: StepRecord) -> list[str]:
     ]
     if record.accuracy:
         parts.append(f"accuracy {sum(record.accuracy.values()) / len(record.accuracy):.3f}")
+    rewards = [found.reward for found in record.episodes.values() if found.reward is not None]
+    if rewards:
+        parts.append(f"reward {sum(rewards) / len(rewards):.3f}")
     if record.quarantined:
         parts.append(f"quarantined {sum(record.quarantined.values())}")
     return parts

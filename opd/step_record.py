@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport
 
-if TYPE_CHECKING:  # that module needs pyarrow, which a reader of records does not
+if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
+    from opd.rollouts.episodes.spec import EpisodeStats
     from opd.stream.targets import TargetStream
 
 
@@ -69,6 +70,53 @@ class PositionRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodesRecord:
+    """One domain's episodes."""
+
+    episodes: int = 0
+    turns: float = 0.0
+    """Mean turns of an episode."""
+    reward: float | None = None
+    """Mean over the episodes that have one."""
+    tokens: int = 0
+    """Tokens that the student sampled."""
+    trained: float = 0.0
+    """Share of them that carries loss."""
+    segments: int = 0
+    forks: int = 0
+    """Segments that were begun because a history did not continue any other."""
+    lost_turns: int = 0
+    """Turns that were sampled, at least in part, and are in no segment."""
+    invalid_calls: int = 0
+    """Turns with a tool call that could not be made as it was written."""
+    stop_reasons: Mapping[str, int] = field(default_factory=dict)
+    """Why the episodes ended -> how many."""
+    broken: int = 0
+    """Episodes that ended because an environment or an agent's program failed."""
+    error: str = ""
+    """What broke the first that broke."""
+
+    @classmethod
+    def of(cls, stats: EpisodeStats) -> Self:
+        """Make the record from a domain's counts."""
+        audit = stats.audit
+        return cls(
+            episodes=stats.episodes,
+            turns=audit.turns / max(1, stats.episodes),
+            reward=stats.reward_sum / stats.rewarded if stats.rewarded else None,
+            tokens=audit.sampled,
+            trained=audit.trained / max(1, audit.sampled),
+            segments=audit.segments,
+            forks=audit.forks,
+            lost_turns=audit.lost_turns,
+            invalid_calls=stats.invalid_calls,
+            stop_reasons=dict(stats.stop_reasons),
+            broken=stats.broken,
+            error=stats.error,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRecord:
     """Numbers about the stream of rows from the teachers to the trainer."""
 
@@ -101,6 +149,8 @@ class StepRecord:
     """Domain -> number of prompts and responses that were left out."""
     quarantined_reasons: Mapping[str, str] = field(default_factory=dict)
     """Id of a prompt or sample -> why it was left out."""
+    episodes: Mapping[str, EpisodesRecord] = field(default_factory=dict)
+    """Domain with an environment -> record."""
     skipped: bool = False
     """True if no token was trained, so that there was no optimiser step."""
     restarted: tuple[str, ...] = ()
@@ -133,7 +183,7 @@ class StepRecord:
         """A line of `metrics.jsonl`, without the fields that this step does not have."""
         data = asdict(self)
         data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
-        optional = ("restarted", "accuracy", "replayed", "checkpoint")
+        optional = ("episodes", "restarted", "accuracy", "replayed", "checkpoint")
         return {key: value for key, value in data.items() if value or key not in optional}
 
     @classmethod
@@ -142,6 +192,8 @@ class StepRecord:
         read = _known(cls, data)
         read["domains"] = {name: DomainRecord(**_known(DomainRecord, d)) for name, d in read.get("domains", {}).items()}
         read["positions"] = {name: PositionRecord(**found) for name, found in read.get("positions", {}).items()}
+        episodes = read.get("episodes", {})
+        read["episodes"] = {n: EpisodesRecord(**_known(EpisodesRecord, found)) for n, found in episodes.items()}
         read["restarted"] = tuple(read.get("restarted", ()))
         read["stream"] = StreamRecord(**_known(StreamRecord, read.get("stream", {})))
         if "checkpoint" in read:
@@ -174,6 +226,7 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         truncated_by_domain=dict(Counter(r.domain for r in batch.rollouts if r.truncated)),
         quarantined=dict(left_out),
         quarantined_reasons={**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
+        episodes={domain: EpisodesRecord.of(stats) for domain, stats in batch.episodes.items()},
         skipped=trained.skipped,
         restarted=(*batch.restarted, *targets.restarted),
         stream=StreamRecord(

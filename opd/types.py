@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from opd.rollouts.episodes.spec import EpisodeResult, EpisodeStats
 
 Origin = Literal["policy", "masked", "environment"]
 """Why a response token is there, and whether it is trained: see `Span`."""
@@ -40,6 +43,8 @@ class Prompt:
     """Key into the pipeline's `domains`; decides which expert scores the response."""
     token_ids: tuple[int, ...]
     """[P] exactly what the rollout engine reads; never decoded and tokenised again."""
+    text: str | list[dict[str, str]] = ""
+    """The prompt as its file has it, text or messages: an environment's tools and first observation are rendered with it."""
     answer: str = ""
     """What the verifier compares with; empty where no evaluation is wanted."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -182,6 +187,8 @@ class RolloutBatch:
     quarantined: tuple[Quarantined, ...]
     restarted: tuple[str, ...] = ()
     """Rollout workers that died since the batch before and were started again."""
+    episodes: Mapping[str, EpisodeStats] = field(default_factory=dict)
+    """Domain -> what became of its episodes; without domains whose student answers once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +200,9 @@ class Completion:
     """Decoded without special tokens."""
     num_tokens: int
     truncated: bool = False
-    """True if it ended at the token limit and not at an end token."""
+    """True if it ended at a limit and not by itself."""
+    episode: EpisodeResult | None = None
+    """What came of the episode, if the answer is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,8 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig, sync_tolerance
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
+from opd.environments import ENVIRONMENTS
+from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.train.deepspeed import TrainerSpec
@@ -46,6 +48,7 @@ def rollout_spec(
         ),
         stop_token_ids=tuple(stop_token_ids),
         untrained=untrained or {},
+        episodes=episode_options(config),
         workers=rollout.workers,
         gpus=config.cluster.rollout_gpus,
         kv_cache_gib=rollout.kv_cache_gib,
@@ -56,6 +59,24 @@ def rollout_spec(
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
     )
+
+
+def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions]:
+    """Domain -> how its episodes run, for domains with an environment."""
+    return {
+        name: EpisodeOptions(
+            environment=ENVIRONMENTS.get(domain.environment.name, domain.environment.name),
+            options=domain.environment.options,
+            max_turns=domain.environment.max_turns,
+            max_tokens=domain.environment.max_tokens,
+            max_turn_tokens=config.rollout.max_new_tokens,
+            step_timeout_s=domain.environment.step_timeout_s,
+            max_broken=domain.environment.max_broken,
+            template_date=config.student.template_date,
+        )
+        for name, domain in config.domains.items()
+        if domain.environment is not None
+    }
 
 
 def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:

@@ -24,6 +24,7 @@ from opd import cluster
 from opd.errors import StorageError
 from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
+from opd.rollouts.episodes.spec import EpisodeStats
 from opd.run_dir import step_name, step_of
 from opd.stream.rollouts import RolloutError, read_file, write_file
 from opd.stream.schema import PartRecord, StreamError
@@ -32,8 +33,8 @@ from opd.types import Prompt, Quarantined, RolloutBatch
 
 MANIFEST = "step.json"
 ROLLOUTS = "rollouts.arrow"
-FORMAT = 3
-"""1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts."""
+FORMAT = 4
+"""1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts; 3 no episodes."""
 
 
 class ArrowTargetLog:
@@ -112,6 +113,7 @@ class ArrowTargetLog:
         batch = RolloutBatch(
             rollouts=tuple(read_file(pa.py_buffer(raw.pop(ROLLOUTS)), self._vocab_size)),
             quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
+            episodes={domain: EpisodeStats.from_json(data) for domain, data in manifest["episodes"].items()},
         )
         teachers = {
             domain: {name: Expected(**expected) for name, expected in part.items()}
@@ -167,4 +169,5 @@ def _beside(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
             domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.asked.teachers.items()
         },
         "refused": [asdict(q) for q in batch.quarantined],
+        "episodes": {domain: asdict(stats) for domain, stats in batch.episodes.items()},
     }

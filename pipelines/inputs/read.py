@@ -32,10 +32,12 @@ from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
+from pipelines.inputs.environments import check_environments
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
 from pipelines.inputs.routes import Expert, route_domains
 from pipelines.inputs.template_date import dated
+from pipelines.specs import episode_options
 from teachers.flight.access import read_roots, read_token
 
 if TYPE_CHECKING:
@@ -147,6 +149,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         asking = table.where(table.lengths > 0)
         _refuse_all_too_long(asking, config.rollout.max_model_len)
         prompts[domain] = asking
+    check_environments(config, episode_options(config), prompts, tokenizer, teaching.student.eos_token_ids)
     return Inputs(
         student=teaching.student,
         experts={a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned},
