@@ -1,8 +1,10 @@
-"""Try every environment of a pipeline before any compute: its class, its options, its tools, and the chat template."""
+"""Try what a pipeline's episodes need before any compute: an environment's class, its options and its tools, an agent's
+program, and the chat template."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,8 @@ from opd.environments import ENVIRONMENTS
 from opd.environments.records import Tool
 from opd.errors import ConfigError
 from opd.prompts import PromptTable
+from opd.rollouts.endpoint.options import AgentOptions
+from opd.rollouts.endpoint.program import search_path
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.runner import environment_class
 from opd.rollouts.episodes.spec import EpisodeOptions
@@ -19,20 +23,37 @@ from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 
 def check_environments(
     config: PipelineConfig,
-    episodes: Mapping[str, EpisodeOptions],
+    episodes: Mapping[str, EpisodeOptions | AgentOptions],
     prompts: Mapping[str, PromptTable],
     tokenizer: Any,
     stop_token_ids: Sequence[int],
 ) -> None:
-    """Make and close one environment of each domain, and prove the chat template where a domain's prompts are messages.
+    """Make and close one environment of each domain, look for the agents' programs, and prove the chat template where a
+    domain's prompts are messages, as an agent's are.
 
     Raises: ConfigError; ModelError if the template cannot append.
     """
     for name, options in episodes.items():
-        _refuse_unknown(name, options.environment)
-        asyncio.run(_try(name, options))
-    if any(not isinstance(prompts[name][0].text, str) for name in episodes):
+        if isinstance(options, AgentOptions):
+            _refuse_missing(name, options)
+        else:
+            _refuse_unknown(name, options.environment)
+            asyncio.run(_try(name, options))
+    of_agents = any(isinstance(options, AgentOptions) for options in episodes.values())
+    if (of_agents and tokenizer.chat_template) or any(not isinstance(prompts[name][0].text, str) for name in episodes):
         ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
+
+
+def _refuse_missing(domain: str, options: AgentOptions) -> None:
+    """Raises: ConfigError if there is no such program."""
+    program = options.command[0]
+    if shutil.which(program, path=options.env.get("PATH", search_path())) is None:
+        raise ConfigError.at(
+            f"domains.{domain}.agent.command",
+            found=f"{program!r:.80}, which is no program",
+            wanted="a program of PATH or of the current directory, and its arguments",
+            fix="correct the command, make the file executable, or set PATH under agent.env",
+        )
 
 
 def _refuse_unknown(domain: str, place: str) -> None:

@@ -7,13 +7,12 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
-from opd.rollouts.episodes.tools import plain_calls, tagged_calls, without_calls
-
 from opd.environments.records import Tool, ToolCall
 from opd.interfaces import TurnTokenizer
 from opd.prompts.encode import encode_text
 from opd.rollouts.endpoint.messages import Call, Message
+from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts, without_tool_role
+from opd.rollouts.episodes.tools import CLOSE, OPEN, plain_calls, without_calls, written_calls
 
 
 class Unreadable(Exception):
@@ -68,7 +67,7 @@ class ChatMessages:
         return self._tokenizer.decode(turn, skip_special_tokens=True)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
-        found = tagged_calls(text, tools, checked=False) if tools else ()
+        found = written_calls(text) if tools else ()
         return (without_calls(text) if found else text), _named(found)
 
     def _in_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -76,9 +75,7 @@ class ChatMessages:
         told = [message.for_template() for message in messages]
         if self._appender.tools_in_template:
             return told
-        return [
-            m if m["role"] != "assistant" else _with_calls_in_text(m) for m in self._appender.without_tool_role(told)
-        ]
+        return without_tool_role([_with_calls_in_text(m) for m in told])
 
 
 class PlainMessages:

@@ -17,9 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.rollouts.episodes.runner import Dialogues, EpisodeEnd, run_episodes
-from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
-
 from opd import leftovers
 from opd.evaluation.verifiers import build_verifier
 from opd.interfaces import TokenEngine
@@ -28,6 +25,8 @@ from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.endpoint.program import Ran, environment, run_program
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session, Terms
+from opd.rollouts.episodes.runner import Dialogues, EpisodeEnd, run_episodes
+from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.trace import Trace
 from opd.text import one_line
 

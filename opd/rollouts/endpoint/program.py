@@ -65,10 +65,19 @@ async def run_program(
 def environment(folder: Path, given: Mapping[str, str], inherit: Sequence[str]) -> dict[str, str]:
     """All variables of a program: few of ours, those that the pipeline names, the paths of its files."""
     ours = {name: os.environ[name] for name in (*INHERITED, *inherit) if name in os.environ}
-    # `python` is the one that runs us, as it is for somebody who activated our environment.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    base = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": path, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    return base | ours | dict(given) | {TASK: str(folder / "task.json"), RESULT: str(folder / "result.json")}
+    base = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": search_path()}
+    return (
+        base
+        | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        | ours
+        | dict(given)
+        | {TASK: str(folder / "task.json"), RESULT: str(folder / "result.json")}
+    )
+
+
+def search_path() -> str:
+    """Our PATH, with the Python that runs us first, as for somebody who activated its environment."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 @asynccontextmanager

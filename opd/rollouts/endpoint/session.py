@@ -20,13 +20,12 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Literal
 
-from opd.rollouts.episodes.runner import seed_of
-from opd.rollouts.episodes.tools import BadCall
-
 from opd.errors import RunError
 from opd.interfaces import TokenEngine
 from opd.rollouts.endpoint.dialogue import Dialogue, Unreadable
 from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, refused
+from opd.rollouts.episodes.runner import seed_of
+from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Audit, Segment, Trace
 from opd.types import Sampled
 

@@ -97,7 +97,7 @@ class ChatAppender:
         """
         safe = [dict(message) | {"content": self.harmless(str(message["content"]))} for message in messages]
         if not self.tools_in_template:
-            safe, tools = _without_tool_role(safe), ()
+            safe, tools = without_tool_role(safe), ()
         text = self._following(_HISTORIES[0], safe, tools)
         return encode_text(self._tokenizer, text[len(self._closer) :] if ended else text)
 
@@ -204,7 +204,7 @@ def _with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, An
     return [{"role": "system", "content": text}, *messages]
 
 
-def _without_tool_role(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_tool_role(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tool results in the role `user`, all of a turn in one message."""
     results = [m["content"] for m in messages if m["role"] == "tool"]
     others = [m for m in messages if m["role"] != "tool"]

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from opd.environments.records import Action, Outcome, Tool
@@ -19,7 +20,7 @@ from opd.interfaces import Environment, TokenEngine, TurnTokenizer
 from opd.named import users
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
-from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
@@ -47,16 +48,19 @@ class Dialogues:
     def __init__(self, tokenizer: TurnTokenizer, stop_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stops = frozenset(stop_token_ids)
-        self._appenders: dict[Any, ChatAppender] = {}
+        self._appenders: dict[date | None, ChatAppender] = {}
 
     def make(self, request: EpisodeRequest, tools: Sequence[Tool]) -> Dialogue:
         """The dialogue that fits the request's prompt. Raises: ModelError if the template cannot append."""
         if isinstance(request.prompt.text, str):
             return PlainDialogue(self.tokenizer, tools)
-        day = request.options.template_date
+        return ChatDialogue(self.appender(request.options.template_date), tools)
+
+    def appender(self, day: date | None) -> ChatAppender:
+        """The student's chat template, with this day for one that asks. Raises: ModelError if it cannot append."""
         if day not in self._appenders:
             self._appenders[day] = ChatAppender(self.tokenizer, sorted(self.stops), day)
-        return ChatDialogue(self._appenders[day], tools)
+        return self._appenders[day]
 
 
 async def run_episodes(
@@ -88,6 +92,7 @@ class _Episode:
     def __init__(
         self, request: EpisodeRequest, engine: TokenEngine, dialogues: Dialogues, context: int, version: int
     ) -> None:
+        assert isinstance(request.options, EpisodeOptions)
         self._request = request
         self._options = request.options
         self._engine = engine

@@ -10,6 +10,7 @@ from datetime import date
 from typing import Any, Self, get_args
 
 from opd.errors import RunError
+from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.trace import Audit, Sample
 from opd.types import Broken, Prompt, Rollout, StopReason
 
@@ -43,7 +44,7 @@ class EpisodeRequest:
 
     prompt: Prompt
     sample: Sample
-    options: EpisodeOptions
+    options: EpisodeOptions | AgentOptions
     seed: int
     """The run's seed: with the sample and the number of a turn it decides what is sampled, with the prompt what the
     environment does."""
@@ -114,5 +115,5 @@ def refuse_many_broken(domain: str, stats: EpisodeStats, max_share: float) -> No
         reasons = ", ".join(f"{num} {reason}" for reason, num in stats.stop_reasons.items() if reason in BROKEN)
         raise RunError(
             f"domain {domain}: {stats.broken} of {stats.episodes} episodes broke ({reasons}), first: {stats.error}; "
-            f"domains.{domain}.environment.max_broken is {max_share:g}"
+            f"max_broken of domains.{domain} is {max_share:g}"
         )
