@@ -88,7 +88,10 @@ class PlainMessages:
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         calls = ((f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in m.calls) for m in messages)
         texts = "".join(m.text + "".join(made) for m, made in zip(messages, calls, strict=True))
-        return encode_text(self._tokenizer, harmless(texts, self._special)) if texts else []
+        try:
+            return encode_text(self._tokenizer, harmless(texts, self._special)) if texts else []
+        except (ValueError, TypeError) as error:  # a lone surrogate is no text
+            raise Unreadable(str(error)) from None
 
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         return self.whole(messages, tools)

@@ -110,7 +110,10 @@ class Endpoint:
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         codec, session = _codec(http), self._session(http)
-        request = codec.parse(await _body(http))
+        try:
+            request = codec.parse(await _body(http))
+        except RecursionError:
+            raise refused("the body is nested too deeply") from None
         turn = session.accept(request)
         if request.stream:
             return await _stream(http, codec, request, turn)

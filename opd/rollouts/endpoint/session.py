@@ -146,6 +146,8 @@ class Session:
         self._running.add(task)
         try:
             sampled = await task
+            self._refuse_if_ended(lost=1)
+            return self._commit(turn, sampled)
         except asyncio.CancelledError:  # the client has gone, or the episode is over
             self._lost += 1
             self._drawn[number] -= 1
@@ -156,8 +158,6 @@ class Session:
             raise ApiError(500, "engine", "the engine failed, and with it this episode") from None
         finally:
             self._running.discard(task)
-        self._refuse_if_ended(lost=1)
-        return self._commit(turn, sampled)
 
     def _count(self, request: Request) -> None:
         """Raises: ApiError if the session takes no more requests."""
