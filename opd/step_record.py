@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
-from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport
+from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport, TurnStats
 
 if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
     from opd.rollouts.episodes.spec import EpisodeStats
@@ -70,6 +70,16 @@ class PositionRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """The trained tokens of one turn of a domain's episodes; means a token, nats."""
+
+    tokens: int
+    loss: float
+    logprob_gap: float
+    """|trainer - engine| log-prob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodesRecord:
     """One domain's episodes."""
 
@@ -95,10 +105,12 @@ class EpisodesRecord:
     """Episodes that ended because an environment or an agent's program failed."""
     error: str = ""
     """What broke the first that broke."""
+    by_turn: tuple[TurnRecord, ...] = ()
+    """The first turn, the second, and so on."""
 
     @classmethod
-    def of(cls, stats: EpisodeStats) -> Self:
-        """Make the record from a domain's counts."""
+    def of(cls, stats: EpisodeStats, turns: Mapping[int, TurnStats]) -> Self:
+        """Make the record from a domain's counts; `turns` are those with a trained token."""
         audit = stats.audit
         return cls(
             episodes=stats.episodes,
@@ -113,7 +125,20 @@ class EpisodesRecord:
             stop_reasons=dict(stats.stop_reasons),
             broken=stats.broken,
             error=stats.error,
+            by_turn=tuple(_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
         )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`; keys of a newer release are ignored."""
+        read = _known(cls, data)
+        return cls(**read | {"by_turn": tuple(TurnRecord(**turn) for turn in read.get("by_turn", ()))})
+
+
+def _turn(stats: TurnStats | None) -> TurnRecord:
+    if stats is None:
+        return TurnRecord(tokens=0, loss=0.0, logprob_gap=0.0)
+    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=stats.gap_sum / stats.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +217,7 @@ class StepRecord:
         read = _known(cls, data)
         read["domains"] = {name: DomainRecord(**_known(DomainRecord, d)) for name, d in read.get("domains", {}).items()}
         read["positions"] = {name: PositionRecord(**found) for name, found in read.get("positions", {}).items()}
-        episodes = read.get("episodes", {})
-        read["episodes"] = {n: EpisodesRecord(**_known(EpisodesRecord, found)) for n, found in episodes.items()}
+        read["episodes"] = {n: EpisodesRecord.from_json(found) for n, found in read.get("episodes", {}).items()}
         read["restarted"] = tuple(read.get("restarted", ()))
         read["stream"] = StreamRecord(**_known(StreamRecord, read.get("stream", {})))
         if "checkpoint" in read:
@@ -226,7 +250,10 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         truncated_by_domain=dict(Counter(r.domain for r in batch.rollouts if r.truncated)),
         quarantined=dict(left_out),
         quarantined_reasons={**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
-        episodes={domain: EpisodesRecord.of(stats) for domain, stats in batch.episodes.items()},
+        episodes={
+            domain: EpisodesRecord.of(stats, {turn: part for (d, turn), part in trained.turns.items() if d == domain})
+            for domain, stats in batch.episodes.items()
+        },
         skipped=trained.skipped,
         restarted=(*batch.restarted, *targets.restarted),
         stream=StreamRecord(

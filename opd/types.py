@@ -147,6 +147,18 @@ class Rollout:
         return tuple(place for place, trained in enumerate(self.loss_mask) if trained)
 
     @property
+    def turns(self) -> tuple[int, ...]:
+        """[N] number of the turn, from 0, of each trained token: a turn ends where an environment writes."""
+        found, turn, began = [], 0, False
+        for span in self.spans:
+            if span.origin == "environment":
+                turn, began = turn + began, False
+            else:
+                began = began or span.length > 0
+                found += [turn] * (span.length if span.trained else 0)
+        return tuple(found)
+
+    @property
     def trained_ids(self) -> tuple[int, ...]:
         """[N] the trained tokens."""
         return tuple(self.response_ids[place] for place in self.trained)
@@ -285,6 +297,20 @@ class PositionStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnStats:
+    """Sums over the trained tokens of one domain that were sampled in the same turn of their episodes."""
+
+    tokens: int
+    kl_sum: float
+    """The objective's value, nats: see `DomainStats.kl_sum`."""
+    gap_sum: float
+    """|trainer - engine| log-prob: see `DomainStats.gap_sum`."""
+
+    def __add__(self, other: TurnStats) -> TurnStats:
+        return TurnStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What the trainer says about one optimiser step, summed over all ranks."""
 
@@ -300,6 +326,8 @@ class StepReport:
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats] = field(default_factory=dict)
     """Key: number of bits of the token's place in its response. 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
+    turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
+    """Key: domain, and number of the turn from 0."""
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
     early_micro_batches: int = 0

@@ -28,7 +28,9 @@ LAST_ONLY = (
 """Drops earlier turns of the assistant."""
 THINKS = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
 """Opens a block of thought for the policy that is not there any more when the next message comes."""
-COUNTS = CHATML.replace("m['role'] + '\n'", "m['role'] + ' ' + loop.index|string + '\n'")
+COUNTS = CHATML.replace(
+    "m['role'] + '\n'", "m['role'] + (' ' + loop.index|string if m['role'] == 'user' else '') + '\n'"
+)
 """Numbers the messages, so that one alone cannot be rendered."""
 NO_END = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"

@@ -22,7 +22,7 @@ from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import LearningRate
 from opd.train.totals import refuse_gap, refuse_impossible_means, row_weights
-from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, WrittenFile
+from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, TurnStats, WrittenFile
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -233,6 +233,9 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
     positions: dict[int, PositionStats] = {}
     for bits, part in (item for result in results for item in result.positions.items()):
         positions[bits] = positions[bits] + part if bits in positions else part
+    turns: dict[tuple[str, int], TurnStats] = {}
+    for key, turn in (item for result in results for item in result.turns.items()):
+        turns[key] = turns[key] + turn if key in turns else turn
     tokens = sum(stats.tokens for stats in domains.values())
     return StepReport(
         step=step,
@@ -242,4 +245,5 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
         logprob_gap=sum(stats.gap_sum for stats in domains.values()) / tokens,
         domains=dict(sorted(domains.items())),
         positions=dict(sorted(positions.items())),
+        turns=dict(sorted(turns.items())),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
 from opd.train.zero import ZeroEngine, ZeroOptions
-from opd.types import DomainStats, PositionStats
+from opd.types import DomainStats, PositionStats, TurnStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,7 @@ class RankResult:
     grad_norm: float
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats]
+    turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,11 @@ class TrainerRank(ZeroEngine):
         del self._step
         grad_norm = self.take_step(work.step, work.lr, share)
         return RankResult(
-            loss=totals.loss / share, grad_norm=grad_norm, domains=totals.domains, positions=totals.positions
+            loss=totals.loss / share,
+            grad_norm=grad_norm,
+            domains=totals.domains,
+            positions=totals.positions,
+            turns=totals.turns,
         )
 
     def export_adapter(self, path: Path) -> None:

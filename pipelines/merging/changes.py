@@ -42,6 +42,8 @@ SAME_WEIGHTS = (
     "teachers.api_key_env",
     "teachers.server_timeout_s",
     "trainer.head_memory",
+    "domains.*.environment.max_broken",
+    "domains.*.environment.step_timeout_s",
     # Paths: the contents of these files are compared by hash.
     "student.model",
     "student.lora.export",
