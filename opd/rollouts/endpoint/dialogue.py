@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
@@ -57,7 +58,7 @@ class ChatMessages:
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         from jinja2 import TemplateError
 
-        ended = turn[-1:] != [] and turn[-1] in self._stops
+        ended = bool(turn) and turn[-1] in self._stops
         try:
             return self._appender.after([m.for_template() for m in messages], ended=ended, tools=tools)
         except (TemplateError, ValueError, TypeError) as error:  # an error of ours about the template is a ValueError
@@ -75,7 +76,8 @@ class ChatMessages:
         told = [message.for_template() for message in messages]
         if self._appender.tools_in_template:
             return told
-        return without_tool_role([_with_calls_in_text(m) for m in told])
+        runs = groupby(map(_with_calls_in_text, told), key=lambda message: message["role"] == "tool")
+        return [message for are_results, run in runs for message in (without_tool_role([*run]) if are_results else run)]
 
 
 class PlainMessages:

@@ -79,7 +79,7 @@ class _Agent:
 
     async def run(self, endpoint: Endpoint, slots: asyncio.Semaphore) -> EpisodeResult:
         """Run the program to its end. Raises: RunError if the engine fails."""
-        ran, reward = Ran(code=None, out="", err=""), None
+        reward: float | None = None
         try:
             async with slots:
                 ran = await self._program(endpoint)
@@ -131,7 +131,7 @@ class _Agent:
         session, last = self._session, ran.err.strip().splitlines()[-1:]
         if session.why == "foreign":
             return EpisodeEnd("foreign", "the program used its key for another episode's session")
-        if session.why in ("turns", "tokens"):
+        if session.why == "turns" or session.why == "tokens":
             return EpisodeEnd(session.why)
         if ran.code is None:
             return EpisodeEnd("timeout", f"the program did not end within {self._options.timeout_s:g} s")
