@@ -1,73 +1,27 @@
-"""The stock clients of both APIs, unchanged: whole replies and streams, tools, retries, forks, and what is refused."""
+"""The stock clients of both APIs, unchanged: whole replies and streams, tools, retries, forks, and many at once."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import anthropic
 import openai
 import pytest
 
 from opd.rollouts.endpoint.server import Endpoint
+from tests.unit.opd.rollouts.endpoint.clients import Chat, ask_anthropic, ask_openai, echo, in_a_loop
 from tests.unit.opd.rollouts.endpoint.fakes import END, FakeEngine, Served, decode, serve, serving
 
-Chat = list[dict[str, Any]]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": [1, {"y": 2, "x": 1}]}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 OPENAI_TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
 ANTHROPIC_TOOL = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
 
 
-def echo(before: str, seed: int) -> str:
-    """Says the last thing that was said to it."""
-    return "you said " + before.rsplit("user\n", 1)[-1].removesuffix("assistant\n")
-
-
 def calls_then_answers(before: str, seed: int) -> str:
     """Calls the tool once, then says what it gave."""
     return f" The sum is {before.rsplit('tool', 1)[-1][1:-10]}. " if "5" in before else f"I add. {CALL}"
-
-
-async def ask_openai(served: Served, messages: Chat, *, stream: bool, **more: Any) -> dict[str, Any]:
-    """The reply as the assistant's message of OpenAI's form, with `finish`."""
-    async with openai.AsyncOpenAI(**served.openai, max_retries=0) as client:
-        asked: Any = client.chat.completions.create(model="m", messages=messages, stream=stream, **more)  # type: ignore[arg-type]
-        if not stream:
-            choice = (await asked).choices[0]
-            return choice.message.model_dump(exclude_none=True) | {"finish": choice.finish_reason}
-        message: dict[str, Any] = {"role": "assistant", "content": ""}
-        calls: dict[int, dict[str, Any]] = {}
-        async for chunk in await asked:
-            delta = chunk.choices[0].delta
-            message["content"] += delta.content or ""
-            for call in delta.tool_calls or ():
-                made = calls.setdefault(
-                    call.index, {"id": call.id, "type": "function", "function": {"name": "", "arguments": ""}}
-                )
-                made["function"]["name"] += call.function.name or ""
-                made["function"]["arguments"] += call.function.arguments or ""
-            message["finish"] = chunk.choices[0].finish_reason
-        return message | ({"tool_calls": list(calls.values())} if calls else {})
-
-
-async def ask_anthropic(served: Served, messages: Chat, *, stream: bool, **more: Any) -> Any:
-    """The reply as the client's own `Message`."""
-    async with anthropic.AsyncAnthropic(**served.anthropic, max_retries=0) as client:
-        given: Any = {"model": "m", "messages": messages, "max_tokens": 150, **more}
-        if not stream:
-            return await client.messages.create(**given)
-        async with client.messages.stream(**given) as events:
-            return await events.get_final_message()
-
-
-def test(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 60))
-
-
-test.__test__ = False  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -86,7 +40,7 @@ def test_a_dialogue_of_the_openai_client_is_one_segment(stream: bool) -> None:
             assert decode(sampled) == "you said oneyou said two" and sampled.count(END) == 2
             assert {s.policy_version for s in segment.spans} == {engine.version}
 
-    test(work)
+    in_a_loop(work)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -102,7 +56,7 @@ def test_a_dialogue_of_the_anthropic_client_is_one_segment(stream: bool) -> None
             assert chat[3]["content"][0].text == "you said two"
             assert [s.turns for s in served.trace.segments] == [2] and not served.session.audit.forks
 
-    test(work)
+    in_a_loop(work)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -125,7 +79,7 @@ def test_a_tool_of_the_openai_client(stream: bool) -> None:
             (segment,) = served.trace.segments
             assert segment.turns == 2 and CALL in decode(segment.ids)
 
-    test(work)
+    in_a_loop(work)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -147,7 +101,7 @@ def test_a_tool_of_the_anthropic_client(stream: bool) -> None:
             assert reply.content[0].text == " The sum is 5. "
             assert [s.turns for s in served.trace.segments] == [2]
 
-    test(work)
+    in_a_loop(work)
 
 
 def test_the_training_decides_how_is_sampled() -> None:
@@ -162,7 +116,7 @@ def test_the_training_decides_how_is_sampled() -> None:
             assert reply["content"] == "you " and engine.limits[-1] == 4
             assert served.session.overridden == dict.fromkeys(["temperature", "top_p", "n", "logprobs", "seed"], 1)
 
-    test(work)
+    in_a_loop(work)
 
 
 def test_a_turn_never_outgrows_the_context() -> None:
@@ -176,7 +130,7 @@ def test_a_turn_never_outgrows_the_context() -> None:
             with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 78 tokens > 59 maximum"):
                 await ask_anthropic(served, [{"role": "user", "content": "x" * 60}], stream=False)
 
-    test(work)
+    in_a_loop(work)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -192,7 +146,7 @@ def test_a_retry_is_answered_from_the_record(stream: bool) -> None:
             assert other["content"] != first["content"], "a request that differs is another one"
             assert served.session.audit.forks == 1 and served.session.audit.turns == 2
 
-    test(work)
+    in_a_loop(work)
 
 
 def test_parallel_calls_fork_and_are_sampled_on_their_own() -> None:
@@ -214,7 +168,7 @@ def test_parallel_calls_fork_and_are_sampled_on_their_own() -> None:
             ):
                 assert reply["content"] in decode(segment.ids)
 
-    test(work)
+    in_a_loop(work)
 
 
 def test_a_history_that_was_rewritten_forks() -> None:
@@ -229,7 +183,7 @@ def test_a_history_that_was_rewritten_forks() -> None:
             assert "I said nothing" in decode(second.ids[: second.prompt_len]), "what it did not write is prompt"
             assert second.num_trained == len("you said two") + 1
 
-    test(work)
+    in_a_loop(work)
 
 
 def test_a_conversation_that_goes_back_forks_with_the_sampled_tokens() -> None:
@@ -245,7 +199,7 @@ def test_a_conversation_that_goes_back_forks_with_the_sampled_tokens() -> None:
             assert right.ids[: left.prompt_len + 13] == left.ids[: left.prompt_len + 13]
             assert right.num_trained == len("you said right") + 1, "the copy of the first turn carries no loss again"
 
-    test(work)
+    in_a_loop(work)
 
 
 def test_a_stop_string_cuts_what_is_trained_too() -> None:
@@ -270,7 +224,7 @@ def test_a_stop_string_cuts_what_is_trained_too() -> None:
                 "the end that was not sampled is masked"
             )
 
-    test(work)
+    in_a_loop(work)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -291,7 +245,7 @@ def test_a_client_that_goes_away_ends_its_request_and_its_turn(stream: bool) -> 
             assert (engine.started, engine.finished) == (2, 1), "it was never answered, so it is sampled"
             assert served.session.audit.turns == 1
 
-    test(work)
+    in_a_loop(work)
 
 
 def test_sixty_four_sessions_at_once() -> None:
@@ -320,119 +274,4 @@ def test_sixty_four_sessions_at_once() -> None:
             assert text.count(f"session {number}") == 2 and text.count(f"turn 0 of {number}") == 2
             assert not any(f" {other}user" in text for other in range(64) if other != number)
 
-    test(work)
-
-
-async def refusal(served: Served, client: str, **changed: Any) -> Any:
-    """The error that a client raises with another key or address."""
-    at = served.openai if client == "openai" else served.anthropic
-    with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as found:
-        made: Any = Served(served.session, served.trace, served.environ)
-        made = type("At", (), {"openai": at | changed, "anthropic": at | changed})
-        ask = ask_openai if client == "openai" else ask_anthropic
-        await ask(made, [{"role": "user", "content": "hello"}], stream=False)
-    return found.value
-
-
-@pytest.mark.parametrize("client", ["openai", "anthropic"])
-def test_who_may_not_ask(client: str) -> None:
-    async def work() -> None:
-        async with serving(echo) as (served, engine):
-            wrong = await refusal(served, client, api_key="guess")
-            assert wrong.status_code == 401 and "not that of this session" in str(wrong)
-            base = (served.openai if client == "openai" else served.anthropic)["base_url"]
-            there = base.replace(base.split("/")[4], "another")
-            unknown = await refusal(served, client, base_url=there)
-            assert unknown.status_code == 404 and "no such session" in str(unknown)
-            nowhere = await refusal(served, client, base_url=base + "/elsewhere")
-            assert nowhere.status_code == 404
-            assert not engine.started and not served.session.calls and served.session.why is None
-
-    test(work)
-
-
-@pytest.mark.parametrize("client", ["openai", "anthropic"])
-def test_an_agent_that_asks_in_another_sessions_name_ends_its_own_episode(client: str) -> None:
-    async def work() -> None:
-        async with Endpoint() as endpoint:
-            engine = FakeEngine(echo)
-            thief, victim = serve(endpoint, engine), serve(endpoint, engine)
-            key = thief.environ["OPENAI_API_KEY"]
-            assert (await refusal(victim, client, api_key=key)).status_code == 401
-            assert thief.session.why == "foreign" and thief.session.ended.is_set()
-            assert (await refusal(thief, client)).status_code == 403
-            assert victim.session.why is None and not engine.started
-            await ask_openai(victim, [{"role": "user", "content": "hello"}], stream=False)
-
-    test(work)
-
-
-@pytest.mark.parametrize("client", ["openai", "anthropic"])
-def test_a_body_that_is_too_large(client: str) -> None:
-    async def work() -> None:
-        async with Endpoint(max_body_bytes=2 << 20) as endpoint:
-            served = serve(endpoint, FakeEngine(echo))
-            ask = ask_openai if client == "openai" else ask_anthropic
-            with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as found:
-                await ask(served, [{"role": "user", "content": "x" * (3 << 20)}], stream=False)
-            assert found.value.status_code == 413 and "more than 2 MiB" in str(found.value)
-
-    test(work)
-
-
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
-        ({"role": "user", "content": 3}, r"messages\[0\].content: expected a list, found 3"),
-        ({"role": "judge", "content": "x"}, r"messages\[0\].role: expected one of system, developer"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, r"content\[0\]: expected a part of type text"),
-        ({"role": "assistant", "content": "x"}, "expected the last one to be of the user or of a tool"),
-        ({"role": "tool", "content": "x"}, r"messages\[0\].tool_call_id: expected text, found nothing"),
-        ("hello", r"messages\[0\]: expected an object, found a text"),
-    ],
-)
-def test_a_request_that_is_no_conversation(message: Any, said: str) -> None:
-    async def work() -> None:
-        async with serving(echo) as (served, engine):
-            with pytest.raises(openai.BadRequestError, match=said):
-                await ask_openai(served, [message], stream=False)
-            assert not engine.started
-
-    test(work)
-
-
-def test_the_list_of_models() -> None:
-    async def work() -> None:
-        async with serving(echo) as (served, _):
-            async with openai.AsyncOpenAI(**served.openai) as one:
-                assert [model.id async for model in one.models.list()] == ["policy"]
-            async with anthropic.AsyncAnthropic(**served.anthropic) as two:
-                assert [model.id async for model in two.models.list()] == ["policy"]
-
-    test(work)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_fails_ends_the_session_and_no_token_is_kept(stream: bool) -> None:
-    async def work() -> None:
-        async with serving(echo) as (served, engine):
-            engine.broken = True
-            with pytest.raises((openai.APIError, anthropic.APIError), match="the engine failed"):
-                await ask_openai(served, [{"role": "user", "content": "x"}], stream=stream)
-            with pytest.raises(openai.PermissionDeniedError):
-                await ask_openai(served, [{"role": "user", "content": "y"}], stream=stream)
-            assert "NaN" in str(served.session.failure) and not served.trace.segments
-
-    test(work)
-
-
-def test_more_requests_than_a_session_may_have() -> None:
-    async def work() -> None:
-        async with serving(echo, max_calls=2) as (served, engine):
-            for said in ("one", "two"):
-                await ask_openai(served, [{"role": "user", "content": said}], stream=False)
-            with pytest.raises(openai.PermissionDeniedError, match="takes no more requests"):
-                await ask_openai(served, [{"role": "user", "content": "three"}], stream=False)
-            assert served.session.why == "turns" and engine.started == 2
-
-    test(work)
+    in_a_loop(work)
