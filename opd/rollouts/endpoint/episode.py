@@ -45,11 +45,11 @@ async def play(
     if not theirs:
         return await run_episodes(requests, engine, dialogues, context, version)
     ours = [request for request in requests if not isinstance(request.options, AgentOptions)]
-    slots = {request.prompt.domain: asyncio.Semaphore(request.options.parallel) for request in theirs}
+    agents = [_Agent(request, engine, dialogues, context, version) for request in theirs]
+    slots = {agent.domain: asyncio.Semaphore(agent.parallel) for agent in agents}
     try:
         async with Endpoint() as endpoint, asyncio.TaskGroup() as group:
             white = group.create_task(run_episodes(ours, engine, dialogues, context, version))
-            agents = [_Agent(request, engine, dialogues, context, version) for request in theirs]
             black = [group.create_task(agent.run(endpoint, slots[agent.domain])) for agent in agents]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
@@ -66,7 +66,7 @@ class _Agent:
     ) -> None:
         assert isinstance(request.options, AgentOptions)
         self._request, self._options = request, request.options
-        self.domain = request.prompt.domain
+        self.domain, self.parallel = request.prompt.domain, request.options.parallel
         self._trace = Trace(version, request.masked)
         terms = Terms(
             max_new_tokens=self._options.max_turn_tokens,
