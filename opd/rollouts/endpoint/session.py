@@ -111,12 +111,13 @@ class Session:
         self._drawn: Counter[int] = Counter()
         """Number of a turn in its conversation -> how many such turns were asked for."""
         self._running: set[asyncio.Task[Sampled]] = set()
-        self._lost = 0
+        self._begun = self._kept = 0
+        """Turns that the engine was asked for, and those that are in the trace."""
 
     @property
     def audit(self) -> Audit:
-        """What became of the tokens that were sampled for this session."""
-        return self._trace.audit + Audit(lost_turns=self._lost)
+        """What became of the tokens that were sampled for this session, once it is closed."""
+        return self._trace.audit + Audit(lost_turns=self._begun - self._kept)
 
     def end(self, why: End) -> None:
         """Take no more requests. The first reason stays."""
@@ -144,12 +145,12 @@ class Session:
         asked = self._engine.generate(turn.ids, max_tokens=turn.max_tokens, seed=self._seed(number))
         task = asyncio.ensure_future(asked)
         self._running.add(task)
+        self._begun += 1
         try:
             sampled = await task
-            self._refuse_if_ended(lost=1)
+            self._refuse_if_ended()
             return self._commit(turn, sampled)
         except asyncio.CancelledError:  # the client has gone, or the episode is over
-            self._lost += 1
             self._drawn[number] -= 1
             raise
         except RunError as error:
@@ -161,16 +162,15 @@ class Session:
 
     def _count(self, request: Request) -> None:
         """Raises: ApiError if the session takes no more requests."""
-        self._refuse_if_ended(lost=0)
+        self._refuse_if_ended()
         if self.calls == self._terms.max_calls:
             self.end("turns")
-            self._refuse_if_ended(lost=0)
+            self._refuse_if_ended()
         self.calls += 1
         self.overridden.update(request.overridden)
 
-    def _refuse_if_ended(self, lost: int) -> None:
+    def _refuse_if_ended(self) -> None:
         if self.why is not None:
-            self._lost += lost
             raise ApiError(403, "permission", f"this episode takes no more requests ({self.why})")
 
     def _tokens(self, request: Request) -> Sequence[int]:
@@ -206,7 +206,7 @@ class Session:
         left = self._terms.max_tokens - self._trace.audit.sampled
         if left < 1:
             self.end("tokens")
-            self._refuse_if_ended(lost=0)
+            self._refuse_if_ended()
         return min(room, left, self._terms.max_new_tokens)
 
     def _seed(self, number: int) -> int:
@@ -221,6 +221,7 @@ class Session:
         sampled, stopped_by = self._cut(sampled, request)
         segment = self._trace.continue_or_fork(turn.ids)
         segment.sampled(sampled)
+        self._kept += 1
         written = self._dialogue.text(sampled.token_ids)
         text, calls = self._read(written if stopped_by is None else written.partition(stopped_by)[0], request)
         reply = Reply(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import sys
 import time
@@ -275,7 +274,7 @@ ASK = "ask([{'role': 'user', 'content': '2'}])\n"
     ("code", "options", "reason", "error", "turns"),
     [
         (["sh", "-c", "echo a; echo 'it is broken' >&2; exit 3"], {}, "agent", "exit status 3: it is broken", 0),
-        (BARE + ASK + "sys.exit('gone\\x1b[31m')\n", {}, "agent", r"exit status 1: gone\\x1b[31m", 1),
+        (BARE + ASK + "sys.exit('gone\\x1b[31m')\n", {}, "agent", "exit status 1: gone\\x1b[31m", 1),
         (["true"], {}, "silent", "without one reply", 0),
         (["sleep", "60"], {"timeout_s": 0.5}, "timeout", "did not end within 0.5 s", 0),
         (BARE + ASK + "import time; time.sleep(60)\n", {"timeout_s": 3.0}, "timeout", "did not end within 3 s", 1),
@@ -338,7 +337,7 @@ def test_an_engine_that_fails_ends_all_and_every_program(tmp_path: Path) -> None
 
     with pytest.raises(RunError, match="the engine is gone"):
         asyncio.run(work())
-    assert not psutil.pid_exists(int(pid.read_text())) or os.waitpid(-1, os.WNOHANG)
+    assert not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_a_program_that_is_killed_while_the_policy_writes(tmp_path: Path) -> None:
