@@ -36,6 +36,7 @@ def check_environments(
     for name, options in episodes.items():
         if isinstance(options, AgentOptions):
             _refuse_missing(name, options)
+            _refuse_slow(name, options, config.cluster.phase_timeout_s)
         else:
             _refuse_unknown(name, options.environment)
             asyncio.run(_try(name, options))
@@ -53,6 +54,17 @@ def _refuse_missing(domain: str, options: AgentOptions) -> None:
             found=f"{program!r:.80}, which is no program",
             wanted="a program of PATH or of the current directory, and its arguments",
             fix="correct the command, make the file executable, or set PATH under agent.env",
+        )
+
+
+def _refuse_slow(domain: str, options: AgentOptions, phase_timeout_s: float) -> None:
+    """Raises: ConfigError if a program may take longer than the phase that waits for it."""
+    if options.timeout_s >= phase_timeout_s:
+        raise ConfigError.at(
+            f"domains.{domain}.agent.timeout_s",
+            found=f"{options.timeout_s:g}",
+            wanted=f"less than cluster.phase_timeout_s, {phase_timeout_s:g}: a step waits for its slowest episode",
+            fix="lower it, or raise cluster.phase_timeout_s",
         )
 
 

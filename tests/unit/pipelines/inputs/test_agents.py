@@ -55,6 +55,7 @@ def test_a_pipeline_with_an_agent(acting: Any, monkeypatch: pytest.MonkeyPatch) 
         ({"command": []}, ["domains.reverse.agent.command"]),
         ({"command": "python agent.py"}, ["domains.reverse.agent.command"]),
         ({"env": {"OPENAI_API_KEY": "k"}}, ["domains.reverse.agent.env", "other names than OPENAI_BASE_URL"]),
+        ({"timeout_s": 3600}, ["domains.reverse.agent.timeout_s", "less than cluster.phase_timeout_s, 3600"]),
         ({"inherit": ["A-B"]}, ["domains.reverse.agent.inherit"]),
         ({"max_turns": 3}, ["domains.reverse.agent", "max_turns"]),
     ],
@@ -73,8 +74,8 @@ def test_an_environment_and_an_agent(acting: Any) -> None:
 
 
 def test_a_chat_template_that_cannot_append_is_refused_whatever_the_prompts_are(acting: Any) -> None:
-    config = json.loads((acting.student / "tokenizer_config.json").read_text())
+    config = json.loads((acting.root / "base" / "tokenizer_config.json").read_text())
     said = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    (acting.student / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": said}))
+    (acting.root / "base" / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": said}))
     with pytest.raises(ModelError, match="does not end a turn with an end token"):
         read_inputs(load_pipeline(acting.write()))
