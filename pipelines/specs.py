@@ -94,6 +94,7 @@ def _agent_options(config: PipelineConfig, agent: AgentConfig) -> AgentOptions:
         command=tuple(str(Path(word).absolute()) if Path(word).is_file() else word for word in agent.command),
         env=agent.env,
         inherit=tuple(agent.inherit),
+        render=agent.render,
         metadata=tuple(agent.metadata),
         verifier=agent.verifier,
         timeout_s=agent.timeout_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +24,9 @@ class AgentConfig(Strict):
     inherit: list[Variable] = []
     """Names of variables that the program gets from the environment of `opd`. Without them it gets only PATH, the language
     and the time zone."""
+    render: Literal["template", "text"] | None = None
+    """How the student reads messages: through its chat template, or as the texts one after the other; default: through its
+    chat template, if it has one."""
     metadata: list[str] = []
     """Keys of a prompt's metadata that stand in its task. The rest, and the answer, stay with us."""
     verifier: VerifierConfig | None = None

@@ -29,7 +29,7 @@ def check_environments(
     stop_token_ids: Sequence[int],
 ) -> None:
     """Make and close one environment of each domain, look for the agents' programs, and prove the chat template where a
-    domain's prompts are messages, as an agent's are.
+    domain's prompts are messages or an agent's program sends some.
 
     Raises: ConfigError; ModelError if the template cannot append.
     """
@@ -40,9 +40,15 @@ def check_environments(
         else:
             _refuse_unknown(name, options.environment)
             asyncio.run(_try(name, options))
-    of_agents = any(isinstance(options, AgentOptions) for options in episodes.values())
-    if (of_agents and tokenizer.chat_template) or any(not isinstance(prompts[name][0].text, str) for name in episodes):
+    if any(_needs_template(options, prompts[name], tokenizer) for name, options in episodes.items()):
         ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
+
+
+def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:
+    """Whether a domain's episodes go through the student's chat template."""
+    if isinstance(options, AgentOptions):
+        return options.through_template(tokenizer)
+    return not isinstance(prompts[0].text, str)
 
 
 def _refuse_missing(domain: str, options: AgentOptions) -> None:

@@ -79,7 +79,7 @@ def test_the_same_tokens_in_white_and_in_black(tmp_path: Path, make_model_dir: C
     command = ["python", str(tmp_path / "program.py")]
     ways: dict[str, dict[str, Any]] = {"white": {"environment": {"name": "tests.integration.corridor:Corridor"}}}
     for client in (["openai"], ["openai", "stream"], ["anthropic"], ["anthropic", "stream"]):
-        agent = {"command": [*command, *client], "metadata": ["length"], "parallel": 2}
+        agent = {"command": [*command, *client], "render": "text", "metadata": ["length"], "parallel": 2}
         ways[" ".join(client)] = {"agent": agent}
     prompts = [
         Prompt(
@@ -122,7 +122,7 @@ def test_the_stock_clients_drive_a_merge_to_its_end(tmp_path: Path, pipeline: di
         for file, lengths in ((name, range(1, 5)), (f"{name}-eval", (2, 3))):
             rows = [{"prompt": f"go {file}{n}", "metadata": {"length": n}} for n in lengths]
             (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        agent = {"command": ["python", "program.py", *client], "metadata": ["length"], "parallel": 2}
+        agent = {"command": ["python", "program.py", *client], "render": "text", "metadata": ["length"], "parallel": 2}
         pipeline["domains"][f"{name}-domain"]["agent"] = agent
     pipeline["rollout"] = {"max_new_tokens": 8, "max_model_len": 96}
     pipeline["trainer"] |= {"steps": 2, "samples_per_step": 8}

@@ -167,8 +167,8 @@ class _Agent:
 
 
 def _dialogue(dialogues: Dialogues, options: AgentOptions) -> Dialogue:
-    """Through the student's chat template, if it has one. Raises: ModelError if that cannot append."""
-    if getattr(dialogues.tokenizer, "chat_template", None) is None:
+    """How the student reads messages. Raises: ModelError if its chat template cannot append."""
+    if not options.through_template(dialogues.tokenizer):
         return PlainMessages(dialogues.tokenizer)
     return ChatMessages(dialogues.appender(options.template_date), dialogues.tokenizer, dialogues.stops)
 

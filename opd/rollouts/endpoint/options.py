@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
+from typing import Any, Literal
 
 from opd.config.verifiers import VerifierConfig
 
@@ -18,6 +19,8 @@ class AgentOptions:
     """Variables of the program."""
     inherit: tuple[str, ...] = ()
     """Names of variables that the program gets from the environment of `opd`."""
+    render: Literal["template", "text"] | None = None
+    """How the student reads messages; None: through its chat template, if it has one."""
     metadata: tuple[str, ...] = ()
     """Keys of a prompt's metadata that the program may see."""
     verifier: VerifierConfig | None = None
@@ -36,3 +39,7 @@ class AgentOptions:
     """Largest share of a step's episodes that may break; one always may."""
     template_date: date | None = None
     """The day for a chat template that asks for a date."""
+
+    def through_template(self, tokenizer: Any) -> bool:
+        """Whether the student reads messages through its chat template."""
+        return self.render == "template" or (self.render is None and tokenizer.chat_template is not None)
