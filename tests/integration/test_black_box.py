@@ -35,7 +35,7 @@ def ask_openai():
 
 def ask_anthropic():
     import anthropic
-    asked = {"model": "any", "messages": chat, "temperature": 0.1, "max_tokens": 99}
+    asked = {"model": "any", "messages": chat, "max_tokens": 99, "extra_body": {"temperature": 0.1}}
     with anthropic.Anthropic() as made:
         if not stream:
             return made.messages.create(**asked).content[0].text

@@ -65,7 +65,7 @@ client = anthropic.Anthropic(max_retries=0)
 task = json.load(open(os.environ["OPD_TASK"]))
 chat = [{"role": "user", "content": task["prompt"][0]["content"] + "\\n\\n0 "}]
 while True:
-    asked = {"model": "m", "messages": chat, "max_tokens": 500, "temperature": 0.3, **TOOLS}
+    asked = {"model": "m", "messages": chat, "max_tokens": 500, "extra_body": {"temperature": 0.3}, **TOOLS}
     if STREAM:
         with client.messages.stream(**asked) as events:
             reply = events.get_final_message()
