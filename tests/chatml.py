@@ -39,16 +39,36 @@ NO_END = (
 """Ends a turn with a line end."""
 
 
+def bpe_tokenizer() -> Any:
+    """Bytes merged into a few hundred tokens, so that most texts can be written in more than one way; ChatML."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    words = "the way out of the maze is to the left and then to the right of the wall where the door was"
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        [words] * 8, trainers.BpeTrainer(vocab_size=330, special_tokens=SPECIALS, initial_alphabet=alphabet)
+    )
+    return _wrapped(backend, CHATML)
+
+
 def chat_tokenizer(template: str | None = CHATML) -> Any:
     """One token a printable character, ChatML's special tokens, and this template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     vocab = {token: i for i, token in enumerate([*SPECIALS, *string.printable])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(SPECIALS)
+    return _wrapped(backend, template)
+
+
+def _wrapped(backend: Any, template: str | None) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",

@@ -127,4 +127,7 @@ def test_a_broken_environment_stops_the_merge_by_name(tmp_path: Path, pipeline: 
     done = opd("merge", file, "--run-dir", tmp_path / "run", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "domain right-domain: 4 of 8 episodes broke (4 raised)" in done.stderr
-    assert "step: RuntimeError: the corridor fell in" in done.stderr and "max_broken is 0.1" in done.stderr
+    assert (
+        "step: RuntimeError: the corridor fell in" in done.stderr
+        and "max_broken of domains.right-domain is 0.1" in done.stderr
+    )

@@ -24,11 +24,14 @@ from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeRe
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
+from opd.text import one_line
 from opd.types import Sampled, StopReason
 
 if TYPE_CHECKING:
     from opd.prompts.line import Messages
 
+MAX_ERROR = 500
+"""Characters that are kept of what broke an episode."""
 UNREADABLE = "error: this call cannot be made: "
 """Begins what the policy reads after a call that does not parse."""
 
@@ -121,7 +124,7 @@ class _Episode:
             reward=reward,
             audit=self._trace.audit,
             invalid_calls=self._invalid,
-            error=f"{self._request.sample.sample_id}: {end.error}" if end.error else "",
+            error=one_line(f"{self._request.sample.sample_id}: {end.error}", MAX_ERROR) if end.error else "",
             text="\n".join(self._said),
         )
 

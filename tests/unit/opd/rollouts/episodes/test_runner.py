@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import sys
 import threading
@@ -19,7 +20,7 @@ from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult, EpisodeStats, refuse_many_broken
 from opd.rollouts.episodes.trace import Sample
 from opd.types import Prompt, Sampled
-from tests.chatml import CHATML, LAST_ONLY, chat_tokenizer
+from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer
 
 TOKENIZER = chat_tokenizer(CHATML)
 EOS = TOKENIZER.eos_token_id
@@ -260,6 +261,43 @@ def test_a_rollout_does_not_depend_on_its_neighbours() -> None:
     assert results[3] == again
     _, other = play(replace(request(3), seed=6))
     assert alone.seeds != other.seeds
+
+
+class Babbler:
+    """Samples any ids at all, as a policy at a high temperature does, and remembers them."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary, self.wrote = vocabulary, dict[tuple[int, ...], tuple[int, ...]]()
+
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+        rng = random.Random(seed)
+        ids = [*rng.choices(range(5, self.vocabulary), k=rng.randint(0, min(9, max_tokens - 1))), EOS][:max_tokens]
+        self.wrote[tuple(token_ids)] = tuple(ids)
+        logprobs = tuple(-rng.random() - 0.1 for _ in ids)
+        return Sampled(token_ids=tuple(ids), logprobs=logprobs, stop_reason="stop", policy_version=3)
+
+
+@pytest.mark.parametrize("text", ["count:", [{"role": "user", "content": "Count."}]])
+def test_no_sampled_token_is_changed_in_two_hundred_random_episodes(text: Any) -> None:
+    tokenizer = bpe_tokenizer()
+    assert tokenizer.eos_token_id == EOS
+    babbler, redone = Babbler(len(tokenizer)), 0
+    requests = [request(i, text=text, options={"goal": 1 << 60}, max_turns=1 + i % 7) for i in range(200)]
+    results = asyncio.run(run_episodes(requests, babbler, Dialogues(tokenizer, [EOS]), CONTEXT, 3))
+    for found in results:
+        (rollout,) = found.rollouts
+        ids, at = [*rollout.prompt_ids, *rollout.response_ids], len(rollout.prompt_ids)
+        for span in rollout.spans:
+            if span.origin == "policy":
+                assert babbler.wrote.pop(tuple(ids[:at])) == tuple(ids[at : at + span.length])
+            at += span.length
+        assert sum(rollout.loss_mask) == found.audit.sampled == found.audit.trained
+        assert all(
+            (value < 0) == mask for value, mask in zip(rollout.behaviour_logprobs, rollout.loss_mask, strict=True)
+        )
+        redone += list(tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]) != ids
+    assert babbler.wrote == {}, "every turn is in a rollout"
+    assert redone > 100, "encoding the text again would have changed most of them"
 
 
 def test_a_template_that_cannot_append_ends_the_run() -> None:
