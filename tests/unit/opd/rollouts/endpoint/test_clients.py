@@ -248,6 +248,46 @@ def test_a_client_that_goes_away_ends_its_request_and_its_turn(stream: bool) -> 
     in_a_loop(work)
 
 
+def test_a_client_that_goes_away_while_it_reads_finds_its_reply_again() -> None:
+    async def work() -> None:
+        async with serving(lambda before, seed: f"a long answer {seed} " * 9) as (served, engine):
+            chat: Any = [{"role": "user", "content": "write"}]
+            async with openai.AsyncOpenAI(**served.openai, max_retries=0) as client:
+                stream = await client.chat.completions.create(model="m", messages=chat, stream=True)
+                async for chunk in stream:
+                    if chunk.choices[0].delta.content:
+                        break
+                await stream.close()
+            again = await ask_openai(served, chat, stream=False)
+            assert again["content"].startswith(str(chunk.choices[0].delta.content)) and engine.started == 1
+            assert served.session.audit.turns == 1 and not served.session.audit.lost_turns
+
+    in_a_loop(work)
+
+
+def test_a_call_that_cannot_be_read_stays_text() -> None:
+    async def work() -> None:
+        async with serving(lambda before, seed: "<tool_call>{oops</tool_call>") as (served, _):
+            reply = await ask_openai(served, [{"role": "user", "content": "x"}], stream=False, tools=[OPENAI_TOOL])
+            assert reply["content"] == "<tool_call>{oops</tool_call>" and reply["finish"] == "stop"
+            assert served.session.invalid_calls == 1
+
+    in_a_loop(work)
+
+
+def test_other_tools_are_another_conversation() -> None:
+    async def work() -> None:
+        async with serving(echo) as (served, _):
+            chat: Chat = [{"role": "user", "content": "one"}]
+            await ask_openai(served, chat, stream=False, tools=[OPENAI_TOOL])
+            chat += [{"role": "assistant", "content": "you said one"}, {"role": "user", "content": "two"}]
+            await ask_openai(served, chat, stream=False)
+            assert served.session.audit.forks == 1
+            assert "tools: add" not in decode(served.trace.segments[1].ids)
+
+    in_a_loop(work)
+
+
 def test_sixty_four_sessions_at_once() -> None:
     async def one(endpoint: Endpoint, engine: FakeEngine, number: int) -> Served:
         served = serve(endpoint, engine)

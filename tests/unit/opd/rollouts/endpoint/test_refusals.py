@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import aiohttp
 import anthropic
 import openai
 import pytest
@@ -86,6 +87,37 @@ def test_a_request_that_is_no_conversation(message: Any, said: str) -> None:
         async with serving(echo) as (served, engine):
             with pytest.raises(openai.BadRequestError, match=said):
                 await ask_openai(served, [message], stream=False)
+            assert not engine.started
+
+    in_a_loop(work)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "the body is not JSON"),
+        (b"\xff{}", "the body is not JSON"),
+        (b"[]", "the body is not a JSON object"),
+        (b'{"messages": ' + b"[" * 100_000, "the body is not JSON"),
+        (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", r"messages[0]: expected an object, found a list"),
+        (b"{}", "expected the last one to be of the user or of a tool"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens: expected a whole number"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "tools": [{}]}', "tools[0]"),
+    ],
+)
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_a_body_that_is_no_request(body: bytes, said: str, path: str) -> None:
+    async def work() -> None:
+        async with serving(echo) as (served, engine), aiohttp.ClientSession() as raw:
+            key = {"x-api-key": served.environ["ANTHROPIC_API_KEY"]}
+            if path == "messages" and b"max_tokens" not in body:
+                body_ = body.replace(b'{"m', b'{"max_tokens": 5, "m').replace(b"{}", b'{"max_tokens": 5}')
+            else:
+                body_ = body
+            async with raw.post(f"{served.environ['OPENAI_BASE_URL']}/{path}", data=body_, headers=key) as answer:
+                found = await answer.json()
+            assert answer.status == 400 and said in found["error"]["message"], found
+            assert ("param" in found["error"]) == (path == "chat/completions")
             assert not engine.started
 
     in_a_loop(work)
