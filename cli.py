@@ -19,6 +19,7 @@ from pipelines.commands import (
     report,
     shell,
     teachers,
+    traces,
 )
 
 app = typer.Typer(
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Merge many expert models into one by on-policy distillation.",
 )
-for commands in (merge, evaluate, check, report, baselines):
+for commands in (merge, evaluate, check, report, traces, baselines):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),

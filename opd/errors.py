@@ -7,7 +7,8 @@
     ├── PromptError          a prompts file or one of its lines
     └── RunDirError          a run directory that exists, is incomplete or is in use
     RunError(RuntimeError)   a run that started and cannot go on: exit code 1
-    └── StorageError         a disk that takes no more: exit code 3, what was finished before is intact
+    ├── StorageError         a disk that takes no more: exit code 3, what was finished before is intact
+    └── Paused               a monitor wants a person to look: exit code 4, a resume goes on
 
 Our own bugs are `assert`s, not members of this tree.
 """
@@ -66,3 +67,7 @@ class RunError(RuntimeError):
 
 class StorageError(RunError):
     """A disk that is full, over quota, read-only, closed to us or broken."""
+
+
+class Paused(RunError):
+    """A merge that a monitor ended for a person to look at, with a checkpoint of its last step."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from opd.environments.records import Action, Outcome, Tool
+from opd.errors import RunError
 from opd.evaluation.scores import Evaluation
-from opd.step_record import StepRecord
+from opd.step_record import AlarmRecord, StepRecord
 from opd.types import (
     Completion,
     LayoutProof,
@@ -41,7 +42,8 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
 
 class PromptSource(Protocol):
     def take(self, step: int) -> Sequence[Prompt]:
-        """The step's prompts, every domain among them: a pure function of (seed, step), so a resume needs no cursor."""
+        """The step's prompts, every domain among them. They depend on (seed, step) and the records of the steps before, and on
+        nothing else, so a resume needs no cursor."""
         ...
 
 
@@ -202,6 +204,23 @@ class Checkpoints(Protocol):
 
         Raises: StorageError; RunError past the deadline.
         """
+        ...
+
+
+class Monitors(Protocol):
+    def begin(self, records: Sequence[StepRecord], expert: Evaluation) -> None:
+        """Take up the records of the steps that are done; `expert` is the exam of the domains' experts.
+
+        Raises: RunError if the run was stopped after the last of them and nothing has changed.
+        """
+        ...
+
+    def judge(self, record: StepRecord, rollouts: Sequence[Rollout]) -> tuple[AlarmRecord, ...]:
+        """The limits that a step's readings reach; what they were reached by is on disk. Raises: StorageError."""
+        ...
+
+    def verdict(self) -> RunError | None:
+        """Why the run ends after the step that was judged last; None if it goes on."""
         ...
 
 

@@ -7,8 +7,9 @@
 
 The schedule is synchronous: every sample is trained by the very weights that wrote it. Scored rows stream to the
 trainer, which with `overlap` begins before the last teacher is done; without, the phases take turns on the same cores.
-Either way it is the same arithmetic. Prompts and seeds are functions of (seed, step): the only state of a run is the
-trainer's weights and optimiser, the step, and the policy version.
+Either way it is the same arithmetic. Prompts and seeds are functions of (seed, step); with `balance`, prompts also
+depend on the records of the steps before. The only state of a run is the trainer's weights and optimiser, the step, and
+the policy version.
 
     each step:     take → generate → score → log → train → push
     every K steps: checkpoint, written beside the next step; every E steps: evaluate
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from opd.interfaces import (
     Checkpoints,
     Evaluator,
+    Monitors,
     PromptSource,
     Reporter,
     RolloutEngine,
@@ -51,6 +53,7 @@ class Parts:
     trainer: Trainer
     sync: WeightSync
     evaluator: Evaluator
+    monitors: Monitors
     checkpoints: Checkpoints
     reporter: Reporter
 
@@ -90,8 +93,9 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         record = step_record(scored.batch, scored.targets, trained, pushed)
         accuracy = _evaluate(parts, step, clock) if plan.evaluate_every and step % plan.evaluate_every == 0 else {}
         record = replace(record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take())
+        record = replace(record, alarms=parts.monitors.judge(record, scored.batch.rollouts))
         parts.reporter.step(record)
-        leaving = stop() or step == plan.last_step
+        leaving = stop() or step == plan.last_step or record.ends_run
         with clock("checkpoint"):
             # Commit after the record: a run that is killed in between resumes from the checkpoint before and rewinds the records.
             if leaving or step % plan.checkpoint_every == 0:

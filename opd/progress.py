@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from opd.evaluation.scores import Evaluation
 from opd.interfaces import Display, Sink
 from opd.metrics import MetricsFile
+from opd.monitors.alarms import sentence, signal_of
 from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 from opd.text import printable
@@ -62,10 +63,6 @@ def display(total: int, done: int = 0) -> Iterator[Display]:
         yield _Bar(progress, total, done)
 
 
-MOSTLY_CUT = 0.9
-"""A domain is named in a warning if a larger share of its responses than this ends at the length limit."""
-
-
 class RunReporter:
     """Implements `opd.interfaces.Reporter`: the metrics file, the evaluations' directory, other sinks and the display."""
 
@@ -74,8 +71,6 @@ class RunReporter:
         self._paths = paths
         self._shown = shown
         self._sinks = sinks
-        self._told: set[str] = set()
-        """Domains whose cut responses the user was already warned about."""
 
     def evaluation(self, name: str, found: Evaluation) -> None:
         """Store an evaluation in the run directory. Raises: OSError."""
@@ -87,25 +82,17 @@ class RunReporter:
         self._metrics.write(record)
         for sink in self._sinks:
             sink.step(record)
-        self._warn_of_cut_responses(record)
         for domain, found in record.episodes.items():
             if found.broken:
                 self._shown.say(
                     f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
                 )
+        for alarm in record.alarms:
+            if alarm.since == record.step:
+                self._shown.say(f"warning: step {record.step}: {sentence(alarm)}; {signal_of(alarm).advice}")
         for name in record.restarted:
             self._shown.say(f"{name} died in step {record.step} and was started again; its rows were scored again")
         self._shown.step(record.step, "  ".join(_summary(record)))
-
-    def _warn_of_cut_responses(self, record: StepRecord) -> None:
-        for domain, num in record.truncated_by_domain.items():
-            samples = record.domains[domain].samples if domain in record.domains else 0
-            if domain not in self._told and domain not in record.episodes and samples and num > MOSTLY_CUT * samples:
-                self._told.add(domain)
-                self._shown.say(
-                    f"warning: step {record.step}: {num} of {samples} responses of domain {domain} end at their limit, not by "
-                    "an end token; raise rollout.max_new_tokens (or max_model_len), or look at the end tokens"
-                )
 
 
 def _summary(record: StepRecord) -> list[str]:

@@ -5,6 +5,7 @@
       metrics.jsonl   layouts.json              how it went
       targets/        checkpoints/              what a resume needs
       evaluation/     NAME.json each            before, expert, after, step-NNNNNN; matrix, lm-eval
+      monitors/       step-NNNNNN.json each     what a monitor saw when it acted, with samples
       model/          adapter/                  what came out
       report.json     report.html               what it is worth
       baselines/      NAME.json each            other ways to merge; their models/NAME/ and runs/NAME/ while they are needed
@@ -36,6 +37,12 @@ def step_of(name: str) -> int | None:
     """Inverse of `step_name`; None for any other name."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def _by_step(directory: Path) -> dict[int, Path]:
+    """Step -> the JSON file of that step in a directory, in order."""
+    found = {step_of(path.stem): path for path in directory.glob("step-*.json")}
+    return {step: found[step] for step in sorted(step for step in found if step is not None)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +130,19 @@ class RunPaths:
 
     def exams_by_step(self) -> dict[int, Path]:
         """Step -> file of the evaluations on the way, in order."""
-        found = {step_of(path.stem): path for path in self.evaluation.glob("step-*.json")}
-        return {step: found[step] for step in sorted(step for step in found if step is not None)}
+        return _by_step(self.evaluation)
+
+    @property
+    def monitors(self) -> Path:
+        return self.root / "monitors"
+
+    def alarms(self, step: int) -> Path:
+        """What the monitors saw that acted after this step."""
+        return self.monitors / f"{step_name(step)}.json"
+
+    def alarms_by_step(self) -> dict[int, Path]:
+        """Step -> file, in order."""
+        return _by_step(self.monitors)
 
     @property
     def matrix(self) -> Path:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
+from opd.monitors.tails import loops
 from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport, TurnStats
 
 if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
@@ -154,6 +155,32 @@ class StreamRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmRecord:
+    """A reading that reached one of its monitor's limits."""
+
+    signal: str
+    """Key of `opd.monitors.SIGNALS`."""
+    domain: str
+    """Empty where the reading is of the whole step."""
+    value: float
+    limit: float
+    """The limit that the value reached: that of the hardest action."""
+    action: str
+    """`warn`, `pause` or `stop`."""
+    since: int
+    """The step from which on this limit was reached in every step."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What an alarm shares with that of the step before if it goes on."""
+        return self.signal, self.domain, self.action
+
+    def ends_after(self, step: int) -> bool:
+        """Whether the run ends after this step. A pause ends it once: who resumes has seen it."""
+        return self.action == "stop" or (self.action == "pause" and self.since == step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One step. The defaults stand for numbers that a file of an older release lacks."""
 
@@ -169,7 +196,11 @@ class StepRecord:
     prompt_tokens: int = 0
     truncated: int = 0
     """Responses that ended at their limit."""
+    prompts: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that the step took, by domain, including those that were left out."""
     truncated_by_domain: Mapping[str, int] = field(default_factory=dict)
+    looping_by_domain: Mapping[str, int] = field(default_factory=dict)
+    """Responses that ran to their limit in a loop."""
     quarantined: Mapping[str, int] = field(default_factory=dict)
     """Domain -> number of prompts and responses that were left out."""
     quarantined_reasons: Mapping[str, str] = field(default_factory=dict)
@@ -198,6 +229,13 @@ class StepRecord:
     """True if the step's rows came from the target log."""
     checkpoint: SavedCheckpoint | None = None
     """The checkpoint that was committed after the step before."""
+    alarms: tuple[AlarmRecord, ...] = ()
+    """Limits of monitors that this step's readings reached."""
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether a monitor ends the run after this step."""
+        return any(alarm.ends_after(self.step) for alarm in self.alarms)
 
     @property
     def seconds(self) -> float:
@@ -208,7 +246,7 @@ class StepRecord:
         """A line of `metrics.jsonl`, without the fields that this step does not have."""
         data = asdict(self)
         data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
-        optional = ("episodes", "restarted", "accuracy", "replayed", "checkpoint")
+        optional = ("looping_by_domain", "episodes", "restarted", "accuracy", "replayed", "checkpoint", "alarms")
         return {key: value for key, value in data.items() if value or key not in optional}
 
     @classmethod
@@ -219,6 +257,7 @@ class StepRecord:
         read["positions"] = {name: PositionRecord(**found) for name, found in read.get("positions", {}).items()}
         read["episodes"] = {n: EpisodesRecord.from_json(found) for n, found in read.get("episodes", {}).items()}
         read["restarted"] = tuple(read.get("restarted", ()))
+        read["alarms"] = tuple(AlarmRecord(**_known(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
         read["stream"] = StreamRecord(**_known(StreamRecord, read.get("stream", {})))
         if "checkpoint" in read:
             read["checkpoint"] = SavedCheckpoint(**read["checkpoint"])
@@ -230,6 +269,18 @@ def _known(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise TypeError(f"{data!r:.60} where {record.__name__} was expected")
     return {f.name: data[f.name] for f in fields(record) if f.name in data}
+
+
+def of_domain(records: Sequence[StepRecord], domain: str) -> list[DomainRecord]:
+    """What these steps say of a domain, without the steps in which it had no trained token."""
+    return [record.domains[domain] for record in records if domain in record.domains and record.domains[domain].tokens]
+
+
+def token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> float | None:
+    """Mean of a field over the trained tokens; None where no record has it."""
+    known = [s for s in stats if getattr(s, key) is not None]
+    tokens = sum(s.tokens for s in known)
+    return sum(getattr(s, key) * s.tokens for s in known) / tokens if tokens else None
 
 
 def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport, pushed: PushReport) -> StepRecord:
@@ -247,7 +298,9 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         response_tokens=sum(len(r.response_ids) for r in batch.rollouts),
         prompt_tokens=sum(len(r.prompt_ids) for r in batch.rollouts),
         truncated=sum(r.truncated for r in batch.rollouts),
+        prompts=dict(Counter(r.domain for r in batch.rollouts) + Counter(q.domain for q in batch.quarantined)),
         truncated_by_domain=dict(Counter(r.domain for r in batch.rollouts if r.truncated)),
+        looping_by_domain=dict(Counter(r.domain for r in batch.rollouts if loops(r))),
         quarantined=dict(left_out),
         quarantined_reasons={**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
         episodes={

@@ -128,8 +128,8 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """True if the response or its episode ended at a limit and not by itself."""
-        return self.stop_reason in ("length", "turns", "tokens", "context")
+        """True if the response ended at the token limit and not at an end token. Episodes have limits of their own."""
+        return self.stop_reason == "length"
 
     @property
     def loss_mask(self) -> tuple[bool, ...]:

@@ -8,13 +8,15 @@ from typing import Any
 from opd import loop
 from opd.checkpoints import CheckpointStore
 from opd.config import PipelineConfig, sync_tolerance
+from opd.config.balance import SamplesBalance
 from opd.config.strict import DTYPE_BYTES
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Display, Sink
 from opd.loop import Parts, Plan
 from opd.metrics import MetricsFile
+from opd.monitors.acting import RunMonitors
 from opd.progress import RunReporter
-from opd.prompts import MixedPrompts, split_samples
+from opd.prompts import Balance, BalancedPrompts, MixedPrompts, split_samples
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run_dir import RunPaths
 from opd.stream.log import ArrowTargetLog
@@ -70,8 +72,12 @@ def build(
     engine, trainer, pool = _start_workers(config, inputs)
     every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
     probe = probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len)
+    metrics = MetricsFile(paths.metrics)
+    prompts = prompt_source(config, inputs, metrics)
+    if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
+        sinks = [prompts, *sinks]
     return Parts(
-        prompts=_prompt_source(config, inputs),
+        prompts=prompts,
         engine=engine,
         teachers=pool,
         log=ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say),
@@ -85,15 +91,9 @@ def build(
             tell=shown.say,
         ),
         evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
-        checkpoints=CheckpointStore(
-            paths.checkpoints,
-            trainer,
-            config.checkpoint,
-            world_size=config.trainer.ranks,
-            identity=identity,
-            timeout_s=config.cluster.phase_timeout_s,
-        ),
-        reporter=RunReporter(MetricsFile(paths.metrics), paths, shown, sinks),
+        monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
+        checkpoints=_checkpoints(config, paths, trainer, identity),
+        reporter=RunReporter(metrics, paths, shown, sinks),
     )
 
 
@@ -137,6 +137,24 @@ def _start_workers(
     return engine, trainer, pool
 
 
-def _prompt_source(config: PipelineConfig, inputs: Inputs) -> MixedPrompts:
+def _checkpoints(
+    config: PipelineConfig, paths: RunPaths, trainer: DeepSpeedTrainer, identity: Mapping[str, Any]
+) -> CheckpointStore:
+    return CheckpointStore(
+        paths.checkpoints,
+        trainer,
+        config.checkpoint,
+        world_size=config.trainer.ranks,
+        identity=identity,
+        timeout_s=config.cluster.phase_timeout_s,
+    )
+
+
+def prompt_source(config: PipelineConfig, inputs: Inputs, metrics: MetricsFile) -> MixedPrompts | BalancedPrompts:
+    """The prompts of every step; `metrics` has the records of the steps that the run has taken."""
     weights = {name: 1.0 if d.weight == "auto" else d.weight for name, d in config.domains.items()}
-    return MixedPrompts(inputs.prompts, split_samples(config.trainer.samples_per_step, weights), config.seed)
+    total = config.trainer.samples_per_step
+    if isinstance(config.balance, SamplesBalance):
+        return MixedPrompts(inputs.prompts, split_samples(total, weights), config.seed)
+    balance = Balance(config.balance, weights, total, config.seed)
+    return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read())

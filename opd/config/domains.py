@@ -139,7 +139,7 @@ class DomainConfig(Strict):
         Annotated[Literal["auto"], Tag("~text")] | Annotated[float, Field(gt=0), Tag("~more")],
         Discriminator(text_or_more),
     ] = "auto"
-    """Share of each step's samples; `auto` gives every domain the same."""
+    """Share of each step's samples, or of what `balance` says; `auto` gives every domain the same."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """How much a token (or response) of this domain counts in the mean that is optimised."""
 

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from opd.config.balance import BalanceConfig, SamplesBalance
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
 from opd.config.evaluate import EvaluateConfig
+from opd.config.monitors import MonitorsConfig
 from opd.config.objectives import AnyObjective, default_objective
 from opd.config.sections import (
     CheckpointConfig,
@@ -62,12 +64,15 @@ class PipelineConfig(Strict):
     """Either `{use: [names]}` from the registry or `{name: {model, domain}}` (and `base`, for a LoRA adapter)."""
     domains: dict[Name, DomainConfig] = Field(..., min_length=1)
     """On which prompts, scored by which experts."""
+    balance: BalanceConfig = SamplesBalance(kind="samples")
+    """How many samples of a step each domain gets, see docs/balance.md; a kind alone will do."""
     rollout: RolloutConfig = RolloutConfig()
     teachers: TeachersConfig = TransformersTeachers()
     objective: AnyObjective = Field(default_factory=default_objective)
     trainer: TrainerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     sync: SyncConfig = SyncConfig()
+    monitors: MonitorsConfig = MonitorsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     logging: LoggingConfig = LoggingConfig()

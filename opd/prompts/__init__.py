@@ -7,21 +7,23 @@ trained on the file, `answer` and `metadata` only by the verifier. A row of any 
 (`line.py`), so the same rows are the same prompts wherever they come from.
 """
 
+from opd.prompts.balance import Balance
 from opd.prompts.encode import encode_prompt, render_prompt
 from opd.prompts.line import Messages, PromptLine
-from opd.prompts.mix import MixedPrompts, split_samples
+from opd.prompts.mix import BalancedPrompts, MixedPrompts, split_samples
 from opd.prompts.rows import Rows, open_rows, read_prompt_lines
 from opd.prompts.sources import Source, find_source, is_here, is_hub_name
 from opd.prompts.table import PromptTable, is_held_out, load_prompts
 
 __all__ = [
+    "Balance",
+    "BalancedPrompts",
     "Messages",
     "MixedPrompts",
     "PromptLine",
     "PromptTable",
     "Rows",
     "Source",
-    "Tokenizer",
     "encode_prompt",
     "find_source",
     "is_held_out",

@@ -1,11 +1,14 @@
-"""The domain mix of each step: a pure function of (seed, step)."""
+"""The domain mix of each step: a function of (seed, step) or, if it is balanced, of the seed and the records of the steps before."""
 
 from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from opd.prompts.balance import Balance
+from opd.step_record import StepRecord
 from opd.types import Prompt
 
 
@@ -33,25 +36,64 @@ def shuffled(count: int, seed: str) -> array[int]:
 
 
 class MixedPrompts:
-    """Every domain in every step. Each domain is read in a fresh seeded order per epoch, as an endless sequence.
-
-    `take(step)` depends on nothing but (seed, step): resuming needs no stored cursor.
-    """
+    """Every domain in every step, with the same number of prompts in each."""
 
     def __init__(self, by_domain: Mapping[str, Sequence[Prompt]], counts: Mapping[str, int], seed: int) -> None:
         assert set(by_domain) == set(counts)
-        self._by_domain = by_domain
+        self._domains = EndlessDomains(by_domain, seed)
         self._counts = counts
+
+    def take(self, step: int) -> list[Prompt]:
+        """The prompts of one step (from 1), grouped by domain: a pure function of (seed, step)."""
+        return self._domains.read({name: (step - 1) * count for name, count in self._counts.items()}, self._counts)
+
+
+class BalancedPrompts:
+    """Every domain in every step, with as many prompts as the balance says. Implements `PromptSource` and `Sink`.
+
+    `take` depends on nothing but the seed and the records of the steps before, which arrive as they do at every sink. So a
+    resume has no other state to restore: it passes the records that it finds in `metrics.jsonl`.
+    """
+
+    def __init__(
+        self,
+        by_domain: Mapping[str, Sequence[Prompt]],
+        balance: Balance,
+        seed: int,
+        records: Sequence[StepRecord] = (),
+    ) -> None:
+        """`records` are those of the steps that an interrupted run has taken, from step 1."""
+        self._domains = EndlessDomains(by_domain, seed)
+        self._balance = balance
+        self._taken = Counter[str]()
+        self._last = 0
+        for record in records:
+            self.step(record)
+
+    def step(self, record: StepRecord) -> None:
+        """Take in the record of the step that was taken last."""
+        assert record.step == self._last + 1, f"the record of step {record.step} after that of {self._last}"
+        self._last = record.step
+        self._taken.update(record.prompts)
+        self._balance.see(record)
+
+    def take(self, step: int) -> list[Prompt]:
+        """The prompts of the step after those whose records came in, grouped by domain."""
+        assert step == self._last + 1, f"prompts of step {step} with records up to {self._last}"
+        return self._domains.read(self._taken, self._balance.counts(step))
+
+
+class EndlessDomains:
+    """Each domain as a sequence without an end, in a fresh seeded order per epoch."""
+
+    def __init__(self, by_domain: Mapping[str, Sequence[Prompt]], seed: int) -> None:
+        self._by_domain = by_domain
         self._seed = seed
         self._orders: dict[tuple[str, int], array[int]] = {}
 
-    def take(self, step: int) -> list[Prompt]:
-        """The prompts of one step (from 1), grouped by domain."""
-        return [
-            prompt
-            for domain, count in self._counts.items()
-            for prompt in self._window(domain, (step - 1) * count, count)
-        ]
+    def read(self, starts: Mapping[str, int], counts: Mapping[str, int]) -> list[Prompt]:
+        """`counts` prompts of each domain from its place in `starts`, domain after domain."""
+        return [prompt for name, count in counts.items() for prompt in self._window(name, starts[name], count)]
 
     def _window(self, domain: str, start: int, count: int) -> list[Prompt]:
         prompts = self._by_domain[domain]

@@ -24,6 +24,7 @@ MOST_SAMPLES = 200
 LONGEST_TEXT = 1500
 """Characters of a prompt or an answer; with the two limits above the page stays well below 5 MB."""
 OPTIONAL = (
+    "alarms",
     "gate",
     "answers",
     "baselines",
@@ -199,6 +200,7 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
         figures.by_domain("loss", "Loss", step, tokens, of("loss"), log=True, label="nats a token"),
         figures.by_domain("length", "Length of the student's responses", step, tokens, of("length"), label="tokens"),
         figures.lines("truncated", "Responses cut at the token limit", step, tokens, cut, percent=True),
+        *_share_plots(curves, names),
         *_entropy_plot(curves),
     ]
     if any(v is not None for v in _mean_over_domains(curves["argmax_agreement"])):
@@ -207,6 +209,21 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
     if curves["positions"]:
         found.append(figures.positions(step, curves["positions"]))
     return found
+
+
+def _share_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
+    """What each domain got of every step: its samples, and its trained tokens, by which it counts in a token mean."""
+    return [
+        figures.by_domain(
+            f"{of}-share",
+            f"Share of the {words}",
+            curves["step"],
+            curves["tokens"],
+            {name: curves[f"{of}_share"].get(name, [None] * len(curves["step"])) for name in names},
+            percent=True,
+        )
+        for of, words in (("sample", "samples"), ("token", "trained tokens"))
+    ]
 
 
 def _entropy_plot(curves: Mapping[str, Any]) -> list[Plot]:

@@ -14,6 +14,7 @@ from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import FORMAT, Evaluation, combined
 from opd.metrics import MetricsFile
+from opd.monitors.alarms import Alarms
 from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 
@@ -41,6 +42,8 @@ class RunFiles:
     """The evaluation at the end; None while the merge goes on."""
     during: dict[int, Evaluation]
     """Step -> evaluation during the merge, in order."""
+    alarms: dict[int, Alarms]
+    """Step -> what the monitors saw that acted after it, in order."""
     matrix: dict[str, Evaluation]
     """Name of a model -> that model on every domain."""
     baselines: list[BaselineResult]
@@ -84,6 +87,7 @@ def read_run(root: Path) -> RunFiles:
         expert=_evaluation(paths.exam("expert")),
         after=_evaluation(paths.exam("after")),
         during={step: _parsed(Evaluation.from_json, _json(path), path) for step, path in paths.exams_by_step().items()},
+        alarms={step: _parsed(Alarms.from_json, _json(path), path) for step, path in paths.alarms_by_step().items()},
         matrix=_matrix(paths.matrix),
         baselines=[_parsed(BaselineResult.from_json, _json(path), path) for path in paths.baseline_results()],
         rounds=[read_run(path) for path in rounds if path.exists()],
@@ -106,9 +110,11 @@ def chained(run: RunFiles) -> RunFiles:
     """Show a merge in rounds as one: steps are counted on, and the end of each round is an evaluation during the merge."""
     records: list[StepRecord] = []
     during: dict[int, Evaluation] = {}
+    alarms: dict[int, Alarms] = {}
     for one in run.rounds:
         done = len(records)
-        records += [replace(record, step=done + record.step) for record in one.records]
+        records += [_later(record, done) for record in one.records]
+        alarms |= {done + step: found for step, found in one.alarms.items()}
         during |= {done + step: found for step, found in one.during.items()}
         if one.after:
             during[len(records)] = one.after
@@ -117,9 +123,16 @@ def chained(run: RunFiles) -> RunFiles:
         run,
         records=records,
         during=during,
+        alarms=alarms,
         before=run.before or run.rounds[0].before,
         expert=run.expert or (combined(experts, experts[-1].model) if experts else None),
     )
+
+
+def _later(record: StepRecord, done: int) -> StepRecord:
+    """The record of a round as one of the whole merge, which had taken so many steps before the round."""
+    alarms = tuple(replace(alarm, since=done + alarm.since) for alarm in record.alarms)
+    return replace(record, step=done + record.step, alarms=alarms)
 
 
 def _plan(path: Path) -> list[int]:

@@ -8,11 +8,13 @@ from typing import Any
 
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
+from opd.report.alarms import alarm_rows
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
 from opd.report.run import STORED, RunFiles
+from opd.report.shares import shares
 from opd.report.stale import notices, stale_baseline, unfinished
 from opd.run_dir import EXAMS
-from opd.step_record import DomainRecord, PositionRecord, StepRecord
+from opd.step_record import DomainRecord, StepRecord, of_domain, token_mean
 
 POINTS = 60
 """Points of a curve: neighbouring steps are averaged, because single steps of one domain are noisy."""
@@ -80,8 +82,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """The report from all files of a run directory; for a merge that goes on, the report so far.
 
     It has the keys of `build_report`. It also has the intervals of `_add_intervals` if the evaluations' files are there,
-    `curves` if there are records, `evaluations`, `models`, `baselines` and `command` if the files have them, `stale` with
-    the results that are out of date, and `unfinished` if the merge goes on.
+    `curves` if there are records, `evaluations`, `models`, `baselines` and `command` if the files have them, `alarms`
+    of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
     """
     before, expert, after = _accuracies(run)
     report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
@@ -105,6 +107,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["baselines"] = sorted(rows, key=lambda row: -(row["mean_headroom"] or 0.0))
     if run.rounds:
         report["rounds"] = [_round(run, index) for index in range(len(run.rounds))]
+    if alarms := alarm_rows(run):
+        report["alarms"] = alarms
     if outdated := notices(run):
         report["stale"] = outdated
     if going_on := unfinished(run):
@@ -229,7 +233,8 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     """Curves of at most `POINTS` points, each the mean over neighbouring steps; null where a domain had no token in them.
 
     step, tokens: of the point's last step; tokens are response tokens since the start.
-    by domain: loss, student_entropy, teacher_entropy, argmax_agreement (means a token), length (tokens a response).
+    by domain: loss, student_entropy, teacher_entropy, argmax_agreement (means a token), length (tokens a response), and
+    sample_share, token_share: of the steps' prompts and of their trained tokens.
     by places in the response: positions (loss, mean a token).
     of all domains: truncated (share of the responses), tokens_per_s.
     """
@@ -242,8 +247,9 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
         tokens.append(total)
     found: dict[str, Any] = {"step": [part[-1].step for part in points], "tokens": tokens}
     for key in PER_TOKEN:
-        found[key] = {name: [_token_mean(_stats(part, name), key) for part in points] for name in domains}
-    found["length"] = {name: [_length(_stats(part, name)) for part in points] for name in domains}
+        found[key] = {name: [token_mean(of_domain(part, name), key) for part in points] for name in domains}
+    found["length"] = {name: [_length(of_domain(part, name)) for part in points] for name in domains}
+    found |= {f"{of}_share": shares(points, domains, of) for of in ("sample", "token")}
     found["positions"] = _positions(points)
     found["truncated"] = [_truncated(part) for part in points]
     found["tokens_per_s"] = [_rate(part) for part in points]
@@ -255,22 +261,12 @@ def _cut(records: Sequence[StepRecord], most: int) -> Iterable[Sequence[StepReco
     return (records[start : start + width] for start in range(0, len(records), width))
 
 
-def _stats(part: Sequence[StepRecord], domain: str) -> list[DomainRecord]:
-    return [record.domains[domain] for record in part if domain in record.domains and record.domains[domain].tokens]
-
-
-def _token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> float | None:
-    known = [s for s in stats if getattr(s, key) is not None]
-    tokens = sum(s.tokens for s in known)
-    return sum(getattr(s, key) * s.tokens for s in known) / tokens if tokens else None
-
-
 def _positions(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[float | None]]:
     """Place in the response, as the records name it -> curve of the loss. Empty for runs of older releases."""
     stats = [[record.positions for record in part] for part in points]
     places = {place for part in stats for record in part for place in record}
     return {
-        place: [_token_mean([record[place] for record in part if place in record], "loss") for part in stats]
+        place: [token_mean([record[place] for record in part if place in record], "loss") for part in stats]
         for place in sorted(places, key=lambda place: int(place.split("-")[0]))
     }
 

@@ -15,7 +15,14 @@ from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.interfaces import Decoder
 from opd.rollouts.endpoint.options import AgentOptions
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult, EpisodeStats, refuse_many_broken
+from opd.rollouts.episodes.spec import (
+    LIMITS,
+    EpisodeOptions,
+    EpisodeRequest,
+    EpisodeResult,
+    EpisodeStats,
+    refuse_many_broken,
+)
 from opd.rollouts.episodes.trace import Sample
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
 from opd.types import Completion, Origin, Prompt, Quarantined, Rollout, RolloutBatch, Span, unknown_id
@@ -278,7 +285,7 @@ def _played(prompt: Prompt, result: EpisodeResult | None) -> Completion:
         prompt=prompt,
         text=result.text if result else "",
         num_tokens=result.audit.sampled if result else 0,
-        truncated=result is not None and result.stop_reason in ("length", "turns", "tokens", "context"),
+        truncated=result is not None and result.stop_reason in LIMITS,
         episode=result,
     )
 

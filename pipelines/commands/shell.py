@@ -1,7 +1,8 @@
 """Code that all commands share: exit codes, signals, printing, and common options.
 
 Exit codes: 0 done, 1 a run that failed (or a check that found something), 2 a mistake in the input, 3 a disk that is
-full, over quota, read-only or broken (what was finished before is intact), 130 Ctrl-C, 143 SIGTERM.
+full, over quota, read-only or broken (what was finished before is intact), 4 a merge that a monitor paused, 130 Ctrl-C, 143
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from opd.errors import OpdError, RunError, StorageError
+from opd.errors import OpdError, Paused, RunError, StorageError
 from opd.signals import patient
 from opd.text import printable
 from pipelines.interrupts import Interrupted
@@ -46,6 +47,8 @@ def ends_clearly() -> Iterator[None]:
         end(f"error: {error}", 2)
     except StorageError as error:
         end(f"failed: {error}", 3)
+    except Paused as error:
+        end(f"paused: {error}", 4)
     except RunError as error:
         end(f"failed: {error}", 1)
     except Interrupted as stopped:

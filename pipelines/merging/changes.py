@@ -16,13 +16,16 @@ from blake3 import blake3
 
 from opd.checkpoints import Checkpoint
 from opd.config import PipelineConfig
+from opd.config.balance import SamplesBalance
 from opd.errors import RunDirError
+from opd.metrics import MetricsFile
 from opd.run_dir import RunPaths
 from opd.settings import validate
 
 SAME_WEIGHTS = (
     "checkpoint.*",
     "evaluate.every",
+    "monitors.*",
     "sync.*",
     "cluster.*_timeout_s",
     "cluster.max_restarts",
@@ -144,6 +147,24 @@ def refuse_foreign(checkpoint: Checkpoint, ours: Mapping[str, Any]) -> None:
             found=f"a checkpoint of another run: {', '.join(other)} differ",
             wanted="one that this run wrote",
             fix="take it out of the run directory, or name another with --resume-from",
+        )
+
+
+def refuse_lost_records(config: PipelineConfig, paths: RunPaths, done: int) -> None:
+    """Balanced prompts follow from the records of all steps before. Raises: RunDirError if some up to step `done` are gone."""
+    if isinstance(config.balance, SamplesBalance):
+        return
+    try:
+        steps = [record.step for record in MetricsFile(paths.metrics).read()]
+        found = f"records of {len(steps)} steps, and a checkpoint of step {done}"
+    except (ValueError, TypeError) as error:
+        steps, found = [], f"a line that is no record: {error}"
+    if steps[:done] != list(range(1, done + 1)):
+        raise RunDirError.at(
+            paths.metrics,
+            found=found,
+            wanted=f"a record of each of the steps 1 to {done}: with balance {config.balance.kind} they decide the next prompts",
+            fix="put the file back, or start a new run",
         )
 
 

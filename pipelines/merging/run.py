@@ -46,6 +46,7 @@ from pipelines.merging.changes import (
     identity,
     refuse_changed_inputs,
     refuse_foreign,
+    refuse_lost_records,
     unrecorded,
     version_warnings,
 )
@@ -200,6 +201,7 @@ def _go_on_from(run: Run, wanted: str, notices: list[str]) -> Checkpoint | None:
     if checkpoint:
         refuse_foreign(checkpoint, run.identity)
         _refuse_fewer_steps(run.config, checkpoint.step)
+        refuse_lost_records(run.config, paths, checkpoint.step)
         aside = checkpoints.supersede(paths.checkpoints, checkpoint.step)
         if aside:
             notices.append(f"set aside, since the run goes on from step {checkpoint.step}: {', '.join(aside)}")
@@ -217,7 +219,7 @@ def _refuse_fewer_steps(config: PipelineConfig, done: int) -> None:
 
 
 def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], signals: Interrupts) -> dict[str, Any]:
-    """Take the run from a checkpoint to its report, with new workers. Raises: WorkerDied; Interrupted."""
+    """Take the run from a checkpoint to its report, with new workers. Raises: WorkerDied; as `_leave_early`."""
     began = time.monotonic()
     config, paths = run.config, run.paths
     done = checkpoint.step if checkpoint else 0
@@ -234,12 +236,12 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
         parts = build(config, run.inputs, paths, shown, run.identity, [*sinks, *run.around.sinks])
         record_layouts(parts, paths, shown.say)
         before, expert = _before_and_experts(parts, run, shown)
+        parts.monitors.begin(metrics.read(), expert)
         with signals.asking(shown.say):
             if checkpoint:
                 _load(parts, checkpoint, config.trainer.ranks, shown)
             last = SCHEDULES[config.schedule.mode](parts, _plan(config, checkpoint), signals.asked)
-        if last < config.trainer.steps:
-            raise Interrupted(last, paths.root, signals.number)
+        _leave_early(parts, run, last, signals)
         _export(parts, run)
         parts.engine.load(paths.model)
         after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained(paths.metrics))
@@ -250,6 +252,20 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
     # The harness comes last: the workers have freed their memory, and the report is safe.
     lm_eval_merge(config, paths.model, paths.lm_eval)
     return report
+
+
+def _leave_early(parts: loop.Parts, run: Run, last: int, signals: Interrupts) -> None:
+    """Nothing, if the run is through with step `last`.
+
+    Raises: RunError if a monitor ends it, Paused among them, with the page of what it saw written; Interrupted after a signal.
+    """
+    ended = parts.monitors.verdict()
+    if ended is not None:
+        with storing(run.paths.page):
+            write_report(run.paths.whole)
+        raise ended
+    if last < run.config.trainer.steps:
+        raise Interrupted(last, run.paths.root, signals.number)
 
 
 def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:

@@ -55,6 +55,17 @@ def kill_when_logged(pipeline: Path, run: Path, step: int) -> None:
     process.wait()
 
 
+def judge_vowels(root: Path, pipeline: dict[str, Any]) -> None:
+    """Let exams count vowels: untrained models are never right, and a score that depends on every letter tells whether the
+    same answers were judged."""
+    (root / "judge.py").write_text(
+        "def vowels(text, answer, metadata):\n    return sum(map(text.count, 'aeiou')) / 8\n"
+    )
+    for domain in pipeline["domains"].values():
+        domain["eval"]["verifier"] = {"kind": "python", "function": "judge:vowels"}
+    pipeline["evaluate"] = {"n": 2, "temperature": 1.0}
+
+
 def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -64,13 +75,8 @@ def test_merge_kill_resume_and_the_model_it_leaves(tmp_path: Path, pipeline: dic
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # Untrained models are never right: a score that depends on every letter tells whether the same answers were judged.
-    (tmp_path / "judge.py").write_text(
-        "def vowels(text, answer, metadata):\n    return sum(map(text.count, 'aeiou')) / 8\n"
-    )
-    for domain in pipeline["domains"].values():
-        domain["eval"]["verifier"] = {"kind": "python", "function": "judge:vowels"}
-    pipeline["evaluate"] = {"every": 3, "n": 2, "temperature": 1.0}
+    judge_vowels(tmp_path, pipeline)
+    pipeline["evaluate"] |= {"every": 3}
     file = write(tmp_path, pipeline)
     whole = tmp_path / "whole"
     done = opd("merge", file, "--run-dir", whole, cwd=tmp_path)
@@ -128,6 +134,15 @@ def test_merge_kill_resume_and_the_model_it_leaves(tmp_path: Path, pipeline: dic
     assert records(whole)[2]["accuracy"] == stored["step-000003"].accuracy
     assert {(s.questions, s.samples, s.failed) for s in stored["after"].scores.values()} == {(8, 2, 0)}
     assert all(0 < s.accuracy < 1 for s in stored["after"].scores.values())
+
+
+@pytest.mark.slow  # a merge and an exam of four models
+def test_the_matrix_judges_the_answers_that_the_merge_judged(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    judge_vowels(tmp_path, pipeline)
+    whole = tmp_path / "whole"
+    done = opd("merge", write(tmp_path, pipeline), "--run-dir", whole, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    stored = {name: Evaluation.load(whole / "evaluation" / f"{name}.json") for name in ("before", "expert", "after")}
 
     judged = opd("evaluate", "--matrix", whole, "--json", cwd=tmp_path)
     assert judged.returncode == 0, judged.stderr

@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +32,13 @@ from experts.registry import Registry
 from opd import checkpoints, cluster
 from opd.checkpoints import CheckpointStore
 from opd.cluster.watching import Watch
+from opd.config.monitors import MonitorsConfig
 from opd.config.sections import CheckpointConfig
 from opd.errors import ModelError, RegistryError, RunDirError, RunError, StorageError
 from opd.files import blake3_file, storing
 from opd.losses.rule import IDENTITY
 from opd.metrics import MetricsFile, PhaseClock
+from opd.monitors.acting import RunMonitors
 from opd.progress import RunReporter
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import Generated, _generated, swap_weights
@@ -51,6 +53,7 @@ from pipelines.inputs.read import Inputs
 from pipelines.merging.directory import locked
 from pipelines.specs import pool_spec, rollout_spec, trainer_spec
 from tests.rows import make_rollout
+from tests.steps import Letters
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "bad_inputs.md"
@@ -631,13 +634,14 @@ def nothing_to_train(b: Bench) -> None:
 def nearly_all_cut(b: Bench) -> None:
     heard = Heard()
     reporter = RunReporter(MetricsFile(b.root / "metrics.jsonl"), RunPaths(b.root), heard)
-    plain = {"step": 3, "loss": 0.5, "response_tokens": 20, "probe_gap": 1e-3, "quarantined": {}, "phase_s": {"a": 4.0}}
-    domains = {name: {"samples": 20} for name in ("reverse", "upper")}
-    for _ in range(2):
-        cut = {"domains": domains, "truncated_by_domain": {"reverse": 18, "upper": 19}}
-        reporter.step(StepRecord.from_json(plain | cut))
+    monitors = RunMonitors(MonitorsConfig(), RunPaths(b.root), Letters(), tolerance=0.02)
+    domains = {name: {"samples": 20, "tokens": 20} for name in ("reverse", "upper")}
+    for step in range(1, 14):
+        cut = {"domains": domains, "truncated_by_domain": {"reverse": 17, "upper": 19}}
+        record = StepRecord.from_json({"step": step, "response_tokens": 20, "phase_s": {"a": 4.0}} | cut)
+        reporter.step(replace(record, alarms=monitors.judge(record, [rollout(0, (7,))])))
     (line,) = heard.lines
-    assert line.startswith("warning: step 3: 19 of 20 responses of domain upper end at their limit")
+    assert line.startswith("warning: step 10: truncation: domain upper: 0.95 of the responses end at their limit")
     assert "raise rollout.max_new_tokens" in line
 
 
@@ -1029,7 +1033,7 @@ CASES = (
     Case(27, "`max_new_tokens` 0, temperature below 0.01, infinite or NaN numbers", "Refused with the key. Temperature 0 too: greedy responses are not samples of the student; vLLM would raise others below 0.01.", sampling_values),
     Case(28, "`top_p` or `top_k` in sampling", "Refused as unknown keys: there are none, since responses have to be the student's own distribution.", filtered_sampling),
     Case(29, "Response that ends at once; step without a trained token", "The end token is trained. A step without any token is skipped, and its record says so.", nothing_to_train),
-    Case(30, "Nearly all responses end at their limit", "Warning above 90 % of a domain's responses, once a domain; every step's record counts them by domain.", nearly_all_cut),
+    Case(30, "Nearly all responses end at their limit", "Warning from 90 % of a domain's responses over ten steps on, with samples (docs/monitors.md); every step's record counts them by domain.", nearly_all_cut),
     Case(31, "Invalid UTF-8, surrogates, NUL, a line of 10 MB in a prompts file", "Refused with file and line (a surrogate: with the prompt's id). Deep nesting is bounded too.", unreadable_text),
     Case(32, "Prompts with wrong or missing columns, messages with `from` and `value`, trailing comma; byte-order mark, CRLF", "Refused with file, line (of CSV and Parquet: row) and the columns or keys that were found, when an expert is added as when a merge starts; for `from` and `value` with a command that converts them. Byte-order mark, CRLF and blank lines are accepted.", wrong_columns),
     Case(33, "Unknown or repeated key, wrong type in a pipeline; YAML made to explode", "Refused with the key, and the nearest known one. Size, depth and what aliases expand to are bounded; only plain YAML types are made.", pipeline_mistakes),

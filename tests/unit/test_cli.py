@@ -25,7 +25,7 @@ from cli import app
 from experts.registry import Registry
 from opd import __version__
 from opd.config import PipelineConfig
-from opd.errors import RunError, StorageError
+from opd.errors import Paused, RunError, StorageError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore
 from pipelines.baselines.jobs import BaselineJob
@@ -424,6 +424,7 @@ def test_arguments_that_contradict_each_other(args: list[str], world: Any) -> No
         (KeyboardInterrupt(), 130, ["stopped by Ctrl-C"]),
         (Stopped(signal.SIGINT), 130, ["stopped by Ctrl-C"]),
         (Stopped(signal.SIGTERM), 143, ["stopped by SIGTERM"]),
+        (Paused("step 5: monitor length: ..."), 4, ["paused: step 5: monitor length"]),
         (Interrupted(5, Path("runs/two"), signal.SIGTERM), 143, ["opd merge --resume runs/two"]),
         (Interrupted(5, Path("runs/two"), 2), 130, ["after step 5", "opd merge --resume runs/two"]),
     ],

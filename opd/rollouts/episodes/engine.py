@@ -80,6 +80,8 @@ class BatchEngine:
         loop = asyncio.get_running_loop()
         ask = _Ask(list(token_ids), self._sampling.params(room, seed), loop.create_future(), loop)
         self._inbox.put(ask)
+        if self._failed:  # after the inbox was emptied for the last time, perhaps
+            raise RunError(self._failed)
         try:
             return await ask.future
         except asyncio.CancelledError:

@@ -112,11 +112,10 @@ class _Episode:
         """Play the episode to its end. Raises: RunError, ModelError, for what is no fault of the environment."""
         try:
             end = await self._ending(self._play)
-            if self._environment is not None and end.reason != "timeout":
-                environment, self._environment = self._environment, None
-                end = await self._ending(lambda: self._closed(environment, end))
+            if end.reason != "timeout":
+                end = await self._ending(lambda: self._closed(end))
         finally:
-            self._thread.end(self._environment.close if self._environment is not None else None)
+            self._thread.end(self._close)
         reward = math.fsum(self._rewards) if self._rewards else None
         return EpisodeResult(
             rollouts=tuple(self._trace.rollouts(self._request.sample, end.reason, reward)),
@@ -146,9 +145,20 @@ class _Episode:
             return EpisodeEnd("template", str(error))
         raise AssertionError("a part of an episode that does not end it")
 
-    async def _closed(self, environment: Environment, end: EpisodeEnd) -> None:
-        await self._thread.call("close", environment.close)
+    async def _closed(self, end: EpisodeEnd) -> None:
+        await self._thread.call("close", self._close)
         raise end
+
+    def _make(self) -> Environment:
+        """In the environment's thread, as `_close`: an environment that comes late is closed all the same."""
+        make = environment_class(self._options.environment)
+        self._environment = make(**self._options.options)
+        return self._environment
+
+    def _close(self) -> None:
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            environment.close()
 
     async def _play(self) -> None:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
@@ -165,13 +175,15 @@ class _Episode:
 
     async def _begin(self) -> tuple[Segment, Dialogue]:
         request, options = self._request, self._options
-        make = environment_class(options.environment)
-        self._environment = environment = await self._thread.call("the environment", lambda: make(**options.options))
+        environment_class(options.environment)  # a class that is not there is no fault of one episode
+        environment = await self._thread.call("the environment", self._make)
         seed = seed_of(request.seed, request.prompt.id, "environment")
         first: str | Messages = await self._thread.call("reset", environment.reset, request.prompt.metadata, seed)
         if not _is_first_observation(first):
             raise EpisodeEnd("raised", f"reset returned {first!r:.60}, wanted text or messages")
         dialogue = self._dialogues.make(request, environment.tools)
+        shown = [first] if isinstance(first, str) else [message["content"] for message in first]
+        self._said += [f"environment: {text}" for text in shown if text]
         return self._trace.begin(dialogue.first(request.prompt.text, first)), dialogue
 
     def _room(self, segment: Segment) -> int:

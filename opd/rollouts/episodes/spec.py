@@ -15,6 +15,8 @@ from opd.rollouts.episodes.trace import Audit, Sample
 from opd.types import Broken, Prompt, Rollout, StopReason
 
 BROKEN: frozenset[str] = frozenset(get_args(Broken))
+LIMITS = frozenset({"turns", "tokens", "context"})
+"""Stop reasons of an episode that did not end by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ class OwnThread:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._last: Callable[[], object] | None = None
+        self._last: Callable[[], object] = lambda: None
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
     async def call(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
@@ -56,7 +56,7 @@ class OwnThread:
         result: T = value
         return result
 
-    def end(self, last: Callable[[], object] | None = None) -> None:
+    def end(self, last: Callable[[], object] = lambda: None) -> None:
         """Let the thread end once it has done what it was given, and `last` after it, for which nobody waits."""
         self._last = last
         self._jobs.put(None)
@@ -70,9 +70,8 @@ class OwnThread:
                 error = traceback.format_exception_only(problem)[-1].strip()
             with suppress(RuntimeError):  # the loop has ended, so nobody waits
                 job.loop.call_soon_threadsafe(_settle, job.future, (value, error))
-        if self._last is not None:
-            with suppress(Exception):  # the episode broke and was counted before this
-                self._last()
+        with suppress(Exception):  # the episode broke and was counted before this
+            self._last()
 
 
 def _settle(future: asyncio.Future[tuple[Any, str]], result: tuple[Any, str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from opd.errors import RunError
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.loop import Parts, Plan, run
-from opd.step_record import StepRecord
+from opd.step_record import AlarmRecord, StepRecord
 from opd.types import (
     DomainStats,
     PositionStats,
@@ -73,6 +73,8 @@ class Events:
     """Step -> scoring workers that died in it."""
     logged: frozenset[int] = frozenset()
     """Steps that the log has."""
+    stopped_at: int = 0
+    """The step after which a monitor ends the run."""
     commits_after: int = 0
     """How often a checkpoint is asked for before its files are there."""
     under_way: list[int] = field(default_factory=list)
@@ -161,6 +163,11 @@ class Events:
         self.seen.append(f"commit {step}")
         return SavedCheckpoint(step=step, background_s=0.25, size=9)
 
+    def judge(self, record: StepRecord, rollouts: Sequence[Rollout]) -> tuple[AlarmRecord, ...]:
+        assert [r.sample_id for r in rollouts] == self.written and record.alarms == ()
+        alarm = AlarmRecord(signal="gap", domain="", value=2, limit=1, action="stop", since=record.step)
+        return (alarm,) if record.step == self.stopped_at else ()
+
     def step(self, record: StepRecord) -> None:
         self.seen.append(f"record {record.step}")
         self.records.append(record.to_json())
@@ -170,7 +177,7 @@ class Events:
         every: Any = self
         return Parts(
             prompts=every, engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
-            checkpoints=every, reporter=every,
+            monitors=every, checkpoints=every, reporter=every,
         )  # fmt: skip
 
     def of(self, kind: str) -> list[str]:
@@ -281,6 +288,13 @@ def test_stop_ends_after_the_step_with_a_checkpoint() -> None:
     assert events.of("save") == ["save 3 v3"]
 
 
+def test_a_monitor_ends_the_run_after_the_step_with_a_checkpoint() -> None:
+    events = Events(stopped_at=3)
+    assert run(events.parts(), plan(last_step=10)) == 3
+    assert events.seen[-4:] == ["record 3", "save 3 v3", "commit 3", "prune 3"]
+    assert [[a["signal"] for a in r.get("alarms", ())] for r in events.records] == [[], [], ["gap"]]
+
+
 def test_nothing_left_to_do() -> None:
     events = Events()
     assert run(events.parts(), plan(first_step=5, last_step=4)) == 4
@@ -330,6 +344,7 @@ def test_the_record_of_a_step() -> None:
         "response_tokens": 3,
         "prompt_tokens": 2,
         "truncated": 1,
+        "prompts": {"a": 1, "b": 1},
         "truncated_by_domain": {"a": 1},
         "quarantined": {"b": 1},
         "quarantined_reasons": {"b/0": "long"},

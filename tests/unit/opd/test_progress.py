@@ -57,19 +57,6 @@ def test_an_evaluation_is_a_file_of_its_own(tmp_path: Path) -> None:
     assert Evaluation.load(tmp_path / "evaluation" / "before.json") == found
 
 
-def test_a_domain_whose_responses_are_nearly_all_cut_is_told_once(tmp_path: Path) -> None:
-    heard = Heard()
-    reporter = RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), RunPaths(tmp_path), heard)
-    for cut in ({"x": 9, "y": 10}, {"x": 9, "y": 10}, {"x": 10}):
-        reporter.step(record(truncated_by_domain=cut))
-    warnings = [line for line in heard.lines if line.startswith("warning")]
-    assert [line.split(" end at")[0] for line in warnings] == [
-        "warning: step 3: 10 of 10 responses of domain y",
-        "warning: step 3: 10 of 10 responses of domain x",
-    ]
-    assert "rollout.max_new_tokens" in warnings[0]
-
-
 def test_what_a_terminal_would_obey_is_spelt_out(capsys: pytest.CaptureFixture[str]) -> None:
     with display(10) as shown:
         shown.say("expert \x1b]0;mine\x07 [red]x[/red] \u202e: 1")

@@ -19,7 +19,7 @@ CHROMIUM = next(
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine (Debian: apt-get install chromium)")
 
-PLOTS = 15
+PLOTS = 17
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_domains_name_brings_out_its_line(whole_page: Path, open_page: Callabl
     tab.locator("[data-highlight='1']").click()
     tab.mouse.move(0, 0)
     faded = tab.evaluate("[...document.querySelectorAll('.faded')].map(line => line.dataset.domain)")
-    assert set(faded) == {"0", "2"} and len(faded) == 8, "in four plots"
+    assert set(faded) == {"0", "2"} and len(faded) == 12, "in six plots"
     tab.locator("[data-highlight='1']").click()
     tab.mouse.move(0, 0)
     assert tab.locator(".faded").count() == 0

@@ -20,7 +20,7 @@ from opd.report.page import LONGEST_TEXT, SAMPLES_PER_DOMAIN, duration, visible
 
 PLOTS = [
     "accuracy", "headroom", "methods", "budget", "matrix", "accuracy-curve", "headroom-curve", "loss", "length",
-    "truncated", "entropy", "agreement", "positions", "phases", "speed",
+    "truncated", "sample-share", "token-share", "entropy", "agreement", "positions", "phases", "speed",
 ]  # fmt: skip
 
 

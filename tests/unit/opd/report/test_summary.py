@@ -164,6 +164,22 @@ def test_curves_are_means_over_neighbouring_steps() -> None:
     assert found["tokens_per_s"][0] == pytest.approx(30.0)
 
 
+def test_the_share_of_each_domain_in_samples_and_tokens() -> None:
+    def record(step: int, tokens: int, **more: Any) -> dict[str, Any]:
+        domains = {"long": {"tokens": tokens, "samples": 2}, "short": {"tokens": 10, "samples": 2}}
+        return {"step": step, "domains": domains} | more
+
+    records = [
+        record(1, 30, prompts={"long": 3, "short": 1}),  # a prompt of `long` without room was left out
+        record(2, 10),  # of an older release: the responses that were trained
+        record(3, 90, prompts={"long": 1, "short": 4}),
+        {"step": 4, "skipped": True},
+    ]
+    found = curves([StepRecord.from_json(record) for record in records])
+    assert found["sample_share"] == {"long": [0.75, 0.5, 0.2, None], "short": [0.25, 0.5, 0.8, None]}
+    assert found["token_share"] == {"long": [0.75, 0.5, 0.9, None], "short": [0.25, 0.5, 0.1, None]}
+
+
 def test_a_report_without_evaluation_files(run_dir: Path) -> None:
     for name in ("evaluation", "baselines"):
         shutil.rmtree(run_dir / name)

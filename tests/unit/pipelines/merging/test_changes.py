@@ -58,6 +58,7 @@ def test_the_same_pipeline_goes_on_without_a_word() -> None:
         {"evaluate__every": 3},
         {"cluster__phase_timeout_s": 60.0},
         {"sync__tolerance": 0.1},
+        {"monitors__repetition__stop": 0.9},
         {"teachers__memory": "1GiB"},
         {"trainer__steps": 9},
         {"student__model": "/moved/base"},

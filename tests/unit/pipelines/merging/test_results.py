@@ -71,6 +71,17 @@ def test_a_merge_that_goes_on_has_no_end_any_more(ended: RunPaths, monkeypatch: 
     assert pages == [ended.root]
 
 
+def test_what_monitors_saw_in_steps_that_are_taken_again_is_of_the_past(
+    ended: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.merging.results.write_report", lambda root: {})
+    ended.monitors.mkdir()
+    for step in (7, 10, 20):
+        ended.alarms(step).write_text("{}")
+    take_back(ended, 10, 20)
+    assert list(ended.alarms_by_step()) == [7, 10]
+
+
 def test_what_an_older_release_measured_is_of_the_steps_in_its_report(
     ended: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

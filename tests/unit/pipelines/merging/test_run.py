@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from opd.checkpoints import CheckpointStore
 from opd.cluster import WorkerDied
 from opd.config import PipelineConfig, load_pipeline
 from opd.config.sections import CheckpointConfig
-from opd.errors import RunDirError, RunError
+from opd.errors import Paused, RunDirError, RunError
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import blake3_file
 from opd.metrics import MetricsFile
@@ -31,10 +32,11 @@ from opd.types import Teacher, WrittenFile
 from pipelines.evaluation import lm_eval
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.read import read_inputs
+from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.changes import refuse_changed_inputs
 from pipelines.merging.manifest import manifest_of, resolved
-from pipelines.merging.run import Run, _before_and_experts, _export, _refuse_fewer_steps
+from pipelines.merging.run import Run, _before_and_experts, _export, _leave_early, _refuse_fewer_steps
 
 
 @pytest.fixture
@@ -268,6 +270,32 @@ def test_public_tasks_are_run_for_the_student_before_and_the_merged_model(
     file.write_text(json.dumps(found | {"weights": weights | {"student before": "of another model"}}))
     lm_eval_merge(load_pipeline(world.write()), Path("run/model"), file)
     assert len(ran) == 4, "both again"
+
+
+# The end of the steps
+
+
+@pytest.mark.parametrize(
+    ("ended", "last", "raised", "written"),
+    [
+        (None, 4, None, False),
+        (None, 3, Interrupted, False),
+        (Paused("look"), 3, Paused, True),
+        (RunError("broken"), 4, RunError, True),  # after the last step too: such a model is not handed over
+    ],
+)
+def test_what_ends_a_run_before_its_model_is_written(
+    ended: Any, last: int, raised: Any, written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[Path] = []
+    monkeypatch.setattr(merging, "write_report", lambda root: pages.append(root) or {})
+    config = SimpleNamespace(trainer=SimpleNamespace(steps=4))
+    run: Any = SimpleNamespace(config=config, paths=RunPaths(tmp_path))
+    parts: Any = SimpleNamespace(monitors=SimpleNamespace(verdict=lambda: ended))
+    signals: Any = SimpleNamespace(number=2)
+    with pytest.raises(raised) if raised else nullcontext():
+        _leave_early(parts, run, last, signals)
+    assert pages == [tmp_path] * written
 
 
 # Workers that die

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,14 @@ import pytest
 from opd.environments.records import Action, Outcome, Tool
 from opd.errors import ConfigError, ModelError, RunError
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult, EpisodeStats, refuse_many_broken
+from opd.rollouts.episodes.spec import (
+    LIMITS,
+    EpisodeOptions,
+    EpisodeRequest,
+    EpisodeResult,
+    EpisodeStats,
+    refuse_many_broken,
+)
 from opd.rollouts.episodes.trace import Sample
 from opd.types import Prompt, Sampled
 from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer
@@ -198,10 +206,10 @@ def test_a_bad_environment_ends_its_own_episode_and_no_other(options: dict[str, 
 def test_an_environment_that_hangs_is_left_behind() -> None:
     waits = threading.Event()
     began = time.monotonic()
-    results, _ = play(request(0), request(1, options={"step": lambda: waits.wait(60)}, step_timeout_s=0.2))
+    results, _ = play(request(0), request(1, options={"step": lambda: waits.wait(60)}, step_timeout_s=1.0))
     assert time.monotonic() - began < 20
     assert [r.stop_reason for r in results] == ["done", "timeout"]
-    assert "step was not back after 0.2 s" in results[1].error
+    assert "step was not back after 1 s" in results[1].error
     hung = Counting.made[1]
     assert hung.calls[-1][0] == "step", "its thread is still in there"
     waits.set()
@@ -239,7 +247,7 @@ def test_limits_end_an_episode(options: dict[str, Any], reason: str, turns: int)
     assert (found.stop_reason, found.audit.turns, found.error) == (reason, turns, "")
     assert len(speaker.limits) == turns
     for rollout in found.rollouts:
-        assert rollout.truncated
+        assert rollout.stop_reason == reason in LIMITS and not rollout.truncated
         assert len(rollout.prompt_ids) + len(rollout.response_ids) <= CONTEXT
 
 
@@ -267,12 +275,12 @@ class Babbler:
     """Samples any ids at all, as a policy at a high temperature does, and remembers them."""
 
     def __init__(self, vocabulary: int) -> None:
-        self.vocabulary, self.wrote = vocabulary, dict[tuple[int, ...], tuple[int, ...]]()
+        self.vocabulary, self.wrote = vocabulary, Counter[tuple[int, ...]]()
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
         rng = random.Random(seed)
         ids = [*rng.choices(range(5, self.vocabulary), k=rng.randint(0, min(9, max_tokens - 1))), EOS][:max_tokens]
-        self.wrote[tuple(token_ids)] = tuple(ids)
+        self.wrote[(*token_ids, *ids)] += 1
         logprobs = tuple(-rng.random() - 0.1 for _ in ids)
         return Sampled(token_ids=tuple(ids), logprobs=logprobs, stop_reason="stop", policy_version=3)
 
@@ -289,14 +297,14 @@ def test_no_sampled_token_is_changed_in_two_hundred_random_episodes(text: Any) -
         ids, at = [*rollout.prompt_ids, *rollout.response_ids], len(rollout.prompt_ids)
         for span in rollout.spans:
             if span.origin == "policy":
-                assert babbler.wrote.pop(tuple(ids[:at])) == tuple(ids[at : at + span.length])
+                babbler.wrote[tuple(ids[: at + span.length])] -= 1
             at += span.length
         assert sum(rollout.loss_mask) == found.audit.sampled == found.audit.trained
         assert all(
             (value < 0) == mask for value, mask in zip(rollout.behaviour_logprobs, rollout.loss_mask, strict=True)
         )
         redone += list(tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]) != ids
-    assert babbler.wrote == {}, "every turn is in a rollout"
+    assert set(babbler.wrote.values()) == {0}, "every turn is in a rollout, after the tokens that it was sampled after"
     assert redone > 100, "encoding the text again would have changed most of them"
 
 
@@ -317,7 +325,7 @@ def test_an_engine_that_fails_ends_the_run_and_environments_are_closed() -> None
     with pytest.raises(RunError, match="the engine is gone"):
         play(request(0), request(1), policy=fails)
     deadline = time.monotonic() + 20
-    while any(environment.calls[-1] != ("close",) for environment in Counting.made):
+    while any(environment.calls[-1:] != [("close",)] for environment in Counting.made):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

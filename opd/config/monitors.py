@@ -1,0 +1,126 @@
+"""The section `monitors`: from which reading of a signal on something is done."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from opd.config.strict import Strict
+
+ACTIONS = ("warn", "pause", "stop")
+"""What a monitor does, the hardest last."""
+
+
+class Limits(Strict):
+    """The limits of one signal; a reading that reaches one of them counts, and null is never reached."""
+
+    MOST: ClassVar[float | None] = None
+    """The largest reading there can be."""
+
+    over: int = Field(10, ge=1)
+    """Steps that a reading is taken over; there is none before that many steps are done."""
+    warn: float | None = Field(None, gt=0)
+    """From here on: a line on the display, and the samples in `monitors/`."""
+    pause: float | None = Field(None, gt=0)
+    """From here on: a checkpoint too, and the merge ends with exit code 4; a resume goes on."""
+    stop: float | None = Field(None, gt=0)
+    """From here on: a checkpoint too, and the merge ends with exit code 1; a resume goes on if the limit is changed."""
+
+    @model_validator(mode="after")
+    def _reached_one_after_the_other(self) -> Limits:
+        given = [(action, limit) for action in ACTIONS if (limit := getattr(self, action)) is not None]
+        for (mild, low), (hard, high) in pairwise(given):
+            if high < low:
+                raise PydanticCustomError(
+                    "limits",
+                    "limits that do not fall from warn to pause to stop",
+                    {"found": f"{hard} {high:g} below {mild} {low:g}"},
+                )
+        for action, limit in given:
+            if self.MOST is not None and limit > self.MOST:
+                raise PydanticCustomError(
+                    "limits",
+                    "at most {most}, since it is a share; null switches a limit off",
+                    {"most": f"{self.MOST:g}", "found": f"{action} {limit:g}"},
+                )
+        return self
+
+    def reached(self, reading: float) -> tuple[str, float] | None:
+        """The hardest action whose limit this reading reaches, and the limit."""
+        for action in reversed(ACTIONS):
+            limit = getattr(self, action)
+            if limit is not None and reading >= limit:
+                return action, limit
+        return None
+
+
+class RepetitionLimits(Limits):
+    MOST = 1.0
+    over: int = Field(5, ge=1)
+    """Steps that a reading is taken over."""
+    warn: float | None = Field(0.35, gt=0)
+    """The quickstart stays below 0.3 even if every response of it that is cut were a loop."""
+    stop: float | None = Field(0.5, gt=0)
+    """Most responses are loops: what the student learns from here on is to loop."""
+
+
+class TruncationLimits(Limits):
+    MOST = 1.0
+    warn: float | None = Field(0.9, gt=0)
+    """Nearly every response is cut. A student may have to learn first how short its expert's answers are, so one step is not
+    enough: of SmolLM2's merge 1.3 % are cut, nearly all in the first steps."""
+
+
+class LengthLimits(Limits):
+    warn: float | None = Field(3.0, gt=0)
+    """Times the expert's length; the quickstart stays below 1.4."""
+
+
+class EntropyLimits(Limits):
+    warn: float | None = Field(0.5, gt=0)
+    """Nats a token; the quickstart stays below 0.1."""
+
+
+class DisagreementLimits(Limits):
+    MOST = 1.0
+    over: int = Field(20, ge=1)
+    """Steps that a reading is taken over."""
+    warn: float | None = Field(0.9, gt=0)
+    """The quickstart begins below 0.5 in every domain."""
+
+
+class GapLimits(Limits):
+    over: int = Field(5, ge=1)
+    """Steps that a reading is taken over."""
+    warn: float | None = Field(0.8, gt=0)
+    """Share of the tolerance. A step above all of it ends the run without a monitor."""
+
+
+class GradNormLimits(Limits):
+    over: int = Field(10, ge=1)
+    """Steps before the newest one whose median it is compared with."""
+    warn: float | None = Field(10.0, gt=0)
+    """Times the median; the quickstart stays below 2.5."""
+
+
+class MonitorsConfig(Strict):
+    """A key for each of `opd.monitors.SIGNALS`. Readings are taken for each domain, but for the last two."""
+
+    repetition: RepetitionLimits = RepetitionLimits()
+    """Share of the responses that run to their limit with a tail that repeats itself."""
+    truncation: TruncationLimits = TruncationLimits()
+    """Share of the responses that end at their limit."""
+    length: LengthLimits = LengthLimits()
+    """Mean length over the longer of the expert's mean answer and the student's own at the start; needs an exam."""
+    entropy: EntropyLimits = EntropyLimits()
+    """Nats by which the student's entropy lies below its teacher's on the same tokens; no reading where the payload does not
+    tell the teacher's."""
+    disagreement: DisagreementLimits = DisagreementLimits()
+    """Share of the student's tokens that are not its teacher's first choice; no reading where the payload does not tell."""
+    gap: GapLimits = GapLimits()
+    """Mean difference of log-probs between engine and trainer, over `sync.tolerance`."""
+    grad_norm: GradNormLimits = GradNormLimits()
+    """Norm of the gradient over the median of the steps before."""

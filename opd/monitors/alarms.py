@@ -1,0 +1,112 @@
+"""What a monitor saw when it acted, as it lies on disk: `RUN_DIR/monitors/step-NNNNNN.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.files import atomic_write_text
+from opd.interfaces import Decoder
+from opd.monitors import SIGNALS
+from opd.monitors.signal import WHOLE_STEP, Signal
+from opd.named import imported
+from opd.step_record import AlarmRecord
+from opd.types import Rollout
+
+FORMAT = 1
+SAMPLES = 4
+"""Responses that are kept for each alarm of a domain."""
+SAMPLES_OF_STEP = 12
+"""The same for an alarm of the whole step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A response of the step in which an alarm began."""
+
+    signal: str
+    """The signal of the alarm that it stands for."""
+    domain: str
+    sample_id: str
+    prompt: str
+    """Decoded, special tokens left in, like the response."""
+    response: str
+    tokens: int
+    truncated: bool
+    number: float | None = None
+    """How much of the signal this response shows; None where responses do not differ in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarms:
+    """The alarms that began in a step."""
+
+    step: int
+    alarms: tuple[AlarmRecord, ...]
+    samples: tuple[Sample, ...]
+    readings: Mapping[str, Mapping[str, float]]
+    """Signal -> domain -> reading, of every signal: what else was unusual at that time."""
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raises: OSError."""
+        atomic_write_text(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Alarms:
+        """Inverse of what `save` writes. Raises: KeyError, TypeError or AssertionError for anything else."""
+        assert data["format"] == FORMAT, f"monitors file of format {data['format']}"
+        return cls(
+            step=data["step"],
+            alarms=tuple(AlarmRecord(**alarm) for alarm in data["alarms"]),
+            samples=tuple(Sample(**sample) for sample in data["samples"]),
+            readings=data["readings"],
+        )
+
+
+def signal_of(alarm: AlarmRecord) -> Signal:
+    """The signal that raised the alarm."""
+    found: Signal = imported(SIGNALS[alarm.signal])
+    return found
+
+
+def sentence(alarm: AlarmRecord) -> str:
+    """The alarm for a person, without what to do about it."""
+    whom = f"domain {alarm.domain}" if alarm.domain else "all domains"
+    key = f"monitors.{alarm.signal}.{alarm.action}"
+    return f"{alarm.signal}: {whom}: {signal_of(alarm).says.format(value=alarm.value)} ({key} is {alarm.limit:g})"
+
+
+def samples_of(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: Decoder) -> list[Sample]:
+    """The responses that show the alarm best, of its domain; of an alarm of the whole step the first ones of each."""
+    shown_by = signal_of(alarm).shown_by
+    chosen = [r for r in rollouts if alarm.domain in (WHOLE_STEP, r.domain)]
+    if shown_by is not None:
+        chosen = sorted(chosen, key=shown_by, reverse=True)
+    if alarm.domain == WHOLE_STEP:
+        chosen = _in_turn(chosen)
+    return [
+        Sample(
+            signal=alarm.signal,
+            domain=rollout.domain,
+            sample_id=rollout.sample_id,
+            prompt=tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False),
+            response=tokenizer.decode(rollout.response_ids, skip_special_tokens=False),
+            tokens=len(rollout.response_ids),
+            truncated=rollout.truncated,
+            number=None if shown_by is None else shown_by(rollout),
+        )
+        for rollout in chosen[: SAMPLES if alarm.domain else SAMPLES_OF_STEP]
+    ]
+
+
+def _in_turn(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The first of each domain, then the second of each, and so on."""
+    seen: dict[str, int] = {}
+    places = []
+    for rollout in rollouts:
+        places.append(seen.get(rollout.domain, 0))
+        seen[rollout.domain] = places[-1] + 1
+    return [rollout for _, rollout in sorted(zip(places, rollouts, strict=True), key=lambda pair: pair[0])]

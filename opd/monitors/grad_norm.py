@@ -1,0 +1,21 @@
+"""A gradient far above those of the steps before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+
+from opd.monitors.signal import WHOLE_STEP, History, Signal
+
+
+def _read(history: History) -> Mapping[str, float]:
+    before = [record.grad_norm for record in history.before if not record.skipped]
+    usual = median(before) if len(history.before) == len(history.last) and before else 0.0
+    return {WHOLE_STEP: history.last[-1].grad_norm / usual} if usual else {}
+
+
+SIGNAL = Signal(
+    says="the gradient's norm is {value:.1f} times the median of the steps before",
+    advice="lower trainer.lr or trainer.max_grad_norm if it happens again",
+    read=_read,
+)

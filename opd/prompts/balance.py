@@ -1,0 +1,165 @@
+"""How many samples of a step each domain gets, from what the steps before it showed.
+
+    records ──▶ signals of each domain ──▶ real numbers of samples ──▶ whole numbers
+                (loss, slope, cut, length)  (within floor and cap)      (right on average)
+
+Only training decides, never an exam. The numbers are a function of the section, the weights, the seed and the records of the
+steps before. A resume has these records, so it takes the same prompts. There are no powers and logarithms in it, whose last
+bits differ between machines.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+
+from opd.config.balance import GapBalance, TokensBalance
+from opd.step_record import DomainRecord, StepRecord
+
+LEAST_PULL = 1e-6
+"""The least pull of a domain, as a share of the strongest: the bisection needs numbers above 0."""
+
+STEEPEST = 2.0
+"""Bound of a rising slope: what a divergence can reach; an estimate from sampled tokens can be near 0 by chance."""
+
+
+class Balance:
+    """The domains' numbers of samples, step by step."""
+
+    def __init__(
+        self, section: TokensBalance | GapBalance, weights: Mapping[str, float], total: int, seed: int
+    ) -> None:
+        """`total` samples in each step, at least one for each domain."""
+        assert total >= len(weights) > 0
+        spare, whole = total - len(weights), sum(weights.values())
+        self._section = section
+        self._seed = seed
+        self._total = total
+        self._by_weight = {name: 1 + spare * weight / whole for name, weight in weights.items()}
+        self._signals = {name: Signals(section.window) for name in weights}
+
+    def see(self, record: StepRecord) -> None:
+        """Take in the next step's record."""
+        for name, stats in record.domains.items():
+            self._signals[name].see(stats, record.truncated_by_domain.get(name, 0))
+
+    def exact(self) -> dict[str, float]:
+        """Samples of each domain in the next step, not yet whole; they add up to the total."""
+        found, section = self._by_weight, self._section
+        if isinstance(section, GapBalance):
+            gaps = {name: signals.gap for name, signals in self._signals.items()}
+            low = {name: max(1.0, section.floor * samples) for name, samples in found.items()}
+            high = {name: section.cap * samples for name, samples in found.items()}
+            found = fitted(found, gaps, low, high)
+        if section.of == "tokens":
+            found = fitted(
+                found, self._shortness(), dict.fromkeys(found, 1.0), dict.fromkeys(found, float(self._total))
+            )
+        return dict(found)
+
+    def counts(self, step: int) -> dict[str, int]:
+        """Samples of each domain in the next step, which is `step`."""
+        return rounded(self.exact(), self._total, random.Random(f"{self._seed}/balance/{step}").random())
+
+    def _shortness(self) -> dict[str, float]:
+        """Responses for each trained token; a domain that has not been trained yet counts as the others do on average."""
+        known = {name: 1 / length for name, signals in self._signals.items() if (length := signals.length.value)}
+        usual = sum(known.values()) / len(known) if known else 1.0
+        return {name: known.get(name, usual) for name in self._signals}
+
+
+class Signals:
+    """What training shows of one domain. A step in which the domain had no trained token changes nothing."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._seen = 0
+        self._start, self._loss, self._slow = Mean(), Mean(window), Mean(2 * window)
+        self._cut = Mean(window)
+        self._least_cut = 1.0
+        self.length = Mean(window)
+        """Trained tokens of a response."""
+
+    def see(self, stats: DomainRecord, cut: int) -> None:
+        """Take in the next step's means, of which `cut` responses ended at their limit."""
+        if not stats.tokens:
+            return
+        self.length.add(stats.tokens, stats.samples)
+        self._cut.add(min(cut, stats.samples), stats.samples)
+        self._least_cut = min(self._least_cut, self._cut.value or 0.0)
+        if stats.loss is not None:
+            for mean in (self._loss, self._slow, *([self._start] if self._seen < self._window else ())):
+                mean.add(stats.loss * stats.tokens, stats.tokens)
+            self._seen += 1
+
+    @property
+    def gap(self) -> float:
+        """What is left to learn, 1 at the start: loss / start * slope + cut.
+
+        The loss is divided by that of the first steps, because domains do not start equally far from their experts. The slope
+        is the loss divided by its mean over twice the window, which extrapolates by about a window: a domain that falls fast
+        needs less, one that rises needs more. Cut responses count as far as their share is above the lowest that the domain
+        had: a student that repeats itself to the limit has a small loss, but an expert may write to the limit, too.
+        """
+        loss, slow, start = (mean.value or 0.0 for mean in (self._loss, self._slow, self._start))
+        if self._seen < self._window or start <= 0:
+            return 1.0
+        slope = min(loss / slow, STEEPEST) if slow > 0 else 1.0
+        return max(0.0, loss) / start * slope + (self._cut.value or 0.0) - self._least_cut
+
+
+class Mean:
+    """A mean in which older steps count less, over about `window` steps; without a window all steps count the same."""
+
+    def __init__(self, window: int | None = None) -> None:
+        self._keep = 1 - 1 / window if window else 1.0
+        self._total = self._count = 0.0
+
+    def add(self, total: float, count: float) -> None:
+        """Take in the next step's sum and what it is a sum over."""
+        self._total = self._keep * self._total + total
+        self._count = self._keep * self._count + count
+
+    @property
+    def value(self) -> float | None:
+        """None before anything was added."""
+        return self._total / self._count if self._count else None
+
+
+def fitted(
+    base: Mapping[str, float], pull: Mapping[str, float], low: Mapping[str, float], high: Mapping[str, float]
+) -> dict[str, float]:
+    """Numbers in proportion to `base * pull`, each within its bounds, with the same sum as `base`.
+
+    `base` itself lies within the bounds; if no pull is above 0, it is the result.
+    """
+    strongest = max(pull.values())
+    if strongest <= 0:
+        return dict(base)
+    wanted = {name: number * max(pull[name] / strongest, LEAST_PULL) for name, number in base.items()}
+
+    def at(scale: float) -> dict[str, float]:
+        return {name: min(high[name], max(low[name], scale * number)) for name, number in wanted.items()}
+
+    total = sum(base.values())
+    below, above = 0.0, max(high[name] / number for name, number in wanted.items())
+    while below < (middle := (below + above) / 2) < above:  # the sum grows with the scale: bisect to the last bit
+        below, above = (middle, above) if sum(at(middle).values()) < total else (below, middle)
+    return at(above)
+
+
+def rounded(exact: Mapping[str, float], total: int, draw: float) -> dict[str, int]:
+    """Whole numbers with the sum `total`, each the exact one rounded down or up; a random `draw` in 0..1 makes their means exact.
+
+    Systematic sampling: the exact numbers lie end to end on a ruler, and each gets the marks 1 - draw, 2 - draw, ... on its
+    piece.
+    """
+    found: dict[str, int] = {}
+    place, marks = 0.0, 0
+    last = list(exact)[-1]
+    for name, number in exact.items():
+        place += number
+        reached = total if name == last else math.floor(place + draw)
+        found[name], marks = reached - marks, reached
+    return found

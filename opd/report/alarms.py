@@ -1,0 +1,43 @@
+"""What the monitors of a merge saw: a row for each alarm, from the step in which it began to the last one that had it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from opd.monitors.alarms import sentence, signal_of
+from opd.monitors.signal import WHOLE_STEP
+from opd.report.run import RunFiles
+from opd.step_record import AlarmRecord
+
+
+def alarm_rows(run: RunFiles) -> list[dict[str, Any]]:
+    """In the order in which they began: signal, domain (empty for all), action, the limit, the steps, the worst reading, the
+    same in words, what to do, the samples of the step in which it began, and whether the merge ended by it."""
+    alarms: dict[tuple[str, str, str, int], list[tuple[int, AlarmRecord]]] = {}
+    for record in run.records:
+        for alarm in record.alarms:
+            alarms.setdefault((*alarm.key, alarm.since), []).append((record.step, alarm))
+    return [_row(found, run) for found in alarms.values()]
+
+
+def _row(found: list[tuple[int, AlarmRecord]], run: RunFiles) -> dict[str, Any]:
+    last_step = found[-1][0]
+    worst = max((alarm for _, alarm in found), key=lambda alarm: alarm.value)
+    file = run.alarms.get(worst.since)
+    samples = (
+        [s for s in file.samples if s.signal == worst.signal and worst.domain in (WHOLE_STEP, s.domain)] if file else []
+    )
+    return {
+        "signal": worst.signal,
+        "domain": worst.domain,
+        "action": worst.action,
+        "limit": worst.limit,
+        "from_step": worst.since,
+        "to_step": last_step,
+        "worst": worst.value,
+        "says": sentence(worst),
+        "advice": signal_of(worst).advice,
+        "ended": last_step == run.records[-1].step and found[-1][1].ends_after(last_step),
+        "samples": [asdict(sample) for sample in samples],
+    }
