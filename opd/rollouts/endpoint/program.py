@@ -21,7 +21,7 @@ INHERITED = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", leftovers.VARIABLE)
 TASK, RESULT = "OPD_TASK", "OPD_RESULT"
 """Variables with the paths of the file that has the task and of the file in which the program may leave its result."""
 KEPT_BYTES = 64 << 10
-"""Of what a program prints, so much of the end is kept."""
+"""The end of what a program prints that is kept."""
 MAX_RESULT_BYTES = 1 << 20
 GRACE_S = 2.0
 """Time between the request to end and the kill, and for the last output to arrive."""
@@ -33,8 +33,8 @@ class Ran:
 
     code: int | None
     """Exit status, negative for a signal; None if it had to be ended."""
-    out: str
     err: str
+    """The end of what it said on standard error."""
     result: Any = None
     """The JSON of its result: of the file, else of the last line that it printed; None without either."""
 
@@ -46,20 +46,23 @@ async def run_program(
 
     Whatever it started in its process group is gone afterwards. Raises: OSError if it cannot be started.
     """
-    async with _started(command, folder, environ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        readers = [asyncio.ensure_future(_tail(stream)) for stream in (process.stdout, process.stderr)]
+    async with (
+        _pipe() as (out, printed),
+        _pipe() as (err, said),
+        _started(command, folder, environ, out, err) as process,
+    ):
+        readers = [asyncio.ensure_future(_tail(stream)) for stream in (printed, said)]
         waits = [asyncio.ensure_future(wait) for wait in (process.wait(), ended.wait())]
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             code = process.returncode
             await _end(process)
             await asyncio.wait(readers, timeout=GRACE_S)  # a process outside of the group may hold the pipes open
-            out, err = (reader.result() if reader.done() else "" for reader in readers)
+            texts = [reader.result() if reader.done() else "" for reader in readers]
         finally:
             for task in (*waits, *readers):
                 task.cancel()
-    return Ran(code=code, out=out, err=err, result=_result(folder / "result.json", out))
+    return Ran(code=code, err=texts[1], result=_result(folder / "result.json", texts[0]))
 
 
 def environment(folder: Path, given: Mapping[str, str], inherit: Sequence[str]) -> dict[str, str]:
@@ -81,20 +84,34 @@ def search_path() -> str:
 
 
 @asynccontextmanager
+async def _pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
+    """The end of a pipe that a program writes to, for the program to have, and a reader of the other end.
+
+    With a pipe of asyncio's own, a wait for the program would be one for all that hold the pipe.
+    """
+    reading, writing = os.pipe()
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(reading, "rb", 0))
+    try:
+        yield writing, reader
+    finally:
+        transport.close()
+
+
+@asynccontextmanager
 async def _started(
-    command: Sequence[str], folder: Path, environ: Mapping[str, str]
+    command: Sequence[str], folder: Path, environ: Mapping[str, str], out: int, err: int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process whose standard input is the task; killed at the end, also if we are cancelled."""
-    with (folder / "task.json").open("rb") as task:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=folder,
-            env=dict(environ),
-            stdin=task,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
+    """A process whose standard input is the task; killed at the end, also if we are cancelled. Takes `out` and `err`."""
+    try:
+        with (folder / "task.json").open("rb") as task:
+            process = await asyncio.create_subprocess_exec(
+                *command, cwd=folder, env=dict(environ), stdin=task, stdout=out, stderr=err, start_new_session=True
+            )
+    finally:
+        os.close(out)
+        os.close(err)
     try:
         yield process
     finally:

@@ -144,18 +144,18 @@ async def _body(http: web.Request) -> Mapping[str, Any]:
 
 @web.middleware
 async def _in_the_apis_form(
-    http: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Write every refusal in the form of the API that was asked."""
     try:
-        return await handler(http)
+        return await handler(request)
     except ApiError as error:
         problem = error
     except web.HTTPRequestEntityTooLarge:
-        problem = ApiError(413, "too_large", f"the body has more than {http.client_max_size >> 20} MiB")
+        problem = ApiError(413, "too_large", f"the body has more than {request.client_max_size >> 20} MiB")
     except web.HTTPException as error:  # no such URL, or another method
-        problem = ApiError(error.status, "not_found", f"{http.method} {http.path:.100}: {error.reason}")
-    return web.json_response(_codec(http).error(problem), status=problem.status)
+        problem = ApiError(error.status, "not_found", f"{request.method} {request.path:.100}: {error.reason}")
+    return web.json_response(_codec(request).error(problem), status=problem.status)
 
 
 async def _stream(http: web.Request, codec: Codec, request: Request, turn: Turn) -> web.StreamResponse:

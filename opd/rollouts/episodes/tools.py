@@ -53,9 +53,11 @@ def _call(inside: str) -> ToolCall:
         data = json.loads(inside)
     except (ValueError, RecursionError) as error:
         raise BadCall(f"not JSON between the tags: {error}") from None
-    arguments = data.get("arguments", {}) if isinstance(data, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(data.get("name"), str):
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise BadCall('wanted {"name": ..., "arguments": {...}} between the tags')
+    arguments = data.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise BadCall(f"{data['name']:.60}: arguments is {arguments!r:.60}, wanted object")
     return ToolCall(name=data["name"], arguments=arguments)
 
 

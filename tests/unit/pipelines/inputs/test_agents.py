@@ -74,6 +74,6 @@ def test_an_environment_and_an_agent(acting: Any) -> None:
 
 def test_a_chat_template_that_cannot_append_is_refused_whatever_the_prompts_are(acting: Any) -> None:
     del acting.data["domains"]["reverse"]["agent"]["render"]
-    with pytest.raises(ModelError, match="does not end a turn with an end token") as caught:
+    with pytest.raises(ModelError, match="changes what stands before a turn") as caught:
         read_inputs(load_pipeline(acting.write()))
     assert "set agent.render to text" in str(caught.value)
