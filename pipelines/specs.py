@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig, sync_tolerance
-from opd.config.agents import AgentConfig
-from opd.config.domains import EnvironmentConfig
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
-from opd.environments import ENVIRONMENTS
-from opd.rollouts.endpoint.options import AgentOptions
-from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.train.deepspeed import TrainerSpec
@@ -22,6 +17,7 @@ from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
+from pipelines.inputs.environments import episode_options
 from teachers.flight.client import FlightSpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
@@ -61,49 +57,6 @@ def rollout_spec(
         max_answer_tokens=config.evaluate.max_new_tokens or rollout.max_new_tokens,
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
-    )
-
-
-def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions | AgentOptions]:
-    """Domain -> how its episodes run, for domains with an environment or an agent."""
-    found: dict[str, EpisodeOptions | AgentOptions] = {}
-    for name, domain in config.domains.items():
-        if domain.environment is not None:
-            found[name] = _environment_options(config, domain.environment)
-        elif domain.agent is not None:
-            found[name] = _agent_options(config, domain.agent)
-    return found
-
-
-def _environment_options(config: PipelineConfig, environment: EnvironmentConfig) -> EpisodeOptions:
-    return EpisodeOptions(
-        environment=ENVIRONMENTS.get(environment.name, environment.name),
-        options=environment.options,
-        max_turns=environment.max_turns,
-        max_tokens=environment.max_tokens,
-        max_turn_tokens=config.rollout.max_new_tokens,
-        step_timeout_s=environment.step_timeout_s,
-        max_broken=environment.max_broken,
-        template_date=config.student.template_date,
-    )
-
-
-def _agent_options(config: PipelineConfig, agent: AgentConfig) -> AgentOptions:
-    """The program runs in another directory: what it names in this one gets its whole path."""
-    return AgentOptions(
-        command=tuple(str(Path(word).absolute()) if Path(word).is_file() else word for word in agent.command),
-        env=agent.env,
-        inherit=tuple(agent.inherit),
-        render=agent.render,
-        metadata=tuple(agent.metadata),
-        verifier=agent.verifier,
-        timeout_s=agent.timeout_s,
-        parallel=agent.parallel,
-        max_calls=agent.max_calls,
-        max_tokens=agent.max_tokens,
-        max_turn_tokens=config.rollout.max_new_tokens,
-        max_broken=agent.max_broken,
-        template_date=config.student.template_date,
     )
 
 

@@ -33,8 +33,8 @@ from opd.types import Prompt, Quarantined, RolloutBatch
 
 MANIFEST = "step.json"
 ROLLOUTS = "rollouts.arrow"
-FORMAT = 4
-"""1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts; 3 no episodes."""
+FORMAT = 3
+"""1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts."""
 
 
 class ArrowTargetLog:
@@ -113,7 +113,7 @@ class ArrowTargetLog:
         batch = RolloutBatch(
             rollouts=tuple(read_file(pa.py_buffer(raw.pop(ROLLOUTS)), self._vocab_size)),
             quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
-            episodes={domain: EpisodeStats.from_json(data) for domain, data in manifest["episodes"].items()},
+            episodes={domain: EpisodeStats.from_json(data) for domain, data in manifest.get("episodes", {}).items()},
         )
         teachers = {
             domain: {name: Expected(**expected) for name, expected in part.items()}

@@ -214,14 +214,7 @@ def _fit(
     model, lora = _student(config.student.model), lora_options(config)
     if lora is not None:
         adapt(model, lora)
-    examples = [
-        Example(
-            input_ids=[*r.prompt_ids, *r.response_ids],
-            labels=[IGNORED] * len(r.prompt_ids)
-            + [i if trained else IGNORED for i, trained in zip(r.response_ids, r.loss_mask, strict=True)],
-        )
-        for r in written
-    ]
+    examples = [Example(input_ids=[*r.prompt_ids, *r.response_ids], labels=_labels(r, IGNORED)) for r in written]
     imitate(
         model,
         examples,
@@ -234,6 +227,12 @@ def _fit(
     model.to(getattr(torch, config.trainer.dtype)).save_pretrained(staging)
     inputs.tokenizer.save_pretrained(staging)
     replace_dir(staging, out)
+
+
+def _labels(rollout: Rollout, ignored: int) -> list[int]:
+    """The tokens that its author wrote, at their places; `ignored` at all others."""
+    response = zip(rollout.response_ids, rollout.loss_mask, strict=True)
+    return [ignored] * len(rollout.prompt_ids) + [token if trained else ignored for token, trained in response]
 
 
 def _student(model_dir: Path) -> Any:

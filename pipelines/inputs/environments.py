@@ -6,9 +6,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from opd.config import PipelineConfig
+from opd.config.agents import AgentConfig
+from opd.config.domains import EnvironmentConfig
 from opd.environments import ENVIRONMENTS
 from opd.environments.records import Tool
 from opd.errors import ConfigError
@@ -21,9 +24,51 @@ from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 
 
+def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions | AgentOptions]:
+    """Domain -> how its episodes run, for domains with an environment or an agent."""
+    found: dict[str, EpisodeOptions | AgentOptions] = {}
+    for name, domain in config.domains.items():
+        if domain.environment is not None:
+            found[name] = _environment_options(config, domain.environment)
+        elif domain.agent is not None:
+            found[name] = _agent_options(config, domain.agent)
+    return found
+
+
+def _environment_options(config: PipelineConfig, environment: EnvironmentConfig) -> EpisodeOptions:
+    return EpisodeOptions(
+        environment=ENVIRONMENTS.get(environment.name, environment.name),
+        options=environment.options,
+        max_turns=environment.max_turns,
+        max_tokens=environment.max_tokens,
+        max_turn_tokens=config.rollout.max_new_tokens,
+        step_timeout_s=environment.step_timeout_s,
+        max_broken=environment.max_broken,
+        template_date=config.student.template_date,
+    )
+
+
+def _agent_options(config: PipelineConfig, agent: AgentConfig) -> AgentOptions:
+    """The program runs in another directory: what it names in this one gets its whole path."""
+    return AgentOptions(
+        command=tuple(str(Path(word).absolute()) if Path(word).is_file() else word for word in agent.command),
+        env=agent.env,
+        inherit=tuple(agent.inherit),
+        render=agent.render,
+        metadata=tuple(agent.metadata),
+        verifier=agent.verifier,
+        timeout_s=agent.timeout_s,
+        parallel=agent.parallel,
+        max_calls=agent.max_calls,
+        max_tokens=agent.max_tokens,
+        max_turn_tokens=config.rollout.max_new_tokens,
+        max_broken=agent.max_broken,
+        template_date=config.student.template_date,
+    )
+
+
 def check_environments(
     config: PipelineConfig,
-    episodes: Mapping[str, EpisodeOptions | AgentOptions],
     prompts: Mapping[str, PromptTable],
     tokenizer: Any,
     stop_token_ids: Sequence[int],
@@ -33,6 +78,7 @@ def check_environments(
 
     Raises: ConfigError; ModelError if the template cannot append.
     """
+    episodes = episode_options(config)
     for name, options in episodes.items():
         if isinstance(options, AgentOptions):
             _refuse_missing(name, options)

@@ -37,7 +37,6 @@ from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
 from pipelines.inputs.routes import Expert, route_domains
 from pipelines.inputs.template_date import dated
-from pipelines.specs import episode_options
 from teachers.flight.access import read_roots, read_token
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         asking = table.where(table.lengths > 0)
         _refuse_all_too_long(asking, config.rollout.max_model_len)
         prompts[domain] = asking
-    check_environments(config, episode_options(config), prompts, tokenizer, teaching.student.eos_token_ids)
+    check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
     return Inputs(
         student=teaching.student,
         experts={a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned},

@@ -282,7 +282,17 @@ def test_the_manifest_is_small(log: ArrowTargetLog, tmp_path: Path) -> None:
     batch, parts = a_step()
     record(log, 12, 11, PROMPTS, batch, parts)
     data = json.loads((tmp_path / "targets" / "step-000012" / "step.json").read_text())
-    assert set(data) == {"format", "step", "policy_version", "prompts", "files", "kind", "teachers", "refused"}
+    assert set(data) == {
+        "format",
+        "step",
+        "policy_version",
+        "prompts",
+        "files",
+        "kind",
+        "teachers",
+        "refused",
+        "episodes",
+    }
     assert read_file((tmp_path / "targets" / "step-000012" / "rollouts.arrow").read_bytes(), 76) == list(batch.rollouts)
 
 

@@ -11,8 +11,8 @@ import pytest
 from opd.config import load_pipeline
 from opd.errors import ConfigError, ModelError
 from opd.rollouts.endpoint.options import AgentOptions
+from pipelines.inputs.environments import episode_options
 from pipelines.inputs.read import read_inputs
-from pipelines.specs import episode_options
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 
 from opd.config import load_pipeline
 from opd.errors import ConfigError, ModelError, PromptError
+from pipelines.inputs.environments import episode_options
 from pipelines.inputs.read import read_inputs
-from pipelines.specs import episode_options
 
 WORLD = """
 from opd.environments.records import Outcome, Tool
