@@ -121,12 +121,14 @@ def test_the_same_tokens_in_white_and_in_black(tmp_path: Path, make_model_dir: C
 def test_the_stock_clients_drive_a_merge_to_its_end(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     for name, client in (("left", ["openai", "stream", "rewrites"]), ("right", ["anthropic"])):
-        rows = [{"prompt": f"go {name}{n}", "metadata": {"length": n}} for n in range(1, 5)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for file, lengths in ((name, range(1, 5)), (f"{name}-eval", [2])):
+            rows = [{"prompt": f"go {file}{n}", "metadata": {"length": n}} for n in lengths]
+            (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         agent = {"command": ["python", "program.py", *client], "render": "text", "metadata": ["length"], "parallel": 2}
-        pipeline["domains"][f"{name}-domain"] |= {"agent": agent, "eval": None}
+        pipeline["domains"][f"{name}-domain"]["agent"] = agent
     pipeline["rollout"] = {"max_new_tokens": 8, "max_model_len": 96}
     pipeline["trainer"] |= {"steps": 1, "samples_per_step": 4}
+    del pipeline["domains"]["right-domain"]["eval"]
     run = tmp_path / "run"
     done = opd("merge", write(tmp_path, pipeline), "--run-dir", run, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -137,3 +139,4 @@ def test_the_stock_clients_drive_a_merge_to_its_end(tmp_path: Path, pipeline: di
             assert found["stop_reasons"] == {"done": 2} and found["reward"] is not None
             assert record["domains"][f"{name}-domain"]["tokens"] == found["tokens"]
         assert record["logprob_gap"] < 1e-3 and record["probe_gap"] < 1e-3
+    assert json.loads((run / "evaluation" / "after.json").read_text())["scores"]["left-domain"]["turns"] == 3
