@@ -20,7 +20,7 @@ from opd.environments.records import Action, Outcome, Tool
 from opd.interfaces import Environment, TokenEngine, TurnTokenizer
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
-from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
@@ -89,6 +89,7 @@ class _Episode:
     def __init__(
         self, request: EpisodeRequest, engine: TokenEngine, dialogues: Dialogues, context: int, version: int
     ) -> None:
+        assert isinstance(request.options, EpisodeOptions)
         self._request = request
         self._options = request.options
         self._engine = engine

@@ -10,6 +10,7 @@ from datetime import date
 from typing import Any, Self, get_args
 
 from opd.errors import RunError
+from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.trace import Audit, Sample
 from opd.types import Broken, Prompt, Rollout, StopReason
 
@@ -45,7 +46,7 @@ class EpisodeRequest:
 
     prompt: Prompt
     sample: Sample
-    options: EpisodeOptions
+    options: EpisodeOptions | AgentOptions
     seed: int
     """The run's seed: with the sample and the number of a turn it decides what is sampled, with the prompt what the
     environment does."""
