@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opd.config import PipelineConfig
+from opd.config.context import ContextConfig
 from opd.environments import ENVIRONMENTS
 from opd.environments.records import Tool
 from opd.errors import ConfigError
 from opd.prompts import PromptTable
 from opd.rollouts.episodes.chat import ChatAppender
+from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.runner import environment_class
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
@@ -29,10 +31,18 @@ def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions]:
             step_timeout_s=domain.environment.step_timeout_s,
             max_broken=domain.environment.max_broken,
             template_date=config.student.template_date,
+            compaction=_compaction(config, domain.environment.context),
         )
         for name, domain in config.domains.items()
         if domain.environment is not None
     }
+
+
+def _compaction(config: PipelineConfig, context: ContextConfig | None) -> CompactionOptions | None:
+    if context is None:
+        return None
+    options = context.model_dump() | {"max_tokens": context.max_tokens or config.rollout.max_new_tokens}
+    return CompactionOptions(**options)
 
 
 def check_environments(
@@ -48,6 +58,7 @@ def check_environments(
     episodes = episode_options(config)
     for name, options in episodes.items():
         _refuse_unknown(name, options.environment)
+        _refuse_late_compaction(name, options, config.rollout.max_model_len)
         asyncio.run(_try(name, options))
     if any(not isinstance(prompts[name][0].text, str) for name in episodes):
         ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
@@ -60,6 +71,22 @@ def _refuse_unknown(domain: str, place: str) -> None:
             found=place,
             wanted=f"one of {', '.join(ENVIRONMENTS) or 'none so far'}, or a class of yours as module:Class",
             fix="correct the name",
+        )
+
+
+def _refuse_late_compaction(domain: str, options: EpisodeOptions, context: int) -> None:
+    """Raises: ConfigError if the context could be full before the summary is written."""
+    compaction = options.compaction
+    if compaction is None:
+        return
+    most = context - options.max_turn_tokens - compaction.max_tokens
+    if compaction.compact_at > most:
+        raise ConfigError.at(
+            f"domains.{domain}.environment.context.compact_at",
+            found=str(compaction.compact_at),
+            wanted=f"at most {most}: rollout.max_model_len {context}, less a turn of {options.max_turn_tokens} tokens and a "
+            f"summary of {compaction.max_tokens}",
+            fix="lower it, or raise rollout.max_model_len; observations and the request need room, too",
         )
 
 
