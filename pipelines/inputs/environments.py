@@ -11,6 +11,7 @@ from typing import Any
 
 from opd.config import PipelineConfig
 from opd.config.agents import AgentConfig
+from opd.config.context import ContextConfig
 from opd.config.domains import EnvironmentConfig
 from opd.environments import find, place_of
 from opd.environments.records import Tool
@@ -19,6 +20,7 @@ from opd.prompts import PromptTable
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.endpoint.program import search_path
 from opd.rollouts.episodes.chat import ChatAppender
+from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 
@@ -44,6 +46,7 @@ def _environment_options(config: PipelineConfig, domain: str, environment: Envir
         step_timeout_s=environment.step_timeout_s,
         max_broken=environment.max_broken,
         template_date=config.student.template_date,
+        compaction=_compaction(config, environment.context),
     )
 
 
@@ -66,6 +69,13 @@ def _agent_options(config: PipelineConfig, agent: AgentConfig) -> AgentOptions:
     )
 
 
+def _compaction(config: PipelineConfig, context: ContextConfig | None) -> CompactionOptions | None:
+    if context is None:
+        return None
+    options = context.model_dump() | {"max_tokens": context.max_tokens or config.rollout.max_new_tokens}
+    return CompactionOptions(**options)
+
+
 def check_environments(
     config: PipelineConfig,
     prompts: Mapping[str, PromptTable],
@@ -83,6 +93,7 @@ def check_environments(
             _refuse_missing(name, options)
             _refuse_slow(name, options, config.cluster.phase_timeout_s)
         else:
+            _refuse_late_compaction(name, options, config.rollout.max_model_len)
             asyncio.run(_try(name, options))
     if any(_needs_template(options, prompts[name], tokenizer) for name, options in episodes.items()):
         ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
@@ -115,6 +126,22 @@ def _refuse_slow(domain: str, options: AgentOptions, phase_timeout_s: float) -> 
             found=f"{options.timeout_s:g}",
             wanted=f"less than cluster.phase_timeout_s, {phase_timeout_s:g}: a step waits for its slowest episode",
             fix="lower it, or raise cluster.phase_timeout_s",
+        )
+
+
+def _refuse_late_compaction(domain: str, options: EpisodeOptions, context: int) -> None:
+    """Raises: ConfigError if the context could be full before the summary is written."""
+    compaction = options.compaction
+    if compaction is None:
+        return
+    most = context - options.max_turn_tokens - compaction.max_tokens
+    if compaction.compact_at > most:
+        raise ConfigError.at(
+            f"domains.{domain}.environment.context.compact_at",
+            found=str(compaction.compact_at),
+            wanted=f"at most {most}: rollout.max_model_len {context}, less a turn of {options.max_turn_tokens} tokens and a "
+            f"summary of {compaction.max_tokens}",
+            fix="lower it, or raise rollout.max_model_len; observations and the request need room, too",
         )
 
 
