@@ -97,7 +97,10 @@ class Box:
         self.close()
 
     def run(self, argv: list[str], stdin: str = "", output: int | None = None) -> Ran:
-        """Run one command to its end. `output` is the most bytes of its output; default: the limit. Raises: RunError if the sandbox itself is gone or does not answer."""
+        """Run one command to its end; `output` is the most bytes of its output, by default the limit's.
+
+        Raises: RunError if the sandbox itself is gone or does not answer.
+        """
         problem = next(filter(None, (_unfit(part) for part in argv)), "") or _no_text(stdin)
         if problem:
             return Ran(None, problem, "not started")
@@ -143,8 +146,9 @@ class Box:
     def _read_more(self, end: float) -> bool:
         """Read what is there, or wait for it. False if the sandbox has ended, or at the deadline."""
         assert self._process.stdout is not None
-        source = self._process.stdout.fileno()
-        ready, _, _ = select.select([source], [], [], max(0.0, end - time.monotonic()))
+        source, waiting = self._process.stdout.fileno(), select.poll()  # select knows no file numbers above 1023
+        waiting.register(source, select.POLLIN)
+        ready = waiting.poll(1000 * max(0.0, end - time.monotonic()))
         piece = os.read(source, 1 << 16) if ready else b""
         self._read += piece
         return bool(piece)

@@ -147,7 +147,7 @@ class Sandbox:
             ran = judge.run(["/run/bin/python", "-I", "-c", CALLER], stdin=json.dumps(given), output=MOST_JUDGED)
         try:
             results = json.loads(ran.output.strip().rpartition("\n")[2])
-        except ValueError:
+        except (ValueError, RecursionError):
             return 0
         if not isinstance(results, list) or len(results) != len(self._task["expected"]):
             return 0

@@ -298,6 +298,7 @@ def test_a_mended_function_passes_and_a_broken_one_does_not(number: int) -> None
         "while True: pass",
         "import atexit\natexit.register(lambda: print('[]'))\n",
         "this is no Python",
+        "print('[' * 90_000)\nraise SystemExit",
         "import json\njson.dumps = lambda *a, **k: 'true'\n",
         "class Same(dict):\n    def __eq__(self, other): return True\n",
         "",
