@@ -1,9 +1,9 @@
-"""Games of many turns that a character model of a million parameters learns in a minute or two each.
+"""Games of many turns that a character model of a million parameters learns in a few minutes.
 
-    hanoi       hanoi aabca=     bc   aacca=     ...        the Towers of Hanoi with five disks, up to 31 moves
-    maze        maze b a1d4=     r    b1d4=      ...        one of two mazes that the prompt does not show
-    sorting     sorting 51432=   1    15432=     ...        digits into order by swaps of neighbours
-    mastermind  mastermind 3d abb:1.0=   aac   aac:2.0=     a code of three letters out of four
+    hanoi     hanoi aabca=     bc   aacca=   ...    the Towers of Hanoi with five disks, up to 31 moves
+    maze      maze b a1d4=     r    b1d4=    ...    one of two mazes that the prompt does not show
+    sorting   sorting 514320=  1    154320=  ...    digits into order by swaps of neighbours
+    number    number 4:90=     47   48:90=   ...    a number, of which the range that is left is told
 
 A row is a task of an environment with an episode that its solver plays, with mistakes on purpose, in `messages`. The prompt
 and the metadata are for a merge and its exams, the messages for the training of experts.
@@ -38,7 +38,7 @@ DOMAINS: dict[str, AgentDomain] = {
     "hanoi": AgentDomain(options={"disks": 5}, max_turns=48, tasks=242, held_out=100),
     "maze": AgentDomain(options={"size": 7, "mazes": 2}, max_turns=40, tasks=1600),
     "sorting": AgentDomain(options={"digits": 6}, max_turns=32),
-    "mastermind": AgentDomain(options={"length": 3, "letters": 4}, max_turns=10, tasks=400, held_out=120),
+    "number": AgentDomain(options={"highest": 99}, max_turns=8, tasks=3000),
 }
 """Each domain has the name of its environment."""
 
