@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.agents import AgentConfig
+from opd.config.context import ContextConfig
 from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict, text_or_more
 from opd.config.verifiers import VerifierConfig
@@ -104,6 +105,8 @@ class EnvironmentConfig(Strict):
     """Turns of the student in an episode; each has `rollout.max_new_tokens` at most."""
     max_tokens: int | None = Field(None, ge=1)
     """Tokens that the student may write in an episode; default: as many as `rollout.max_model_len` holds."""
+    context: ContextConfig | None = None
+    """What is done about an episode that outgrows the model's context; default: it ends there."""
     step_timeout_s: float = Field(30, gt=0)
     """Deadline of each call of the environment: an episode whose environment is not back in time ends."""
     max_broken: float = Field(0.1, ge=0, le=1)

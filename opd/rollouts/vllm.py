@@ -59,6 +59,8 @@ class RolloutSpec:
     """GPUs of each engine; 0: the CPU."""
     kv_cache_gib: int = 1
     """Key-value cache of an engine on the CPU, whole GiB."""
+    roles: int = 1
+    """Roles that compute at the same time on these cores, this one among them."""
     seed: int = 0
     """Together with the sample id it decides what is sampled."""
     n: int = 1
@@ -83,7 +85,11 @@ class VLLMRolloutEngine:
         self._tokenizer = tokenizer
         model_dir = spec.engine.model_dir
         options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker starts in another directory
-        env = cluster.worker_env(spec.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
+        env = (
+            cluster.worker_env(spec.workers, spec.roles)
+            | ENGINE_ENV
+            | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
+        )
         if not spec.gpus:
             env |= {"CUDA_VISIBLE_DEVICES": ""}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from opd.errors import RunError
+from opd.imports import import_lightly
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
@@ -159,6 +160,7 @@ class VLLMWorker:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
+            skip_clone=True,  # made for this request alone, so vLLM need not copy it
         )
 
     @cached_property
@@ -277,6 +279,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     words and the model directory's generation config are off.
     Raises: RunError if the engine cannot be kept to the tokenizer's ids.
     """
+    import_lightly("vllm.entrypoints.llm")
     from vllm import LLM
     from vllm.platforms import current_platform
 

@@ -11,33 +11,34 @@ from typing import Any
 
 from opd.config import PipelineConfig
 from opd.config.agents import AgentConfig
+from opd.config.context import ContextConfig
 from opd.config.domains import EnvironmentConfig
-from opd.environments import ENVIRONMENTS
+from opd.environments import find, place_of
 from opd.environments.records import Tool
 from opd.errors import ConfigError
 from opd.prompts import PromptTable
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.endpoint.program import search_path
 from opd.rollouts.episodes.chat import ChatAppender
-from opd.rollouts.episodes.runner import environment_class
+from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 
 
 def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions | AgentOptions]:
-    """Domain -> how its episodes run, for domains with an environment or an agent."""
+    """Domain -> how its episodes run, for domains with an environment or an agent. Raises: ConfigError for a name that is none."""
     found: dict[str, EpisodeOptions | AgentOptions] = {}
     for name, domain in config.domains.items():
         if domain.environment is not None:
-            found[name] = _environment_options(config, domain.environment)
+            found[name] = _environment_options(config, name, domain.environment)
         elif domain.agent is not None:
             found[name] = _agent_options(config, domain.agent)
     return found
 
 
-def _environment_options(config: PipelineConfig, environment: EnvironmentConfig) -> EpisodeOptions:
+def _environment_options(config: PipelineConfig, domain: str, environment: EnvironmentConfig) -> EpisodeOptions:
     return EpisodeOptions(
-        environment=ENVIRONMENTS.get(environment.name, environment.name),
+        environment=place_of(environment.name, f"domains.{domain}.environment.name"),
         options=environment.options,
         max_turns=environment.max_turns,
         max_tokens=environment.max_tokens,
@@ -45,6 +46,7 @@ def _environment_options(config: PipelineConfig, environment: EnvironmentConfig)
         step_timeout_s=environment.step_timeout_s,
         max_broken=environment.max_broken,
         template_date=config.student.template_date,
+        compaction=_compaction(config, environment.context),
     )
 
 
@@ -67,6 +69,13 @@ def _agent_options(config: PipelineConfig, agent: AgentConfig) -> AgentOptions:
     )
 
 
+def _compaction(config: PipelineConfig, context: ContextConfig | None) -> CompactionOptions | None:
+    if context is None:
+        return None
+    options = context.model_dump() | {"max_tokens": context.max_tokens or config.rollout.max_new_tokens}
+    return CompactionOptions(**options)
+
+
 def check_environments(
     config: PipelineConfig,
     prompts: Mapping[str, PromptTable],
@@ -84,7 +93,7 @@ def check_environments(
             _refuse_missing(name, options)
             _refuse_slow(name, options, config.cluster.phase_timeout_s)
         else:
-            _refuse_unknown(name, options.environment)
+            _refuse_late_compaction(name, options, config.rollout.max_model_len)
             asyncio.run(_try(name, options))
     if any(_needs_template(options, prompts[name], tokenizer) for name, options in episodes.items()):
         ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
@@ -120,19 +129,25 @@ def _refuse_slow(domain: str, options: AgentOptions, phase_timeout_s: float) -> 
         )
 
 
-def _refuse_unknown(domain: str, place: str) -> None:
-    if ":" not in place:
+def _refuse_late_compaction(domain: str, options: EpisodeOptions, context: int) -> None:
+    """Raises: ConfigError if the context could be full before the summary is written."""
+    compaction = options.compaction
+    if compaction is None:
+        return
+    most = context - options.max_turn_tokens - compaction.max_tokens
+    if compaction.compact_at > most:
         raise ConfigError.at(
-            f"domains.{domain}.environment.name",
-            found=place,
-            wanted=f"one of {', '.join(ENVIRONMENTS) or 'none so far'}, or a class of yours as module:Class",
-            fix="correct the name",
+            f"domains.{domain}.environment.context.compact_at",
+            found=str(compaction.compact_at),
+            wanted=f"at most {most}: rollout.max_model_len {context}, less a turn of {options.max_turn_tokens} tokens and a "
+            f"summary of {compaction.max_tokens}",
+            fix="lower it, or raise rollout.max_model_len; observations and the request need room, too",
         )
 
 
 async def _try(domain: str, options: EpisodeOptions) -> None:
     """Raises: ConfigError for an environment that cannot be made with its options, or whose tools are none."""
-    make = environment_class(options.environment, f"domains.{domain}.environment.name")
+    make = find(options.environment, f"domains.{domain}.environment.name")
     thread = OwnThread(options.step_timeout_s)
     try:
         environment = await thread.call("the class", lambda: make(**options.options))

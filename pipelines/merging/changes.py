@@ -30,6 +30,7 @@ SAME_WEIGHTS = (
     "cluster.*_timeout_s",
     "cluster.max_restarts",
     "schedule.overlap",
+    "schedule.max_staleness",
     "teachers.queue",
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",

@@ -14,13 +14,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from opd.rollouts.episodes.tools import BadCall
-
 from opd.environments.records import Tool
 from opd.errors import RunError
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session, Terms
+from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Trace
 from opd.types import Sampled
 
