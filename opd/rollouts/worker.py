@@ -270,8 +270,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
             settings["enable_prefix_caching"] = False  # vLLM cuts recurrent states at cached blocks by prompts in parts
         elif options.share_prompts:
             settings["block_size"] = SMALL_BLOCK
-    if options.sleep:
-        settings["enable_sleep_mode"] = True
+    settings |= {"enable_sleep_mode": True} if options.sleep else {}
     llm = LLM(**settings | more)
     if current_platform.is_cpu():
         rotate_every_head(engine_model(llm))
