@@ -281,6 +281,9 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     together = gathered_together(module.lm)
     if together:
         set_z3_leaf_modules(module.lm, together)
+        if not all(param.requires_grad for param in module.lm.parameters()):
+            # DeepSpeed releases such a layer's weights too early if no gradient reaches its input, as below the first adapter.
+            module.lm.enable_input_require_grads()
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_deepspeed_config(options))
     return engine
 
