@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from opd.environments.records import Action, Outcome, Tool
 from opd.errors import RunError
 from opd.evaluation.scores import Evaluation
 from opd.step_record import AlarmRecord, StepRecord
@@ -20,6 +21,7 @@ from opd.types import (
     PushReport,
     Rollout,
     RolloutBatch,
+    Sampled,
     SavedCheckpoint,
     StepReport,
     Teacher,
@@ -69,6 +71,39 @@ class RolloutEngine(Protocol):
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """[worker][sequence][token - 1] log-prob of each token after the first, given those before it."""
+        ...
+
+
+class TokenEngine(Protocol):
+    """The policy, one turn at a time. Calls that wait at the same time are one batch, which a later call joins as it runs."""
+
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+        """Sample what follows the given tokens, at most `max_tokens`. A call that is cancelled leaves the batch.
+
+        All else about sampling is the engine's. Raises: RunError, and nobody's turn ends well from then on.
+        """
+        ...
+
+
+class Environment(Protocol):
+    """What an episode acts on; one object for each episode. Plain code: it may block, it is called in a thread of its own."""
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """What the policy can call; without any, the text of its turn is its action."""
+        ...
+
+    def reset(self, metadata: Mapping[str, Any], seed: int) -> str | Messages:
+        """Begin the episode of a prompt with this metadata. Returns the first observation, which follows the prompt; it may
+        be empty."""
+        ...
+
+    def step(self, action: Action) -> Outcome:
+        """What the policy's turn brings about."""
+        ...
+
+    def close(self) -> None:
+        """Free what the episode holds. Called once, also after an error."""
         ...
 
 
@@ -333,6 +368,10 @@ class Decoder(Protocol):
     """The one method of a tokenizer that makes token ids readable."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class TurnTokenizer(Tokenizer, Decoder, Protocol):
+    """The part of a Hugging Face tokenizer that dialogues need."""
 
 
 class Display(Protocol):

@@ -17,6 +17,7 @@ from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
+from pipelines.inputs.environments import episode_options
 from teachers.flight.client import FlightSpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
@@ -47,6 +48,7 @@ def rollout_spec(
         ),
         stop_token_ids=tuple(stop_token_ids),
         untrained=untrained or {},
+        episodes=episode_options(config),
         workers=rollout.workers,
         gpus=config.cluster.rollout_gpus,
         kv_cache_gib=rollout.kv_cache_gib,

@@ -58,6 +58,8 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
                         log_to_driver=False,
                         logging_level="ERROR",
                         configure_logging=True,
+                        # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
+                        _system_config={"prestart_worker_first_driver": False},
                     )
                     _refuse_open_ports(ray.util.get_node_ip_address())
                 else:

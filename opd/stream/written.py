@@ -20,6 +20,7 @@ import pyarrow as pa
 from blake3 import blake3
 
 from opd.files import replace_dir, storing
+from opd.rollouts.episodes.spec import EpisodeStats
 from opd.stream.rollouts import RolloutError, read_file, write_file
 from opd.types import Prompt, Quarantined, RolloutBatch
 
@@ -99,7 +100,10 @@ class WrittenRollouts:
 
 def beside_rollouts(batch: RolloutBatch) -> dict[str, Any]:
     """What a manifest says of a batch beside its file of rollouts. Workers that were started again are not stored."""
-    return {"refused": [asdict(q) for q in batch.quarantined]}
+    return {
+        "refused": [asdict(q) for q in batch.quarantined],
+        "episodes": {domain: asdict(stats) for domain, stats in batch.episodes.items()},
+    }
 
 
 def batch_of(raw: np.ndarray, manifest: Mapping[str, Any], vocab_size: int) -> RolloutBatch:
@@ -110,6 +114,7 @@ def batch_of(raw: np.ndarray, manifest: Mapping[str, Any], vocab_size: int) -> R
     return RolloutBatch(
         rollouts=tuple(read_file(pa.py_buffer(raw), vocab_size)),
         quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
+        episodes={domain: EpisodeStats.from_json(data) for domain, data in manifest.get("episodes", {}).items()},
     )
 
 

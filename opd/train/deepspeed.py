@@ -23,7 +23,7 @@ from opd.train.plan import plan_micro_batches, row_sizes
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import LearningRate
 from opd.train.totals import mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
-from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, WrittenFile
+from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, TurnStats, WrittenFile
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -250,6 +250,9 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
     positions: dict[int, PositionStats] = {}
     for bits, part in (item for result in results for item in result.positions.items()):
         positions[bits] = positions[bits] + part if bits in positions else part
+    turns: dict[tuple[str, int], TurnStats] = {}
+    for key, turn in (item for result in results for item in result.turns.items()):
+        turns[key] = turns[key] + turn if key in turns else turn
     return StepReport(
         step=step,
         loss=sum(r.loss for r in results),
@@ -259,4 +262,5 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
         drift=mean_drift(domains),
         domains=dict(sorted(domains.items())),
         positions=dict(sorted(positions.items())),
+        turns=dict(sorted(turns.items())),
     )

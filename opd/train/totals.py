@@ -17,7 +17,7 @@ from torch import Tensor
 from opd.errors import RunError
 from opd.losses.chunked import TokenStats
 from opd.train.batch import MicroBatch
-from opd.types import DomainStats, PositionStats, Rollout
+from opd.types import DomainStats, PositionStats, Rollout, TurnStats
 
 LEAST_MEAN, MOST_MEAN = -1e-3, 50.0
 """Bounds of a domain's mean divergence, nats a token. A divergence is not negative, and rounding explains no more than the
@@ -112,6 +112,7 @@ class Totals:
         self.loss = 0.0
         self.domains: dict[str, DomainStats] = {}
         self.positions: dict[int, PositionStats] = {}
+        self.turns: dict[tuple[str, int], TurnStats] = {}
 
     def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats, stale: frozenset[int] = frozenset()) -> None:
         """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks. `stale` are the places of
@@ -137,6 +138,7 @@ class Totals:
             row = DomainStats(tokens=length, samples=int(length > 0), **sums)
             self.domains[domain] = self.domains[domain] + row if domain in self.domains else row
         self._add_positions(batch, stats.kl_N)
+        self._add_turns(batch, stats.kl_N, columns["gap_sum"])
 
     def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:
         bits_N = torch.frexp(batch.place_N.double()).exponent  # of an integer: its number of bits
@@ -146,3 +148,17 @@ class Totals:
             if count:
                 row = PositionStats(tokens=count, kl_sum=total)
                 self.positions[bits] = self.positions[bits] + row if bits in self.positions else row
+
+    def _add_turns(self, batch: MicroBatch, kl_N: Tensor, gap_N: Tensor) -> None:
+        names = list(dict.fromkeys(batch.domains))
+        domains_B = torch.tensor([names.index(domain) for domain in batch.domains], dtype=torch.long)
+        most = int(batch.turn_N.max()) + 1 if len(batch.turn_N) else 1
+        key_N = (
+            torch.repeat_interleave(domains_B, torch.tensor(batch.row_lengths, dtype=torch.long)) * most + batch.turn_N
+        )
+        kls, gaps = (torch.bincount(key_N, weights=column.double()).tolist() for column in (kl_N, gap_N))
+        for key, count in enumerate(torch.bincount(key_N).tolist()):
+            if count:
+                name = (names[key // most], key % most)
+                row = TurnStats(tokens=count, kl_sum=kls[key], gap_sum=gaps[key])
+                self.turns[name] = self.turns[name] + row if name in self.turns else row

@@ -46,6 +46,11 @@ SAME_WEIGHTS = (
     "teachers.api_key_env",
     "teachers.server_timeout_s",
     "trainer.head_memory",
+    "domains.*.environment.max_broken",
+    "domains.*.environment.step_timeout_s",
+    "domains.*.agent.max_broken",
+    "domains.*.agent.timeout_s",
+    "domains.*.agent.parallel",
     # Paths: the contents of these files are compared by hash.
     "student.model",
     "student.lora.export",

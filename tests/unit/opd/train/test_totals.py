@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from opd.errors import RunError
+from opd.losses.chunked import TokenStats
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.rule import IDENTITY
 from opd.stream.heads import Head
@@ -115,6 +116,24 @@ def test_only_trained_tokens_carry_weight() -> None:
     assert weight.tolist() == [0.25] * 5 + [0.125]
     assert weight.dtype == torch.float32
     assert token_weights(micro_batch([], torch.float32), []).tolist() == []
+
+
+def test_turns_are_counted_by_domain_whatever_the_cut() -> None:
+    assert rollout("b", "math", [(3, True), (4, False), (2, True)]).turns == (0, 0, 0, 1, 1)
+    assert rollout("o", "math", [(2, False), (1, True), (1, False), (1, True)]).turns == (0, 1), (
+        "it begins with no turn"
+    )
+    for cuts in ([["a", "b", "c", "e", "f"]], [["b", "d"], ["f"], ["a", "c", "e"]]):
+        totals = Totals()
+        for ids in cuts:
+            batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
+            num = len(batch.token_N)
+            stats = TokenStats(*(torch.ones(num) for _ in dataclasses.fields(TokenStats)))
+            totals.add(batch, torch.ones(num), dataclasses.replace(stats, logprob_N=batch.behaviour_N + 0.5))
+        assert {key: stats.tokens for key, stats in totals.turns.items()} == {
+            ("math", 0): 13, ("math", 1): 2, ("code", 0): 31, ("chat", 0): 7,
+        }  # fmt: skip
+        assert totals.turns["math", 1].gap_sum == pytest.approx(1.0) and totals.turns["math", 1].kl_sum == 2.0
 
 
 @pytest.fixture(scope="module")
