@@ -51,17 +51,7 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
         try:
             with leftovers.marked(), _own_signals():
                 if config.address == LOCAL:
-                    # CPUs are counted in workers, not cores: the phases take turns on the same cores.
-                    ray.init(
-                        num_cpus=num_workers,
-                        include_dashboard=False,
-                        log_to_driver=False,
-                        logging_level="ERROR",
-                        configure_logging=True,
-                        # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
-                        _system_config={"prestart_worker_first_driver": False},
-                    )
-                    _refuse_open_ports(ray.util.get_node_ip_address())
+                    _start_local(num_workers)
                 else:
                     ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
             yield
@@ -75,6 +65,23 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
             watch.clear()
             ray.shutdown()
             leftovers.end_own()  # a process that is stopped or hung does not end by itself
+
+
+def _start_local(num_workers: int) -> None:
+    """Start Ray on this machine. Raises: RunError if it listens beyond it."""
+    import ray
+
+    # CPUs are counted in workers, not cores: each asks for one, however many share a core.
+    ray.init(
+        num_cpus=num_workers,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        configure_logging=True,
+        # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
+        _system_config={"prestart_worker_first_driver": False},
+    )
+    _refuse_open_ports(ray.util.get_node_ip_address())
 
 
 def _keep_to_this_machine() -> None:
