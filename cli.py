@@ -12,6 +12,7 @@ from pipelines.commands import (
     check,
     evaluate,
     experts,
+    guard,
     merge,
     models,
     pipelines,
@@ -35,6 +36,7 @@ for name, group in (
     ("prompts", prompts),
     ("models", models),
     ("teachers", teachers),
+    ("guard", guard),
 ):
     app.add_typer(group.app, name=name)
 

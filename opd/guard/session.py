@@ -1,0 +1,104 @@
+"""What the guard knows of an episode's shell: where it is, what its calls set, linked, wrote and copied."""
+
+from __future__ import annotations
+
+import posixpath
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opd.guard.shell.fields import UNKNOWN, glob_regex, has_glob, plain
+
+MAX_LISTED = 256
+MAX_LINKS = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """The state of one episode. The guard changes it only by calls that it lets pass."""
+
+    cwd: str = "/workspace"
+    """The working directory, an absolute path without links."""
+    home: str = "/root"
+    keeps_shell: bool = True
+    """True if calls share one shell, so that `cd`, variables and functions last; else each call begins anew."""
+    root: Path | None = None
+    """A directory of this machine that is the `/` of the episode: links and globs are looked up there. None: only the links
+    that the episode made are known, and a glob is compared with well-known names."""
+    variables: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, object] = field(default_factory=dict)
+    positional: list[str] = field(default_factory=list)
+    links: dict[str, str] = field(default_factory=dict)
+    """Links, and copies of files: path -> where it came from."""
+    written: dict[str, str | None] = field(default_factory=dict)
+    """Files whose whole text the episode wrote: path -> text, None if we do not know it."""
+    read_variables: list[str] = field(default_factory=list)
+    """Names of variables that the last call used."""
+    begins_at: str = ""
+    """Where a new shell begins, if calls do not share one; `cwd` if not given."""
+
+    def __post_init__(self) -> None:
+        self.begins_at = self.begins_at or self.cwd
+
+    def copy(self) -> Session:
+        """A session of its own with the same state."""
+        new = copy(self)
+        new.variables, new.functions, new.links = dict(self.variables), dict(self.functions), dict(self.links)
+        new.positional, new.written, new.read_variables = list(self.positional), dict(self.written), []
+        return new
+
+    def become(self, other: Session) -> None:
+        """Take over the state of a copy: its call is let through."""
+        for name in ("cwd", "variables", "functions", "links", "positional", "written", "read_variables"):
+            setattr(self, name, getattr(other, name))
+
+    def absolute(self, path: str) -> str:
+        """The path as the system would find it: from the working directory, without `..` and links."""
+        path = posixpath.normpath(posixpath.join(self.cwd, path))
+        path = "/" + path.lstrip("/")  # POSIX lets `//` stand, which is the same directory
+        for _ in range(MAX_LINKS):
+            resolved = self._one_link(path)
+            if resolved == path:
+                break
+            path = resolved
+        return path
+
+    def _one_link(self, path: str) -> str:
+        if path.startswith("/proc/self/cwd"):
+            return self.cwd + path.removeprefix("/proc/self/cwd")
+        if path.startswith("/proc/") and "/root/" in path:
+            return "/" + path.partition("/root/")[2]
+        parts = path.split("/")
+        for end in range(2, len(parts) + 1):
+            head = "/".join(parts[:end])
+            target = self.links.get(head) or self._link_on_disk(head)
+            if target and not target.startswith(head + "/"):
+                return posixpath.normpath(posixpath.join(posixpath.dirname(head), target, *parts[end:]))
+        return path
+
+    def _link_on_disk(self, path: str) -> str:
+        if self.root is None:
+            return ""
+        place = self.root / path.lstrip("/")
+        return str(place.readlink()) if place.is_symlink() else ""
+
+    def paths(self, field: str) -> list[str]:
+        """The absolute paths that an argument may mean: its glob's files where they can be listed, else one pattern."""
+        path = self.absolute(field)
+        if self.root is not None and has_glob(path) and UNKNOWN not in path:
+            found = sorted(self.root.glob(plain(path).lstrip("/")))[:MAX_LISTED]
+            if found:
+                return ["/" + str(one.relative_to(self.root)) for one in found]
+        written = [name for name in self.written if has_glob(path) and glob_regex(path).fullmatch(name)]
+        return [path, *written]
+
+    def wrote(self, path: str, text: str | None) -> None:
+        """Note that the episode wrote this file. What was a link or a copy of something is now its own."""
+        self.links.pop(path, None)
+        self.written[path] = text
+
+    def next_call(self) -> None:
+        """Forget what does not last from one call to the next."""
+        self.read_variables = []
+        if not self.keeps_shell:
+            self.cwd, self.variables, self.functions, self.positional = self.begins_at, {}, {}, []
