@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
@@ -55,9 +56,15 @@ class LocalJudge(Strict):
     """Block from this probability of `block` on."""
 
 
+def _kind(value: Any) -> str:
+    return f"~{value.get('kind') if isinstance(value, Mapping) else getattr(value, 'kind', '')}"
+
+
 JudgeConfig = Annotated[
-    Annotated[EndpointJudge, Tag("endpoint")] | Annotated[LocalJudge, Tag("local")],
-    Discriminator(lambda value: value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)),
+    Annotated[EndpointJudge, Tag("~endpoint")] | Annotated[LocalJudge, Tag("~local")],
+    Discriminator(
+        _kind, custom_error_type="judge", custom_error_message="a mapping with `kind: endpoint` or `kind: local`"
+    ),
 ]
 
 

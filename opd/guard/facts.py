@@ -8,99 +8,31 @@ from dataclasses import dataclass, field, replace
 from opd.guard.session import Session
 from opd.guard.shell.fields import UNKNOWN, plain
 
-WRITERS = frozenset(
-    [
-        "touch",
-        "truncate",
-        "chmod",
-        "chown",
-        "chgrp",
-        "rm",
-        "rmdir",
-        "unlink",
-        "shred",
-        "tee",
-        "mkdir",
-        "mkfifo",
-        "patch",
-        "setfacl",
-        "chattr",
-    ]
-)
+WRITERS = frozenset((
+    "touch", "truncate", "chmod", "chown", "chgrp", "rm", "rmdir", "unlink", "shred", "tee", "mkdir", "mkfifo",
+    "patch", "setfacl", "chattr",
+))  # fmt: skip
 """Programs that change every file they name."""
-COPIERS = frozenset(["cp", "mv", "ln", "install", "rsync", "scp", "link"])
+COPIERS = frozenset(("cp", "mv", "ln", "install", "rsync", "scp", "link"))
 """Programs that read all files but the last and write the last."""
-NO_PATHS = frozenset(
-    [
-        "echo",
-        "printf",
-        "kill",
-        "sleep",
-        "date",
-        "seq",
-        "export",
-        "declare",
-        "local",
-        "set",
-        "unset",
-        "alias",
-        "type",
-        "which",
-        "test",
-        "[",
-        "[[",
-        "exit",
-        "return",
-        "true",
-        "false",
-        ":",
-        "expr",
-        "pip",
-        "pip3",
-        "npm",
-        "yarn",
-        "brew",
-        "cargo",
-        "uname",
-        "whoami",
-        "trap",
-        "ulimit",
-        "umask",
-        "jobs",
-        "wait",
-        "hash",
-        "compgen",
-        "pgrep",
-        "pkill",
-        "killall",
-    ]
-)
+NO_PATHS = frozenset((
+    "echo", "printf", "kill", "sleep", "date", "seq", "export", "declare", "local", "set", "unset", "alias", "type",
+    "which", "test", "[", "[[", "exit", "return", "true", "false", ":", "expr", "pip", "pip3", "npm", "yarn",
+    "brew", "cargo", "uname", "whoami", "trap", "ulimit", "umask", "jobs", "wait", "hash", "compgen", "pgrep",
+    "pkill", "killall",
+))  # fmt: skip
 """Programs whose arguments are no files."""
-SCRIPT_FIRST = frozenset(
-    ["grep", "egrep", "fgrep", "zgrep", "rg", "ag", "sed", "awk", "gawk", "mawk", "nawk", "jq", "yq", "tr", "fd", "ack"]
-)
+SCRIPT_FIRST = frozenset((
+    "grep", "egrep", "fgrep", "zgrep", "rg", "ag", "sed", "awk", "gawk", "mawk", "nawk", "jq", "yq", "tr", "fd",
+    "ack",
+))  # fmt: skip
 """Programs whose first argument is a pattern or a script, unless an option gives it."""
 SCRIPT_OPTIONS = frozenset({"-e", "-f", "--expression", "--file", "--regexp"})
 WITH_VALUE = {
     "git": {"-C", "-c", "--git-dir", "--work-tree", "--namespace"},
     "head": {"-n", "-c"},
     "tail": {"-n", "-c"},
-    "curl": {
-        "-X",
-        "-H",
-        "-d",
-        "-o",
-        "-u",
-        "-A",
-        "-e",
-        "-b",
-        "-m",
-        "--data",
-        "--header",
-        "--output",
-        "--request",
-        "--max-time",
-    },
+    "curl": {"-X", "-H", "-d", "-o", "-u", "-A", "-e", "-b", "-m", "--data", "--header", "--output", "--request"},
     "wget": {"-O", "-o", "-P", "-t", "-T", "-U"},
 }
 """Options whose next argument is their value."""
@@ -108,29 +40,10 @@ _URL = re.compile(r"\b(?:https?|ftp|git|ssh|rsync|git\+https|svn|wss?)://[^\s'\"
 _HOST_PATH = re.compile(r"(?:[\w.-]+@)?([\w-]+(?:\.[\w-]+)+|[\w.-]+@[\w-]+|localhost|\d+\.\d+\.\d+\.\d+):(?!//)(.*)")
 _DEV_TCP = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/")
 _DOMAIN = re.compile(r"(?:[\w-]+\.)+[a-z]{2,}(?::\d+)?(?:/.*)?", re.IGNORECASE)
-_DIALLERS = frozenset(
-    [
-        "curl",
-        "wget",
-        "http",
-        "https",
-        "xh",
-        "nc",
-        "ncat",
-        "netcat",
-        "telnet",
-        "socat",
-        "ssh",
-        "scp",
-        "sftp",
-        "ping",
-        "lynx",
-        "w3m",
-        "links",
-        "elinks",
-        "aria2c",
-    ]
-)
+_DIALLERS = frozenset((
+    "curl", "wget", "http", "https", "xh", "nc", "ncat", "netcat", "telnet", "socat", "ssh", "scp", "sftp", "ping",
+    "lynx", "w3m", "links", "elinks", "aria2c",
+))  # fmt: skip
 FILE_URL = "file://"
 
 
@@ -166,7 +79,8 @@ class Call:
     """Lines of the calls that get its output in the pipeline."""
     tags: frozenset[str] = frozenset()
     """`unseen`: runs code that we cannot see. `decoded`: comes out of encoded text. `unknown`: its name is not known.
-    `outward`: a find or listing that begins at a root of the system."""
+    `outward`: a find that begins at a root of the system. `wraps`: runs the program of another call. `writes_unknown`: writes a
+    file that we cannot name. `sets:NAME`: a variable set for it."""
 
     def line(self) -> str:
         """The call as one line with resolved paths, for verdicts and their cache."""
@@ -248,53 +162,54 @@ def _short(arg: str) -> list[str]:
 
 
 def _files(call: Call, operands: list[str], values: list[str], session: Session) -> tuple[list[str], list[str]]:
+    """Paths that a call reads and writes, as far as its arguments tell."""
     program = call.program
     if program in NO_PATHS:
         return [], []
-    named = list(operands)
-    if program in SCRIPT_FIRST and not call.flags & SCRIPT_OPTIONS:
-        named = named[1:]
-    if program == "find":
-        named = [a for a in named if "/" in a or a in (".", "..")] or ["."]
-    if program == "git":
-        named = [a for a in named if "/" in a and not _URL.match(a)]
-    found = [path for one in [*named, *values] for path in _paths_of(one, session)]
-    copies = program in COPIERS and len(found) > 1
-    changes = program in WRITERS or (
-        program in ("sed", "perl") and any(f.startswith("-") and "i" in f for f in call.flags & _IN_PLACE)
-    )
-    if copies:
-        return found[:-1], found[-1:]
     if program == "dd":
-        return [p for a in operands if a.startswith("if=") for p in session.paths(a[3:])], [
-            p for a in operands if a.startswith("of=") for p in session.paths(a[3:])
-        ]
+        inputs = [a[3:] for a in operands if a.startswith("if=")]
+        return _paths(inputs, session), _paths([a[3:] for a in operands if a.startswith("of=")], session, False)
+    named = _file_operands(call, operands)
+    outputs = values if program in ("curl", "wget") and call.flags & {"-o", "-O", "--output"} else []
+    if program in COPIERS and len(named) > 1:
+        changed = named if program == "mv" else named[-1:]
+        return _paths([*named[:-1], *values], session), _paths(changed, session, False)
+    if program in WRITERS or call.git in ("rm", "mv") or (program in ("sed", "perl") and _in_place(call)):
+        return [], _paths([*named, *values], session, False)
+    return _paths([*named, *(v for v in values if v not in outputs)], session), _paths(outputs, session, False)
+
+
+def _file_operands(call: Call, operands: list[str]) -> list[str]:
+    """The operands that may name files."""
+    program = call.program
+    if program in SCRIPT_FIRST and not call.flags & SCRIPT_OPTIONS:
+        return operands[1:]
+    if program == "find":
+        return [a for a in operands if "/" in a or a in (".", "..")] or ["."]
     if call.git in ("rm", "mv"):
-        return [], [p for a in operands[1:] for p in session.paths(a)]
-    outputs = _outputs(call, values, session)
-    return [p for p in found if p not in outputs] if not changes else [], outputs + (found if changes else [])
+        return operands[1:]
+    return [a for a in operands if "/" in a and not _URL.match(a)] if program == "git" else operands
 
 
-_IN_PLACE = frozenset({"-i", "-pi", "-ni", "-pie", "-ie", "-Ei", "-ri", "-i.bak", "-pi.bak"})
+def _in_place(call: Call) -> bool:
+    return any(flag == "-i" or flag.startswith(("-i.", "--in-place")) for flag in call.flags)
 
 
-def _outputs(call: Call, values: list[str], session: Session) -> list[str]:
-    """Files that options name as the output, and those that a find deletes."""
-    if call.program in ("curl", "wget") and call.flags & {"-o", "-O", "--output"}:
-        return [path for one in values for path in session.paths(one)]
-    return []
+def _paths(arguments: list[str], session: Session, copies: bool = True) -> list[str]:
+    """The absolute paths that arguments may name; with `copies` a copy is what it was copied from."""
+    return [path for one in arguments for path in _paths_of(one, session, copies)]
 
 
-def _paths_of(argument: str, session: Session) -> list[str]:
+def _paths_of(argument: str, session: Session, copies: bool) -> list[str]:
     """The paths that an argument may name: itself, and what follows `=`, `@` or `host:`."""
     if argument.startswith(FILE_URL):
-        return session.paths(argument.removeprefix(FILE_URL))
-    if _URL.match(plain(argument)) or len(argument) > 4096 or "\n" in argument:
+        return session.paths(argument.removeprefix(FILE_URL), copies)
+    if argument in ("", "-") or _URL.match(plain(argument)) or len(argument) > 4096 or "\n" in argument:
         return []
-    found = session.paths(argument)
+    found = session.paths(argument, copies)
     for mark in (":/", "=/", "@/"):
         if mark in argument:
-            found += session.paths(argument[argument.index(mark) + 1 :])
+            found += session.paths(argument[argument.index(mark) + 1 :], copies)
     return found
 
 

@@ -16,7 +16,7 @@ def glob_source(glob: str) -> str:
     found, index = [], 0
     while index < len(glob):
         char = glob[index]
-        if glob.startswith("/**", index) and index + 3 == len(glob):
+        if glob.startswith("/**", index) and glob[index + 3 : index + 4] in ("", "}", ","):
             found.append("(?:/.*)?")
             index += 3
             continue

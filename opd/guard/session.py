@@ -29,7 +29,9 @@ class Session:
     functions: dict[str, object] = field(default_factory=dict)
     positional: list[str] = field(default_factory=list)
     links: dict[str, str] = field(default_factory=dict)
-    """Links, and copies of files: path -> where it came from."""
+    """Links that the episode made: path -> target."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """Copies that it made: path -> what it is a copy of."""
     written: dict[str, str | None] = field(default_factory=dict)
     """Files whose whole text the episode wrote: path -> text, None if we do not know it."""
     read_variables: list[str] = field(default_factory=list)
@@ -43,27 +45,31 @@ class Session:
     def copy(self) -> Session:
         """A session of its own with the same state."""
         new = copy(self)
-        new.variables, new.functions, new.links = dict(self.variables), dict(self.functions), dict(self.links)
+        new.variables, new.functions = dict(self.variables), dict(self.functions)
+        new.links, new.copies = dict(self.links), dict(self.copies)
         new.positional, new.written, new.read_variables = list(self.positional), dict(self.written), []
         return new
 
     def become(self, other: Session) -> None:
         """Take over the state of a copy: its call is let through."""
-        for name in ("cwd", "variables", "functions", "links", "positional", "written", "read_variables"):
+        for name in ("cwd", "variables", "functions", "links", "copies", "positional", "written", "read_variables"):
             setattr(self, name, getattr(other, name))
 
-    def absolute(self, path: str) -> str:
-        """The path as the system would find it: from the working directory, without `..` and links."""
+    def absolute(self, path: str, copies: bool = True) -> str:
+        """The path as the system would find it: from the working directory, without `..` and links.
+
+        With `copies` a copy is what it was copied from: that is what a reader sees, but not what a writer changes.
+        """
         path = posixpath.normpath(posixpath.join(self.cwd, path))
         path = "/" + path.lstrip("/")  # POSIX lets `//` stand, which is the same directory
         for _ in range(MAX_LINKS):
-            resolved = self._one_link(path)
+            resolved = self._one_link(path, copies)
             if resolved == path:
                 break
             path = resolved
         return path
 
-    def _one_link(self, path: str) -> str:
+    def _one_link(self, path: str, copies: bool) -> str:
         if path.startswith("/proc/self/cwd"):
             return self.cwd + path.removeprefix("/proc/self/cwd")
         if path.startswith("/proc/") and "/root/" in path:
@@ -71,7 +77,7 @@ class Session:
         parts = path.split("/")
         for end in range(2, len(parts) + 1):
             head = "/".join(parts[:end])
-            target = self.links.get(head) or self._link_on_disk(head)
+            target = (copies and self.copies.get(head)) or self.links.get(head) or self._link_on_disk(head)
             if target and not target.startswith(head + "/"):
                 return posixpath.normpath(posixpath.join(posixpath.dirname(head), target, *parts[end:]))
         return path
@@ -82,9 +88,9 @@ class Session:
         place = self.root / path.lstrip("/")
         return str(place.readlink()) if place.is_symlink() else ""
 
-    def paths(self, field: str) -> list[str]:
+    def paths(self, field: str, copies: bool = True) -> list[str]:
         """The absolute paths that an argument may mean: its glob's files where they can be listed, else one pattern."""
-        path = self.absolute(field)
+        path = self.absolute(field, copies)
         if self.root is not None and has_glob(path) and UNKNOWN not in path:
             found = sorted(self.root.glob(plain(path).lstrip("/")))[:MAX_LISTED]
             if found:
@@ -95,6 +101,7 @@ class Session:
     def wrote(self, path: str, text: str | None) -> None:
         """Note that the episode wrote this file. What was a link or a copy of something is now its own."""
         self.links.pop(path, None)
+        self.copies.pop(path, None)
         self.written[path] = text
 
     def next_call(self) -> None:

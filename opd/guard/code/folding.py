@@ -8,12 +8,13 @@ import binascii
 import codecs
 import posixpath
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 MAX_TEXT = 1 << 16
 UNKNOWABLE = object()
 """In the place of a value that depends on what runs."""
-_DECODERS = {
+_DECODERS: dict[str, Callable[[Any], bytes]] = {
     "base64.b64decode": base64.b64decode,
     "base64.urlsafe_b64decode": base64.urlsafe_b64decode,
     "base64.b32decode": base64.b32decode,

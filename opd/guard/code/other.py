@@ -37,7 +37,7 @@ def read_other(language: str, text: str) -> Code:
     if _RUNS.search(text):
         code.shell += [literal for literal in literals if literal.strip()]
     if _WRITES.search(text):
-        code.writes += [literal for literal in code.mentions]
+        code.writes += code.mentions
     if _EVALUATES.search(text) and _DECODES.search(text):
         code.tags |= {"decoded", "unseen"}
     elif _DECODES.search(text):

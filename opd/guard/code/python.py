@@ -21,7 +21,7 @@ _PROCESSES = {
     "subprocess.Popen",
     "asyncio.create_subprocess_shell",
 }
-_CHANGES = {"write_text", "write_bytes", "unlink", "touch", "rename", "replace", "chmod", "symlink_to", "hardlink_to"}
+_CHANGES = {"write_text", "write_bytes", "unlink", "touch", "rename", "chmod", "symlink_to", "hardlink_to"}
 _REMOVERS = {"os.remove", "os.unlink", "os.chmod", "os.rmdir", "os.truncate", "shutil.rmtree", "os.removedirs"}
 _TARGETS = {
     "shutil.copy",
@@ -162,20 +162,25 @@ class _PythonReader(ast.NodeVisitor):
             self.code.tags.add("unseen")
 
     def _writes(self, node: ast.Call, called: str, first: Any) -> None:
+        """Note what a call opens for writing, changes or removes."""
         method = called.rpartition(".")[2]
-        if called in ("open", "io.open", "os.open", "codecs.open") or method == "open":
-            rest = node.args[1:] if called != "?.open" else node.args
-            modes = [self.fold.value(arg) for arg in [*rest, *(w.value for w in node.keywords if w.arg == "mode")]]
-            if any(isinstance(mode, str) and set(mode) & set("wax+") and len(mode) <= 3 for mode in modes):
-                self._written(first)
+        if method == "open":
+            self._opens(node, called, first)
         elif called in _REMOVERS:
             self._written(first)
         elif called in _TARGETS and len(node.args) > 1:
             self._written(self.fold.value(node.args[1]))
         elif method in _CHANGES and isinstance(node.func, ast.Attribute):
             receiver = self.fold.value(node.func.value)
-            if method not in ("replace", "rename") or isinstance(receiver, str):
-                self._written(receiver) if method not in ("replace",) else None
+            if isinstance(receiver, str) or method in ("write_text", "write_bytes"):
+                self._written(receiver)
+
+    def _opens(self, node: ast.Call, called: str, first: Any) -> None:
+        own = called not in ("open", "io.open", "codecs.open", "os.open")  # a method of a path
+        modes = [self.fold.value(arg) for arg in node.args[0 if own else 1 :]]
+        modes += [self.fold.value(word.value) for word in node.keywords if word.arg == "mode"]
+        if any(isinstance(mode, str) and set(mode) & set("wax+") and len(mode) <= 3 for mode in modes):
+            self._written(self.fold.value(node.func.value) if own and isinstance(node.func, ast.Attribute) else first)
 
     def _written(self, path: Any) -> None:
         if isinstance(path, str):

@@ -6,7 +6,20 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from opd.guard.session import Session
-from opd.guard.shell.fields import ACTIVE, BREAK, MAX_FIELDS, UNKNOWN, braces, glob_regex, known, plain
+from opd.guard.shell.fields import (
+    ACTIVE,
+    BREAK,
+    MAX_FIELDS,
+    ONE,
+    SETTLED,
+    STAR,
+    UNKNOWN,
+    VALUE,
+    braces,
+    glob_regex,
+    known,
+    plain,
+)
 from opd.guard.shell.nodes import Arithmetic, Literal, Part, Script, Substitution, Variable, Word
 
 MAX_VALUE = 1 << 16
@@ -25,7 +38,7 @@ class Expander:
         text = self._text(word, split=True)
         if text.startswith("~"):
             text = self._home(text)
-        found = [field for piece in text.split(BREAK) for field in braces(piece)]
+        found = [field.translate(SETTLED) for piece in text.split(BREAK) for field in braces(piece)]
         if all(field == "" for field in found) and not any(_keeps_empty(part) for part in word):
             return []
         return [f for f in found if f or _keeps_empty_word(word)][:MAX_FIELDS]
@@ -35,7 +48,7 @@ class Expander:
         text = self._text(word, split=False)
         if text.startswith("~"):
             text = self._home(text)
-        return "".join(c if c == UNKNOWN else plain(c) for c in text)
+        return text.translate(VALUE)
 
     def _home(self, text: str) -> str:
         name, slash, rest = text.partition("/")
@@ -50,7 +63,8 @@ class Expander:
         if isinstance(part, Literal):
             return part.text if part.quoted or not split else part.text.translate(ACTIVE)
         if isinstance(part, Variable):
-            return self._split(self._variable(part), part.quoted or not split)
+            value = self._variable(part)
+            return value if part.name == "@" and split else self._split(value, part.quoted or not split)
         if isinstance(part, Substitution):
             output = self.run(part.body)
             return UNKNOWN if output is None else self._split(output.rstrip("\n"), part.quoted or not split)
@@ -64,8 +78,8 @@ class Expander:
         if whole:
             return value.replace(BREAK, " ")
         separators = self.session.variables.get("IFS", " \t\n")
-        table = str.maketrans(dict.fromkeys(separators, BREAK))
-        return value.translate(table).translate(str.maketrans({"*": ACTIVE[ord("*")], "?": ACTIVE[ord("?")]}))
+        table = dict.fromkeys(map(ord, separators), BREAK)
+        return value.translate(table | {ord("*"): STAR, ord("?"): ONE})
 
     def _variable(self, part: Variable) -> str:
         value = self._lookup(part.name)

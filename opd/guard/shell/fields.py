@@ -19,6 +19,10 @@ BREAK = "\ue007"
 MARKS = re.compile("[\ue000-\ue007]")
 ACTIVE = str.maketrans({"*": STAR, "?": ONE, "[": SET, "{": OPEN, ",": COMMA, "}": CLOSE})
 PLAIN = str.maketrans({UNKNOWN: "…", STAR: "*", ONE: "?", SET: "[", OPEN: "{", COMMA: ",", CLOSE: "}", BREAK: " "})
+SETTLED = str.maketrans({OPEN: "{", COMMA: ",", CLOSE: "}"})
+"""For marks of braces that turned out to be characters."""
+VALUE = {mark: text for mark, text in PLAIN.items() if mark != ord(UNKNOWN)}
+"""For text in which nothing but the unknown keeps its mark."""
 MAX_FIELDS = 256
 
 

@@ -41,13 +41,17 @@ class Run:
         return Run(argv, self.streams, self.tags)
 
 
+Handler = Callable[["Walker", Run], str | None]
+"""What goes on into a program: notes its call and returns what it prints, if that is known."""
+
+
 class Walker:
     """Collects `calls` and changes the session as the script would.
 
     `special` has the programs that run others or change the shell's state, by name (`programs.PROGRAMS`).
     """
 
-    def __init__(self, session: Session, special: Mapping[str, Callable[[Walker, Run], str | None]]) -> None:
+    def __init__(self, session: Session, special: Mapping[str, Handler]) -> None:
         self.session = session
         self._special = special
         self.calls: list[Call] = []
@@ -97,13 +101,13 @@ class Walker:
             self.session.functions[node.name] = node.body
             return ""
         streams = self._connect(node.redirects, given)
-        self._bare_redirects(streams, given)
+        self._bare_redirects(streams)
         if isinstance(node, For):
             return self._for(node, streams)
         kept = self.session.copy() if node.subshell else None
         outputs = [self.script(body, streams) for body in node.bodies]
         if kept is not None:
-            kept.links, kept.written = self.session.links, self.session.written
+            kept.links, kept.copies, kept.written = self.session.links, self.session.copies, self.session.written
             self.session.become(kept)
         whole = "".join(o for o in outputs if o is not None) if None not in outputs else None
         return whole if len(node.bodies) == 1 else None
@@ -126,7 +130,7 @@ class Walker:
         streams.sources = (*streams.sources, *inside)
         if not argv:
             self._assign(values)
-            self._bare_redirects(streams, given)
+            self._bare_redirects(streams)
             return streams.stdin if any(r.operator == "<" for r in node.redirects) else ""
         used = self.session.read_variables
         if values:
@@ -137,7 +141,7 @@ class Walker:
         if values:
             self.session.variables = kept
         self._written(streams, printed)
-        return None if printed is None else ("" if streams.truncates else printed)
+        return "" if streams.writes else printed
 
     def _tags(self, values: list[tuple[str, str, bool]]) -> frozenset[str]:
         """Tags that come from variables set for one call, such as `LD_PRELOAD=...`."""
@@ -162,13 +166,11 @@ class Walker:
         for redirect in redirects:
             operator = redirect.operator
             if operator in ("<<", "<<<"):
-                streams.stdin, streams.has_stdin = (
-                    self._expander.value(redirect.target) + "\n" * (operator == "<<<"),
-                    True,
-                )
+                text = self._expander.value(redirect.target)
+                streams.stdin, streams.has_stdin = text + "\n" * (operator == "<<<"), True
                 continue
-            targets = [field for field in self._fields(redirect.target)]
-            paths = [path for field in targets for path in self.session.paths(field)]
+            targets = self._fields(redirect.target)
+            paths = [path for field in targets for path in self.session.paths(field, operator in ("<", "<>", "<&"))]
             if not targets or (operator in ("<&", ">&") and plain(targets[0]).rstrip("-").isdigit()):
                 continue
             if operator in ("<", "<>", "<&"):
@@ -180,7 +182,7 @@ class Walker:
                 streams.truncates += [path for path in paths if path not in NOWHERE]
         return streams
 
-    def _bare_redirects(self, streams: Streams, given: Streams) -> None:
+    def _bare_redirects(self, streams: Streams) -> None:
         """A call of its own for redirections without a program, or of a whole group."""
         if streams.reads or streams.writes:
             self.add(facts(["cat"], self.session, streams))
@@ -197,6 +199,10 @@ class Walker:
         reads = tuple(path for path in call.reads if path not in own)
         self.calls.append(replace(call, reads=reads, tags=call.tags | self.tags))
 
+    def tag(self, tag: str) -> None:
+        """Add a tag to the call that was noted last."""
+        self.calls[-1] = replace(self.calls[-1], tags=self.calls[-1].tags | {tag})
+
     def run(self, run: Run) -> str | None:
         """Note what one program call does; what it prints, if known. Raises: Unreadable."""
         name = plain(run.argv[0]).rpartition("/")[2] if known(run.argv[0]) else ""
@@ -211,14 +217,13 @@ class Walker:
         self.note(run)
         return output(run.argv, run.streams.stdin, self.session)
 
-    def note(self, run: Run, **more: object) -> Call:
+    def note(self, run: Run) -> None:
         """Add the call as it stands."""
         call = facts(run.argv, self.session, run.streams, run.tags)
         written = run.streams.stdin if call.program == "tee" else None
         if run.streams.writes and written is None:
             written = output(run.argv, run.streams.stdin, self.session)
-        self.add(replace(call, text=written or "", **more))  # type: ignore[arg-type]
-        return call
+        self.add(replace(call, text=written or ""))
 
     def _function(self, name: str, run: Run) -> str | None:
         if self._nested >= MAX_NESTED:
@@ -254,7 +259,7 @@ class Walker:
             raise Unreadable("too deeply nested")
         found = read_python(text) if language == "python" else read_other(language, text)
         self._nested += 1
-        before = self.tags
+        before, cwd = self.tags, self.session.cwd
         try:
             self._code_call(language, found, run)
             self.tags = self.tags | ({"decoded"} if "decodes" in found.tags else set())
@@ -267,7 +272,7 @@ class Walker:
                     self._shell_in_code(language, command)
         finally:
             self._nested -= 1
-            self.tags = before
+            self.tags, self.session.cwd = before, cwd
 
     def _shell_in_code(self, language: str, command: str) -> None:
         try:
@@ -298,5 +303,5 @@ class Walker:
             sources=run.streams.sources,
             tags=run.tags | tags,
         )
-        argv = tuple(url for url in call.urls)
-        self.add(replace(call, hosts=addresses(replace(call, argv=argv))[1], argv=("-c", *strings[:8])))
+        hosts = addresses(replace(call, argv=call.urls))[1]
+        self.add(replace(call, hosts=hosts, argv=("-c", *strings[:8])))

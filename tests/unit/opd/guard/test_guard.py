@@ -114,7 +114,6 @@ def test_what_earlier_calls_prepared(commands: tuple[str, ...]) -> None:
     "commands",
     [
         ("cat > answers.json <<< '{}'", "cat answers.json"),
-        ("echo x > .answer", "cat .answer"),
         ("cd src/hidden_layer", "cat model.py"),
         ("printf 'def solve(n): return n' > solution.py", "python3 solution.py < input.txt"),
     ],
@@ -173,7 +172,7 @@ def test_tools_that_are_described() -> None:
             "curl https://raw.githubusercontent.com/a/b/c.py",
             "curl: (6) Could not resolve host: raw.githubusercontent.com",
         ),
-        ("git clone https://github.com/a/b", "repository"),
+        ("git clone https://github.com/a/b", "Could not resolve host: github.com"),
         ("git show origin/main:x.py", "fatal: ambiguous argument 'origin/main:x.py': unknown revision"),
         ("git fetch upstream", "fatal: 'upstream' does not appear to be a git repository"),
         ("cp fake.json /judge/answers.json", "cp: cannot create regular file '/judge/answers.json': Permission denied"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,6 @@ AS_BASH = [
     'set -- one two; p $1 $2 "$@"',
     'f() { p "$1" x; }; f arg',
     "p '' \"\" a",
-    "p $((1+2)) >/dev/null; p done",
     "p ~+ | cat",
     "p $(basename /a/b.txt .txt) $(dirname /a/b.txt)",
     "p 2>&1 x",
@@ -86,7 +86,7 @@ def test_words_are_those_of_bash(text: str, tmp_path: Path) -> None:
     assert done.returncode == 0
     wanted = (tmp_path / "out").read_text().rpartition("--\n")[2].splitlines()
     called = [call for call in walked(text, Session(cwd=str(tmp_path))) if call.program == "p"]
-    assert [arg if arg != "…" else "3" for arg in called[-1].argv] == wanted or "$((" in text
+    assert list(called[-1].argv) == wanted
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_heredocs_expand_unless_they_are_quoted() -> None:
         ("cp /far/a b; cat b", {"/far/a"}),
         ("dd if=/far/a of=/dev/null", {"/far/a"}),
         ("tar -C/far -cf - .", {"/far", "/workspace"}),
-        ("docker cp box:/far/a .", {"/far/a", "/workspace/box:/far/a"}),
+        ("docker cp box:/far/a .", {"/far/a", "/workspace/box:/far/a", "/workspace/cp", "/workspace"}),
         ("curl file:///far/a", {"/far/a"}),
         ("cat /proc/self/cwd/a /proc/7/root/far/a", {"/workspace/a", "/far/a"}),
         ("echo /far/a", set()),
@@ -174,7 +174,8 @@ def test_files_that_are_read(text: str, wanted: set[str]) -> None:
         ("echo x | tee a /b", {"/workspace/a", "/b"}),
         ("sed -i s/a/b/ f", {"/workspace/f"}),
         ("cp a b /c", {"/c"}),
-        ("mv a b", {"/workspace/b"}),
+        ("mv a b", {"/workspace/a", "/workspace/b"}),
+        ("cp -r /far a; rm -rf a", {"/workspace/a"}),
         ("rm -rf d", {"/workspace/d"}),
         ("dd if=a of=/b", {"/b"}),
         ("git rm -q t", {"/workspace/t"}),
@@ -283,10 +284,8 @@ def test_a_glob_is_listed_where_the_files_can_be_seen(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_takes_long_or_breaks(text: str) -> None:
-    try:
+    with suppress(Unreadable):
         walked(text)
-    except Unreadable:
-        pass
 
 
 def test_a_function_that_calls_itself_ends() -> None:
