@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
 
 class PromptSource(Protocol):
     def take(self, step: int) -> Sequence[Prompt]:
-        """The step's prompts, every domain among them. They depend on (seed, step) and the records of the steps before, and on
-        nothing else, so a resume needs no cursor."""
+        """The step's prompts, every domain among them; the same one several times, side by side, for several responses. They
+        depend on (seed, step) and the records of the steps before, and on nothing else, so a resume needs no cursor."""
         ...
 
 

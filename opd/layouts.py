@@ -1,5 +1,7 @@
 """Token sequences laid out for one forward pass, and the proof that they cannot see each other.
 
+    shared           packed, but sequences that begin alike are a tree: a prompt once, then the responses to it; a mask of
+                     four dimensions lets each token see its own way to the root. For several responses a prompt
     packed           side by side in rows of one width; position ids that begin again at 0 tell them apart
     packed_indexed   all of them in one row; also told apart by sequence indices and cumulative lengths
     padded           one sequence a row, padding on its right, an attention mask
@@ -9,6 +11,9 @@ position ids. Recurrent layers, short convolutions, ALiBi and learned positions 
 hidden states' size, and nothing else notices. So every model is asked before it trains or scores: three sequences laid
 out together must give what each gives alone, and another neighbour must change nothing. The first layout that passes is
 taken. Padding on the right cannot reach back in a causal model, so the last one is always worth a try.
+
+A tree also needs layers that attend to whatever the mask lets them (`opd.model_weights.obeys_masks`): a window is longer than
+what is tried here. The gradient of a shared prompt is the sum over its responses, which attention adds up by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.packing import pack
+from opd.packing import SHARED, pack, trees
 from opd.types import LayoutProof, Rollout
 
 PROBE_LENGTHS = (37, 29, 43)
@@ -46,6 +51,10 @@ class Packed:
     """Restarts at 0 with each sequence; None leaves positions to the model."""
     offsets: tuple[int, ...]
     """Flat index (row * T + column) of each sequence's first token."""
+    paths: Sequence[tuple[int, ...]] = ()
+    """Flat index of every token of each sequence; empty where a sequence's tokens lie side by side."""
+    ends_B_T: Tensor | None = None
+    """First column to the right of each one that does not see it; None leaves the mask to the model."""
     mask_B_T: Tensor | None = None
     """1 on tokens, 0 on padding; None where there is no padding."""
     seq_idx_B_T: Tensor | None = None
@@ -55,17 +64,67 @@ class Packed:
     longest: int = 0
     """Tokens of the longest sequence."""
 
-    def inputs(self) -> dict[str, Any]:
-        """Keyword arguments for the body of a transformers model."""
+    def inputs(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Keyword arguments for the body of a transformers model. A tree's mask is additive in `dtype`, that of the model: from
+        one of true and false torch would make such a mask for every layer, and keep all of them for the backward pass."""
         given: dict[str, Any] = {"input_ids": self.input_ids_B_T, "use_cache": False}
         if self.position_ids_B_T is not None:
             given["position_ids"] = self.position_ids_B_T
         if self.mask_B_T is not None:
             given["attention_mask"] = self.mask_B_T
+        if self.ends_B_T is not None:
+            seen_B_1_T_T = _tree_mask(self.ends_B_T)
+            given["attention_mask"] = seen_B_1_T_T if dtype is None else _additive(seen_B_1_T_T, dtype)
         if self.cu_seq_lens is not None:
             given |= {"seq_idx": self.seq_idx_B_T, "cu_seq_lens_q": self.cu_seq_lens, "cu_seq_lens_k": self.cu_seq_lens}
             given |= {"max_length_q": self.longest, "max_length_k": self.longest}
         return given
+
+    def at(self, sequence: int, place: int) -> int:
+        """Flat index of a token of a sequence."""
+        return self.paths[sequence][place] if self.paths else self.offsets[sequence] + place
+
+
+def _tree_mask(ends_B_T: Tensor) -> Tensor:
+    """[B, 1, T, T] True where a column (third axis) sees another: the other is to its left, and on its way to the root."""
+    column_T = torch.arange(ends_B_T.shape[1], device=ends_B_T.device)
+    return ((column_T <= column_T[:, None]) & (column_T[:, None] < ends_B_T[:, None, :]))[:, None]
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def shared(sequences: Sequence[Sequence[int]]) -> Packed:
+    """Lay out trees side by side in rows, each depth first; a column after the last tree of a row sees itself alone."""
+    found = trees(sequences)
+    packing = pack([tree.size for tree in found])
+    ids_N = torch.zeros(packing.num_rows * packing.width, dtype=torch.long)
+    positions_N = torch.zeros_like(ids_N)
+    ends_N = torch.arange(1, packing.width + 1).repeat(packing.num_rows)
+    paths: list[tuple[int, ...]] = [()] * len(sequences)
+    for slot in packing.slots:
+        tree = found[slot.index]
+        start = slot.row * packing.width
+        free = start + slot.start
+        path: tuple[int, ...] = ()
+        ends_N[free : free + tree.size] = slot.start + tree.size
+        for index, common in zip(tree.members, tree.shared, strict=True):
+            new = sequences[index][common:]
+            if path:
+                ends_N[torch.tensor(path[common:], dtype=torch.long)] = free - start  # no later member is behind them
+            ids_N[free : free + len(new)] = torch.tensor(new, dtype=torch.long)
+            positions_N[free : free + len(new)] = torch.arange(common, len(sequences[index]))
+            path = paths[index] = (*path[:common], *range(free, free + len(new)))
+            free += len(new)
+    shape = (packing.num_rows, packing.width)
+    return Packed(
+        input_ids_B_T=ids_N.view(shape),
+        position_ids_B_T=positions_N.view(shape),
+        offsets=tuple(path[0] for path in paths),
+        paths=paths,  # a list: `to_device` does not look through its numbers
+        ends_B_T=ends_N.view(shape),
+    )
 
 
 def packed(sequences: Sequence[Sequence[int]]) -> Packed:
@@ -111,11 +170,17 @@ def padded(sequences: Sequence[Sequence[int]]) -> Packed:
 
 
 LAYOUTS: Mapping[str, Callable[[Sequence[Sequence[int]]], Packed]] = {
+    SHARED: shared,
     "packed": packed,
     "packed_indexed": packed_indexed,
     "padded": padded,
 }
 """Name -> function, in the order in which they are tried: the fastest first."""
+
+
+def candidates(share: bool) -> tuple[str, ...]:
+    """The layouts to try; `share` if several responses to a prompt are in a step."""
+    return tuple(name for name in LAYOUTS if share or name != SHARED)
 
 
 def single(sequence: Sequence[int]) -> Packed:
@@ -125,16 +190,13 @@ def single(sequence: Sequence[int]) -> Packed:
 
 def predict_positions(laid_out: Packed, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Flat positions that predict tokens [start, stop) of each sequence: one to the left of each token."""
-    parts = [
-        torch.arange(o + start - 1, o + stop - 1) for o, (start, stop) in zip(laid_out.offsets, spans, strict=True)
-    ]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
+    places = [laid_out.at(i, t - 1) for i, (start, stop) in enumerate(spans) for t in range(start, stop)]
+    return torch.tensor(places, dtype=torch.long)
 
 
 def predict_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
     """[N] flat positions that predict the trained tokens of these rollouts, the sequences that were laid out."""
-    starts = [o + len(r.prompt_ids) - 1 for o, r in zip(laid_out.offsets, rollouts, strict=True)]
-    places = [start + place for start, r in zip(starts, rollouts, strict=True) for place in r.trained]
+    places = [laid_out.at(i, len(r.prompt_ids) - 1 + place) for i, r in enumerate(rollouts) for place in r.trained]
     return torch.tensor(places, dtype=torch.long)
 
 
@@ -142,13 +204,15 @@ Body = Callable[[Packed], Tensor]
 """[B*T, D] last hidden states of what is laid out."""
 
 
-def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype) -> float:
+def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype, *, masks_decide: bool = True) -> float:
     """Measure how wrong a layout is for this model: at most 1 passes.
 
     Two differences are measured relative to the largest hidden state: sequences laid out together against each alone, and
     with these neighbours against with others. Each is divided by its bound, and the larger ratio is the result. NaN where
-    the model's states are not finite.
+    the model's states are not finite. Infinite for trees if `masks_decide` is false: see `opd.model_weights.obeys_masks`.
     """
+    if layout == SHARED and not masks_decide:
+        return math.inf
     alone, neighbour = layout_differences(body, layout, vocab_size)
     # torch's `max` is NaN if one of the two is; Python's may lose it.
     worst = torch.tensor([alone / ALONE[dtype], neighbour / NEIGHBOUR]).max()
@@ -157,9 +221,7 @@ def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype) -
 
 def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float, float]:
     """Two differences, relative to the largest hidden state: (together against alone, other neighbours against these)."""
-    gen = torch.Generator().manual_seed(0)
-    drawn = [torch.randint(0, vocab_size, (2, n), generator=gen).tolist() for n in PROBE_LENGTHS]
-    these, others = [pair[0] for pair in drawn], [pair[1] for pair in drawn]
+    these, others = _probes(layout, vocab_size)
     with torch.no_grad():
         together = _states(body, LAYOUTS[layout](these), these)
         alone = [_states(body, single(sequence), [sequence])[0] for sequence in these]
@@ -176,20 +238,39 @@ def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float,
     return apart(alone), apart(changed)
 
 
+def _probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Sequences, and others in their places: random tokens, for trees behind prefixes that the two have in common."""
+    gen = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(0, vocab_size, (2, n), generator=gen).tolist() for n in PROBE_LENGTHS]
+    if layout != SHARED:
+        return [pair[0] for pair in drawn], [pair[1] for pair in drawn]
+    stem, fork, apart = (torch.randint(0, vocab_size, (n,), generator=gen).tolist() for n in (16, 8, 40))
+    fork[0] = vocab_size - 1
+    starts = [stem, [*stem, *fork], [*stem, *fork]]
+    # The first token behind a prefix says whose it is, so that the tree has one shape, whoever takes which place: other
+    # shapes round otherwise. The fourth sequence is a tree of its own beside it.
+    kinds = [
+        [[*start, kind + 2 * (i == 2), *pair[kind]] for i, (start, pair) in enumerate(zip(starts, drawn, strict=True))]
+        for kind in (0, 1)
+    ]
+    alone = [[(stem[0] + 1) % vocab_size, *tokens] for tokens in (apart, apart[::-1])]
+    return [*kinds[0], alone[0]], [*kinds[1], alone[1]]
+
+
 def _states(body: Body, laid_out: Packed, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """[T, D] of each sequence, float64."""
     flat_N_D = body(laid_out).double().cpu()
-    return [flat_N_D[o : o + len(s)] for o, s in zip(laid_out.offsets, sequences, strict=True)]
+    return [flat_N_D[[laid_out.at(i, place) for place in range(len(s))]] for i, s in enumerate(sequences)]
 
 
-def prove_layout(error: Callable[[str], float], who: str) -> LayoutProof:
-    """The first layout whose `error`, as `layout_error` gives it, is at most 1.
+def prove_layout(error: Callable[[str], float], who: str, *, share: bool = False) -> LayoutProof:
+    """The first layout whose `error`, as `layout_error` gives it, is at most 1; trees are tried only with `share`.
 
     A model whose states are not finite proves nothing. It gets the padded layout, which is safe by construction; whoever
     uses the states later judges them row by row. Raises: RunError if no layout is right.
     """
     tried: dict[str, float] = {}
-    for layout in LAYOUTS:
+    for layout in candidates(share):
         tried[layout] = error(layout)
         if math.isnan(tried[layout]):
             return LayoutProof(layout="padded", tried=tried)

@@ -33,6 +33,20 @@ def attention(config: Any) -> str:
     return "sdpa" if known is None or known._supports_sdpa else "eager"
 
 
+def obeys_masks(lm: Any) -> bool:
+    """Whether every layer attends to whatever a given mask lets it, near or far, and nothing else tells tokens apart.
+
+    Windows, chunks and recurrent states go by columns or by distance, whatever a mask of four dimensions says.
+    """
+    config = lm.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        far = set(kinds) == {"full_attention"}
+    else:
+        far = not any(getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size", "window_size"))
+    return far and config._attn_implementation == "sdpa" and lm.is_backend_compatible() and not lm._is_stateful
+
+
 def attention_of(model_dir: Path) -> str:
     """The `attention` of a model directory; no code from it is run."""
     from transformers import AutoConfig

@@ -1,16 +1,28 @@
-"""Packing: sequences side by side in rows of fixed width, told apart by their position ids.
+"""Packing: sequences side by side in rows of fixed width, and sequences that begin alike as a tree.
 
 Used by the trainer and by the teachers, so both see the same token at the same place. transformers builds the block
 mask from position ids alone (sdpa, no attention mask, no cache): a position that does not follow its left neighbour
 starts a new sequence. Padding would cost 1.9x on mixed lengths.
+
+A tree has every prefix once: the prompt, and behind it the responses. What follows a prefix is not in it, so its states are
+the same for all that share it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from opd.types import Rollout
+
+SHARED = "shared"
+"""Name of the layout of trees in `opd.layouts.LAYOUTS`."""
 ROW_MULTIPLE = 64
+WIDEST_TREE = 512
+"""Columns up to which a tree grows in any case. Attention looks at the whole width of a row, so wider rows cost more."""
+WORTH = 4
+"""A sequence joins a tree if it adds at most so many times the tokens that it shares. Else the wider row would cost more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +60,70 @@ def pack(lengths: Sequence[int], *, width: int = 0) -> Packing:
         slots.append(Slot(index, row, used[row]))
         used[row] += lengths[index]
     return Packing(width, len(used), tuple(slots))
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Sequences that begin alike, in an order in which each shares most with the one before it."""
+
+    members: tuple[int, ...]
+    """Indices of the sequences in the caller's list."""
+    shared: tuple[int, ...]
+    """First tokens of each member that the member before it has too; 0 for the first."""
+    size: int
+    """Columns: tokens of all members, those that are shared counted once."""
+
+
+def trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
+    """All sequences as trees of `tree_limit` columns at most; one that shares too little is a tree of its own.
+
+    What becomes of a tree depends on its members alone, so that its micro-batch lays it out as the plan has it.
+    """
+    found: list[Tree] = []
+    before: Sequence[int] = ()
+    longest = 0
+    for index in sorted(range(len(sequences)), key=lambda i: (tuple(sequences[i]), i)):
+        now = sequences[index]
+        shared = _common(before, now)
+        new, longest = len(now) - shared, max(longest, len(now))
+        if found and new <= WORTH * shared and found[-1].size + new <= tree_limit(longest):
+            last = found[-1]
+            found[-1] = Tree((*last.members, index), (*last.shared, shared), last.size + new)
+        else:
+            found.append(Tree((index,), (0,), len(now)))
+            longest = len(now)
+        before = now
+    return found
+
+
+def tree_limit(longest: int) -> int:
+    """Most columns of a tree, given the tokens of its longest member."""
+    return max(WIDEST_TREE, 2 * longest)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of first tokens that are equal in both."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Rollouts that stay in one forward pass: those of a tree, or a single one."""
+
+    rollouts: tuple[Rollout, ...]
+    size: int
+    """Tokens to compute."""
+
+
+def units(rollouts: Sequence[Rollout], *, share: bool) -> list[Unit]:
+    """Each rollout alone, or with `share` the trees of each domain."""
+    if not share:
+        return [Unit((r,), len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
+    by_domain: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        by_domain[rollout.domain].append(rollout)
+    return [
+        Unit(tuple(mine[i] for i in tree.members), tree.size)
+        for mine in by_domain.values()
+        for tree in trees([r.prompt_ids + r.response_ids for r in mine])
+    ]

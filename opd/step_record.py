@@ -124,7 +124,7 @@ class StepRecord:
     truncated: int = 0
     """Responses that ended at their limit."""
     prompts: Mapping[str, int] = field(default_factory=dict)
-    """Prompts that the step took, by domain, including those that were left out."""
+    """Prompts that the step took, by domain, once for each response that was asked for, including those that were left out."""
     truncated_by_domain: Mapping[str, int] = field(default_factory=dict)
     looping_by_domain: Mapping[str, int] = field(default_factory=dict)
     """Responses that ran to their limit in a loop."""

@@ -319,7 +319,7 @@ class LayoutProof:
     """Key of `opd.layouts.LAYOUTS`."""
     tried: Mapping[str, float]
     """Layout -> its error over what rounding explains, of every one that was tried, in order; at most 1 passes, NaN says that
-    the model's states are not finite."""
+    the model's states are not finite, infinity that its config rules the layout out."""
 
     @property
     def proven(self) -> bool:

@@ -11,10 +11,17 @@ def worker_env(workers: int) -> dict[str, str]:
     Two OpenMP jobs with all cores each slow each other down 40-fold, and spinning threads add to it: each role gets its
     share of the cores and waits passively.
     """
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = max(1, cores() // workers)
     return {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def cores() -> int:
+    """Cores that this process may use: fewer than the machine has if it was bound to some of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # no such binding on macOS

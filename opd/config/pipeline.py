@@ -110,12 +110,24 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _whole_groups_in_every_step(self) -> PipelineConfig:
+        total, n = self.trainer.samples_per_step, self.rollout.n
+        if total % n:
+            raise PydanticCustomError(
+                "divided_groups",
+                "a multiple of rollout.n, {n}, because each prompt gets so many responses: for instance {near}",
+                {"n": n, "near": n * max(1, round(total / n)), "found": total, "where": "trainer.samples_per_step"},
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_domain_in_every_step(self) -> PipelineConfig:
-        if self.trainer.samples_per_step < len(self.domains):
+        if self.trainer.samples_per_step < self.rollout.n * len(self.domains):
             raise PydanticCustomError(
                 "too_few_samples",
-                "at least one sample for each of the {domains} domains; raise trainer.samples_per_step",
+                "{each} for each of the {domains} domains; raise trainer.samples_per_step",
                 {
+                    "each": "at least one sample" if self.rollout.n == 1 else f"rollout.n ({self.rollout.n}) samples",
                     "domains": len(self.domains),
                     "found": self.trainer.samples_per_step,
                     "where": "trainer.samples_per_step",

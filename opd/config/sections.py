@@ -19,6 +19,9 @@ class RolloutConfig(Strict):
     """Rollout engines; prompts are dealt out among them."""
     dtype: DType = "float32"
     """Compute type of the engine; bfloat16 is about 1.8 times as fast on a CPU that has it."""
+    n: int = Field(1, ge=1)
+    """Responses to each prompt of a step, each with a seed of its own; a step takes `trainer.samples_per_step` / `n` prompts.
+    From 2 on teachers and trainer compute a prompt once for all responses to it, if that is exact for the model."""
     max_new_tokens: int = Field(64, ge=1)
     """Response limit; shortened per prompt, and counted, where the context would overflow."""
     temperature: float = Field(1.0, ge=0.01)
@@ -45,7 +48,7 @@ class TrainerConfig(Strict):
     steps: int = Field(..., ge=1)
     """Optimiser steps of the whole merge."""
     samples_per_step: int = Field(..., ge=1)
-    """Responses in one optimiser step, over all domains."""
+    """Responses in one optimiser step, over all domains; a multiple of `rollout.n`."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)
@@ -65,7 +68,8 @@ class TrainerConfig(Strict):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: int = Field(4096, ge=16)
-    """Prompt and response tokens of one forward pass of a rank, give or take one response."""
+    """Prompt and response tokens of one forward pass of a rank, give or take one response. A prompt that several responses
+    share counts once where it is computed once."""
     head_memory: ByteSize = Field("1GiB", validate_default=True, gt=0)
     """Memory for teachers' output heads on each rank. The least recently used are dropped first; those that a micro-batch
     needs always stay."""

@@ -38,9 +38,12 @@ def shuffled(count: int, seed: str) -> array[int]:
 class MixedPrompts:
     """Every domain in every step, with the same number of prompts in each."""
 
-    def __init__(self, by_domain: Mapping[str, Sequence[Prompt]], counts: Mapping[str, int], seed: int) -> None:
+    def __init__(
+        self, by_domain: Mapping[str, Sequence[Prompt]], counts: Mapping[str, int], seed: int, n: int = 1
+    ) -> None:
+        """`counts` prompts of each domain in a step, each `n` times."""
         assert set(by_domain) == set(counts)
-        self._domains = EndlessDomains(by_domain, seed)
+        self._domains = EndlessDomains(by_domain, seed, n)
         self._counts = counts
 
     def take(self, step: int) -> list[Prompt]:
@@ -61,10 +64,13 @@ class BalancedPrompts:
         balance: Balance,
         seed: int,
         records: Sequence[StepRecord] = (),
+        n: int = 1,
     ) -> None:
-        """`records` are those of the steps that an interrupted run has taken, from step 1."""
-        self._domains = EndlessDomains(by_domain, seed)
+        """`records` are those of the steps that an interrupted run has taken, from step 1. The balance deals out prompts; each
+        comes `n` times."""
+        self._domains = EndlessDomains(by_domain, seed, n)
         self._balance = balance
+        self._n = n
         self._taken = Counter[str]()
         self._last = 0
         for record in records:
@@ -74,7 +80,7 @@ class BalancedPrompts:
         """Take in the record of the step that was taken last."""
         assert record.step == self._last + 1, f"the record of step {record.step} after that of {self._last}"
         self._last = record.step
-        self._taken.update(record.prompts)
+        self._taken.update({name: number // self._n for name, number in record.prompts.items()})
         self._balance.see(record)
 
     def take(self, step: int) -> list[Prompt]:
@@ -86,14 +92,17 @@ class BalancedPrompts:
 class EndlessDomains:
     """Each domain as a sequence without an end, in a fresh seeded order per epoch."""
 
-    def __init__(self, by_domain: Mapping[str, Sequence[Prompt]], seed: int) -> None:
+    def __init__(self, by_domain: Mapping[str, Sequence[Prompt]], seed: int, n: int = 1) -> None:
+        """`n`: how often each prompt is given, side by side: once for each response."""
         self._by_domain = by_domain
         self._seed = seed
+        self._n = n
         self._orders: dict[tuple[str, int], array[int]] = {}
 
     def read(self, starts: Mapping[str, int], counts: Mapping[str, int]) -> list[Prompt]:
         """`counts` prompts of each domain from its place in `starts`, domain after domain."""
-        return [prompt for name, count in counts.items() for prompt in self._window(name, starts[name], count)]
+        windows = (self._window(name, starts[name], count) for name, count in counts.items())
+        return [prompt for window in windows for prompt in window for _ in range(self._n)]
 
     def _window(self, domain: str, start: int, count: int) -> list[Prompt]:
         prompts = self._by_domain[domain]

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,6 +49,8 @@ class RolloutSpec:
     """Key-value cache of an engine on the CPU, whole GiB."""
     seed: int = 0
     """Together with the sample id it decides what is sampled."""
+    n: int = 1
+    """Responses to each prompt, side by side: one engine writes all of them, so that it reads the prompt once."""
     temperature: float = 1.0
     """Temperature at which responses are sampled."""
     max_new_tokens: int
@@ -103,7 +105,7 @@ class VLLMRolloutEngine:
             )
             for p, sample_id in fitting
         ]
-        sampled = self._generate(requests)
+        sampled = self._generate(requests, self._spec.n)
         for sample_id, out in zip((s for _, s in fitting), sampled, strict=True):
             _refuse_unknown(sample_id, out.token_ids, self._spec.engine.vocab_size)
         rollouts = []
@@ -130,7 +132,7 @@ class VLLMRolloutEngine:
             for p, i in asked
             if _fits(p, room)
         ]
-        answers = iter(self._generate(requests))
+        answers = iter(self._generate(requests, n))
         return [self._completion(p, next(answers) if _fits(p, room) else None) for p, _ in asked]
 
     def load(self, model_dir: Path, again: Weights | None = None, base: Path | None = None) -> None:
@@ -150,11 +152,13 @@ class VLLMRolloutEngine:
             truncated=sampled is not None and sampled.stop_reason == "length",
         )
 
-    def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
-        """Deal out round-robin, so workers get equal domain mixes, and put the answers back in order."""
+    def _generate(self, requests: Sequence[GenerateRequest], n: int) -> list[Generated]:
+        """Deal out round-robin, `n` at a time, so workers get equal domain mixes, and put the answers back in order."""
         num = len(self._workers)
-        parts = self._call(lambda worker, i: worker.submit(VLLMWorker.generate, requests[i::num]))
-        return [parts[i % num][i // num] for i in range(len(requests))]
+        dealt = [[i for i in range(len(requests)) if i // n % num == index] for index in range(num)]
+        parts = self._call(lambda worker, i: worker.submit(VLLMWorker.generate, [requests[j] for j in dealt[i]]))
+        answers = dict(zip(chain(*dealt), chain(*parts), strict=True))
+        return [answers[i] for i in range(len(requests))]
 
     def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
         """The answers of all workers; `ask` calls one of them, and gets its index too.

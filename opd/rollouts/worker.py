@@ -20,6 +20,11 @@ from opd.types import StopReason
 RESTARTED = {"gpt_oss"}
 """Families whose experts vLLM's reload does not reach, because they bypass what it watches: a push starts a new engine."""
 
+SMALL_BLOCK = 32
+"""Tokens of a cache block of a CPU engine whose requests share prompts: the least that its kernels take. Only full blocks are
+found again, and vLLM's default is 128. With 43 tokens of prompt, 64 of response and four responses a prompt the small ones
+were 1.2 times as fast; with 150 and 8, where both find 128 tokens, 0.9 times."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -32,6 +37,8 @@ class EngineOptions:
     gpu_memory_utilization: float
     vocab_size: int
     """Ids that the tokenizer knows; a generating engine gives no others, padding rows of the head have no probability."""
+    share_prompts: bool = False
+    """Several requests have the same prompt: keep it in blocks of the cache that are small enough to be found again."""
     sleep: bool = False
     """Give the GPU's memory back after `generate`; it comes back with the next call."""
 
@@ -258,6 +265,8 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         settings["enable_chunked_prefill"] = False
         if is_recurrent(options.model_dir):
             settings["enable_prefix_caching"] = False  # vLLM cuts recurrent states at cached blocks by prompts in parts
+        elif options.share_prompts:
+            settings["block_size"] = SMALL_BLOCK
     if options.sleep:
         settings["enable_sleep_mode"] = True
     llm = LLM(**settings | more)

@@ -14,11 +14,12 @@ import pyarrow as pa
 from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.layouts import prove_layout
+from opd.packing import SHARED
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
-from opd.train.plan import RowSize, plan_micro_batches
+from opd.train.plan import plan_micro_batches, row_sizes
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import LearningRate
 from opd.train.totals import refuse_gap, refuse_impossible_means, row_weights
@@ -40,6 +41,8 @@ class TrainerSpec:
     """Domain -> loss weight of its tokens; 1 for a domain that is not named."""
     micro_batch_tokens: int
     """Prompt and response tokens of one forward pass of a rank."""
+    share_prompts: bool = False
+    """Compute what rows have in common once, if that is right for the student."""
     queue_bytes: int
     """Scored rows that may wait for the trainer, in bytes."""
     tolerance: float
@@ -84,7 +87,8 @@ class DeepSpeedTrainer:
         Raises: RunError past the deadline, or if its rows see each other in every layout.
         """
         cluster.wait(self._starting, timeout_s=self._spec.start_timeout_s)
-        self.layout = prove_layout(self._layout_error, f"{self._spec.rank.name} {self._spec.rank.model_dir}")
+        who = f"{self._spec.rank.name} {self._spec.rank.model_dir}"
+        self.layout = prove_layout(self._layout_error, who, share=self._spec.share_prompts)
         self._call(TrainerRank.use_layout, self.layout.layout)
 
     def _layout_error(self, layout: str) -> float:
@@ -150,9 +154,9 @@ class DeepSpeedTrainer:
 
     def _plan(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
         """Plan the ranks' micro-batches for the layout that was proven."""
-        sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
-        padded = self.layout.layout == "padded"
-        return plan_micro_batches(sizes, len(self._ranks), self._spec.micro_batch_tokens, padded=padded)
+        layout = self.layout.layout
+        sizes = row_sizes(rollouts, share=layout == SHARED)
+        return plan_micro_batches(sizes, len(self._ranks), self._spec.micro_batch_tokens, padded=layout == "padded")
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._call(TrainerRank.logprobs, token_ids)[0]

@@ -1,19 +1,33 @@
-"""Plan which rank trains on which rows: decided once per step in the driver, from lengths alone."""
+"""Plan which rank trains on which rows: decided once per step in the driver, before anything is scored."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from opd.packing import units
+from opd.types import Rollout
+
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """The facts about a row that the plan depends on."""
+    """The facts about a row, or about rows that lie in one tree, that the plan depends on."""
 
     sample_id: str
     domain: str
     length: int
-    """Prompt and response tokens."""
+    """Prompt and response tokens; of a tree, those that are computed."""
+    others: tuple[str, ...] = ()
+    """The other samples of the tree, which stay beside this one."""
+
+
+def row_sizes(rollouts: Sequence[Rollout], *, share: bool = False) -> list[RowSize]:
+    """The rows of a step; with `share` those of a domain that begin alike are trees."""
+    found = []
+    for unit in units(rollouts, share=share):
+        first, *others = unit.rollouts
+        found.append(RowSize(first.sample_id, first.domain, unit.size, tuple(r.sample_id for r in others)))
+    return found
 
 
 def plan_micro_batches(
@@ -38,7 +52,7 @@ def plan_micro_batches(
     # Padding fills a micro-batch to its longest row, so equal tokens may still be too large: cut finer until all fit.
     while padded and max(_padded_size(part) for share in shares for part in _split(share, num)) > most:
         num += max(1, num // 4)
-    return [[[row.sample_id for row in part] for part in _split(share, num)] for share in shares]
+    return [[[i for row in part for i in (row.sample_id, *row.others)] for part in _split(s, num)] for s in shares]
 
 
 def _padded_size(part: Sequence[RowSize]) -> int:

@@ -53,7 +53,7 @@ class Student(nn.Module):
 
     def hidden(self, packed: Packed) -> Tensor:
         """[B*T, D] last hidden state after the final norm."""
-        return self.lm.base_model(**packed.inputs()).last_hidden_state.flatten(0, 1)
+        return self.lm.base_model(**packed.inputs(self.lm.dtype)).last_hidden_state.flatten(0, 1)
 
     def logprobs(self, packed: Packed, predict_N: Tensor, token_N: Tensor) -> Tensor:
         """[N] log-prob of each token, from the hidden state at the position that predicts it."""

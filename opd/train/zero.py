@@ -26,7 +26,7 @@ from opd.devices import to_device
 from opd.errors import RunError
 from opd.files import storing
 from opd.layouts import LAYOUTS, layout_error, predict_positions
-from opd.model_weights import persistent_buffers, to_files
+from opd.model_weights import obeys_masks, persistent_buffers, to_files
 from opd.train.builds import clear_dead_locks
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.optimizer import AdamWOptions, adamw
@@ -105,6 +105,7 @@ class ZeroEngine:
             layout,
             self._options.vocab_size,
             self._dtype,
+            masks_decide=obeys_masks(module.lm),
         )
 
     def use_layout(self, layout: str) -> None:

@@ -26,6 +26,7 @@ from opd.config import PipelineConfig
 from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
+from opd.packing import tree_limit
 from opd.payloads import answer_class
 from pipelines.inputs.read import Inputs
 
@@ -41,6 +42,8 @@ LOGIT_COPIES = 20
 """Bytes for each logit of a chunk: logits, log-softmax, probabilities and gradient of student and teacher."""
 SCORED_AT_ONCE = 4096
 """Tokens of one forward pass of the scorer."""
+MASK_COPIES = 5
+"""Bytes for each pair of columns of a row: one says whether they see each other, four are what attention adds for it."""
 PREFILLED_AT_ONCE = 2048
 """Tokens of one forward pass of the engine; more only if one sequence is longer."""
 PROMPT = 64
@@ -158,15 +161,32 @@ def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
 def micro_batch_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     """Bytes that one rank adds while it works on a micro-batch: activations, logits, the gradient of a trained head."""
     student, trainer, width = inputs.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
-    tokens = trainer.micro_batch_tokens + config.rollout.max_model_len
+    # A unit that is trained together may begin just below the limit.
+    tokens = trainer.micro_batch_tokens + widest_unit(config)
     activations = tokens * _activation_width(student, checkpointing=trainer.gradient_checkpointing) * width
     head = 0 if inputs.lora else student.vocab_size * student.hidden_size
     return (
         activations
+        + tree_mask_bytes(config, tokens)
         + LOGIT_COPIES * config.objective.chunk * student.vocab_size
         + 4 * head
         + gathered_bytes(config, student)
     )
+
+
+def widest_unit(config: PipelineConfig) -> int:
+    """Tokens of the longest response with its prompt, or of the largest tree where responses share a prompt.
+
+    What a tree saves is not subtracted from anything: a micro-batch has the same limit in tokens that are computed, and fits
+    more responses. An architecture that trees are wrong for, which only the started model tells, needs less.
+    """
+    longest = config.rollout.max_model_len
+    return longest if config.rollout.n == 1 else tree_limit(longest)
+
+
+def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
+    """Bytes of the mask of so many tokens in trees; all layers share it."""
+    return 0 if config.rollout.n == 1 else MASK_COPIES * tokens * widest_unit(config)
 
 
 def heads_bytes(config: PipelineConfig, inputs: Inputs) -> int:
@@ -231,7 +251,8 @@ def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
     largest = max((expert.info for expert in inputs.experts.values()), key=lambda info: info.parameters)
     adapter = max((expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter), default=0)
     tokens = min(SCORED_AT_ONCE, config.trainer.samples_per_step * config.rollout.max_model_len)
-    return (largest.parameters + adapter) * width, tokens * _widest(largest) * 6 * width
+    activations = tokens * _widest(largest) * 6 * width + tree_mask_bytes(config, tokens)
+    return (largest.parameters + adapter) * width, activations
 
 
 def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:

@@ -9,12 +9,13 @@ from typing import Any
 
 from opd.files import atomic_write_text
 from opd.loop import Parts
+from opd.packing import SHARED
 from opd.run_dir import RunPaths
 from opd.types import LayoutProof
 
 
 def record_layouts(parts: Parts, paths: RunPaths, say: Callable[[str], None]) -> None:
-    """Write `layouts.json`, and say which models' rows cannot be packed by position ids alone."""
+    """Write `layouts.json`, and say which models cannot share a prompt, or cannot be packed by position ids alone."""
     student, teachers = parts.trainer.layout, parts.teachers.layouts
     found = {"student": _record(student), "teachers": {name: _record(proof) for name, proof in teachers.items()}}
     atomic_write_text(paths.layouts, json.dumps(found, indent=2))
@@ -31,12 +32,20 @@ def _of_teachers(teachers: dict[str, LayoutProof]) -> Iterator[str]:
 
 
 def _record(proof: LayoutProof) -> dict[str, Any]:
-    tried = {layout: None if math.isnan(error) else error for layout, error in proof.tried.items()}
+    tried = {layout: error if math.isfinite(error) else None for layout, error in proof.tried.items()}
     return {"layout": proof.layout, "tried": tried}
 
 
 def _lines(who: str, proof: LayoutProof) -> Iterator[str]:
-    refused = [layout for layout in proof.tried if layout != proof.layout]
+    refused = [layout for layout in proof.tried if layout not in (proof.layout, SHARED)]
+    if SHARED in proof.tried and proof.layout != SHARED and proof.proven:
+        error = proof.tried[SHARED]
+        why = (
+            f"with a shared prompt states differ by {error:.0f} times what rounding explains"
+            if math.isfinite(error)
+            else "its layers do not go by a mask alone (a window, a chunk, a recurrent state, or an attention without masks)"
+        )
+        yield f"{who}: a prompt is computed again for each response: {why}"
     if not proof.proven:
         yield f"{who}: hidden states are not finite, so nothing is known of packing: the layout is {proof.layout}"
     elif refused:

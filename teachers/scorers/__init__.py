@@ -35,6 +35,8 @@ class ScorerOptions:
     """Tokens of a `top_k` payload."""
     vocab_size: int
     """Ids that the tokenizer knows; rows of a head beyond them are padding and have no probability."""
+    share_prompts: bool = False
+    """Compute what rows have in common once, where that is right for a teacher; engine `transformers`."""
     memory_bytes: int = 8 << 30
     """Budget of the teachers kept in memory; engine `transformers`."""
     max_model_len: int = 512

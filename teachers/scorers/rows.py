@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from opd.packing import units
 from opd.payloads.answer import Answer, Position
 from opd.types import Rollout
 
 
-def batches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[list[Rollout]]:
-    """All rollouts, shortest first, `max_tokens` prompt and response tokens at a time; a longer one goes alone."""
+def batches(rollouts: Sequence[Rollout], max_tokens: int, *, share: bool = False) -> Iterator[list[Rollout]]:
+    """All rollouts, shortest first, `max_tokens` prompt and response tokens at a time; a longer one goes alone.
+
+    With `share` those that begin alike stay together, and what they have in common counts once.
+    """
     batch: list[Rollout] = []
     tokens = 0
-    for rollout in sorted(rollouts, key=lambda r: (len(r.prompt_ids) + len(r.response_ids), r.sample_id)):
-        length = len(rollout.prompt_ids) + len(rollout.response_ids)
-        if batch and tokens + length > max_tokens:
+    for unit in sorted(units(rollouts, share=share), key=lambda u: (u.size, u.rollouts[0].sample_id)):
+        if batch and tokens + unit.size > max_tokens:
             yield batch
             batch, tokens = [], 0
-        batch.append(rollout)
-        tokens += length
+        batch.extend(unit.rollouts)
+        tokens += unit.size
     if batch:
         yield batch
 

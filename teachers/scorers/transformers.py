@@ -21,7 +21,8 @@ from opd.errors import RunError
 from opd.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
 from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
 from opd.losses.rule import LogitRule
-from opd.model_weights import Naming, attention, to_meta
+from opd.model_weights import Naming, attention, obeys_masks, to_meta
+from opd.packing import SHARED
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, Said
 from opd.stream.heads import HeadFile, head_key, logit_rule
@@ -44,6 +45,7 @@ class TransformersScorer:
         self._answer_class = answer_class(options.payload)
         self._top_k = options.top_k
         self._vocab_size = options.vocab_size
+        self._share = options.share_prompts
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, weights_nbytes)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._architectures: dict[str, _Architecture] = {}
@@ -98,9 +100,10 @@ class TransformersScorer:
         if proof is None:
 
             def error(layout: str) -> float:
-                return layout_error(self._states, layout, self._vocab_size, self._dtype)
+                obeys = obeys_masks(self._model)
+                return layout_error(self._states, layout, self._vocab_size, self._dtype, masks_decide=obeys)
 
-            proof = prove_layout(error, f"teacher {teacher.name}")
+            proof = prove_layout(error, f"teacher {teacher.name}", share=self._share)
             if proof.proven:  # a teacher with broken weights says nothing about its architecture
                 architecture.proof = proof
         return proof
@@ -134,7 +137,7 @@ class TransformersScorer:
         self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]
     ) -> Iterator[list[TargetRow]]:
         key, layout = self.head_key(teacher), self.layout(teacher).layout
-        for batch in batches(rollouts, SCORE_TOKENS):
+        for batch in batches(rollouts, SCORE_TOKENS, share=layout == SHARED):
             self._load(teacher)  # another one may have been asked for its head since
             rows = []
             for rollout, hidden_N_D in zip(batch, self._hidden(batch, layout), strict=True):
@@ -177,7 +180,8 @@ class TransformersScorer:
     @torch.no_grad()
     def _states(self, packed: Packed) -> Tensor:
         """[B*T, D] last hidden states of the teacher in place."""
-        return self._model.base_model(**to_device(packed, self._device).inputs()).last_hidden_state.flatten(0, 1)
+        inputs = to_device(packed, self._device).inputs(self._dtype)
+        return self._model.base_model(**inputs).last_hidden_state.flatten(0, 1)
 
     def _load(self, teacher: Teacher) -> None:
         if self._loaded == weight_key(teacher):

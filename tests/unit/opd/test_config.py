@@ -128,6 +128,22 @@ def test_a_missing_key_is_named(path: str) -> None:
     assert "found:  nothing" in message
 
 
+@pytest.mark.parametrize(
+    ("samples", "n", "words"),
+    [
+        (10, 4, ["trainer.samples_per_step", "10", "a multiple of rollout.n, 4", "for instance 8"]),
+        (3, 4, ["trainer.samples_per_step", "3", "for instance 4"]),
+        (4, 4, ["trainer.samples_per_step", "4", "rollout.n (4) samples for each of the 2 domains"]),
+    ],
+)
+def test_a_step_has_all_responses_to_each_of_its_prompts(samples: int, n: int, words: list[str]) -> None:
+    data = changed("trainer.samples_per_step", samples)
+    message = refusal(data | {"rollout": {"n": n}})
+    assert all(word in message for word in words), message
+    found = validate(PipelineConfig, changed("trainer.samples_per_step", 8) | {"rollout": {"n": 4}}, "p")
+    assert (found.rollout.n, validate(PipelineConfig, changed("trainer.samples_per_step", 8), "p").rollout.n) == (4, 1)
+
+
 def test_too_few_samples_for_the_domains() -> None:
     message = refusal(changed("trainer.samples_per_step", 1))
     assert "each of the 2 domains" in message

@@ -32,8 +32,8 @@ SERVER = {"base_url": "http://127.0.0.1:8000/v1", "model": "m"}
 ELSEWHERE = {"engine", "zero_stage", "samples_per_step", "mask_tokens"}
 """Keys that say which engine, that take one value only, or that decide what an engine is asked."""
 ROLLOUT = {
-    "workers": 2, "dtype": "bfloat16", "max_new_tokens": 5, "temperature": 0.5, "max_model_len": 64, "max_num_seqs": 3,
-    "kv_cache_gib": 2, "gpu_memory_utilization": 0.5, "sleep": True,
+    "workers": 2, "n": 2, "dtype": "bfloat16", "max_new_tokens": 5, "temperature": 0.5, "max_model_len": 64,
+    "max_num_seqs": 3, "kv_cache_gib": 2, "gpu_memory_utilization": 0.5, "sleep": True,
 }  # fmt: skip
 TRAINER = {
     "ranks": 3, "dtype": "bfloat16", "steps": 9, "lr": 0.5, "warmup_steps": 1, "lr_scheduler_type": "linear",

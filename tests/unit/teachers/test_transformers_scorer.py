@@ -26,9 +26,11 @@ from tests.unit.teachers.conftest import rollout
 VOCABULARY = 76
 
 
-def scorer(dtype: str = "float32", payload: str = "hidden_states", top_k: int = 4, vocab_size: int = VOCABULARY) -> Any:
+def scorer(
+    dtype: str = "float32", payload: str = "hidden_states", top_k: int = 4, vocab_size: int = VOCABULARY, **more: Any
+) -> Any:
     return TransformersScorer(
-        ScorerOptions(dtype=dtype, payload=payload, top_k=top_k, vocab_size=vocab_size, memory_bytes=1 << 30)
+        ScorerOptions(dtype=dtype, payload=payload, top_k=top_k, vocab_size=vocab_size, memory_bytes=1 << 30, **more)
     )
 
 
@@ -47,6 +49,32 @@ def test_states_and_head_give_the_teachers_log_probs(
     assert {r.teacher for r in rows} == {"rev", "up"}
     assert len(heads) == 2
     check_rows(rows, heads, expert_dirs)
+
+
+def test_responses_to_one_prompt_are_scored_in_one_row_as_if_they_were_alone(
+    teachers: dict[str, Teacher],
+    expert_dirs: dict[str, Path],
+    check_rows: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("teachers.scorers.transformers.SCORE_TOKENS", 100)
+    scoring, teacher = scorer(share_prompts=True), teachers["reverse"]
+    assert scoring.layout(teacher).layout == "shared"
+    computed: list[int] = []
+    states = scoring._states
+
+    def noted_states(packed: Any) -> Any:
+        assert packed.paths
+        computed.append(len({flat for path in packed.paths for flat in path}))
+        return states(packed)
+
+    monkeypatch.setattr(scoring, "_states", noted_states)
+    prompts = [rollout(i, prompt=30, response=1).prompt_ids for i in range(3)]
+    given = [dataclasses.replace(rollout(10 * i + j), prompt_ids=p) for i, p in enumerate(prompts) for j in range(4)]
+    rows = [row for batch in scoring.score(teacher, given, {}) for row in batch]
+    assert sorted(r.rollout.sample_id for r in rows) == sorted(r.sample_id for r in given)
+    check_rows(rows, {scoring.head_key(teacher): scoring.head(teacher)}, expert_dirs)
+    assert sum(computed) <= 3 * (30 + 4 * 5) and len(computed) == 2, "each prompt once, two prompts in a pass"
 
 
 def test_a_row_carries_its_rollout(teachers: dict[str, Teacher]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -141,3 +143,19 @@ def test_nothing_is_started_outside_of_a_session() -> None:
     """Ray would start by itself, and listen beyond this machine."""
     with pytest.raises(WorkerDied, match="its session has ended, or was not begun"):
         spawn(Counter, name="counter 0", env={})
+
+
+def test_a_process_bound_to_one_core_computes_with_one_thread() -> None:
+    told = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+            "from opd.cluster.environment import worker_env; print(worker_env(1)['OMP_NUM_THREADS'])",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert told.stdout.strip() == "1"

@@ -315,3 +315,22 @@ def test_a_step_without_the_records_before_it_is_a_mistake() -> None:
 def test_what_is_on_disk_is_exact() -> None:
     one = told(7, source(gap()).take(1))
     assert StepRecord.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+def test_with_several_responses_a_prompt_the_balance_deals_out_prompts() -> None:
+    section = gap(window=2)
+
+    def several(records: list[StepRecord]) -> BalancedPrompts:
+        return BalancedPrompts(BY_DOMAIN, Balance(section, dict.fromkeys("abc", 1.0), 20, 3), 3, records, 4)
+
+    running, seen, records = several([]), [], []
+    for step in range(1, 20):
+        asked = running.take(step)
+        assert len(asked) == 80
+        assert [p.id for p in asked] == [p.id for p in asked[::4] for _ in range(4)]
+        assert [p.id for p in several(records).take(step)] == [p.id for p in asked], "after a resume"
+        seen += [p.id for p in asked[::4] if p.domain == "b"]
+        records.append(told(step, asked))
+        running.step(records[-1])
+    epochs = [seen[i : i + 11] for i in range(0, len(seen) - 11, 11)]
+    assert len(epochs) > 3 and all(len(set(epoch)) == 11 for epoch in epochs), "no prompt is passed over"

@@ -263,6 +263,12 @@ def test_seeds_and_domains_have_orders_of_their_own() -> None:
     assert first[:15] != first[15:]
 
 
+def test_a_prompt_comes_as_often_as_it_gets_responses() -> None:
+    once, thrice = mixed(), MixedPrompts({"a": prompts("a", 7), "b": prompts("b", 30)}, {"a": 3, "b": 2}, 0, 3)
+    for step in range(1, 9):
+        assert ids(thrice, step) == [i for i in ids(once, step) for _ in range(3)]
+
+
 def test_the_order_is_the_same_in_every_process_and_release() -> None:
     # A resumed run must see the prompts that the first run would have seen.
     assert ids(mixed(), 1) == ["a/6", "a/3", "a/5", "b/27", "b/15"]

@@ -59,7 +59,7 @@ def engine(
             "student": {"model": "base"},
             "experts": {"e": {"model": "m", "domain": "d"}},
             "domains": {"d": {}},
-            "trainer": {"steps": 1, "samples_per_step": 2},
+            "trainer": {"steps": 1, "samples_per_step": 4},
             "rollout": {"workers": workers, "max_model_len": ROOM, "max_new_tokens": LIMIT} | rollout,
         }
     )
@@ -135,6 +135,25 @@ def test_a_prompt_that_comes_twice_gives_two_samples(in_process: Any) -> None:
     assert [r.group for r in batch.rollouts] == ["000007/d/0", "000007/d/1", "000007/d/0", "000007/d/0"]
     assert [r.episode for r in batch.rollouts] == [r.sample_id for r in batch.rollouts], "of one turn each"
     assert len({r.seed for r in in_process.workers[-1].requests}) == 4
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_one_engine_writes_all_responses_to_a_prompt_with_seeds_of_their_own(workers: int, in_process: Any) -> None:
+    prompts = [prompt(i, ROOM if i == 2 else 3) for i in range(6) for _ in range(4)]  # the third one does not fit
+    made = engine(in_process, workers, n=4)
+    batch = made.generate(prompts, step=3, policy_version=0)
+    kept = [p for p in prompts if p.id != "d/2"]
+    assert [r.prompt_ids for r in batch.rollouts] == [p.token_ids for p in kept]
+    assert [r.response_ids for r in batch.rollouts] == [(p.token_ids[0],) * LIMIT for p in kept]
+    assert [r.group for r in batch.rollouts] == [f"000003/{p.id}" for p in kept]
+    assert len({r.sample_id for r in batch.rollouts}) == 20
+    asked = [[(r.token_ids, r.seed) for r in worker.requests] for worker in in_process.workers]
+    for mine in asked:
+        assert [ids for ids, _ in mine] == [ids for ids, _ in mine[::4] for _ in range(4)], "side by side"
+    assert len({seed for mine in asked for _, seed in mine}) == 20
+    assert max(map(len, asked)) - min(map(len, asked)) <= 4
+    assert {worker.options.share_prompts for worker in in_process.workers} == {True}
+    assert engine(in_process, workers)._spec.engine.share_prompts is False
 
 
 def test_a_samples_seed_depends_on_run_seed_step_and_prompt_alone(in_process: Any) -> None:

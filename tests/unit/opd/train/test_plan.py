@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from opd.train.plan import RowSize, plan_micro_batches
+from opd.train.plan import RowSize, plan_micro_batches, row_sizes
+from opd.types import Rollout
+from tests.rows import make_rollout
 
 
 def rows(num: int, seed: int = 0, longest: int = 300) -> list[RowSize]:
@@ -75,3 +77,37 @@ def test_padding_counts_where_rows_are_padded(ranks: int) -> None:
     assert largest(padded=True) <= 400
     (alone,) = plan_micro_batches([RowSize("one", "d", 900)], 1, 64, padded=True)
     assert [ids for ids in alone if ids] == [["one"]], "larger than a micro-batch"
+
+
+def responses(prompts: int, n: int) -> list[Rollout]:
+    """`n` responses of 5 tokens to each prompt of 20, over three domains."""
+    return [
+        make_rollout(
+            sample_id=f"s{p:02}#{i}", step=1, domain=f"d{p % 3}", prompt_ids=(p,) * 20, response_ids=(100 + i,) * 5
+        )
+        for p in range(prompts)
+        for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_responses_to_one_prompt_stay_in_one_micro_batch_and_count_it_once(ranks: int) -> None:
+    given = responses(prompts=30, n=4)
+    sizes = row_sizes(given, share=True)
+    assert [row.length for row in sizes] == [20 + 4 * 5] * 30
+    plan = plan_micro_batches(sizes, ranks, 100)
+    assert sorted(i for parts in plan for ids in parts for i in ids) == sorted(r.sample_id for r in given)
+    for parts in plan:
+        for ids in parts:
+            assert sorted(ids) == sorted(f"{prompt}#{i}" for prompt in {i[:3] for i in ids} for i in range(4))
+            assert len(ids) // 4 * 40 <= 100 + 40
+        order = [int(i[1:3]) % 3 for ids in parts for i in ids]
+        assert order == sorted(order), "by domain"
+    loads = [sum(map(len, parts)) for parts in plan]
+    assert max(loads) - min(loads) <= 4
+
+
+def test_rows_that_share_nothing_are_planned_one_by_one() -> None:
+    given = responses(prompts=5, n=1)
+    assert {row.sample_id: row for row in row_sizes(given, share=True)} == {r.sample_id: r for r in row_sizes(given)}
+    assert row_sizes(responses(1, 3)) == [RowSize(f"s00#{i}", "d0", 25) for i in range(3)]
