@@ -45,6 +45,8 @@ _DIALLERS = frozenset((
     "lynx", "w3m", "links", "elinks", "aria2c",
 ))  # fmt: skip
 FILE_URL = "file://"
+MAX_ARGUMENT = 1 << 14
+"""Characters of an argument that may be a path, with all its `./`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +206,7 @@ def _paths_of(argument: str, session: Session, copies: bool) -> list[str]:
     """The paths that an argument may name: itself, and what follows `=`, `@` or `host:`."""
     if argument.startswith(FILE_URL):
         return session.paths(argument.removeprefix(FILE_URL), copies)
-    if argument in ("", "-") or _URL.match(plain(argument)) or len(argument) > 4096 or "\n" in argument:
+    if argument in ("", "-") or _URL.match(plain(argument)) or len(argument) > MAX_ARGUMENT or "\n" in argument:
         return []
     found = session.paths(argument, copies)
     for mark in (":/", "=/", "@/"):

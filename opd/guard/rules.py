@@ -5,7 +5,6 @@ A rule has clauses. A clause holds if one call fits all of its keys; a rule hits
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -17,7 +16,7 @@ from pydantic import Field
 from opd.config.strict import Name, Strict
 from opd.errors import ConfigError
 from opd.guard.facts import Call
-from opd.guard.paths import PathGlobs
+from opd.guard.paths import PathGlobs, TextGlobs
 from opd.guard.session import Session
 from opd.settings import load_yaml, parse_yaml, validate
 
@@ -163,14 +162,14 @@ class _Compiler:
         tests: list[Test] = []
         for key, read in TEXTS.items():
             if patterns := self._patterns(getattr(clause, key)):
-                tests.append(_text_test(read, _any_of(patterns)))
+                tests.append(_text_test(read, TextGlobs(patterns)))
         for key, read in PATHS.items():
             if patterns := self._patterns(getattr(clause, key)):
                 tests.append(_path_test(read, PathGlobs(patterns, self._such_as)))
         if patterns := self._patterns(clause.hosts_not):
-            tests.append(_other_test(TEXTS["hosts"], _any_of(patterns), empty=False))
+            tests.append(_other_test(TEXTS["hosts"], TextGlobs(patterns), empty=False))
         if patterns := self._patterns(clause.sources_not):
-            tests.append(_other_test(TEXTS["sources"], _any_of(patterns), empty=True))
+            tests.append(_other_test(TEXTS["sources"], TextGlobs(patterns), empty=True))
         for key in clause.none:
             tests.append(_none_test((TEXTS | PATHS)[key]))
         if not tests:
@@ -194,20 +193,14 @@ class _Compiler:
         return found
 
 
-def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
-    """One regular expression for text globs: `*` is any text."""
-    sources = [re.escape(p).replace(r"\*", ".*").replace(r"\?", ".") for p in patterns]
-    return re.compile("|".join(f"(?:{source})" for source in sources), re.IGNORECASE | re.DOTALL)
+def _text_test(read: Callable[[Call], Sequence[str]], globs: TextGlobs) -> Test:
+    return lambda call, session: any(globs.holds(text) for text in read(call))
 
 
-def _text_test(read: Callable[[Call], Sequence[str]], regex: re.Pattern[str]) -> Test:
-    return lambda call, session: any(regex.fullmatch(text) for text in read(call))
-
-
-def _other_test(read: Callable[[Call], Sequence[str]], regex: re.Pattern[str], empty: bool) -> Test:
+def _other_test(read: Callable[[Call], Sequence[str]], globs: TextGlobs, empty: bool) -> Test:
     def test(call: Call, session: Session) -> bool:
         texts = read(call)
-        return any(not regex.fullmatch(text) for text in texts) if texts else empty
+        return any(not globs.holds(text) for text in texts) if texts else empty
 
     return test
 

@@ -11,7 +11,11 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from opd.guard.shell.nodes import Unreadable
+
 MAX_TEXT = 1 << 16
+MAX_STEPS = 20_000
+"""Expressions that are worked out for one program; parts of long ones are worked out again and again."""
 UNKNOWABLE = object()
 """In the place of a value that depends on what runs."""
 _DECODERS: dict[str, Callable[[Any], bytes]] = {
@@ -58,6 +62,7 @@ class Folder:
     def __init__(self) -> None:
         self.aliases: dict[str, str] = {}
         self.values: dict[str, Any] = {}
+        self._steps = 0
         self.decoded = False
         """True once a value came out of encoded text."""
 
@@ -77,9 +82,14 @@ class Folder:
         return "?"
 
     def value(self, node: ast.AST) -> Any:
-        """The value of an expression, or UNKNOWABLE."""
+        """The value of an expression, or UNKNOWABLE. Raises: Unreadable if there is too much to work out."""
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise Unreadable("code that takes too long to read")
         try:
             found = self._value(node)
+        except Unreadable:
+            raise
         except (ValueError, TypeError, IndexError, KeyError, OverflowError, LookupError, zlib.error):
             return UNKNOWABLE
         return UNKNOWABLE if isinstance(found, str | bytes | list) and len(found) > MAX_TEXT else found

@@ -24,6 +24,8 @@ from opd.guard.shell.nodes import Arithmetic, Literal, Part, Script, Substitutio
 
 MAX_VALUE = 1 << 16
 """Characters of a field; what is longer is cut, so that no expansion can grow without bound."""
+MAX_CUT = 256
+"""Characters of a value that a pattern with `*` is tried on: the tries grow with a power of them."""
 
 
 class Expander:
@@ -140,6 +142,8 @@ def changed(value: str, operator: str, operand: str) -> str:
         return rest[: int(length)] if length else rest
     if operator in ("/", "//"):
         old, _, new = operand.partition("/")
+        if len(value) > MAX_CUT and STAR in old:
+            return UNKNOWN
         return _regex(old).sub(lambda _: plain(new), value, count=0 if operator == "//" else 1)
     if operator in ("#", "##", "%", "%%"):
         return _cut(value, operator, operand)
@@ -147,6 +151,8 @@ def changed(value: str, operator: str, operand: str) -> str:
 
 
 def _cut(value: str, operator: str, pattern: str) -> str:
+    if len(value) > MAX_CUT and STAR in pattern:
+        return UNKNOWN
     lengths = range(len(value) + 1) if len(operator) == 1 else range(len(value), -1, -1)
     regex = _regex(pattern)
     for length in lengths:
