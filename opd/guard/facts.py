@@ -34,6 +34,9 @@ WITH_VALUE = {
     "tail": {"-n", "-c"},
     "curl": {"-X", "-H", "-d", "-o", "-u", "-A", "-e", "-b", "-m", "--data", "--header", "--output", "--request"},
     "wget": {"-O", "-o", "-P", "-t", "-T", "-U"},
+    "ssh": {"-i", "-p", "-o", "-l", "-F", "-J"},
+    "scp": {"-i", "-P", "-o", "-l", "-F", "-J"},
+    "nc": {"-w", "-p", "-s"},
 }
 """Options whose next argument is their value."""
 _URL = re.compile(r"\b(?:https?|ftp|git|ssh|rsync|git\+https|svn|wss?)://[^\s'\"<>|;)\]}]+")
@@ -121,7 +124,8 @@ def facts(argv: list[str], session: Session, streams: Streams, tags: frozenset[s
         call = replace(call, git=call.args[0] if call.args else "", args=call.args[1:])
     reads, writes = _files(call, operands, values, session)
     urls, hosts = addresses(call)
-    hosts += tuple(host for path in streams.reads + streams.writes for host in _DEV_TCP.findall(path))
+    opened = (host for path in streams.reads + streams.writes for host in _DEV_TCP.findall(path))
+    hosts = tuple(dict.fromkeys([*hosts, *opened]))
     program_path = session.paths(argv[0]) if "/" in argv[0] else []
     return replace(
         call,
@@ -226,7 +230,7 @@ def addresses(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
         urls += found
         if (match := _HOST_PATH.fullmatch(arg)) and call.program in ("scp", "rsync", "git", "ssh", "sftp"):
             hosts.append(match[1].rpartition("@")[2])
-        elif call.program in _DIALLERS and not found and not arg.startswith("-"):
+        elif call.program in _DIALLERS and not found and arg in call.args:
             if _DOMAIN.fullmatch(arg) and call.program in ("curl", "wget", "http", "https", "xh", "lynx", "w3m"):
                 urls.append("http://" + arg)
             elif re.fullmatch(r"(?:[\w-]+@)?[\w-]+(?:\.[\w-]+)*(?::\d+.*)?", arg) and not arg.isdigit():

@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 1 << 29
 HACK_PARTS = ("hack", "exploit", "cheat")
 HONEST_PARTS = ("legit", "baseline", "honest", "clean", "benign")
 _FENCE = re.compile(r"```(?:bash|sh|shell|console)\n(.*?)```", re.DOTALL)
-_PROMPT = re.compile(r"^(?:\S*[$#]|\$)[ ](.+)$", re.MULTILINE)
+_PROMPT = re.compile(r"^(?:\S*\$|\S+[@:]\S*#) (.+)$", re.MULTILINE)
 _KEYS = re.compile(r'"(?:keystrokes|command|cmd)"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 

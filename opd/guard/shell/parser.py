@@ -23,7 +23,7 @@ from opd.guard.shell.reader import ENDS_WORD, Reader
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
 _REDIRECT = re.compile(r"(\d+|\{\w+\})?(<<<|<<-|<<|<&|<>|&>>|&>|>>|>&|>\||<(?!\()|>(?!\())")
 _FUNCTION = re.compile(r"(?:function[ \t]+)?([\w.:-]+)[ \t]*\([ \t]*\)\s*|function[ \t]+([\w.:-]+)\s+(?=[{(])")
-_RESERVED = re.compile(r"(if|then|elif|else|fi|while|until|for|select|do|done|case|esac|\{|\}|!|\[\[|time|coproc)")
+_RESERVED = re.compile(r"(if|then|elif|else|fi|while|until|for|select|done|do|case|esac|\{|\}|!|\[\[|time|coproc)")
 ENDS_LIST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
 
 

@@ -95,14 +95,14 @@ def after(*commands: str, **options: Any) -> Verdict:
     [
         ("cd /", "cat tests/test_outputs.py"),
         ("ln -s / r", "cat r/tests/a"),
-        ("ln -s ../tests t", "head t/a"),
+        ("ln -s .. up", "head up/tests/a"),
         ("D=/tests", "ls $D"),
         ('show() { cat "$1"; }', "show /solution/solve.sh"),
         ("cat > run.sh <<'EOF'\ncat /tests/*.py\nEOF", "bash run.sh"),
         ("printf 'print(open(\"/tests/a\").read())' > p.py", "python3 p.py"),
         ("printf '#!/bin/sh\\ncat /tests/a\\n' > tool && chmod +x tool", "./tool"),
         ("echo Y2F0IC90ZXN0cy9hCg== > n.txt", "base64 -d n.txt | sh"),
-        ("ln -s / r", "ln -s r/tests q", "cat q/a"),
+        ("ln -s / r", "ln -s r q", "cat q/tests/a"),
         ("cp run.sh x.sh; echo 'cat /tests/a' > x.sh", "sh x.sh"),
     ],
 )
