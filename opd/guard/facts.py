@@ -19,7 +19,7 @@ NO_PATHS = frozenset((
     "echo", "printf", "kill", "sleep", "date", "seq", "export", "declare", "local", "set", "unset", "alias", "type",
     "which", "test", "[", "[[", "exit", "return", "true", "false", ":", "expr", "pip", "pip3", "npm", "yarn",
     "brew", "cargo", "uname", "whoami", "trap", "ulimit", "umask", "jobs", "wait", "hash", "compgen", "pgrep",
-    "pkill", "killall",
+    "pkill", "killall", "read", "mapfile", "readarray",
 ))  # fmt: skip
 """Programs whose arguments are no files."""
 SCRIPT_FIRST = frozenset((
