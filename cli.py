@@ -10,6 +10,7 @@ from opd import __version__
 from pipelines.commands import (
     baselines,
     check,
+    environments,
     evaluate,
     experts,
     guard,
@@ -20,6 +21,7 @@ from pipelines.commands import (
     report,
     shell,
     teachers,
+    traces,
 )
 
 app = typer.Typer(
@@ -28,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Merge many expert models into one by on-policy distillation.",
 )
-for commands in (merge, evaluate, check, report, baselines):
+for commands in (merge, evaluate, check, report, traces, baselines):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),
@@ -36,6 +38,7 @@ for name, group in (
     ("prompts", prompts),
     ("models", models),
     ("teachers", teachers),
+    ("environments", environments),
     ("guard", guard),
 ):
     app.add_typer(group.app, name=name)

@@ -82,6 +82,11 @@ class RunReporter:
         self._metrics.write(record)
         for sink in self._sinks:
             sink.step(record)
+        for domain, found in record.episodes.items():
+            if found.broken:
+                self._shown.say(
+                    f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
+                )
         for alarm in record.alarms:
             if alarm.since == record.step:
                 self._shown.say(f"warning: step {record.step}: {sentence(alarm)}; {signal_of(alarm).advice}")
@@ -99,6 +104,9 @@ def _summary(record: StepRecord) -> list[str]:
     ]
     if record.accuracy:
         parts.append(f"accuracy {sum(record.accuracy.values()) / len(record.accuracy):.3f}")
+    rewards = [found.reward for found in record.episodes.values() if found.reward is not None]
+    if rewards:
+        parts.append(f"reward {sum(rewards) / len(rewards):.3f}")
     if record.quarantined:
         parts.append(f"quarantined {sum(record.quarantined.values())}")
     return parts

@@ -9,9 +9,11 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
 from opd.monitors.tails import loops
-from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport
+from opd.staleness import ages
+from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport, TurnStats
 
-if TYPE_CHECKING:  # that module needs pyarrow, which a reader of records does not
+if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
+    from opd.rollouts.episodes.spec import EpisodeStats
     from opd.stream.targets import TargetStream
 
 
@@ -67,6 +69,78 @@ class PositionRecord:
     loss: float
     """Mean, nats a token."""
     tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """The trained tokens of one turn of a domain's episodes; means a token, nats."""
+
+    tokens: int
+    loss: float
+    logprob_gap: float
+    """|trainer - engine| log-prob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodesRecord:
+    """One domain's episodes."""
+
+    episodes: int = 0
+    turns: float = 0.0
+    """Mean turns of an episode."""
+    reward: float | None = None
+    """Mean over the episodes that have one."""
+    tokens: int = 0
+    """Tokens that the student sampled."""
+    trained: float = 0.0
+    """Share of them that carries loss."""
+    segments: int = 0
+    forks: int = 0
+    """Segments that were begun because a history did not continue any other."""
+    lost_turns: int = 0
+    """Turns that were sampled, at least in part, and are in no segment."""
+    invalid_calls: int = 0
+    """Turns with a tool call that could not be made as it was written."""
+    stop_reasons: Mapping[str, int] = field(default_factory=dict)
+    """Why the episodes ended -> how many."""
+    broken: int = 0
+    """Episodes that ended because an environment or an agent's program failed."""
+    error: str = ""
+    """What broke the first that broke."""
+    by_turn: tuple[TurnRecord, ...] = ()
+    """The first turn, the second, and so on."""
+
+    @classmethod
+    def of(cls, stats: EpisodeStats, turns: Mapping[int, TurnStats]) -> Self:
+        """Make the record from a domain's counts; `turns` are those with a trained token."""
+        audit = stats.audit
+        return cls(
+            episodes=stats.episodes,
+            turns=audit.turns / max(1, stats.episodes),
+            reward=stats.reward_sum / stats.rewarded if stats.rewarded else None,
+            tokens=audit.sampled,
+            trained=audit.trained / max(1, audit.sampled),
+            segments=audit.segments,
+            forks=audit.forks,
+            lost_turns=audit.lost_turns,
+            invalid_calls=stats.invalid_calls,
+            stop_reasons=dict(stats.stop_reasons),
+            broken=stats.broken,
+            error=stats.error,
+            by_turn=tuple(_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
+        )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`; keys of a newer release are ignored."""
+        read = _known(cls, data)
+        return cls(**read | {"by_turn": tuple(TurnRecord(**turn) for turn in read.get("by_turn", ()))})
+
+
+def _turn(stats: TurnStats | None) -> TurnRecord:
+    if stats is None:
+        return TurnRecord(tokens=0, loss=0.0, logprob_gap=0.0)
+    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=stats.gap_sum / stats.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +206,8 @@ class StepRecord:
     """Domain -> number of prompts and responses that were left out."""
     quarantined_reasons: Mapping[str, str] = field(default_factory=dict)
     """Id of a prompt or sample -> why it was left out."""
+    episodes: Mapping[str, EpisodesRecord] = field(default_factory=dict)
+    """Domain with an environment -> record."""
     skipped: bool = False
     """True if no token was trained, so that there was no optimiser step."""
     restarted: tuple[str, ...] = ()
@@ -141,13 +217,19 @@ class StepRecord:
     """Norm of the gradient before clipping."""
     lr: float = 0.0
     logprob_gap: float = 0.0
-    """Mean |trainer - engine| log-prob of the sampled tokens, nats."""
+    """Mean |trainer - engine| log-prob of the sampled tokens, nats, without stale ones; 0 if all are stale."""
+    drift: float = 0.0
+    """The same mean over the stale tokens alone: how far the policy went since it wrote them."""
+    token_ages: Mapping[str, int] = field(default_factory=dict)
+    """Age -> trained tokens: pushes between the writing of a token and its training."""
     policy_version: int = 0
     """Version of the weights that were pushed after the step."""
     probe_gap: float = 0.0
     """Mean |trainer - engine| log-prob of the probe tokens after the push, nats."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
     """Phase -> seconds. The phase `checkpoint` is the one that followed the step before."""
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+    """`rollout`, `teachers`, `trainer` -> seconds of the step in which the role was at work."""
     accuracy: Mapping[str, float] = field(default_factory=dict)
     """Domain -> accuracy in an exam after this step; empty if there was none."""
     replayed: bool = False
@@ -167,11 +249,16 @@ class StepRecord:
         """Seconds of all phases together."""
         return sum(self.phase_s.values())
 
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Role -> share of the step's seconds in which it was at work."""
+        return {role: busy / self.seconds for role, busy in self.busy_s.items()} if self.seconds else {}
+
     def to_json(self) -> dict[str, Any]:
         """A line of `metrics.jsonl`, without the fields that this step does not have."""
         data = asdict(self)
         data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
-        optional = ("looping_by_domain", "restarted", "accuracy", "replayed", "checkpoint", "alarms")
+        optional = ("looping_by_domain", "episodes", "restarted", "accuracy", "replayed", "checkpoint", "alarms")
         return {key: value for key, value in data.items() if value or key not in optional}
 
     @classmethod
@@ -180,6 +267,7 @@ class StepRecord:
         read = _known(cls, data)
         read["domains"] = {name: DomainRecord(**_known(DomainRecord, d)) for name, d in read.get("domains", {}).items()}
         read["positions"] = {name: PositionRecord(**found) for name, found in read.get("positions", {}).items()}
+        read["episodes"] = {n: EpisodesRecord.from_json(found) for n, found in read.get("episodes", {}).items()}
         read["restarted"] = tuple(read.get("restarted", ()))
         read["alarms"] = tuple(AlarmRecord(**_known(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
         read["stream"] = StreamRecord(**_known(StreamRecord, read.get("stream", {})))
@@ -227,6 +315,10 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         looping_by_domain=dict(Counter(r.domain for r in batch.rollouts if loops(r))),
         quarantined=dict(left_out),
         quarantined_reasons={**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
+        episodes={
+            domain: EpisodesRecord.of(stats, {turn: part for (d, turn), part in trained.turns.items() if d == domain})
+            for domain, stats in batch.episodes.items()
+        },
         skipped=trained.skipped,
         restarted=(*batch.restarted, *targets.restarted),
         stream=StreamRecord(
@@ -238,9 +330,23 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         grad_norm=trained.grad_norm,
         lr=trained.lr,
         logprob_gap=trained.logprob_gap,
+        drift=trained.drift,
+        token_ages={str(age): tokens for age, tokens in ages(batch.rollouts, pushed.version - 1).items()},
         policy_version=pushed.version,
         probe_gap=pushed.gap,
     )
+
+
+def seconds_at_work(
+    record: StepRecord, rollout_s: float, targets: TargetStream, trained: StepReport
+) -> dict[str, float]:
+    """Make `StepRecord.busy_s` from the seconds of a step that is done; `rollout_s` are those in which engines wrote."""
+    found = {
+        "rollout": rollout_s,
+        "teachers": 0.0 if record.replayed else targets.busy_s,
+        "trainer": record.phase_s["train"] - trained.waited_s,
+    }
+    return {role: round(seconds, 4) for role, seconds in found.items()}
 
 
 def _places(bits: int) -> str:

@@ -11,12 +11,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from opd.rollouts.episodes.spec import EpisodeResult, EpisodeStats
 
 Origin = Literal["policy", "masked", "environment"]
 """Why a response token is there, and whether it is trained: see `Span`."""
-StopReason = Literal["stop", "length"]
+TurnStop = Literal["stop", "length"]
 """vLLM's words for a response that ended with an end token, and for one that reached the token limit."""
+Broken = Literal["raised", "timeout", "observation", "agent"]
+"""Why an episode broke: the environment raised; a call of it, or the agent's program, was not back in time; it gave an
+observation that nobody can use; the agent's program failed."""
+StopReason = Literal[TurnStop, "done", "turns", "tokens", "context", "template", Broken]
+"""Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
+of `turns`, of `tokens`, or the model's `context`; `template`: the chat template cannot append the next message."""
+SegmentOrigin = Literal["main", "summary", "sub_agent"]
+"""What a segment of an episode is: the dialogue itself, a summary of what went before, an episode that a tool started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +43,8 @@ class Prompt:
     """Key into the pipeline's `domains`; decides which expert scores the response."""
     token_ids: tuple[int, ...]
     """[P] exactly what the rollout engine reads; never decoded and tokenised again."""
+    text: str | list[dict[str, str]] = ""
+    """The prompt as its file has it, text or messages: an environment's tools and first observation are rendered with it."""
     answer: str = ""
     """What the verifier compares with; empty where no evaluation is wanted."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +99,7 @@ class Rollout:
     spans: tuple[Span, ...]
     """Who wrote which part of the response; at least one, an empty response has one of length 0."""
     stop_reason: StopReason
-    """Why the response ended: with an end token, or at the token limit."""
+    """Why the response ended, or the episode that it belongs to."""
     reward: float | None = None
     """What a verifier or an environment gave for the response; None: nobody was asked."""
 
@@ -115,7 +128,7 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """True if the response ended at the token limit and not at an end token."""
+        """True if the response ended at the token limit and not at an end token. Episodes have limits of their own."""
         return self.stop_reason == "length"
 
     @property
@@ -134,6 +147,18 @@ class Rollout:
         return tuple(place for place, trained in enumerate(self.loss_mask) if trained)
 
     @property
+    def turns(self) -> tuple[int, ...]:
+        """[N] number of the turn, from 0, of each trained token: a turn ends where an environment writes."""
+        found, turn, began = [], 0, False
+        for span in self.spans:
+            if span.origin == "environment":
+                turn, began = turn + began, False
+            else:
+                began = began or span.length > 0
+                found += [turn] * (span.length if span.trained else 0)
+        return tuple(found)
+
+    @property
     def trained_ids(self) -> tuple[int, ...]:
         """[N] the trained tokens."""
         return tuple(self.response_ids[place] for place in self.trained)
@@ -142,6 +167,19 @@ class Rollout:
 def unknown_id(token_ids: Sequence[int], vocab_size: int) -> int | None:
     """The first id that is no token of a vocabulary of that size."""
     return next((token for token in token_ids if not 0 <= token < vocab_size), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One turn of the policy: what the engine sampled after the tokens that it was given."""
+
+    token_ids: tuple[int, ...]
+    """[R] the end token included when the policy wrote one."""
+    logprobs: tuple[float, ...]
+    """[R] log-prob of each token in the distribution that it was drawn from."""
+    stop_reason: TurnStop
+    policy_version: int
+    """Weight pushes that the engine had received when it sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +199,8 @@ class RolloutBatch:
     quarantined: tuple[Quarantined, ...]
     restarted: tuple[str, ...] = ()
     """Rollout workers that died since the batch before and were started again."""
+    episodes: Mapping[str, EpisodeStats] = field(default_factory=dict)
+    """Domain -> what became of its episodes; without domains whose student answers once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +212,9 @@ class Completion:
     """Decoded without special tokens."""
     num_tokens: int
     truncated: bool = False
-    """True if it ended at the token limit and not at an end token."""
+    """True if it ended at a limit and not by itself."""
+    episode: EpisodeResult | None = None
+    """What came of the episode, if the answer is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +265,8 @@ class DomainStats:
     kl_sum: float
     """The objective's value, nats: KL(student || teacher) for `reverse_kl`."""
     gap_sum: float
-    """|trainer - engine| log-prob of the sampled token at the temperature that it was sampled at, nats."""
+    """|trainer - engine| log-prob of the sampled token at the temperature that it was sampled at, nats; only over the tokens
+    that are not stale."""
     entropy_sum: float
     """Student's entropy, nats."""
     teacher_entropy_sum: float
@@ -237,6 +280,10 @@ class DomainStats:
     """Student's probability of the tokens that a top-k teacher gave."""
     teacher_mass_sum: float
     """Teacher's probability of them."""
+    stale_tokens: int = 0
+    """Tokens of responses that older weights than the trainer's wrote, in part at least."""
+    drift_sum: float = 0.0
+    """The same difference as `gap_sum` over the stale tokens: how far the policy went since it wrote them."""
 
     def __add__(self, other: DomainStats) -> DomainStats:
         return DomainStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -255,6 +302,20 @@ class PositionStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnStats:
+    """Sums over the trained tokens of one domain that were sampled in the same turn of their episodes."""
+
+    tokens: int
+    kl_sum: float
+    """The objective's value, nats: see `DomainStats.kl_sum`."""
+    gap_sum: float
+    """|trainer - engine| log-prob: see `DomainStats.gap_sum`."""
+
+    def __add__(self, other: TurnStats) -> TurnStats:
+        return TurnStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What the trainer says about one optimiser step, summed over all ranks."""
 
@@ -265,15 +326,21 @@ class StepReport:
     """Global gradient norm before clipping."""
     lr: float
     logprob_gap: float
-    """Mean |trainer log-prob - engine log-prob| over the sampled tokens at their temperature, nats; near 0 in a sync
-    schedule."""
+    """Mean |trainer log-prob - engine log-prob| over the sampled tokens at their temperature, nats, without stale ones; 0
+    if all are stale. Near 0 if both compute the same."""
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats] = field(default_factory=dict)
     """Key: number of bits of the token's place in its response. 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
+    turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
+    """Key: domain, and number of the turn from 0."""
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
+    drift: float = 0.0
+    """The same mean over the stale tokens alone."""
     early_micro_batches: int = 0
     """Rounds of micro-batches that the ranks had before the last row was scored."""
+    waited_s: float = 0.0
+    """Seconds in which no rank had a micro-batch, because its rows were not scored yet."""
     peak_bytes: int = 0
     """Most bytes of parts that had come and were not yet trained."""
 

@@ -93,10 +93,30 @@ class DomainEvalConfig(Strict):
         return self
 
 
+class EnvironmentConfig(Strict):
+    name: str = Field(..., pattern=r"^([a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    """What the student acts on: a name of `opd.environments`, or a class of yours as `module:Class`, with the methods of
+    `opd.interfaces.Environment`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+    max_turns: int = Field(16, ge=1)
+    """Turns of the student in an episode; each has `rollout.max_new_tokens` at most."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Tokens that the student may write in an episode; default: as many as `rollout.max_model_len` holds."""
+    step_timeout_s: float = Field(30, gt=0)
+    """Deadline of each call of the environment: an episode whose environment is not back in time ends."""
+    max_broken: float = Field(0.1, ge=0, le=1)
+    """The run stops if a larger share of a step's episodes of this domain ends because the environment failed; one always
+    may."""
+
+
 class DomainConfig(Strict):
     prompts: Prompts | None = None
     """JSONL, CSV, Parquet or a saved data set with `prompt` (text or chat messages) and `answer`, or a mapping that says
     more; default: the file the expert was registered with."""
+    environment: EnvironmentConfig | None = None
+    """Makes each prompt of the domain the task of an episode: the student and an environment take turns; see docs/agents.md.
+    Default: the student answers once."""
     eval: DomainEvalConfig | None = None
     """How the domain is measured; without it the domain is trained but not scored."""
     teachers: (

@@ -12,6 +12,7 @@ from statistics import fmean
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.scores import Answer, DomainScore, Evaluation
 from opd.evaluation.statistics import interval, pass_at, standard_error
+from opd.evaluation.verifiers.reward import score_of
 from opd.interfaces import Decoder, Evaluator, RolloutEngine, Verifier
 from opd.types import Completion, Prompt, Teacher
 
@@ -64,8 +65,9 @@ class EngineEvaluator:
             failed = [answer.error for answer in judged if answer.error]
             if failed:
                 last = failed[0].strip().splitlines()[-1]
+                who = "verifier" if judged[0].turns is None else "environment"
                 self._tell(
-                    f"{model}: the verifier of {domain} raised on {len(failed)} of {len(judged)} answers, counted as wrong: {last}"
+                    f"{model}: the {who} of {domain} raised on {len(failed)} of {len(judged)} answers, counted as wrong: {last}"
                 )
         return Evaluation(
             model=model,
@@ -75,11 +77,14 @@ class EngineEvaluator:
 
     def _judge(self, exam: DomainExam, completion: Completion) -> Answer:
         prompt = completion.prompt
-        score, error = 0.0, ""
-        try:
-            score = exam.verifier(completion.text, prompt.answer, prompt.metadata)
-        except Exception:  # noqa: BLE001 a verifier may be anybody's code; its traceback is kept
-            error = traceback.format_exc()
+        score, error, episode = 0.0, "", completion.episode
+        if episode is not None:
+            score, error = score_of(episode), episode.error
+        else:
+            try:
+                score = exam.verifier(completion.text, prompt.answer, prompt.metadata)
+            except Exception:  # noqa: BLE001 a verifier may be anybody's code; its traceback is kept
+                error = traceback.format_exc()
         return Answer(
             domain=prompt.domain,
             prompt_id=prompt.id,
@@ -90,6 +95,8 @@ class EngineEvaluator:
             tokens=completion.num_tokens,
             truncated=completion.truncated,
             error=error,
+            turns=episode.audit.turns if episode is not None else None,
+            invalid_calls=episode.invalid_calls if episode is not None else 0,
         )
 
     def _score(self, answers: Sequence[Answer]) -> DomainScore:
@@ -97,6 +104,7 @@ class EngineEvaluator:
         n = self._settings.n
         scores = [[a.score for a in answers[i : i + n]] for i in range(0, len(answers), n)]
         low, high = interval(scores)
+        turns = [a.turns for a in answers if a.turns is not None]
         return DomainScore(
             accuracy=fmean(a.score for a in answers),
             stderr=standard_error(scores),
@@ -108,6 +116,8 @@ class EngineEvaluator:
             mean_tokens=fmean(a.tokens for a in answers),
             truncated=fmean(a.truncated for a in answers),
             failed=sum(bool(a.error) for a in answers),
+            turns=fmean(turns) if turns else None,
+            invalid_calls=sum(a.invalid_calls for a in answers),
         )
 
 

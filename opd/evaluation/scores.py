@@ -35,7 +35,11 @@ class DomainScore:
     truncated: float = 0.0
     """Share of answers that ended at the token limit."""
     failed: int = 0
-    """Answers whose verifier raised; they count as wrong."""
+    """Answers whose verifier or environment failed."""
+    turns: float | None = None
+    """Mean turns of an episode; None in a domain without an environment."""
+    invalid_calls: int = 0
+    """Turns with a tool call that could not be made as it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,11 @@ class Answer:
     tokens: int = 0
     truncated: bool = False
     error: str = ""
-    """Traceback of a verifier that raised."""
+    """Traceback of a verifier that raised, or what broke the episode."""
+    turns: int | None = None
+    """Turns of the episode; None if it is none."""
+    invalid_calls: int = 0
+    """Those of them with a tool call that could not be made as it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

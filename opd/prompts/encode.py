@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import date, datetime, time
+from typing import Any
 
 from opd.interfaces import Tokenizer
 from opd.prompts.line import Messages
@@ -18,14 +19,22 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None
     return tuple(ids)
 
 
-def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None) -> str:
-    """The text that is tokenised. Raises: jinja2's TemplateError, ValueError or TypeError if the template refuses it."""
+def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any) -> str:
+    """The text that is tokenised; `variables` are the chat template's.
+
+    Raises: jinja2's TemplateError, ValueError or TypeError if the template refuses it.
+    """
     if isinstance(prompt, str):
         return prompt
     # transformers gives templates a function of this name; a variable of the same name takes precedence.
     clock = {} if day is None else {"strftime_now": datetime.combine(day, time()).strftime}
-    text: str = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **clock)
+    text: str = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **clock, **variables)
     return text
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text as it is, special tokens in it included."""
+    return list(_encode(tokenizer, [text])[0])
 
 
 def encode_prompts(

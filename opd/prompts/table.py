@@ -72,6 +72,7 @@ class PromptTable(Sequence[Prompt]):
             id=f"{self.domain}/{self.rows.number(at)}",
             domain=self.domain,
             token_ids=tuple(self._tokens.value("token_ids", at)),
+            text=line.prompt,
             answer=line.answer,
             metadata=line.metadata,
         )

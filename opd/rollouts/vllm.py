@@ -14,6 +14,15 @@ from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.interfaces import Decoder
+from opd.rollouts.episodes.spec import (
+    LIMITS,
+    EpisodeOptions,
+    EpisodeRequest,
+    EpisodeResult,
+    EpisodeStats,
+    refuse_many_broken,
+)
+from opd.rollouts.episodes.trace import Sample
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
 from opd.types import Completion, Origin, Prompt, Quarantined, Rollout, RolloutBatch, Span, unknown_id
 
@@ -41,12 +50,16 @@ class RolloutSpec:
     """Token ids that end a response."""
     untrained: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Domain -> token ids that carry no loss where the student writes them."""
+    episodes: Mapping[str, EpisodeOptions] = field(default_factory=dict)
+    """Domain -> how its episodes run; the student answers once in the other domains."""
     workers: int = 1
     """Engines; requests are dealt out among them."""
     gpus: float = 0
     """GPUs of each engine; 0: the CPU."""
     kv_cache_gib: int = 1
     """Key-value cache of an engine on the CPU, whole GiB."""
+    roles: int = 1
+    """Roles that compute at the same time on these cores, this one among them."""
     seed: int = 0
     """Together with the sample id it decides what is sampled."""
     n: int = 1
@@ -71,7 +84,11 @@ class VLLMRolloutEngine:
         self._tokenizer = tokenizer
         model_dir = spec.engine.model_dir
         options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker starts in another directory
-        env = cluster.worker_env(spec.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
+        env = (
+            cluster.worker_env(spec.workers, spec.roles)
+            | ENGINE_ENV
+            | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
+        )
         if not spec.gpus:
             env |= {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -93,6 +110,19 @@ class VLLMRolloutEngine:
         cluster.wait(answers, timeout_s=self._spec.start_timeout_s)
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
+        acting = [p for p in prompts if p.domain in self._spec.episodes]
+        answering = [p for p in prompts if p.domain not in self._spec.episodes]
+        batches = [self._respond(answering, step, policy_version), self._act(acting, step, policy_version)]
+        restarted, self._restarted = tuple(self._restarted), []
+        return RolloutBatch(
+            rollouts=tuple(r for batch in batches for r in batch.rollouts),
+            quarantined=tuple(q for batch in batches for q in batch.quarantined),
+            restarted=restarted,
+            episodes=batches[1].episodes,
+        )
+
+    def _respond(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
+        """One response to each prompt."""
         limit, room = self._spec.max_new_tokens, self._spec.engine.max_model_len
         sample_ids = _sample_ids(prompts, step)
         fitting = [(p, s) for p, s in zip(prompts, sample_ids, strict=True) if _fits(p, room)]
@@ -112,16 +142,60 @@ class VLLMRolloutEngine:
         for (p, sample_id), out in zip(fitting, sampled, strict=True):
             spans = _spans(out.token_ids, self._spec.untrained.get(p.domain, frozenset()), policy_version)
             rollouts.append(_rollout(p, sample_id, step, out, spans))
-        restarted, self._restarted = tuple(self._restarted), []
         return RolloutBatch(
             rollouts=tuple(rollouts),
             quarantined=tuple(_refused(p, room) for p in prompts if not _fits(p, room)),
-            restarted=restarted,
         )
+
+    def _act(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
+        """One episode for each prompt. Raises: RunError if too many of a domain break."""
+        room = self._spec.engine.max_model_len
+        requests = [
+            self._request(p, Sample(sample_id=sample_id, group=_sample_id(step, p), step=step, domain=p.domain))
+            for p, sample_id in zip(prompts, _sample_ids(prompts, step), strict=True)
+            if _fits(p, room)
+        ]
+        results = self._play(requests, self._spec.temperature, policy_version)
+        stats = {
+            domain: EpisodeStats.of(
+                result for request, result in zip(requests, results, strict=True) if request.prompt.domain == domain
+            )
+            for domain in dict.fromkeys(request.prompt.domain for request in requests)
+        }
+        for domain, found in stats.items():
+            refuse_many_broken(domain, found, self._spec.episodes[domain].max_broken)
+        rollouts = tuple(r for result in results for r in result.rollouts)
+        for rollout in rollouts:
+            _refuse_unknown(rollout.sample_id, rollout.response_ids, self._spec.engine.vocab_size)
+        refused = [_refused(p, room) for p in prompts if not _fits(p, room)]
+        refused += [_unplayed(q.prompt, r) for q, r in zip(requests, results, strict=True) if not r.rollouts]
+        return RolloutBatch(rollouts=rollouts, quarantined=tuple(refused), episodes=stats)
+
+    def _request(self, prompt: Prompt, sample: Sample) -> EpisodeRequest:
+        return EpisodeRequest(
+            prompt=prompt,
+            sample=sample,
+            options=self._spec.episodes[prompt.domain],
+            seed=self._spec.seed,
+            masked=self._spec.untrained.get(prompt.domain, frozenset()),
+        )
+
+    def _play(
+        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int = 0
+    ) -> list[EpisodeResult]:
+        """Deal episodes out as `_generate` deals out requests."""
+        num = len(self._workers)
+        if not requests:
+            return []
+        parts = self._call(
+            lambda worker, i: worker.submit(VLLMWorker.episodes, requests[i::num], temperature, policy_version)
+        )
+        return [parts[i % num][i // num] for i in range(len(requests))]
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
         limit, room = self._spec.max_answer_tokens, self._spec.engine.max_model_len
         asked = [(p, i) for p in prompts for i in range(n)]
+        played = iter(self._exam_episodes(asked, temperature))
         requests = [
             GenerateRequest(
                 token_ids=p.token_ids,
@@ -130,10 +204,26 @@ class VLLMRolloutEngine:
                 seed=_seed(self._spec.seed, f"answer/{p.id}#{i}") if temperature else None,
             )
             for p, i in asked
-            if _fits(p, room)
+            if _fits(p, room) and p.domain not in self._spec.episodes
         ]
         answers = iter(self._generate(requests, n))
-        return [self._completion(p, next(answers) if _fits(p, room) else None) for p, _ in asked]
+        return [
+            _played(p, next(played) if _fits(p, room) else None)
+            if p.domain in self._spec.episodes
+            else self._completion(p, next(answers) if _fits(p, room) else None)
+            for p, _ in asked
+        ]
+
+    def _exam_episodes(self, asked: Sequence[tuple[Prompt, int]], temperature: float) -> list[EpisodeResult]:
+        """The episodes of those prompts whose domain has them, and that fit."""
+        room, limit = self._spec.engine.max_model_len, self._spec.max_answer_tokens
+        requests = [
+            self._request(p, Sample(sample_id=f"answer/{p.id}#{i}", group=p.id, step=0, domain=p.domain))
+            for p, i in asked
+            if p.domain in self._spec.episodes and _fits(p, room)
+        ]
+        turns = [replace(r, options=replace(r.options, max_turn_tokens=limit)) for r in requests]
+        return self._play(turns, temperature)
 
     def load(self, model_dir: Path, again: Weights | None = None, base: Path | None = None) -> None:
         self._weights, self._base = lambda: nullcontext(model_dir), base and base.absolute()
@@ -195,6 +285,23 @@ def _fits(prompt: Prompt, room: int) -> bool:
 def _refused(prompt: Prompt, room: int) -> Quarantined:
     num = len(prompt.token_ids)
     reason = f"{num} tokens, rollout.max_model_len is {room}: no room for a response" if num else "no tokens"
+    return Quarantined(prompt_id=prompt.id, domain=prompt.domain, reason=reason)
+
+
+def _played(prompt: Prompt, result: EpisodeResult | None) -> Completion:
+    """An episode as an answer; None: the prompt did not fit."""
+    return Completion(
+        prompt=prompt,
+        text=result.text if result else "",
+        num_tokens=result.audit.sampled if result else 0,
+        truncated=result is not None and result.stop_reason in LIMITS,
+        episode=result,
+    )
+
+
+def _unplayed(prompt: Prompt, result: EpisodeResult) -> Quarantined:
+    """An episode in which the policy took no turn."""
+    reason = f"the episode ended before the first turn ({result.stop_reason}) {result.error}".strip()
     return Quarantined(prompt_id=prompt.id, domain=prompt.domain, reason=reason)
 
 

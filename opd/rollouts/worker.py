@@ -10,12 +10,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
 from opd.errors import RunError
+from opd.imports import import_lightly
+from opd.rollouts.episodes.engine import BatchEngine, Sampling
+from opd.rollouts.episodes.runner import Dialogues, run_episodes
+from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
 from opd.rollouts.repairs import drop_expert_kernels, is_recurrent, rotate_every_head
-from opd.types import StopReason
+from opd.types import TurnStop
 
 RESTARTED = {"gpt_oss"}
 """Families whose experts vLLM's reload does not reach, because they bypass what it watches: a push starts a new engine."""
@@ -61,7 +66,7 @@ class Generated:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Log-prob of each token in the distribution that it was drawn from, temperature included."""
-    stop_reason: StopReason
+    stop_reason: TurnStop
 
 
 class VLLMWorker:
@@ -78,25 +83,35 @@ class VLLMWorker:
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Sample (or, at temperature 0, decode greedily) every request. Raises: RunError on NaN log-probs."""
-        from vllm import SamplingParams
-
         self._wake()
-        params = [
-            SamplingParams(
-                max_tokens=r.max_tokens,
-                temperature=r.temperature,
-                seed=r.seed,
-                stop_token_ids=self._stop,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for r in requests
-        ]
+        params = [self._params(r.max_tokens, r.temperature, r.seed) for r in requests]
         prompts: Any = [{"prompt_token_ids": list(r.token_ids)} for r in requests]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         self._sleep()
         return [_generated(output.outputs[0]) for output in outputs]
+
+    def episodes(
+        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
+    ) -> list[EpisodeResult]:
+        """Play every episode to its end, all turns in one batch. Raises: RunError; ModelError if the chat template cannot
+        append."""
+        from vllm.sampling_params import RequestOutputKind
+
+        self._wake()
+
+        def params(max_tokens: int, seed: int) -> Any:
+            made = self._params(max_tokens, temperature, seed if temperature else None)
+            made.output_kind = RequestOutputKind.FINAL_ONLY
+            return made
+
+        context = self._options.max_model_len
+        sampling = Sampling(params=params, read=_generated, context=context, policy_version=policy_version)
+        engine = BatchEngine(self._llm.llm_engine, sampling)
+        results = engine.drive(
+            lambda: run_episodes(requests, engine, self._dialogues, context=context, version=policy_version)
+        )
+        self._sleep()
+        return results
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, at temperature 1."""
@@ -133,6 +148,28 @@ class VLLMWorker:
             self._llm = None  # frees the old engine's memory before the new one takes its own
             self._llm = start_engine(dataclasses.replace(self._options, model_dir=model_dir))
             self._shape = shape
+
+    def _params(self, max_tokens: int, temperature: float, seed: int | None) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop_token_ids=self._stop,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            skip_clone=True,  # made for this request alone, so vLLM need not copy it
+        )
+
+    @cached_property
+    def _dialogues(self) -> Dialogues:
+        """With the student's tokenizer, which episodes need and nothing else here."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self._options.model_dir, trust_remote_code=False)
+        return Dialogues(tokenizer, self._stop)
 
     def _sleep(self) -> None:
         """Level 1: weights wait in the machine's memory, since after an evaluation no new ones come."""
@@ -242,6 +279,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     words and the model directory's generation config are off.
     Raises: RunError if the engine cannot be kept to the tokenizer's ids.
     """
+    import_lightly("vllm.entrypoints.llm")
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -282,6 +320,6 @@ def _generated(output: Any) -> Generated:
     # NaN weights make vLLM emit token 0 for ever without an error; NaN is the one value unequal to itself.
     if any(value != value for value in logprobs):
         raise RunError("the rollout engine returned NaN log-probs: the student's weights are broken")
-    if output.finish_reason not in get_args(StopReason):
+    if output.finish_reason not in get_args(TurnStop):
         raise RunError(f"the rollout engine gave up on a request: vLLM says {output.finish_reason!r}")
     return Generated(token_ids=tuple(output.token_ids), logprobs=logprobs, stop_reason=output.finish_reason)

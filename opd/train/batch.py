@@ -32,6 +32,8 @@ class MicroBatch:
     """Sampled ids."""
     place_N: Tensor
     """Place of the token in its response, from 0."""
+    turn_N: Tensor
+    """Number of the turn in which it was sampled, from 0."""
     behaviour_N: Tensor
     """Log-prob under the rollout engine."""
     blocks: tuple[Block, ...]
@@ -97,6 +99,7 @@ def micro_batch(
         predict_N=predict_trained(packed, rollouts) if rollouts else torch.zeros(0, dtype=torch.long),
         token_N=torch.tensor([t for r in rollouts for t in r.trained_ids], dtype=torch.long),
         place_N=torch.tensor([place for r in rollouts for place in r.trained], dtype=torch.long),
+        turn_N=torch.tensor([turn for r in rollouts for turn in r.turns], dtype=torch.long),
         behaviour_N=torch.tensor([x for r in rollouts for x in _trained_logprobs(r)], dtype=torch.float32),
         blocks=type(samples[0][0].answer).blocks(samples, dtype, baselines) if samples else (),
         row_lengths=tuple(r.num_trained for r in rollouts),

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from experts.adapter import whole_model
@@ -26,7 +26,7 @@ from opd.errors import PromptError
 from opd.files import replace_dir
 from opd.prompts import MixedPrompts, PromptTable, open_rows, split_samples
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.types import Prompt, WeightedTeacher
+from opd.types import Prompt, Rollout, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
 from pipelines.inputs.read import Inputs, prompts_of
 from pipelines.specs import imitation_spec, lora_options
@@ -36,8 +36,8 @@ PILOT_SAMPLES = 1000
 CHUNK = 4096
 """Prompts that an engine gets in one call, so that the deadline of a phase applies to a bounded amount of work."""
 
-Author = Callable[[Sequence[Prompt]], list[tuple[int, ...]]]
-"""Prompts -> a response to each, as token ids with the end token."""
+Author = Callable[[Sequence[Prompt]], list[Rollout]]
+"""Prompts -> a response or an episode to each, but for episodes that broke before their first turn."""
 
 Completions = dict[str, tuple[int, ...]]
 """Prompt id -> the answer in its prompts file as token ids, with the end token."""
@@ -73,8 +73,8 @@ def train_off_policy(
         prompts = [p for step in _steps(config, by_domain, shape.samples) for p in step]
         tell(f"{len(prompts)} responses: {config.trainer.steps} steps of {shape.samples}")
         responses = write(prompts)
-    _fit(config, inputs, list(zip(prompts, responses, strict=True)), shape, out, tell)
-    return sum(map(len, responses))
+    _fit(config, inputs, responses, shape, out, tell)
+    return sum(r.num_trained for r in responses)
 
 
 @contextmanager
@@ -90,8 +90,8 @@ def write_by_experts(
     prompts: Sequence[Prompt],
     seed: int,
     scratch: Path,
-) -> list[tuple[int, ...]]:
-    """Each prompt's response by an expert of its domain; several experts are drawn by their weights."""
+) -> list[Rollout]:
+    """Each prompt's response or episode by an expert of its domain; several experts are drawn by their weights."""
     teachers = {a.teacher.name: a.teacher for assigned in routes.values() for a in assigned}
     draw = random.Random(f"{seed}/authors")
     by_author: dict[str, list[int]] = {}
@@ -99,7 +99,7 @@ def write_by_experts(
         assigned = routes[prompt.domain]
         [author] = draw.choices([a.teacher.name for a in assigned], [a.weight for a in assigned])
         by_author.setdefault(author, []).append(index)
-    responses: dict[int, tuple[int, ...]] = {}
+    responses: dict[int, list[Rollout]] = {}
     for author, mine in by_author.items():
         with whole_model(teachers[author], scratch) as directory:
             engine.load(directory)
@@ -107,15 +107,32 @@ def write_by_experts(
             chunk = mine[start : start + CHUNK]
             # The engine's seeds depend on step and prompt, so the chunk's number takes the place of the step.
             batch = engine.generate([prompts[i] for i in chunk], step=number, policy_version=0)
-            responses |= zip(chunk, (r.response_ids for r in batch.rollouts), strict=True)
-    return [responses[i] for i in range(len(prompts))]
+            written: dict[str, list[Rollout]] = {}
+            for rollout in batch.rollouts:
+                written.setdefault(rollout.episode, []).append(rollout)
+            responses |= _by_prompt(chunk, prompts, list(written.values()))
+    return [rollout for i in range(len(prompts)) for rollout in responses.get(i, ())]
+
+
+def _by_prompt(
+    chunk: Sequence[int], prompts: Sequence[Prompt], written: Sequence[list[Rollout]]
+) -> Iterator[tuple[int, list[Rollout]]]:
+    """Place of each prompt -> what was written to it, in the order of the engine for a prompt that comes twice."""
+    places: dict[str, deque[int]] = {}
+    for i in chunk:
+        places.setdefault(prompts[i].id, deque()).append(i)
+    for rollouts in written:
+        prompt_id = rollouts[0].group.partition("/")[2]  # a group is the step and the prompt's id
+        yield places[prompt_id].popleft(), rollouts
 
 
 @contextmanager
 def file_author(config: PipelineConfig, completions: Completions) -> Iterator[Author]:
     """The prompts' own completions, as long as there is room for them."""
     room = config.rollout.max_model_len
-    yield lambda prompts: [completions[p.id][: room - len(p.token_ids)] for p in prompts]
+    yield lambda prompts: [
+        Rollout.to_score(p.id, p.token_ids, completions[p.id][: room - len(p.token_ids)], p.domain) for p in prompts
+    ]
 
 
 def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
@@ -163,7 +180,7 @@ def _num_samples(
     # Whole steps, because each domain has its share of a step.
     steps = islice(_steps(config, by_domain, samples), -(-PILOT_SAMPLES // samples))
     pilot = [p for step in steps for p in step]
-    mean_length = fmean(map(len, write(pilot)))
+    mean_length = sum(r.num_trained for r in write(pilot)) / len(pilot)
     return max(len(by_domain), round(budget / config.trainer.steps / mean_length))
 
 
@@ -177,13 +194,13 @@ def _shape(config: PipelineConfig, samples: int) -> StepShape:
 def _fit(
     config: PipelineConfig,
     inputs: Inputs,
-    written: Sequence[tuple[Prompt, tuple[int, ...]]],
+    written: Sequence[Rollout],
     shape: StepShape,
     out: Path,
     tell: Callable[[str], None],
 ) -> None:
-    """Write the student, trained on prompts and their responses, to `out`: whole or not at all, in the type that a merge
-    exports."""
+    """Write the student, trained on what the policy wrote in these rollouts, to `out`: whole or not at all, in the type that
+    a merge exports."""
     import torch
     from transformers import set_seed
 
@@ -197,9 +214,7 @@ def _fit(
     model, lora = _student(config.student.model), lora_options(config)
     if lora is not None:
         adapt(model, lora)
-    examples = [
-        Example(input_ids=[*p.token_ids, *r], labels=[IGNORED] * len(p.token_ids) + list(r)) for p, r in written
-    ]
+    examples = [Example(input_ids=[*r.prompt_ids, *r.response_ids], labels=_labels(r, IGNORED)) for r in written]
     imitate(
         model,
         examples,
@@ -212,6 +227,12 @@ def _fit(
     model.to(getattr(torch, config.trainer.dtype)).save_pretrained(staging)
     inputs.tokenizer.save_pretrained(staging)
     replace_dir(staging, out)
+
+
+def _labels(rollout: Rollout, ignored: int) -> list[int]:
+    """The tokens that its author wrote, at their places; `ignored` at all others."""
+    response = zip(rollout.response_ids, rollout.loss_mask, strict=True)
+    return [ignored] * len(rollout.prompt_ids) + [token if trained else ignored for token, trained in response]
 
 
 def _student(model_dir: Path) -> Any:

@@ -11,7 +11,8 @@ from pipelines.evaluation.matrix import Matrix
 
 
 def score_rows(found: Evaluation) -> list[tuple[str, ...]]:
-    """Domain, accuracy, 95 % interval, questions x answers, then pass@k for each k above 1, length, truncated, failed."""
+    """Domain, accuracy, 95 % interval, questions x answers, then pass@k for each k above 1, length, truncated, failed; turns
+    and invalid calls where a domain has episodes."""
     return [
         (
             domain,
@@ -22,6 +23,7 @@ def score_rows(found: Evaluation) -> list[tuple[str, ...]]:
             f"{s.mean_tokens:.1f}",
             f"{s.truncated:.0%}",
             str(s.failed),
+            *(("-" if s.turns is None else f"{s.turns:.1f}", str(s.invalid_calls)) if _has_episodes(found) else ()),
         )
         for domain, s in found.scores.items()
     ]
@@ -31,7 +33,22 @@ def score_columns(found: Evaluation) -> tuple[str, ...]:
     """Headings of `score_rows`."""
     first = next(iter(found.scores.values()))
     passes = (f"pass@{k}" for k in first.pass_at if k != "1")
-    return ("domain", "accuracy", "95 % interval", "questions", *passes, "tokens", "truncated", "verifier failed")
+    acting = ("turns", "invalid calls") if _has_episodes(found) else ()
+    return (
+        "domain",
+        "accuracy",
+        "95 % interval",
+        "questions",
+        *passes,
+        "tokens",
+        "truncated",
+        "verifier failed",
+        *acting,
+    )
+
+
+def _has_episodes(found: Evaluation) -> bool:
+    return any(score.turns is not None for score in found.scores.values())
 
 
 def side_by_side_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:

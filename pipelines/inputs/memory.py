@@ -23,6 +23,7 @@ from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo
 from experts.weight_files import weight_tensors
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
+from opd.config.domains import DomainConfig
 from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
@@ -257,7 +258,7 @@ def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
 
 def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     pushed = inputs.pushed * DTYPE_BYTES[config.trainer.dtype]
-    responses = config.trainer.samples_per_step * config.rollout.max_new_tokens
+    responses = config.trainer.samples_per_step * max(_written(config, domain) for domain in config.domains.values())
     per_token = answer_class(config.teachers.payload).token_bytes(
         hidden_size=max(e.info.hidden_size for e in inputs.experts.values()),
         itemsize=DTYPE_BYTES[config.teachers.dtype],
@@ -273,6 +274,14 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
             knobs="trainer.samples_per_step, rollout.max_new_tokens, teachers.payload, teachers.dtype",
         ),
     ]
+
+
+def _written(config: PipelineConfig, domain: DomainConfig) -> int:
+    """Tokens that the student writes for one sample at most."""
+    acts, turn = domain.environment, config.rollout.max_new_tokens
+    if acts is None:
+        return turn
+    return min(config.rollout.max_model_len, acts.max_turns * turn, acts.max_tokens or config.rollout.max_model_len)
 
 
 def _processes(config: PipelineConfig, inputs: Inputs) -> Need:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.verifiers import build_verifier
+from opd.evaluation.verifiers.reward import Reward
 from opd.prompts import PromptTable, load_prompts
+from opd.types import Prompt
 
 EXAMPLES = 3
 """Number of prompts that an error or notice names."""
@@ -67,28 +70,29 @@ def load_exams(
         if domain.eval.holdout is not None:
             prompts = _side(prompts, domain.eval.holdout, held_out=True)
         prompts = _short_enough(source, prompts, tell)
-        verifier = build_verifier(domain.eval.verifier)
+        verifier = Reward() if domain.environment else build_verifier(domain.eval.verifier)
         exams[name] = DomainExam(tuple(prompts[: samples or config.evaluate.samples]), verifier)
         refuse_unjudgeable(prompts.rows.label, exams[name], domain.eval)
     return exams
 
 
 def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, PromptTable]) -> None:
-    """Refuse exams with a question that any domain trains on; prompts are the same if their token ids are.
+    """Refuse exams with a question that any domain trains on; prompts are the same if their token ids are, and in a domain
+    with an environment the metadata, which say what the task is.
 
     Prompts that ask nothing are left out: they are all alike, and another check reports them.
     Raises: PromptError with the counts of every pair of domains that share prompts.
     """
-    where: dict[tuple[int, ...], dict[str, str]] = {}
+    where: dict[tuple[Any, ...], dict[str, str]] = {}
     questions = [question for exam in exams.values() for question in exam.prompts]
     for domain, prompts in training.items():
         for prompt in prompts.among(questions):
             if prompt.token_ids:
-                where.setdefault(prompt.token_ids, {}).setdefault(domain, prompt.id)
+                where.setdefault(_task(prompt, exams), {}).setdefault(domain, prompt.id)
     shared: dict[tuple[str, str], list[str]] = {}
     for domain, exam in exams.items():
         for prompt in exam.prompts:
-            for trained, first in where.get(prompt.token_ids, {}).items():
+            for trained, first in where.get(_task(prompt, exams), {}).items():
                 shared.setdefault((domain, trained), []).append(f"question {prompt.id} is training prompt {first}")
     if not shared:
         return
@@ -103,6 +107,12 @@ def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, PromptT
         wanted="questions that are never trained on",
         fix="delete them from one of the two files; to split one file, give `eval: {holdout: 0.1}` and no eval.prompts",
     )
+
+
+def _task(prompt: Prompt, exams: Mapping[str, DomainExam]) -> tuple[Any, ...]:
+    """Equal for prompts that ask the same."""
+    acts = prompt.domain in exams and isinstance(exams[prompt.domain].verifier, Reward)
+    return (*prompt.token_ids, json.dumps(prompt.metadata, sort_keys=True) if acts else "")
 
 
 def room_warnings(exams: Mapping[str, DomainExam], room: int) -> list[str]:

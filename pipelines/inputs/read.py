@@ -26,12 +26,14 @@ from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
+from opd.imports import TRANSFORMERS, import_lightly
 from opd.lora import ADAPTER_WEIGHTS
 from opd.named import is_place, users
 from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
+from pipelines.inputs.environments import check_environments
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
 from pipelines.inputs.routes import Expert, route_domains
@@ -93,6 +95,7 @@ class Teaching:
 
 def read_teachers(config: PipelineConfig) -> Teaching:
     """Read and check student and experts. Raises: OpdError for the first thing that is wrong."""
+    import_lightly(TRANSFORMERS)
     student = inspect_student(config)
     by_name = _experts(config)
     _refuse_broken_weights(student, by_name, config)
@@ -147,6 +150,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         asking = table.where(table.lengths > 0)
         _refuse_all_too_long(asking, config.rollout.max_model_len)
         prompts[domain] = asking
+    check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
     return Inputs(
         student=teaching.student,
         experts={a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned},

@@ -30,6 +30,7 @@ SAME_WEIGHTS = (
     "cluster.*_timeout_s",
     "cluster.max_restarts",
     "schedule.overlap",
+    "schedule.max_staleness",
     "teachers.queue",
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
@@ -45,6 +46,8 @@ SAME_WEIGHTS = (
     "teachers.api_key_env",
     "teachers.server_timeout_s",
     "trainer.head_memory",
+    "domains.*.environment.max_broken",
+    "domains.*.environment.step_timeout_s",
     # Paths: the contents of these files are compared by hash.
     "student.model",
     "student.lora.export",

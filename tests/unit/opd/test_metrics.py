@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opd.metrics import MetricsFile, PhaseClock
-from opd.step_record import DomainRecord, PositionRecord, StepRecord
+from opd.step_record import DomainRecord, EpisodesRecord, PositionRecord, StepRecord, TurnRecord
 from opd.types import SavedCheckpoint
 
 
@@ -20,6 +20,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
             step=2,
             domains={"a": DomainRecord(loss=1e-9, tokens=3)},
             positions={"2-3": PositionRecord(loss=0.5, tokens=2)},
+            episodes={
+                "a": EpisodesRecord(
+                    episodes=2,
+                    reward=0.5,
+                    stop_reasons={"done": 1, "raised": 1},
+                    broken=1,
+                    error="é",
+                    by_turn=(TurnRecord(tokens=3, loss=0.25, logprob_gap=1e-7),),
+                ),
+            },
             checkpoint=SavedCheckpoint(step=1, background_s=0.25, size=9),
             replayed=True,
         ),

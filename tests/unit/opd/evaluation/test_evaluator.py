@@ -21,7 +21,10 @@ from opd.evaluation.evaluator import (
 )
 from opd.evaluation.scores import Evaluation
 from opd.evaluation.verifiers.exact import ExactMatch, LastLine
+from opd.evaluation.verifiers.reward import Reward
 from opd.interfaces import Verifier
+from opd.rollouts.episodes.spec import EpisodeResult
+from opd.rollouts.episodes.trace import Audit
 from opd.types import Completion, Prompt, Teacher
 
 
@@ -187,3 +190,25 @@ def test_a_baseline_without_exams() -> None:
     assert measure_experts(engine, judge, {}, teachers, lambda _: whole, told.append).scores == {}  # type: ignore[arg-type]
     assert told == ["no domain has an exam"]
     assert engine.loads == []
+
+
+def test_the_score_of_an_episode_is_the_environments_reward() -> None:
+    def played(reward: float | None, turns: int, error: str = "") -> EpisodeResult:
+        return EpisodeResult(
+            rollouts=(), stop_reason="raised" if error else "done", reward=reward, error=error, invalid_calls=turns - 1,
+            audit=Audit(turns=turns, sampled=4 * turns),
+        )  # fmt: skip
+
+    class Acting:
+        def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
+            episodes = [played(0.5, 3), played(None, 1), played(7.0, 2), played(1.0, 2, "step: KeyError"), None]
+            return [
+                Completion(prompt=p, text="policy: n", num_tokens=9, episode=e)
+                for p, e in zip(prompts, episodes, strict=True)
+            ]
+
+    told: list[str] = []
+    found = evaluator(Acting(), {"a": exam("a", 5, Reward())}, told).evaluate(model="me").scores["a"]
+    assert found.accuracy == pytest.approx((0.5 + 0 + 1 + 1 + 0) / 5)
+    assert (found.turns, found.invalid_calls, found.failed) == (2.0, 4, 1)
+    assert told == ["me: the environment of a raised on 1 of 5 answers, counted as wrong: step: KeyError"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed, _spans
 from opd.rollouts.worker import Generated, GenerateRequest, _generated
-from opd.types import Prompt, Span
+from opd.types import Prompt, Sampled, Span, StopReason
 from pipelines.specs import rollout_spec
 
 ROOM, LIMIT = 16, 6
@@ -35,11 +38,34 @@ class FakeWorker:
             for r in requests
         ]
 
+    def episodes(
+        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
+    ) -> list[EpisodeResult]:
+        """Two turns of one token, the prompt's first; an episode whose metadata say so breaks before."""
+        self.played = [*getattr(self, "played", []), *requests]
+        self.temperature = temperature
+        return [_episode(r, policy_version) for r in requests]
+
     def load(self, model_dir: Path, base: Path | None = None) -> None:
         self.model_dir, self.base = model_dir, base
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return [[-1.0] * (len(s) - 1) for s in sequences]
+
+
+def _episode(request: EpisodeRequest, version: int) -> EpisodeResult:
+    token, trace = request.prompt.token_ids[0], Trace(version, request.masked)
+    breaks = "breaks" in request.prompt.metadata
+    if not breaks:
+        segment = trace.begin(request.prompt.token_ids)
+        for _ in range(2):
+            segment.sampled(Sampled(token_ids=(token,), logprobs=(-1.0,), stop_reason="stop", policy_version=version))
+            segment.append([9])
+    reason: StopReason = "raised" if breaks else "done"
+    return EpisodeResult(
+        rollouts=tuple(trace.rollouts(request.sample, reason, 0.5)), stop_reason=reason, reward=0.5, audit=trace.audit,
+        error="reset: KeyError" if breaks else "", text="policy: n",
+    )  # fmt: skip
 
 
 class Letters:
@@ -64,6 +90,65 @@ def engine(
         }
     )
     return VLLMRolloutEngine(rollout_spec(config, Path("base"), VOCABULARY, (2,), untrained), Letters())
+
+
+def agents(in_process: Any, **environment: Any) -> VLLMRolloutEngine:
+    """Two workers, a domain `d` whose prompts are answered, and a domain `e` whose prompts are episodes."""
+    made = engine(in_process, untrained={"e": frozenset({3})})
+    known = {"max_turns": 3, "max_turn_tokens": LIMIT, "step_timeout_s": 1.0, "max_broken": 0.5}
+    options = EpisodeOptions(environment="world:Maze", **known | environment)
+    made._spec = replace(made._spec, episodes={"e": options})
+    return made
+
+
+def task(i: int, length: int = 3, **metadata: Any) -> Prompt:
+    return Prompt(id=f"e/{i}", domain="e", token_ids=tuple(range(i, i + length)), metadata=metadata)
+
+
+def test_domains_with_an_environment_are_played_and_the_others_answered(in_process: Any) -> None:
+    batch = agents(in_process).generate([task(1), prompt(0), task(2), task(3), task(4, ROOM)], step=7, policy_version=6)
+    assert [r.sample_id for r in batch.rollouts] == ["000007/d/0", "000007/e/1", "000007/e/2", "000007/e/3"]
+    episode = batch.rollouts[2]
+    assert (episode.response_ids, episode.loss_mask, episode.policy_version) == ((2, 9, 2), (True, False, True), 6)
+    assert batch.rollouts[3].loss_mask == (False,) * 3, "teachers.mask_tokens holds in episodes too"
+    assert [q.prompt_id for q in batch.quarantined] == ["e/4"] and "rollout.max_model_len" in batch.quarantined[
+        0
+    ].reason
+    stats = batch.episodes["e"]
+    assert set(batch.episodes) == {"e"} and (stats.episodes, stats.audit.turns, stats.stop_reasons) == (
+        3,
+        6,
+        {"done": 3},
+    )
+    assert (stats.audit.sampled, stats.audit.trained, stats.rewarded, stats.reward_sum) == (6, 4, 3, 1.5)
+    assert sorted(len(w.played) for w in in_process.workers) == [1, 2]
+
+
+def test_an_episode_that_broke_before_its_first_turn_is_quarantined(in_process: Any) -> None:
+    batch = agents(in_process).generate([task(1), task(2, breaks=True)], step=1, policy_version=0)
+    assert [r.sample_id for r in batch.rollouts] == ["000001/e/1"]
+    (left_out,) = batch.quarantined
+    assert left_out.prompt_id == "e/2" and "raised" in left_out.reason and "reset: KeyError" in left_out.reason
+    assert batch.episodes["e"].broken == 1
+
+
+def test_too_many_broken_episodes_stop_the_run(in_process: Any) -> None:
+    tasks = [task(i, **({"breaks": True} if i < 2 else {})) for i in range(3)]
+    with pytest.raises(RunError, match=r"domain e: 2 of 3 episodes broke \(2 raised\)"):
+        agents(in_process).generate(tasks, step=1, policy_version=0)
+
+
+def test_an_exam_of_agents_plays_at_its_own_temperature(in_process: Any) -> None:
+    made = agents(in_process)
+    found = made.answer([task(1), prompt(0), task(2, ROOM), task(3)], n=2)
+    assert [(c.prompt.id, c.episode is not None) for c in found] == [
+        ("e/1", True), ("e/1", True), ("d/0", False), ("d/0", False), ("e/2", False), ("e/2", False), ("e/3", True), ("e/3", True),
+    ]  # fmt: skip
+    assert found[0].episode is not None and found[0].episode.reward == 0.5
+    assert (found[0].num_tokens, found[0].text, found[4].text, found[4].num_tokens) == (2, "policy: n", "", 0)
+    assert {w.temperature for w in in_process.workers if hasattr(w, "played")} == {0.0}
+    samples = [r.sample.sample_id for w in in_process.workers for r in w.played]
+    assert sorted(samples) == ["answer/e/1#0", "answer/e/1#1", "answer/e/3#0", "answer/e/3#1"]
 
 
 def prompt(i: int, length: int = 3) -> Prompt:

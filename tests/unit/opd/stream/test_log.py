@@ -15,6 +15,8 @@ from blake3 import blake3
 
 from opd.errors import StorageError
 from opd.losses.rule import LogitRule
+from opd.rollouts.episodes.spec import EpisodeStats
+from opd.rollouts.episodes.trace import Audit
 from opd.stream.heads import HeadSource, head_array, head_tensor
 from opd.stream.log import ArrowTargetLog
 from opd.stream.rollouts import read_file, write_file
@@ -75,8 +77,9 @@ def a_step(step: int = 12) -> tuple[RolloutBatch, list[np.ndarray]]:
     one, two = rollout("b/0", step=step, mask=(2, 1, 1), truncated=True), rollout("a/0", step=step)
     three, lost = rollout("b/1", step=step, mask=(1,)), rollout("a/1", step=step, mask=(2, 3), truncated=True)
     batch = RolloutBatch(
-        rollouts=(one, lost, two, three), quarantined=(Quarantined(prompt_id="b/9", domain="b", reason="long"),)
-    )
+        rollouts=(one, lost, two, three), quarantined=(Quarantined(prompt_id="b/9", domain="b", reason="long"),),
+        episodes={"a": EpisodeStats(episodes=2, audit=Audit(turns=5, forks=1), stop_reasons={"done": 2}, reward_sum=0.5)},
+    )  # fmt: skip
     parts = [
         part(scored(two), broken={lost.sample_id: "teacher t: not finite"}),
         part(scored(three), worker=1, teachers={"t": 1}),
@@ -279,7 +282,17 @@ def test_the_manifest_is_small(log: ArrowTargetLog, tmp_path: Path) -> None:
     batch, parts = a_step()
     record(log, 12, 11, PROMPTS, batch, parts)
     data = json.loads((tmp_path / "targets" / "step-000012" / "step.json").read_text())
-    assert set(data) == {"format", "step", "policy_version", "prompts", "files", "kind", "teachers", "refused"}
+    assert set(data) == {
+        "format",
+        "step",
+        "policy_version",
+        "prompts",
+        "files",
+        "kind",
+        "teachers",
+        "refused",
+        "episodes",
+    }
     assert read_file((tmp_path / "targets" / "step-000012" / "rollouts.arrow").read_bytes(), 76) == list(batch.rollouts)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from opd.errors import RunError
+from opd.losses.chunked import TokenStats
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.rule import IDENTITY
 from opd.stream.heads import Head
@@ -19,7 +20,15 @@ from opd.stream.schema import TargetRow
 from opd.train.batch import micro_batch
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.student import Student
-from opd.train.totals import Totals, refuse_gap, refuse_impossible_means, row_weights, token_weights
+from opd.train.totals import (
+    Totals,
+    mean_drift,
+    mean_gap,
+    refuse_gap,
+    refuse_impossible_means,
+    row_weights,
+    token_weights,
+)
 from opd.types import DomainStats, Rollout
 from tests.rows import make_rollout, make_row
 
@@ -107,6 +116,24 @@ def test_only_trained_tokens_carry_weight() -> None:
     assert weight.tolist() == [0.25] * 5 + [0.125]
     assert weight.dtype == torch.float32
     assert token_weights(micro_batch([], torch.float32), []).tolist() == []
+
+
+def test_turns_are_counted_by_domain_whatever_the_cut() -> None:
+    assert rollout("b", "math", [(3, True), (4, False), (2, True)]).turns == (0, 0, 0, 1, 1)
+    assert rollout("o", "math", [(2, False), (1, True), (1, False), (1, True)]).turns == (0, 1), (
+        "it begins with no turn"
+    )
+    for cuts in ([["a", "b", "c", "e", "f"]], [["b", "d"], ["f"], ["a", "c", "e"]]):
+        totals = Totals()
+        for ids in cuts:
+            batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
+            num = len(batch.token_N)
+            stats = TokenStats(*(torch.ones(num) for _ in dataclasses.fields(TokenStats)))
+            totals.add(batch, torch.ones(num), dataclasses.replace(stats, logprob_N=batch.behaviour_N + 0.5))
+        assert {key: stats.tokens for key, stats in totals.turns.items()} == {
+            ("math", 0): 13, ("math", 1): 2, ("code", 0): 31, ("chat", 0): 7,
+        }  # fmt: skip
+        assert totals.turns["math", 1].gap_sum == pytest.approx(1.0) and totals.turns["math", 1].kl_sum == 2.0
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +257,20 @@ def test_a_gap_on_the_sampled_tokens_stops_the_run(gaps: tuple[float, float], ok
             RunError, match=r"^step 7: engine and trainer differ by .* sync.tolerance is 0.02, most in domain code"
         ):
             refuse_gap(7, {"math": fine, "code": odd}, 0.02)
+
+
+def test_stale_tokens_do_not_count_in_the_gap_and_are_told_apart() -> None:
+    rest = dict.fromkeys((f.name for f in dataclasses.fields(DomainStats)), 0)
+    fresh = DomainStats(**rest | {"tokens": 4, "gap_sum": 4 * 0.01})
+    mixed = DomainStats(**rest | {"tokens": 10, "gap_sum": 4 * 0.03, "stale_tokens": 6, "drift_sum": 6 * 0.5})
+    refuse_gap(7, {"math": fresh, "code": mixed}, 0.0201)
+    with pytest.raises(RunError, match=r"differ by 0\.0200 .* most in domain code \(0\.0300\)"):
+        refuse_gap(7, {"math": fresh, "code": mixed}, 0.0199)
+    assert mean_gap({"math": fresh, "code": mixed}) == pytest.approx(0.02)
+    assert mean_drift({"math": fresh, "code": mixed}) == pytest.approx(0.5)
+    old = DomainStats(**rest | {"tokens": 6, "stale_tokens": 6, "drift_sum": 3.0})
+    refuse_gap(7, {"code": old}, 1e-9)
+    assert (mean_gap({"code": old}), mean_drift({"math": fresh})) == (0.0, 0.0)
 
 
 def test_without_its_own_length_a_response_weighs_by_that_of_the_others() -> None:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,16 @@ def test_each_prompt_is_answered_by_its_domains_expert_in_chunks(monkeypatch: py
     mixed = [p for pair in zip(prompts("a", 4), prompts("b", 4), strict=True) for p in pair]
     routes = {"a": (teacher("one", 1.0),), "b": (teacher("two", 1.0),)}
     found = write_by_experts(engine, routes, mixed, 0, Path("unused"))  # type: ignore[arg-type]
-    assert found == [(101, 0), (102, 0), (101, 1), (102, 1), (101, 2), (102, 2), (101, 3), (102, 3)]
+    assert [r.response_ids for r in found] == [
+        (101, 0),
+        (102, 0),
+        (101, 1),
+        (102, 1),
+        (101, 2),
+        (102, 2),
+        (101, 3),
+        (102, 3),
+    ]
     assert engine.events == [("one", 0), ("one", 3), ("one", 1), ("two", 0), ("two", 3), ("two", 1)]
     assert engine.steps == [1, 2, 1, 2], "the same prompt again, in the next chunk, is sampled with another seed"
 
@@ -75,10 +85,41 @@ def test_each_prompt_is_answered_by_its_domains_expert_in_chunks(monkeypatch: py
 def test_several_experts_of_a_domain_write_by_their_weights() -> None:
     routes = {"a": (teacher("one", 0.75), teacher("two", 0.25))}
     many = prompts("a", 2000)
-    found = [write_by_experts(FakeEngine(), routes, many, seed, Path("unused")) for seed in (0, 0, 1)]  # type: ignore[arg-type]
+    written = [write_by_experts(FakeEngine(), routes, many, seed, Path("unused")) for seed in (0, 0, 1)]  # type: ignore[arg-type]
+    found = [[r.response_ids for r in rollouts] for rollouts in written]
     share = Counter(response[0] for response in found[0])[102] / 2000
     assert share == pytest.approx(0.25, abs=0.03)  # three standard errors
     assert found[0] == found[1] != found[2]
+
+
+def test_an_episode_that_broke_is_left_out_and_the_others_stay_in_order() -> None:
+    class Breaking(FakeEngine):
+        def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
+            batch = super().generate(prompts, step=step, policy_version=policy_version)
+            return replace(batch, rollouts=tuple(r for r in reversed(batch.rollouts) if not r.sample_id.endswith("/1")))
+
+    routes = {"a": (teacher("one", 1.0),)}
+    found = write_by_experts(Breaking(), routes, prompts("a", 4), 0, Path("unused"))  # type: ignore[arg-type]
+    assert [r.response_ids[1] for r in found] == [0, 2, 3]
+
+
+def test_what_an_environment_wrote_is_read_and_not_learned(
+    learning: tuple[PipelineConfig, Inputs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, inputs = learning
+    seen: list[Any] = []
+    monkeypatch.setattr("experts.sft.imitate", lambda model, examples, *_, **__: seen.extend(examples))
+
+    @contextmanager
+    def author() -> Iterator[imitation.Author]:
+        yield lambda part: [
+            make_rollout(sample_id=p.id, step=1, domain=p.domain, prompt_ids=p.token_ids, response_ids=(5, 6, 7), loss_mask=(True, False, True))
+            for p in part
+        ]  # fmt: skip
+
+    tokens = train_off_policy(config, inputs, author(), None, tmp_path / "out", lambda _: None)
+    assert tokens == 3 * 6 * 2
+    assert all(e["labels"][-3:] == [5, -100, 7] and set(e["labels"][:-3]) == {-100} for e in seen) and len(seen) == 18
 
 
 @pytest.fixture
@@ -116,7 +157,7 @@ def test_a_prompt_without_a_completion_is_refused(learning: tuple[PipelineConfig
 def recording(config: PipelineConfig, inputs: Inputs, asked: list[list[str]]) -> Iterator[imitation.Author]:
     with file_author(config, read_completions(config, inputs)) as write:
 
-        def author(part: Sequence[Prompt]) -> list[tuple[int, ...]]:
+        def author(part: Sequence[Prompt]) -> list[Rollout]:
             asked.append([p.id for p in part])
             return write(part)
 

@@ -137,6 +137,13 @@ def test_a_steps_rows_grow_with_responses_and_width(given: Any) -> None:
     what = "a step's scored rows"
     small = {"trainer": {"samples_per_step": 10}, "rollout": {"max_new_tokens": 8}}
     assert lines(given, **small)[what] == 2 * 80 * (WIDTH * 4 + 16)
+    for limits, most in (({"max_turns": 3}, 24), ({"max_turns": 90}, 64), ({"max_turns": 90, "max_tokens": 20}, 20)):
+        config = given[0].model_dump()
+        next(iter(config["domains"].values()))["environment"] = {"name": "m:Maze", **limits}
+        config["trainer"] |= small["trainer"]
+        config["rollout"] |= {"max_new_tokens": 8, "max_model_len": 64}
+        acting = {n.what: n.nbytes for n in estimate(PipelineConfig.model_validate(config), given[1])}
+        assert acting[what] == 2 * 10 * most * (WIDTH * 4 + 16)
     top = {"teachers": {"payload": "top_k"}, "objective": {"kind": "top_k", "k": 5}}
     config = given[0].model_dump() | {"objective": {"kind": "top_k", "k": 5}}
     config["teachers"] |= top["teachers"]

@@ -1,0 +1,176 @@
+"""One continuous batch: turns of many episodes, sampled by an in-process vLLM engine that is stepped by hand.
+
+    loop's thread      episode ─ generate ─┐  episode ─ generate ─┐      (asyncio: waits for turns and environments)
+                                           ▼                      ▼
+    calling thread     ── step ── step ── add ── step ── step ── add ── step ──▶   (the only one that touches the engine)
+
+A request that comes while the engine runs joins the batch at the next step; nobody waits for the slowest episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from opd.errors import RunError
+from opd.types import Sampled
+
+if TYPE_CHECKING:  # that module starts engines, and uses this one
+    from opd.rollouts.worker import Generated
+
+T = TypeVar("T")
+END_S = 10.0
+"""Deadline for the loop's thread to end after an engine failed: every turn that it waits for raises by then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one engine samples; the same for all turns but for their length and seed."""
+
+    params: Callable[[int, int], Any]
+    """The engine's parameters for a longest length and a seed."""
+    read: Callable[[Any], Generated]
+    """What the engine wrote, checked. Raises: RunError."""
+    context: int
+    """Tokens that the engine can hold of one sequence."""
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ask:
+    """One turn that somebody waits for."""
+
+    token_ids: list[int]
+    params: Any
+    future: asyncio.Future[Sampled]
+    loop: asyncio.AbstractEventLoop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leave:
+    """Nobody waits for this turn any more."""
+
+    ask: _Ask
+
+
+class BatchEngine:
+    """Implements `opd.interfaces.TokenEngine` while `drive` runs."""
+
+    def __init__(self, engine: Any, sampling: Sampling) -> None:
+        """`engine` is a `vllm.v1.engine.llm_engine.LLMEngine`, or what has its methods, that nobody else uses meanwhile."""
+        self._engine = engine
+        self._sampling = sampling
+        self._inbox: queue.SimpleQueue[_Ask | _Leave | None] = queue.SimpleQueue()
+        self._waiting: dict[str, _Ask] = {}
+        self._count = 0
+        self._failed = ""
+
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+        room = min(max_tokens, self._sampling.context - len(token_ids))
+        if self._failed or room < 1 or not token_ids:
+            raise RunError(
+                self._failed or f"no room for a turn: {len(token_ids)} tokens before it, {max_tokens} asked for"
+            )
+        loop = asyncio.get_running_loop()
+        ask = _Ask(list(token_ids), self._sampling.params(room, seed), loop.create_future(), loop)
+        self._inbox.put(ask)
+        if self._failed:  # after the inbox was emptied for the last time, perhaps
+            raise RunError(self._failed)
+        try:
+            return await ask.future
+        except asyncio.CancelledError:
+            self._inbox.put(_Leave(ask))
+            raise
+
+    def drive(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work()` in an event loop in another thread, and step the engine in this one until it is done.
+
+        Raises: what `work` raises, or the engine; a turn that is left then leaves the engine.
+        """
+        done: Future[T] = Future()
+
+        def talk() -> None:
+            try:
+                done.set_result(asyncio.run(work()))
+            except BaseException as error:  # noqa: BLE001 it is raised in the thread that waits
+                done.set_exception(error)
+            finally:
+                self._inbox.put(None)
+
+        thread = threading.Thread(target=talk, name="episodes", daemon=True)
+        thread.start()
+        try:
+            while self._take():
+                self._step()
+            return done.result()
+        except BaseException as error:
+            self._fail(error)
+            thread.join(END_S)
+            raise
+        finally:
+            self._engine.abort_request(list(self._waiting))
+            self._waiting.clear()
+
+    def _take(self) -> bool:
+        """Bring the inbox into the batch; wait for it while the batch is empty. False at the end."""
+        while True:
+            try:
+                item = self._inbox.get(block=not self._waiting)
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            if isinstance(item, _Leave):
+                self._leave(item.ask)
+            else:
+                self._add(item)
+
+    def _add(self, ask: _Ask) -> None:
+        self._count += 1
+        name = str(self._count)
+        self._waiting[name] = ask
+        self._engine.add_request(name, {"type": "token", "prompt_token_ids": ask.token_ids}, ask.params)
+
+    def _leave(self, ask: _Ask) -> None:
+        for name in [name for name, waiting in self._waiting.items() if waiting is ask]:
+            self._engine.abort_request([name])
+            del self._waiting[name]
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            ask = self._waiting.pop(output.request_id, None) if output.finished else None
+            if ask is not None:
+                found = self._sampling.read(output.outputs[0])
+                turn = Sampled(
+                    token_ids=found.token_ids,
+                    logprobs=found.logprobs,
+                    stop_reason=found.stop_reason,
+                    policy_version=self._sampling.policy_version,
+                )
+                _tell(ask, lambda future, turn=turn: future.set_result(turn))
+
+    def _fail(self, error: BaseException) -> None:
+        """Nobody waits for ever for a turn that does not come."""
+        self._failed = f"the engine failed: {error}"
+        asks = list(self._waiting.values())
+        with suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                asks += [item] if isinstance(item, _Ask) else []
+        for ask in asks:
+            _tell(ask, lambda future: future.set_exception(RunError(self._failed)))
+
+
+def _tell(ask: _Ask, settle: Callable[[asyncio.Future[Sampled]], None]) -> None:
+    def settled() -> None:
+        if not ask.future.done():
+            settle(ask.future)
+
+    with suppress(RuntimeError):  # the loop has ended, so nobody waits
+        ask.loop.call_soon_threadsafe(settled)

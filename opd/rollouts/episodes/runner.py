@@ -1,0 +1,247 @@
+"""The white box: the policy and an environment take turns until the episode ends.
+
+    reset ──▶ prompt + observation ──▶ engine ──turn──▶ calls ──▶ environment.step ──observation──▶ engine ──turn──▶ ...
+              (first, rendered)        (sampled ids, kept as they are)              (after, appended as tokens)
+
+All episodes of a step run at once, their turns in one batch. Whatever an environment does ends its own episode at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from typing import TYPE_CHECKING, Any
+
+from opd.environments import find
+from opd.environments.records import Action, Outcome, Tool
+from opd.interfaces import Environment, TokenEngine, TurnTokenizer
+from opd.rollouts.episodes.chat import ChatAppender
+from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
+from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from opd.rollouts.episodes.tools import BadCall
+from opd.rollouts.episodes.trace import Segment, Trace
+from opd.text import one_line
+from opd.types import Sampled, StopReason
+
+if TYPE_CHECKING:
+    from opd.prompts.line import Messages
+
+MAX_ERROR = 500
+"""Characters that are kept of what broke an episode."""
+UNREADABLE = "error: this call cannot be made: "
+"""Begins what the policy reads after a call that does not parse."""
+
+
+class EpisodeEnd(Exception):
+    """The episode is over."""
+
+    def __init__(self, reason: StopReason, error: str = "") -> None:
+        super().__init__(reason, error)
+        self.reason: StopReason = reason
+        self.error = error
+
+
+class Dialogues:
+    """Makes the dialogue of an episode. The chat template is proven once, when the first chat prompt comes."""
+
+    def __init__(self, tokenizer: TurnTokenizer, stop_token_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.stops = frozenset(stop_token_ids)
+        self._appenders: dict[date | None, ChatAppender] = {}
+
+    def make(self, request: EpisodeRequest, tools: Sequence[Tool]) -> Dialogue:
+        """The dialogue that fits the request's prompt. Raises: ModelError if the template cannot append."""
+        if isinstance(request.prompt.text, str):
+            return PlainDialogue(self.tokenizer, tools)
+        return ChatDialogue(self.appender(request.options.template_date), tools)
+
+    def appender(self, day: date | None) -> ChatAppender:
+        """The student's chat template, with this day for one that asks. Raises: ModelError if it cannot append."""
+        if day not in self._appenders:
+            self._appenders[day] = ChatAppender(self.tokenizer, sorted(self.stops), day)
+        return self._appenders[day]
+
+
+async def run_episodes(
+    requests: Sequence[EpisodeRequest], engine: TokenEngine, dialogues: Dialogues, context: int, version: int
+) -> list[EpisodeResult]:
+    """Run all episodes at once; `context` is the engine's, `version` the policy's. Raises: RunError, ModelError."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_Episode(r, engine, dialogues, context, version).run()) for r in requests]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def seed_of(*parts: object) -> int:
+    """32 bits that depend on every part and on nothing else."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big")
+
+
+class _Episode:
+    """One episode while it runs."""
+
+    def __init__(
+        self, request: EpisodeRequest, engine: TokenEngine, dialogues: Dialogues, context: int, version: int
+    ) -> None:
+        self._request = request
+        self._options = request.options
+        self._engine = engine
+        self._dialogues = dialogues
+        self._context = context
+        self._trace = Trace(version, request.masked)
+        self._thread = OwnThread(request.options.step_timeout_s)
+        self._environment: Environment | None = None
+        self._rewards: list[float] = []
+        self._invalid = 0
+        self._said: list[str] = []
+
+    async def run(self) -> EpisodeResult:
+        """Play the episode to its end. Raises: RunError, ModelError, for what is no fault of the environment."""
+        try:
+            end = await self._ending(self._play)
+            if end.reason != "timeout":
+                end = await self._ending(lambda: self._closed(end))
+        finally:
+            self._thread.end(self._close)
+        reward = math.fsum(self._rewards) if self._rewards else None
+        return EpisodeResult(
+            rollouts=tuple(self._trace.rollouts(self._request.sample, end.reason, reward)),
+            stop_reason=end.reason,
+            reward=reward,
+            audit=self._trace.audit,
+            invalid_calls=self._invalid,
+            error=one_line(f"{self._request.sample.sample_id}: {end.error}", MAX_ERROR) if end.error else "",
+            text="\n".join(self._said),
+        )
+
+    async def _ending(self, part: Callable[[], Any]) -> EpisodeEnd:
+        """How a part of the episode ends it."""
+        from jinja2 import TemplateError
+
+        try:
+            await part()
+        except EpisodeEnd as end:
+            return end
+        except Overdue as error:
+            return EpisodeEnd("timeout", str(error))
+        except Failed as error:
+            return EpisodeEnd("raised", str(error))
+        except BadObservation as error:
+            return EpisodeEnd("observation", str(error))
+        except TemplateError as error:
+            return EpisodeEnd("template", str(error))
+        raise AssertionError("a part of an episode that does not end it")
+
+    async def _closed(self, end: EpisodeEnd) -> None:
+        await self._thread.call("close", self._close)
+        raise end
+
+    def _make(self) -> Environment:
+        """In the environment's thread, as `_close`: an environment that comes late is closed all the same."""
+        made: Environment = find(self._options.environment, "environment")(**self._options.options)
+        self._environment = made
+        return made
+
+    def _close(self) -> None:
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            environment.close()
+
+    async def _play(self) -> None:
+        """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
+        segment, dialogue = await self._begin()
+        for turn in range(self._options.max_turns):
+            sampled = await self._engine.generate(
+                segment.ids,
+                max_tokens=self._room(segment),
+                seed=seed_of(self._request.seed, self._request.sample.sample_id, "turn", turn),
+            )
+            segment.sampled(sampled)
+            segment.append(await self._answer(segment, sampled, dialogue))
+        raise EpisodeEnd("turns")
+
+    async def _begin(self) -> tuple[Segment, Dialogue]:
+        request, options = self._request, self._options
+        find(options.environment, "environment")  # a class that is not there is no fault of one episode
+        environment = await self._thread.call("the environment", self._make)
+        seed = seed_of(request.seed, request.prompt.id, "environment")
+        first: str | Messages = await self._thread.call("reset", environment.reset, request.prompt.metadata, seed)
+        if not _is_first_observation(first):
+            raise EpisodeEnd("raised", f"reset returned {first!r:.60}, wanted text or messages")
+        dialogue = self._dialogues.make(request, environment.tools)
+        shown = [first] if isinstance(first, str) else [message["content"] for message in first]
+        self._said += [f"environment: {text}" for text in shown if text]
+        return self._trace.begin(dialogue.first(request.prompt.text, first)), dialogue
+
+    def _room(self, segment: Segment) -> int:
+        """Tokens of the next turn at most. Raises: EpisodeEnd if there are none."""
+        in_context = self._context - len(segment.ids)
+        if in_context < 1:
+            raise EpisodeEnd("context")
+        left = self._left(segment)
+        if left < 1:
+            raise EpisodeEnd("tokens")
+        return min(in_context, left, self._options.max_turn_tokens)
+
+    def _left(self, segment: Segment) -> int:
+        """What is left of the episode's own tokens."""
+        budget = self._options.max_tokens
+        return self._context if budget is None else budget - segment.num_sampled
+
+    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue) -> list[int]:
+        """Token ids that follow the turn. Raises: EpisodeEnd, BadObservation, Failed, Overdue."""
+        ended = sampled.stop_reason == "stop"
+        if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
+            self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
+        text = self._dialogues.tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
+        self._said.append(f"policy: {text}")
+        assert self._environment is not None
+        try:
+            calls = dialogue.calls(text)
+        except BadCall as error:
+            self._invalid += 1
+            return self._append(dialogue, f"{UNREADABLE}{error}", calls=1, ended=ended)
+        outcome = await self._thread.call("step", self._environment.step, Action(text=text, calls=calls))
+        wrong = _problem(outcome, len(calls))
+        if wrong:
+            raise EpisodeEnd("raised", f"step returned {wrong}")
+        if outcome.reward is not None:
+            self._rewards.append(float(outcome.reward))
+        if outcome.done:
+            raise EpisodeEnd("done")
+        return self._append(dialogue, outcome.observation, calls=len(calls), ended=ended)
+
+    def _append(self, dialogue: Dialogue, observation: str | tuple[str, ...], *, calls: int, ended: bool) -> list[int]:
+        ids = dialogue.after(observation, calls=calls, ended=ended)
+        self._said += [
+            f"environment: {text}" for text in ((observation,) if isinstance(observation, str) else observation)
+        ]
+        return ids
+
+
+def _is_first_observation(found: Any) -> bool:
+    if isinstance(found, str):
+        return True
+    return isinstance(found, list) and all(
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in found
+    )
+
+
+def _problem(outcome: Any, calls: int) -> str:
+    """What is wrong with what `step` returned; empty if nothing."""
+    if not isinstance(outcome, Outcome):
+        return f"{outcome!r:.60}, wanted an Outcome"
+    reward, seen = outcome.reward, outcome.observation
+    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+        return f"the reward {reward!r:.60}, wanted a finite number or None"
+    if isinstance(seen, str):
+        return ""
+    if not isinstance(seen, tuple) or not all(isinstance(text, str) for text in seen):
+        return f"the observation {seen!r:.60}, wanted a text or a tuple of texts"
+    return f"{len(seen)} observations for {calls} calls" if len(seen) != calls and not outcome.done else ""

@@ -1,0 +1,120 @@
+"""What goes into an episode and what comes out of it; plain values that cross process boundaries."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any, Self, get_args
+
+from opd.errors import RunError
+from opd.rollouts.episodes.trace import Audit, Sample
+from opd.types import Broken, Prompt, Rollout, StopReason
+
+BROKEN: frozenset[str] = frozenset(get_args(Broken))
+LIMITS = frozenset({"turns", "tokens", "context"})
+"""Stop reasons of an episode that did not end by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeOptions:
+    """How the episodes of one domain run."""
+
+    environment: str
+    """Its class, as `module:Class`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class."""
+    max_turns: int
+    max_tokens: int | None = None
+    """Tokens that the policy may sample in an episode; None: as many as the context holds."""
+    max_turn_tokens: int
+    """Tokens that the policy may sample in a turn."""
+    step_timeout_s: float
+    """Deadline of each call of the environment."""
+    max_broken: float
+    """Largest share of a step's episodes that may break; one always may."""
+    template_date: date | None = None
+    """The day for a chat template that asks for a date."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRequest:
+    """One episode to run."""
+
+    prompt: Prompt
+    sample: Sample
+    options: EpisodeOptions
+    seed: int
+    """The run's seed: with the sample and the number of a turn it decides what is sampled, with the prompt what the
+    environment does."""
+    masked: frozenset[int] = frozenset()
+    """Token ids that carry no loss where the policy writes them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeResult:
+    """What came of one episode."""
+
+    rollouts: tuple[Rollout, ...]
+    """Its segments; none if it broke before the first turn."""
+    stop_reason: StopReason
+    reward: float | None
+    audit: Audit
+    invalid_calls: int = 0
+    """Turns with a tool call that could not be made as it was written."""
+    error: str = ""
+    """What broke it."""
+    text: str = ""
+    """The turns as text, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeStats:
+    """Counts over the episodes of one domain in a step or an exam."""
+
+    episodes: int = 0
+    audit: Audit = field(default_factory=Audit)
+    invalid_calls: int = 0
+    rewarded: int = 0
+    """Episodes with a reward."""
+    reward_sum: float = 0.0
+    stop_reasons: Mapping[str, int] = field(default_factory=dict)
+    """Why the episodes ended -> how many."""
+    error: str = ""
+    """What broke the first that broke."""
+
+    @property
+    def broken(self) -> int:
+        """Episodes that ended because an environment or an agent's program failed."""
+        return sum(num for reason, num in self.stop_reasons.items() if reason in BROKEN)
+
+    @classmethod
+    def of(cls, results: Iterable[EpisodeResult]) -> Self:
+        """Count what came of these episodes."""
+        found = list(results)
+        return cls(
+            episodes=len(found),
+            audit=sum((r.audit for r in found), Audit()),
+            invalid_calls=sum(r.invalid_calls for r in found),
+            rewarded=sum(r.reward is not None for r in found),
+            reward_sum=math.fsum(r.reward for r in found if r.reward is not None),
+            stop_reasons=dict(Counter(r.stop_reason for r in found)),
+            error=next((r.error for r in found if r.error), ""),
+        )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`."""
+        return cls(**{**data, "audit": Audit(**data["audit"])})
+
+
+def refuse_many_broken(domain: str, stats: EpisodeStats, max_share: float) -> None:
+    """Raises: RunError if more than `max_share` of a domain's episodes broke; one always may."""
+    if stats.broken > max(1, max_share * stats.episodes):
+        reasons = ", ".join(f"{num} {reason}" for reason, num in stats.stop_reasons.items() if reason in BROKEN)
+        raise RunError(
+            f"domain {domain}: {stats.broken} of {stats.episodes} episodes broke ({reasons}), first: {stats.error}; "
+            f"max_broken of domains.{domain} is {max_share:g}"
+        )

@@ -1,0 +1,79 @@
+"""Calls of an environment, in a thread of its own for each episode and with a deadline for each call."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Failed(Exception):
+    """The call raised; the message is its error's last line."""
+
+
+class Overdue(Exception):
+    """The call was not back in time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    future: asyncio.Future[tuple[Any, str]]
+    loop: asyncio.AbstractEventLoop
+
+
+class OwnThread:
+    """Runs functions one after the other in one thread, so that what they make is used in the thread that made it.
+
+    Python cannot end a thread: one that hangs stays behind when its episode ends, and ends with the process.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._last: Callable[[], object] = lambda: None
+        threading.Thread(target=self._work, name="environment", daemon=True).start()
+
+    async def call(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
+        """`function(*arguments)`; `what` names it in errors. Raises: Failed, Overdue."""
+        loop = asyncio.get_running_loop()
+        job = _Job(function, arguments, loop.create_future(), loop)
+        self._jobs.put(job)
+        done, _ = await asyncio.wait({job.future}, timeout=self._timeout_s)
+        if not done:
+            raise Overdue(f"{what} was not back after {self._timeout_s:g} s")
+        value, error = job.future.result()
+        if error:
+            raise Failed(f"{what}: {error}")
+        result: T = value
+        return result
+
+    def end(self, last: Callable[[], object] = lambda: None) -> None:
+        """Let the thread end once it has done what it was given, and `last` after it, for which nobody waits."""
+        self._last = last
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            value, error = None, ""
+            try:
+                value = job.function(*job.arguments)
+            except (Exception, SystemExit) as problem:  # noqa: BLE001 an environment may be anybody's code
+                error = traceback.format_exception_only(problem)[-1].strip()
+            with suppress(RuntimeError):  # the loop has ended, so nobody waits
+                job.loop.call_soon_threadsafe(_settle, job.future, (value, error))
+        with suppress(Exception):  # the episode broke and was counted before this
+            self._last()
+
+
+def _settle(future: asyncio.Future[tuple[Any, str]], result: tuple[Any, str]) -> None:
+    if not future.done():
+        future.set_result(result)

@@ -1,0 +1,117 @@
+"""Tool calls in a policy's text: how models write them, and whether they fit the tool's JSON schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opd.environments.records import Tool, ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "object": dict,
+    "array": list,
+    "null": type(None),
+}
+
+
+class BadCall(Exception):
+    """A call that cannot be made as it is written; the policy reads why."""
+
+
+def tagged_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+    """The calls of a turn in Hermes' convention, which Qwen and many others share: JSON between `<tool_call>` tags.
+
+    Example: 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    Raises: BadCall for a call that is not closed, is no JSON, names no tool or does not fit the tool's schema.
+    """
+    found = _CALL.findall(text)
+    if text.count(OPEN) != len(found) or text.count(CLOSE) != len(found):
+        raise BadCall(f"every {OPEN} needs its {CLOSE}")
+    return tuple(_call(inside, tools) for inside in found)
+
+
+def _call(inside: str, tools: Sequence[Tool]) -> ToolCall:
+    try:
+        data = json.loads(inside)
+    except (ValueError, RecursionError) as error:
+        raise BadCall(f"not JSON between the tags: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+        raise BadCall('wanted {"name": ..., "arguments": {...}} between the tags')
+    return _checked(data["name"], data.get("arguments", {}), tools)
+
+
+def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+    """The call of a turn of a model without a chat template: a tool's name, then its arguments.
+
+    The arguments are JSON (`add {"a": 1}`), or the text for the tool's only parameter (`calculate 3*4`). Text that begins
+    with no tool's name has no call. Raises: BadCall for arguments that do not fit the tool's schema.
+    """
+    name, _, rest = text.strip().partition(" ")
+    tool = next((tool for tool in tools if tool.name == name), None)
+    if tool is None:
+        return ()
+    parameters = list(tool.parameters.get("properties", {}))
+    arguments: Any
+    try:
+        arguments = json.loads(rest)
+    except (ValueError, RecursionError):
+        arguments = rest.strip()
+    if not isinstance(arguments, dict):
+        if len(parameters) != 1:
+            raise BadCall(f"{name} takes JSON with {', '.join(parameters) or 'nothing in it'}")
+        text_only = tool.parameters["properties"][parameters[0]].get("type") == "string"
+        arguments = {parameters[0]: rest.strip() if text_only else arguments}
+    return (_checked(name, arguments, tools),)
+
+
+def _checked(name: str, arguments: Any, tools: Sequence[Tool]) -> ToolCall:
+    tool = next((tool for tool in tools if tool.name == name), None)
+    if tool is None:
+        raise BadCall(f"no tool {name!r:.60}; there are {', '.join(tool.name for tool in tools)}")
+    wrong = problem_with(arguments, {"type": "object", **tool.parameters}, "arguments")
+    if wrong:
+        raise BadCall(f"{name}: {wrong}")
+    return ToolCall(name=name, arguments=arguments)
+
+
+def problem_with(value: Any, schema: Mapping[str, Any], where: str) -> str:
+    """Why a value does not fit a JSON schema, empty if it does. Knows `type`, `enum`, `properties`, `required`,
+    `additionalProperties` (by default false beside `properties`) and `items`; other words of a schema are for the policy."""
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(_is(value, kind) for kind in kinds):
+        return f"{where} is {value!r:.60}, wanted {' or '.join(kinds)}"
+    if "enum" in schema and value not in schema["enum"]:
+        return f"{where} is {value!r:.60}, wanted one of {', '.join(map(str, schema['enum']))}"
+    if isinstance(value, dict):
+        return _problem_inside(value, schema, where)
+    if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
+        problems = (problem_with(item, schema["items"], f"{where}[{i}]") for i, item in enumerate(value))
+        return next((problem for problem in problems if problem), "")
+    return ""
+
+
+def _problem_inside(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> str:
+    known = schema.get("properties", {})
+    missing = [key for key in schema.get("required", ()) if key not in value]
+    if missing:
+        return f"{where} lacks {missing[0]}"
+    strange = [key for key in value if key not in known]
+    if strange and schema.get("additionalProperties", not known) is False:
+        return f"{where} has {strange[0]!r:.60}, which is none of {', '.join(known) or 'no arguments'}"
+    problems = (problem_with(value[key], known[key], f"{where}.{key}") for key in value if key in known)
+    return next((problem for problem in problems if problem), "")
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):  # Python's True is an int, JSON's is not
+        return kind == "boolean"
+    return kind in _TYPES and isinstance(value, _TYPES[kind])

@@ -1,0 +1,206 @@
+"""The record of one episode while it runs: segments of tokens, exactly as the engine saw them.
+
+    segment   P P P P  s s s s  o o o  s s s  o o  s s        P prompt, s sampled by the policy, o observation
+    loss                1 1 1 1  0 0 0  1 1 1  0 0  1 1
+
+What the policy sampled is never decoded and encoded again: observations are appended as tokens after it. A history that
+does not continue the tokens of any segment begins a new one, and that fork is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+
+from opd.errors import RunError
+from opd.types import Origin, Rollout, Sampled, SegmentOrigin, Span, StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What became of the sampled tokens of one or many episodes."""
+
+    segments: int = 0
+    turns: int = 0
+    sampled: int = 0
+    """Tokens that the policy sampled."""
+    trained: int = 0
+    """Those of them that carry loss."""
+    forks: int = 0
+    """Segments that were begun because a history did not continue any other."""
+    lost_turns: int = 0
+    """Turns that were sampled, at least in part, and are in no segment."""
+
+    def __add__(self, other: Audit) -> Audit:
+        return Audit(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What all rollouts of an episode have in common."""
+
+    sample_id: str
+    """Names the episode, and its first segment."""
+    group: str
+    step: int
+    domain: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """One token sequence of an episode, which grows while the episode runs."""
+
+    number: int
+    """Place in the trace."""
+    ids: list[int]
+    """Everything that the engine saw and wrote, the prompt first."""
+    prompt_len: int
+    """Tokens of `ids` that came before the first turn."""
+    policy_version: int
+    """Version of the newest span, at first of the episode."""
+    masked: frozenset[int] = frozenset()
+    """Token ids that carry no loss where the policy writes them."""
+    origin: SegmentOrigin = "main"
+    parent: int | None = None
+    """Number of the segment that this one was forked from, or that started it; None for the first."""
+    logprobs: list[float] = field(default_factory=list)
+    """[R] of each token after the prompt; 0 where the policy did not sample it."""
+    spans: list[Span] = field(default_factory=list)
+    turns: int = 0
+    """Turns that the policy took in this segment."""
+    busy: bool = False
+    """True while a turn is being sampled after it: see `Trace.continue_or_fork`."""
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Add tokens that the policy did not sample."""
+        self.ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self._span(len(ids), "environment")
+
+    def sampled(self, turn: Sampled) -> None:
+        """Add a turn of the policy. Raises: RunError if a log-prob is missing or is not a finite number."""
+        if len(turn.logprobs) != len(turn.token_ids):
+            raise RunError(f"a turn of {len(turn.token_ids)} tokens came with {len(turn.logprobs)} log-probs")
+        odd = next((value for value in turn.logprobs if not math.isfinite(value)), None)
+        if odd is not None:
+            raise RunError(f"a sampled token came with log-prob {odd}")
+        self.ids += turn.token_ids
+        self.logprobs += turn.logprobs
+        self.policy_version = turn.policy_version
+        self.turns += 1
+        self.busy = False
+        for masked, run in groupby(turn.token_ids, self.masked.__contains__):
+            self._span(len(list(run)), "masked" if masked else "policy")
+
+    def _span(self, length: int, origin: Origin) -> None:
+        if length:
+            self.spans.append(Span(length=length, origin=origin, policy_version=self.policy_version))
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(span.length for span in self.spans if span.origin != "environment")
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that carry loss."""
+        return sum(span.length for span in self.spans if span.trained)
+
+
+class Trace:
+    """The segments of one episode."""
+
+    def __init__(self, policy_version: int = 0, masked: frozenset[int] = frozenset()) -> None:
+        """`policy_version` is the engine's as the episode begins; tokens in `masked` carry no loss."""
+        self.segments: list[Segment] = []
+        self._version = policy_version
+        self._masked = masked
+        self._forks = 0
+        self._lost_turns = 0
+
+    def begin(
+        self, prompt_ids: Sequence[int], origin: SegmentOrigin = "main", parent: Segment | None = None
+    ) -> Segment:
+        """Begin a segment with these tokens, none of which carries loss in it."""
+        made = Segment(
+            number=len(self.segments),
+            ids=list(prompt_ids),
+            prompt_len=len(prompt_ids),
+            policy_version=self._version,
+            masked=self._masked,
+            origin=origin,
+            parent=None if parent is None else parent.number,
+        )
+        self.segments.append(made)
+        return made
+
+    def continue_or_fork(self, ids: Sequence[int]) -> Segment:
+        """The segment after which the turn for this whole history is sampled, busy until the turn is there.
+
+        That is the longest segment whose tokens the history begins with, and that is not busy: the rest is appended to it.
+        Else a new segment begins. Call `release` on a segment whose turn does not come.
+        """
+        given = list(ids)
+        fitting = [s for s in self.segments if not s.busy and given[: len(s.ids)] == s.ids]
+        if fitting:
+            segment = max(fitting, key=lambda s: len(s.ids))
+            segment.append(given[len(segment.ids) :])
+        else:
+            nearest = max(self.segments, key=lambda s: _shared(s.ids, given), default=None)
+            self._forks += nearest is not None
+            segment = self.begin(given, parent=nearest)
+        segment.busy = True
+        return segment
+
+    def release(self, segment: Segment, *, lost: bool) -> None:
+        """Free a segment whose turn does not come; `lost` if tokens of it had been sampled, or may have been."""
+        segment.busy = False
+        self._lost_turns += lost
+
+    @property
+    def audit(self) -> Audit:
+        """The counts of the episode so far."""
+        kept = [s for s in self.segments if s.turns]
+        return Audit(
+            segments=len(kept),
+            turns=sum(s.turns for s in kept),
+            sampled=sum(s.num_sampled for s in kept),
+            trained=sum(s.num_trained for s in kept),
+            forks=self._forks,
+            lost_turns=self._lost_turns,
+        )
+
+    def rollouts(self, sample: Sample, stop_reason: StopReason, reward: float | None) -> list[Rollout]:
+        """The segments in which the policy took a turn. Each ends with its last turn: what followed it predicts nothing."""
+        return [
+            _rollout(segment, sample, place, stop_reason, reward)
+            for place, segment in enumerate(s for s in self.segments if s.turns)
+        ]
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+def _rollout(segment: Segment, sample: Sample, place: int, stop_reason: StopReason, reward: float | None) -> Rollout:
+    spans = list(segment.spans)
+    while spans and spans[-1].origin == "environment":
+        spans.pop()
+    length = sum(span.length for span in spans)
+    return Rollout(
+        sample_id=sample.sample_id + (f"+{place}" if place else ""),
+        group=sample.group,
+        episode=sample.sample_id,
+        step=sample.step,
+        domain=sample.domain,
+        prompt_ids=tuple(segment.ids[: segment.prompt_len]),
+        response_ids=tuple(segment.ids[segment.prompt_len : segment.prompt_len + length]),
+        behaviour_logprobs=tuple(segment.logprobs[:length]),
+        spans=tuple(spans) or (Span(length=0, origin="policy", policy_version=segment.policy_version),),
+        stop_reason=stop_reason,
+        reward=reward,
+    )

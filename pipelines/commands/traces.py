@@ -1,0 +1,28 @@
+"""`opd traces`: episodes turn by turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelines.commands.shell import say
+
+app = typer.Typer()
+
+
+@app.command()
+def traces(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory of a merge, finished or not.")],
+    exam: Annotated[
+        str, typer.Option(help="Which exam: before, expert, after, or step-NNNNNN. Default: the newest of the student.")
+    ] = "",
+    domain: Annotated[list[str] | None, typer.Option(help="Only this domain; may come several times.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Episodes of each domain.")] = 5,
+) -> None:
+    """Print the episodes that a merge's exams kept, turn by turn."""
+    from pipelines.evaluation.traces import episodes_of, trace_lines
+
+    for answer in episodes_of(run_dir, exam, domain or (), limit):
+        say("\n".join(trace_lines(answer)), err=False)

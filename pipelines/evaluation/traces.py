@@ -1,0 +1,60 @@
+"""The episodes that the exams of a run kept, as text for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from opd.errors import RunDirError
+from opd.evaluation.scores import Answer, Evaluation
+from opd.run_dir import RunPaths
+
+
+def episodes_of(run_dir: Path, exam: str, domains: Sequence[str], limit: int) -> list[Answer]:
+    """The first `limit` episodes of each of these domains, or of all, in one exam; by default the newest of the student.
+
+    Raises: RunDirError if there is no such exam, or no episode in it.
+    """
+    found = Evaluation.load(_file(RunPaths(run_dir), exam))
+    kept: Counter[str] = Counter()
+    episodes = []
+    for answer in found.answers:
+        if answer.turns is not None and (not domains or answer.domain in domains) and kept[answer.domain] < limit:
+            kept[answer.domain] += 1
+            episodes.append(answer)
+    if not episodes:
+        raise RunDirError.at(
+            run_dir,
+            found=f"no episode of {', '.join(domains) or 'any domain'} in the exam {found.model!r}",
+            wanted="a domain with `environment` and `eval`",
+            fix="name another domain with --domain, or another exam with --exam",
+        )
+    return episodes
+
+
+def _file(paths: RunPaths, exam: str) -> Path:
+    """The file of the exam. Raises: RunDirError."""
+    steps = list(paths.exams_by_step().values())
+    wanted = [paths.exam(exam)] if exam else [paths.exam("after"), *reversed(steps), paths.exam("before")]
+    file = next((path for path in wanted if path.is_file()), None)
+    if file is None:
+        there = ", ".join(sorted(path.stem for path in paths.evaluation.glob("*.json"))) or "no exam"
+        raise RunDirError.at(
+            paths.root,
+            found=there,
+            wanted=f"the exam {exam!r}" if exam else "an exam of the student",
+            fix="name one that is there with --exam",
+        )
+    return file
+
+
+def trace_lines(answer: Answer) -> Iterator[str]:
+    """What a person reads of one episode: who it is, the prompt, the turns, what broke."""
+    invalid = f", {answer.invalid_calls} invalid calls" if answer.invalid_calls else ""
+    yield f"== {answer.prompt_id}: score {answer.score:.2f}, {answer.turns} turns, {answer.tokens} tokens{invalid}"
+    yield answer.prompt.rstrip("\n")
+    yield answer.text
+    if answer.error:
+        yield f"broke: {answer.error}"
+    yield ""

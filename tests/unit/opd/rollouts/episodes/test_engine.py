@@ -1,0 +1,144 @@
+"""One batch that is stepped by hand: who joins late is served, who leaves is forgotten, and a dead engine keeps nobody waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opd.errors import RunError
+from opd.rollouts.episodes.engine import BatchEngine, Sampling
+from opd.rollouts.worker import Generated
+from opd.types import Sampled
+
+
+@dataclass
+class SteppedEngine:
+    """Behaves as vLLM's: a step gives each running request one token, and tells of those that are done."""
+
+    running: dict[str, list[int]] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    breaks_at: int = -1
+
+    def add_request(self, name: str, prompt: dict[str, Any], params: tuple[int, int]) -> None:
+        assert name not in self.running and prompt["type"] == "token"
+        self.running[name], self.limits[name] = (
+            list(prompt["prompt_token_ids"]),
+            len(prompt["prompt_token_ids"]) + params[0],
+        )
+
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted += names
+        for name in names:
+            self.running.pop(name, None)
+
+    def step(self) -> list[Any]:
+        assert self.running, "nobody steps an engine that has nothing to do"
+        self.steps.append(len(self.running))
+        if len(self.steps) == self.breaks_at:
+            raise ValueError("the kernel is gone")
+        done = []
+        for name, ids in list(self.running.items()):
+            ids.append(ids[-1] + 1)
+            finished = len(ids) == self.limits[name]
+            done.append(
+                SimpleNamespace(
+                    request_id=name, finished=finished, outputs=[self.running.pop(name) if finished else ids]
+                )
+            )
+        return done  # fmt: skip
+
+
+def engine(context: int = 20, **stepped: Any) -> tuple[BatchEngine, SteppedEngine]:
+    inner = SteppedEngine(**stepped)
+
+    def read(ids: list[int]) -> Generated:
+        return Generated(token_ids=(ids[-1],), logprobs=(-1.0,), stop_reason="length")
+
+    return BatchEngine(
+        inner, Sampling(params=lambda n, seed: (n, seed), read=read, context=context, policy_version=4)
+    ), inner
+
+
+def test_requests_of_different_times_are_one_batch() -> None:
+    made, inner = engine()
+
+    async def late(start: int) -> tuple[Sampled, Sampled]:
+        first = await made.generate([start], max_tokens=3, seed=0)
+        await asyncio.sleep(0.01 * (start % 3))  # a tool
+        return first, await made.generate([start, *first.token_ids], max_tokens=2, seed=1)
+
+    async def work() -> list[tuple[Sampled, Sampled]]:
+        return list(await asyncio.gather(*(late(10 * i) for i in range(1, 6))))
+
+    found = made.drive(work)
+    assert [(a.token_ids, b.token_ids, a.policy_version) for a, b in found] == [
+        ((10 * i + 3,), (10 * i + 5,), 4) for i in range(1, 6)
+    ]
+    assert max(inner.steps) > 1, "they ran side by side"
+    assert inner.running == {} and inner.aborted == []
+
+
+def test_a_turn_is_as_long_as_the_context_allows() -> None:
+    made, inner = engine()
+
+    async def work() -> Sampled:
+        return await made.generate(list(range(18)), max_tokens=50, seed=0)
+
+    assert made.drive(work).token_ids == (19,)
+    assert len(inner.steps) == 2
+
+
+@pytest.mark.parametrize("ids", [list(range(20)), list(range(30)), []])
+def test_a_turn_without_room_is_an_error(ids: list[int]) -> None:
+    made, _ = engine()
+    with pytest.raises(RunError, match="no room for a turn"):
+        made.drive(lambda: made.generate(ids, max_tokens=5, seed=0))
+
+
+def test_who_leaves_is_taken_out_of_the_batch() -> None:
+    made, inner = engine(context=1 << 40)
+
+    async def work() -> Sampled:
+        gone = asyncio.create_task(made.generate([1], max_tokens=1 << 30, seed=0))
+        first = await made.generate([5], max_tokens=1, seed=0)
+        gone.cancel()
+        assert first.token_ids == (6,)
+        return await made.generate([7], max_tokens=3, seed=0)
+
+    assert made.drive(work).token_ids == (10,)
+    assert len(inner.aborted) == 1 and inner.running == {}
+
+
+def test_an_engine_that_fails_ends_every_turn_and_the_error_is_its_own() -> None:
+    made, _ = engine(breaks_at=2)
+    said: list[str] = []
+
+    async def work() -> None:
+        turns = [made.generate([i], max_tokens=9, seed=0) for i in range(1, 4)]
+        said.extend(str(error) for error in await asyncio.gather(*turns, return_exceptions=True))
+        with pytest.raises(RunError, match="the kernel is gone"):
+            await made.generate([9], max_tokens=1, seed=0)
+        said.append("and nobody begins another")
+
+    with pytest.raises(ValueError, match="the kernel is gone"):
+        made.drive(work)
+    assert said == ["the engine failed: the kernel is gone"] * 3 + ["and nobody begins another"]
+
+
+def test_an_error_of_the_episodes_is_raised_and_their_turns_leave_the_engine() -> None:
+    made, inner = engine()
+
+    async def work() -> None:
+        asyncio.create_task(made.generate([1], max_tokens=19, seed=0))  # noqa: RUF006 it is left on purpose
+        await made.generate([5], max_tokens=2, seed=0)
+        raise RunError("an episode went wrong")
+
+    with pytest.raises(RunError, match="an episode went wrong"):
+        made.drive(work)
+    assert inner.running == {}

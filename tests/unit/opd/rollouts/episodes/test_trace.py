@@ -1,0 +1,151 @@
+"""The trace of an episode: no sampled token is changed or lost, and every one of them carries loss exactly once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from opd.errors import RunError
+from opd.rollouts.episodes.trace import Audit, Sample, Segment, Trace
+from opd.stream.rollouts import decode, encode
+from opd.types import Sampled, Span
+
+SAMPLE = Sample(sample_id="000003/maze/7", group="000003/maze/7", step=3, domain="maze")
+NAN = float("nan")
+
+
+def turn(*ids: int, version: int = 5) -> Sampled:
+    return Sampled(
+        token_ids=ids, logprobs=tuple(-0.5 - i for i in ids), stop_reason="stop", policy_version=version
+    )  # fmt: skip
+
+
+def test_an_episode_is_one_rollout_with_its_observations_masked() -> None:
+    trace = Trace(policy_version=5)
+    segment = trace.begin([1, 2])
+    segment.sampled(turn(3, 4))
+    segment.append([9, 9, 9])
+    segment.sampled(turn(5, version=6))
+    segment.append([8])
+    (rollout,) = trace.rollouts(SAMPLE, "done", 0.5)
+    assert (rollout.prompt_ids, rollout.response_ids) == ((1, 2), (3, 4, 9, 9, 9, 5))
+    assert rollout.spans == (
+        Span(length=2, origin="policy", policy_version=5),
+        Span(length=3, origin="environment", policy_version=5),
+        Span(length=1, origin="policy", policy_version=6),
+    )
+    assert rollout.behaviour_logprobs == (-3.5, -4.5, 0.0, 0.0, 0.0, -5.5)
+    assert (rollout.sample_id, rollout.episode, rollout.group) == (SAMPLE.sample_id, SAMPLE.sample_id, SAMPLE.group)
+    assert (rollout.reward, rollout.stop_reason, rollout.policy_version) == (0.5, "done", 6)
+    assert trace.audit == Audit(segments=1, turns=2, sampled=3, trained=3)
+
+
+def test_masked_tokens_are_sampled_but_not_trained() -> None:
+    trace = Trace(masked=frozenset({4}))
+    trace.begin([1]).sampled(turn(3, 4, 4, 3))
+    (rollout,) = trace.rollouts(SAMPLE, "length", None)
+    assert [(s.origin, s.length) for s in rollout.spans] == [("policy", 1), ("masked", 2), ("policy", 1)]
+    assert (trace.audit.sampled, trace.audit.trained) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "told"),
+    [
+        ((-1.0,), "2 tokens came with 1 log-probs"),
+        ((-1.0, NAN), "log-prob nan"),
+        ((-float("inf"), -1.0), "log-prob -inf"),
+    ],
+)
+def test_a_missing_or_broken_logprob_is_an_error_and_never_a_zero(logprobs: tuple[float, ...], told: str) -> None:
+    segment = Trace().begin([1])
+    with pytest.raises(RunError, match=told):
+        segment.sampled(Sampled(token_ids=(3, 4), logprobs=logprobs, stop_reason="stop", policy_version=0))
+    assert segment.ids == [1] and segment.turns == 0
+
+
+def test_a_history_that_continues_the_tokens_continues_the_segment() -> None:
+    trace = Trace()
+    first = trace.continue_or_fork([1, 2])
+    assert first.busy
+    first.sampled(turn(3))
+    assert not first.busy
+    again = trace.continue_or_fork([1, 2, 3, 9, 9])
+    assert again is first and again.ids == [1, 2, 3, 9, 9]
+    again.sampled(turn(4))
+    assert trace.audit == Audit(segments=1, turns=2, sampled=2, trained=2)
+
+
+def test_a_history_that_was_changed_forks_and_no_token_is_trained_twice() -> None:
+    trace = Trace()
+    first = trace.continue_or_fork([1, 2])
+    first.sampled(turn(3, 4))
+    forked = trace.continue_or_fork([1, 2, 3, 7, 9])
+    assert forked is not first and (forked.parent, forked.prompt_len) == (0, 5)
+    forked.sampled(turn(6))
+    one, other = trace.rollouts(SAMPLE, "done", 1.0)
+    assert (one.sample_id, other.sample_id) == ("000003/maze/7", "000003/maze/7+1")
+    assert one.episode == other.episode == SAMPLE.sample_id
+    assert other.prompt_ids == (1, 2, 3, 7, 9) and other.response_ids == (6,)
+    assert trace.audit == Audit(segments=2, turns=2, sampled=3, trained=3, forks=1)
+
+
+def test_calls_at_the_same_time_do_not_share_a_segment() -> None:
+    trace = Trace()
+    first, second = trace.continue_or_fork([1, 2]), trace.continue_or_fork([1, 2])
+    assert first is not second and second.parent == 0
+    second.sampled(turn(4))
+    first.sampled(turn(3))
+    assert [r.response_ids for r in trace.rollouts(SAMPLE, "done", None)] == [(3,), (4,)]
+
+
+def test_a_turn_that_does_not_come_frees_its_segment_and_the_same_request_continues_it() -> None:
+    trace = Trace()
+    trace.continue_or_fork([1, 2]).sampled(turn(3))
+    segment = trace.continue_or_fork([1, 2, 3, 9])
+    trace.release(segment, lost=True)
+    assert trace.continue_or_fork([1, 2, 3, 9]) is segment
+    segment.sampled(turn(4))
+    assert trace.audit == Audit(segments=1, turns=2, sampled=2, trained=2, lost_turns=1)
+    assert trace.rollouts(SAMPLE, "done", None)[0].response_ids == (3, 9, 4)
+
+
+def test_the_longest_segment_that_fits_is_continued() -> None:
+    trace = Trace()
+    trace.continue_or_fork([1]).sampled(turn(2))
+    trace.continue_or_fork([1, 5]).sampled(turn(6))
+    found = trace.continue_or_fork([1, 5, 6, 7])
+    assert found.number == 1 and found.ids == [1, 5, 6, 7]
+
+
+def test_a_segment_without_a_turn_is_no_rollout() -> None:
+    trace = Trace()
+    trace.begin([1, 2]).append([3])
+    assert trace.rollouts(SAMPLE, "raised", None) == [] and trace.audit == Audit()
+
+
+def test_random_episodes_keep_every_sampled_token_in_place_and_travel_as_arrow() -> None:
+    rng = random.Random(0)
+    for episode in range(200):
+        trace, sampled = Trace(policy_version=episode, masked=frozenset({7})), []
+        segment: Segment = trace.begin(rng.choices(range(50), k=rng.randint(1, 5)))
+        for _ in range(rng.randint(1, 8)):
+            ids = rng.choices(range(50), k=rng.randint(1, 6))
+            segment.sampled(turn(*ids, version=episode))
+            sampled += ids
+            segment.append(rng.choices(range(50), k=rng.randint(0, 6)))
+        (rollout,) = trace.rollouts(SAMPLE, "turns", None)
+        by_policy = [
+            token
+            for token, span in zip(
+                rollout.response_ids, (s for s in rollout.spans for _ in range(s.length)), strict=True
+            )
+            if span.origin != "environment"
+        ]
+        assert by_policy == sampled and trace.audit.sampled == len(sampled)
+        assert sum(rollout.loss_mask) == trace.audit.trained == sum(token != 7 for token in sampled)
+        assert decode([encode([rollout])], 50)[0].spans == rollout.spans
+
+
+def test_audits_add_up() -> None:
+    assert Audit(turns=2, forks=1) + Audit(turns=3, sampled=4) == Audit(turns=5, forks=1, sampled=4)

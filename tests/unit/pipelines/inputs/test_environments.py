@@ -1,0 +1,107 @@
+"""An environment that cannot be used is refused before any compute, and says how it can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.config import load_pipeline
+from opd.errors import ConfigError, ModelError, PromptError
+from pipelines.inputs.environments import episode_options
+from pipelines.inputs.read import read_inputs
+
+WORLD = """
+from opd.environments.records import Outcome, Tool
+
+class Maze:
+    tools = ()
+    def __init__(self, width=3):
+        if width > 9:
+            raise ValueError("a maze is at most 9 wide")
+    def reset(self, metadata, seed):
+        return ""
+    def step(self, action):
+        return Outcome(done=True)
+    def close(self):
+        pass
+
+class Slow(Maze):
+    def close(self):
+        import time
+        time.sleep(5)
+
+class Odd(Maze):
+    tools = ["look"]
+
+class NoTools:
+    close = Maze.close
+"""
+
+
+@pytest.fixture
+def acting(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The pipeline's first domain has an environment."""
+    (world.root / "mazes.py").write_text(WORLD)
+    monkeypatch.chdir(world.root)
+    monkeypatch.syspath_prepend(str(world.root))
+    world.data["domains"]["reverse"]["environment"] = {"name": "mazes:Maze", "options": {"width": 5}, "max_turns": 7}
+    return world
+
+
+def test_a_pipeline_with_an_environment(acting: Any) -> None:
+    config = load_pipeline(acting.write())
+    (options,) = episode_options(config).values()
+    assert (options.environment, options.options, options.max_turns) == ("mazes:Maze", {"width": 5}, 7)
+    assert options.max_turn_tokens == config.rollout.max_new_tokens
+    prompt = read_inputs(config).prompts["reverse"][0]
+    assert isinstance(prompt.text, str) and prompt.text.startswith("rev ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"name": "mazes:Nothing"}, ["domains.reverse.environment.name", "no `Nothing` in mazes"]),
+        ({"name": "nowhere:Maze"}, ["domains.reverse.environment.name", "no module `nowhere`"]),
+        ({"name": "labyrinth"}, ["domains.reverse.environment.name", "labyrinth", "module:Class"]),
+        ({"options": {"width": 10}}, ["domains.reverse.environment.options", "a maze is at most 9 wide"]),
+        ({"options": {"height": 1}}, ["domains.reverse.environment.options", "unexpected keyword argument 'height'"]),
+        ({"name": "mazes:Slow", "options": {}, "step_timeout_s": 1}, ["close was not back after 1 s", "step_timeout_s"]),
+        ({"name": "mazes:Odd", "options": {}}, ["tools = ['look']", "opd.environments.records.Tool"]),
+        ({"name": "mazes:NoTools", "options": {}}, ["no attribute 'tools'"]),
+        ({"name": "a maze"}, ["domains.reverse.environment.name"]),
+        ({"max_turns": 0}, ["domains.reverse.environment.max_turns"]),
+        ({"turns": 3}, ["did you mean `max_turns`?"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused(changes: dict[str, Any], told: list[str], acting: Any) -> None:
+    acting.data["domains"]["reverse"]["environment"] |= changes
+    with pytest.raises(ConfigError) as caught:
+        read_inputs(load_pipeline(acting.write()))
+    assert all(part in str(caught.value) for part in told), caught.value
+
+
+def rows(path: Path, prompts: list[Any]) -> str:
+    path.write_text("".join(json.dumps({"prompt": p, "metadata": {"n": n}}) + "\n" for n, p in enumerate(prompts)))
+    return str(path)
+
+
+def test_a_chat_template_that_cannot_append_is_refused_where_prompts_are_messages(acting: Any) -> None:
+    domain = acting.data["domains"]["reverse"]
+    domain["prompts"] = rows(acting.root / "chat.jsonl", [[{"role": "user", "content": f"go {n}"}] for n in range(3)])
+    with pytest.raises(ModelError, match="the student's chat template"):
+        read_inputs(load_pipeline(acting.write()))
+
+
+def test_tasks_with_one_text_differ_by_their_metadata(acting: Any) -> None:
+    domain = acting.data["domains"]["reverse"]
+    domain["prompts"] = rows(acting.root / "train.jsonl", ["find the way out"] * 4)
+    path = acting.root / "exam.jsonl"
+    path.write_text(json.dumps({"prompt": "find the way out", "metadata": {"n": 9}}) + "\n")
+    domain["eval"] = {"prompts": str(path)}
+    assert len(read_inputs(load_pipeline(acting.write())).exams["reverse"].prompts) == 1
+    rows(path, ["find the way out"])
+    with pytest.raises(PromptError, match="1 of the 1 questions of reverse are training prompts of reverse"):
+        read_inputs(load_pipeline(acting.write()))
