@@ -21,8 +21,9 @@ from machine import machine
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from opd.guard.guard import Guard  # noqa: E402 - found without an installation
-from opd.guard.labelled import Case, Step, shipped_cases  # noqa: E402
+from opd.environments.records import ToolCall  # noqa: E402 - found without an installation
+from opd.guard.guard import Guard  # noqa: E402
+from opd.guard.labelled import Case, shipped_cases  # noqa: E402
 from opd.guard.rules import RuleSet, shipped_rules  # noqa: E402
 
 LONG = [
@@ -33,7 +34,7 @@ LONG = [
 """Calls that are longer than any labelled one: they are over the bound, and are shown apart."""
 
 
-def median_ms(guard: Guard, step: Step, rounds: int) -> float:
+def median_ms(guard: Guard, step: ToolCall, rounds: int) -> float:
     """Median time of one call in milliseconds, without what comes before it in its trajectory."""
     times = []
     for _ in range(rounds):
@@ -65,7 +66,9 @@ def main() -> None:
     start_ms = 1e3 * (time.perf_counter() - began)
     cases = shipped_cases()
     found = measured(guard, cases, args.rounds)
-    long = {name: median_ms(guard, Step(name="bash", arguments={"command": text}), args.rounds) for name, text in LONG}
+    long = {
+        name: median_ms(guard, ToolCall(name="bash", arguments={"command": text}), args.rounds) for name, text in LONG
+    }
     print(f"reading and compiling the rules, once: {start_ms:.0f} ms")
     print(
         f"{len(cases)} labelled commands: " + ", ".join(f"{name[:-3]} {value:.2f} ms" for name, value in found.items())

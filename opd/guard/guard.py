@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from opd.environments.records import ToolCall
 from opd.guard.dummies import DUMMIES
 from opd.guard.facts import Call, Streams
-from opd.guard.records import Judge, JudgeFailed, Opinion, Question, Suspicion, ToolCall, Verdict
+from opd.guard.records import Judge, JudgeFailed, Opinion, Question, Suspicion, Verdict
 from opd.guard.rules import Hit, RuleSet
 from opd.guard.session import Session
 from opd.guard.shell.fields import MARKS, plain
@@ -31,6 +32,8 @@ ARGUMENTS: dict[str, Kind] = {
 """What an argument is by its name, where the tool is not described."""
 WRITING = ("write", "edit", "create", "replace", "insert", "append", "delete", "remove", "patch", "save")
 """A tool with one of these in its name changes the file that it names."""
+WHOLE_TEXT = ("content", "contents", "file_text", "text")
+"""Arguments of such a tool that hold all of the file's text."""
 MAX_SHOWN = 4000
 
 
@@ -88,7 +91,7 @@ class Guard:
         walker = Walker(session, PROGRAMS)
         try:
             for name, value in call.arguments.items():
-                self._walk(walker, call.name, name, value)
+                self._walk(walker, call, name, value)
         except Unreadable as error:
             hit = self._rules.first(walker.calls, session)
             if hit is None or hit.rule.verdict != "block":
@@ -97,7 +100,8 @@ class Guard:
         hit = self._rules.first(walker.calls, session)
         return Finding(suspicion="none", calls=walker.calls) if hit is None else _found(hit, walker.calls)
 
-    def _walk(self, walker: Walker, tool: str, name: str, value: object) -> None:
+    def _walk(self, walker: Walker, call: ToolCall, name: str, value: object) -> None:
+        tool = call.name
         kind = self._options.tools.get(tool, {}).get(name) or (
             "text" if tool in self._options.tools else ARGUMENTS.get(name, "text")
         )
@@ -114,12 +118,19 @@ class Guard:
         elif kind == "python":
             walker.code("python", value, Run(["python"], Streams()))
         else:
-            self._file(walker, tool, value, kind)
+            self._file(walker, call, value, kind)
 
-    def _file(self, walker: Walker, tool: str, path: str, kind: Kind) -> None:
+    def _file(self, walker: Walker, call: ToolCall, path: str, kind: Kind) -> None:
         """A tool that reads or changes a file, as the program that a shell would use for it."""
-        changes = kind == "write" or any(word in tool.lower() for word in WRITING)
-        walker.run(Run(["touch" if changes else "cat", path], Streams()))
+        whole = next((text for name in WHOLE_TEXT if isinstance(text := call.arguments.get(name), str)), None)
+        if kind == "read" and not any(word in call.name.lower() for word in WRITING):
+            walker.run(Run(["cat", path], Streams()))
+        elif whole is None:
+            walker.run(Run(["touch", path], Streams()))
+        else:
+            places = walker.session.paths(path, copies=False)
+            walker.note(Run(["cat"], Streams(stdin=whole, has_stdin=True, writes=places)))
+            walker.session.wrote(places[0], whole)
 
     def _verdict(self, call: ToolCall, finding: Finding) -> Verdict:
         rule = finding.hit.rule if finding.hit else None

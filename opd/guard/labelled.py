@@ -19,6 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from opd.environments.records import ToolCall
 from opd.errors import OpdError
 
 Label = Literal["hack", "honest"]
@@ -32,20 +33,12 @@ _KEYS = re.compile(r'"(?:keystrokes|command|cmd)"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One tool call. It has the names that `opd.environments.records.ToolCall` has."""
-
-    name: str
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """What one label is about: the last step of some, or all of them."""
 
     id: str
     label: Label
-    steps: tuple[Step, ...]
+    steps: tuple[ToolCall, ...]
     kind: str = ""
     whole: bool = False
     """True if the label is of the trajectory: it is caught if any of its steps is. Else the steps before are context."""
@@ -55,7 +48,7 @@ class Case:
 class _Open:
     """A trajectory while it is read."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ToolCall] = field(default_factory=list)
 
 
 def read_cases(path: Path, form: str = "commands") -> list[Case]:
@@ -116,7 +109,7 @@ def _commands(lines: list[str], where: object) -> Iterator[Case]:
             wanted = "a text as `command`, and hack, honest or null as `label`"
             raise OpdError.at(f"{where}:{number}", found=found, wanted=wanted, fix="correct the line")
         before = trajectories.setdefault(str(name), _Open()) if name is not None else _Open()
-        before.steps.append(Step(name="bash", arguments={"command": command}))
+        before.steps.append(ToolCall(name="bash", arguments={"command": command}))
         if label is not None:
             case_id = str(name) if name is not None else command
             yield Case(id=case_id, label=label, steps=tuple(before.steps), kind=str(record.get("kind", "")))
@@ -149,7 +142,7 @@ def _trace(path: Path) -> Iterator[Case]:
             yield Case(id=name, label="honest" if label == "0" else "hack", steps=steps, kind=label, whole=True)
 
 
-def message_steps(message: Mapping[str, Any]) -> Iterator[Step]:
+def message_steps(message: Mapping[str, Any]) -> Iterator[ToolCall]:
     """The tool calls of one chat message: those it declares, else commands in its text."""
     if message.get("role") != "assistant":
         return
@@ -161,7 +154,7 @@ def message_steps(message: Mapping[str, Any]) -> Iterator[Step]:
         except ValueError:
             arguments = {"command": arguments}
         if isinstance(arguments, dict):
-            yield Step(name=str(asked.get("name", "bash")), arguments=arguments)
+            yield ToolCall(name=str(asked.get("name", "bash")), arguments=arguments)
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
@@ -169,7 +162,7 @@ def message_steps(message: Mapping[str, Any]) -> Iterator[Step]:
         yield from text_steps(content)
 
 
-def text_steps(text: str) -> Iterator[Step]:
+def text_steps(text: str) -> Iterator[ToolCall]:
     """Commands in running text: fenced shell code, JSON fields of terminal agents, and lines after a prompt."""
     found = [*_FENCE.findall(text)]
     for literal in _KEYS.findall(text):
@@ -179,7 +172,7 @@ def text_steps(text: str) -> Iterator[Step]:
             continue  # not a JSON string after all, so not a field of a terminal agent
     for command in found or _PROMPT.findall(text):
         if command.strip():
-            yield Step(name="bash", arguments={"command": command.strip()})
+            yield ToolCall(name="bash", arguments={"command": command.strip()})
 
 
 def _atif(path: Path) -> Iterator[Case]:
@@ -192,7 +185,7 @@ def _atif(path: Path) -> Iterator[Case]:
             c for s in data["steps"] if isinstance(s, dict) for c in s.get("tool_calls") or () if isinstance(c, dict)
         ]
         steps = tuple(
-            Step(name=str(call.get("function_name", "bash")), arguments=call["arguments"])
+            ToolCall(name=str(call.get("function_name", "bash")), arguments=call["arguments"])
             for call in calls
             if isinstance(call.get("arguments"), dict)
         )

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
+from opd.environments.records import ToolCall
 from opd.guard.session import Session
 
 Stage = Literal["rules", "judge", "no_judge"]
 """Who decided: a rule or the absence of a hit, the judge, or `on_failure` because there was no judge's answer."""
 Suspicion = Literal["none", "rule", "certain", "unreadable"]
 """What stage one said: nothing, a rule that wants a judge, a rule that is certain, or a command that does not parse."""
-
-
-class ToolCall(Protocol):
-    """A call that the policy wrote, as `opd.environments.records.ToolCall` has it."""
-
-    @property
-    def name(self) -> str:
-        """The tool."""
-        ...
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """Its arguments by name."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

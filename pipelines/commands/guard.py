@@ -59,12 +59,12 @@ def check(
     import json
     from dataclasses import asdict
 
-    from opd.guard.labelled import Step
+    from opd.environments.records import ToolCall
 
     guard = _guard(config)
     session = guard.session()
     session.cwd = session.begins_at = workdir or session.cwd
-    verdict = guard.check(Step(name="bash", arguments={"command": " ".join(command)}), session)
+    verdict = guard.check(ToolCall(name="bash", arguments={"command": " ".join(command)}), session)
     say(json.dumps(asdict(verdict), indent=2, ensure_ascii=False), err=False)
     if not verdict.allowed:
         raise typer.Exit(1)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from opd.config.guard import GuardConfig
+from opd.environments.records import ToolCall
 from opd.errors import ConfigError
 from opd.guard.build import build_guard
 from opd.guard.guard import Guard, GuardOptions
-from opd.guard.labelled import Step
 from opd.guard.records import JudgeFailed, Opinion, Question, Verdict
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.settings import validate
@@ -24,8 +24,8 @@ CERTAIN = "cat /tests/test_outputs.py"
 UNREADABLE = "cat 'a"
 
 
-def call(command: str, name: str = "bash") -> Step:
-    return Step(name=name, arguments={"command": command})
+def call(command: str, name: str = "bash") -> ToolCall:
+    return ToolCall(name=name, arguments={"command": command})
 
 
 @dataclass
@@ -152,14 +152,14 @@ def test_a_new_shell_for_each_call() -> None:
 )
 def test_tools_by_the_names_of_their_arguments(arguments: Mapping[str, Any], tool: str, allowed: bool) -> None:
     guard = Guard(RULES)
-    assert guard.check(Step(name=tool, arguments=arguments), guard.session()).allowed == allowed
+    assert guard.check(ToolCall(name=tool, arguments=arguments), guard.session()).allowed == allowed
 
 
 def test_tools_that_are_described() -> None:
     guard = Guard(RULES, None, GuardOptions(tools={"go": {"what": "shell"}, "say": {"command": "text"}}))
     session = guard.session()
-    assert not guard.check(Step(name="go", arguments={"what": "cat /tests/a"}), session).allowed
-    assert guard.check(Step(name="say", arguments={"command": "cat /tests/a"}), session).allowed
+    assert not guard.check(ToolCall(name="go", arguments={"what": "cat /tests/a"}), session).allowed
+    assert guard.check(ToolCall(name="say", arguments={"command": "cat /tests/a"}), session).allowed
 
 
 @pytest.mark.parametrize(

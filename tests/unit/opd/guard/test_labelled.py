@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from opd.environments.records import ToolCall
 from opd.errors import OpdError
 from opd.guard.guard import Guard
-from opd.guard.labelled import Case, Step, read_cases, shipped_cases
+from opd.guard.labelled import Case, read_cases, shipped_cases
 from opd.guard.measure import STAGES, measure
 from opd.guard.rules import RuleSet, shipped_rules
 
@@ -155,7 +156,7 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path, text: str, form:
 
 
 def one(command: str, label: Any, whole: bool = False, *before: str) -> Case:
-    steps = tuple(Step(name="bash", arguments={"command": c}) for c in (*before, command))
+    steps = tuple(ToolCall(name="bash", arguments={"command": c}) for c in (*before, command))
     return Case(id=command, label=label, steps=steps, whole=whole)
 
 

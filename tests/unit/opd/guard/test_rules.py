@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from opd.environments.records import ToolCall
 from opd.errors import ConfigError
 from opd.guard.guard import Finding, Guard
-from opd.guard.labelled import Step, shipped_cases
+from opd.guard.labelled import shipped_cases
 from opd.guard.rules import RuleSet, read_rules, shipped_rules
 
 RULES = shipped_rules()
@@ -16,7 +17,7 @@ GUARD = Guard(RuleSet([RULES]))
 
 
 def found(command: str, guard: Guard = GUARD) -> Finding:
-    return guard.stage_one(Step(name="bash", arguments={"command": command}), guard.session())
+    return guard.stage_one(ToolCall(name="bash", arguments={"command": command}), guard.session())
 
 
 @pytest.mark.parametrize(("rule", "command"), [(rule.id, command) for rule in RULES.rules for command in rule.hit])

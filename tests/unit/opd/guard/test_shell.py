@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from opd.environments.records import ToolCall
 from opd.guard.facts import Call
 from opd.guard.guard import Guard
-from opd.guard.labelled import Step
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.session import Session
 from opd.guard.shell.nodes import Unreadable
@@ -299,7 +299,7 @@ def test_nothing_takes_long_or_breaks(text: str) -> None:
     """What a policy writes is checked in bounded time; most of these are not readable in the end."""
     guard = Guard(RuleSet([shipped_rules()]))
     began = time.process_time()
-    guard.check(Step(name="bash", arguments={"command": text}), guard.session())
+    guard.check(ToolCall(name="bash", arguments={"command": text}), guard.session())
     assert time.process_time() - began < 5
 
 
