@@ -60,27 +60,30 @@ class Session:
 
         With `copies` a copy is what it was copied from: that is what a reader sees, but not what a writer changes.
         """
-        path = posixpath.normpath(posixpath.join(self.cwd, path))
-        path = "/" + path.lstrip("/")  # POSIX lets `//` stand, which is the same directory
-        for _ in range(MAX_LINKS):
-            resolved = self._one_link(path, copies)
-            if resolved == path:
-                break
-            path = resolved
-        return path
+        waiting = posixpath.join(self.cwd, path).split("/")[::-1]
+        done: list[str] = []
+        links = 0
+        while waiting:
+            part = waiting.pop()
+            if part == "..":
+                del done[-1:]
+            elif part not in ("", "."):
+                done.append(part)
+                target = self._target("/" + "/".join(done), bool(waiting), copies) if links < MAX_LINKS else ""
+                if target:
+                    links += 1
+                    done = [] if target.startswith("/") else done[:-1]
+                    waiting += target.split("/")[::-1]
+        return "/" + "/".join(done)
 
-    def _one_link(self, path: str, copies: bool) -> str:
-        if path.startswith("/proc/self/cwd"):
-            return self.cwd + path.removeprefix("/proc/self/cwd")
-        if path.startswith("/proc/") and "/root/" in path:
-            return "/" + path.partition("/root/")[2]
-        parts = path.split("/")
-        for end in range(2, len(parts) + 1):
-            head = "/".join(parts[:end])
-            target = (copies and self.copies.get(head)) or self.links.get(head) or self._link_on_disk(head)
-            if target and not target.startswith(head + "/"):
-                return posixpath.normpath(posixpath.join(posixpath.dirname(head), target, *parts[end:]))
-        return path
+    def _target(self, path: str, inside: bool, copies: bool) -> str:
+        """Where a link leads; empty if it is none. `inside` is true if the path goes on below it."""
+        if path == "/proc/self/cwd":
+            return self.cwd
+        if inside and path.startswith("/proc/") and path.endswith("/root") and path.count("/") == 3:
+            return "/"
+        target = (copies and self.copies.get(path)) or self.links.get(path) or self._link_on_disk(path)
+        return "" if target.startswith(path + "/") else target
 
     def _link_on_disk(self, path: str) -> str:
         if self.root is None:

@@ -161,13 +161,17 @@ def test_heredocs_expand_unless_they_are_quoted() -> None:
         ("docker cp box:/far/a .", {"/far/a", "/workspace/box:/far/a", "/workspace/cp", "/workspace"}),
         ("curl file:///far/a", {"/far/a"}),
         ("cat /proc/self/cwd/a /proc/7/root/far/a", {"/workspace/a", "/far/a"}),
+        ("cat /proc/self/cwd/../far/a", {"/far/a"}),
+        ("ln -s /far/deep d; cat d/../a", {"/far/deep", "/far/a"}),
+        ("ln -s x y; ln -s y x; cat x/a", None),
         ("echo /far/a", set()),
         ("exec 5</far/a", {"/far/a"}),
         ("echo hi > own; cat own", set()),
     ],
 )
-def test_files_that_are_read(text: str, wanted: set[str]) -> None:
-    assert reads(text) == wanted
+def test_files_that_are_read(text: str, wanted: set[str] | None) -> None:
+    """None: only that it ends."""
+    assert reads(text) == wanted or wanted is None
 
 
 @pytest.mark.parametrize(
