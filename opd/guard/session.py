@@ -88,18 +88,28 @@ class Session:
     def _link_on_disk(self, path: str) -> str:
         if self.root is None:
             return ""
-        place = self.root / path.lstrip("/")
-        return str(place.readlink()) if place.is_symlink() else ""
+        try:
+            return str((self.root / path.lstrip("/")).readlink())
+        except (OSError, ValueError):  # no link, or no name that the system knows
+            return ""
 
     def paths(self, field: str, copies: bool = True) -> list[str]:
         """The absolute paths that an argument may mean: its glob's files where they can be listed, else one pattern."""
         path = self.absolute(field, copies)
         if self.root is not None and has_glob(path) and UNKNOWN not in path:
-            found = sorted(self.root.glob(plain(path).lstrip("/")))[:MAX_LISTED]
+            found = self._listed(plain(path))
             if found:
-                return ["/" + str(one.relative_to(self.root)) for one in found]
+                return found
         written = [name for name in self.written if has_glob(path) and glob_regex(path).fullmatch(name)]
         return [path, *written]
+
+    def _listed(self, pattern: str) -> list[str]:
+        assert self.root is not None
+        try:
+            found = sorted(self.root.glob(pattern.lstrip("/")))[:MAX_LISTED]
+        except (OSError, ValueError):  # not a pattern that Python lists
+            return []
+        return ["/" + str(one.relative_to(self.root)) for one in found]
 
     def wrote(self, path: str, text: str | None) -> None:
         """Note that the episode wrote this file. What was a link or a copy of something is now its own."""

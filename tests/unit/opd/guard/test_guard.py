@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from opd.environments.records import ToolCall
 from opd.errors import ConfigError
 from opd.guard.build import build_guard
 from opd.guard.guard import Guard, GuardOptions
+from opd.guard.labelled import shipped_cases
 from opd.guard.records import JudgeFailed, Opinion, Question, Verdict
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.settings import validate
@@ -214,6 +216,33 @@ def test_a_judge_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     guard = build_guard(validate(GuardConfig, {"judge": judge}, "pipeline.yaml"))
     assert not guard.check(call(SUSPICIOUS), guard.session()).allowed
     assert guard.check(call("curl -s https://other.example/x"), guard.session()).allowed
+
+
+def test_nothing_that_a_policy_writes_raises() -> None:
+    """Labelled commands with pieces cut, doubled, swapped and spiced."""
+    rng = random.Random(0)
+    texts = [case.steps[-1].arguments["command"] for case in shipped_cases()]
+    spice = list("'\"`$(){}[]<>|&;\\*?~!#=\n\t\0 ") + [
+        "<<E",
+        "$((",
+        "${",
+        "$'",
+        "))",
+        ";;",
+        " -c ",
+        "\ud800",
+        "é",
+        "[[",
+    ]
+    guard = Guard(RULES)
+    for _ in range(3000):
+        text = rng.choice(texts)
+        for _ in range(rng.randint(1, 4)):
+            at, end = sorted(rng.choices(range(len(text) + 1), k=2))
+            piece = rng.choice(["", text[at:end] * 2, rng.choice(spice), rng.choice(texts)[: rng.randint(0, 30)]])
+            text = text[:at] + piece + text[end:] if rng.random() < 0.5 else text[:at] + piece + text[at:]
+        verdict = guard.check(call(text), guard.session())
+        assert verdict.allowed or verdict.suspicion != "none"
 
 
 @pytest.mark.parametrize(

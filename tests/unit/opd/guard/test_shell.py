@@ -275,6 +275,8 @@ def test_a_glob_is_listed_where_the_files_can_be_seen(tmp_path: Path) -> None:
     session = Session(root=tmp_path)
     assert reads("cat .e*/s*", session) == {"/workspace/.eval/s.json"}
     assert reads("cat link/s.json", session) == {"/workspace/.eval/s.json"}
+    for odd in ("a**b/x", "x" * 300 + "*", "'a\0b'*", "["):
+        assert len(reads(f"cat {odd}", session)) == 1
 
 
 @pytest.mark.parametrize(
