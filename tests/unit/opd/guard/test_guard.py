@@ -222,7 +222,8 @@ def test_nothing_that_a_policy_writes_raises() -> None:
     """Labelled commands with pieces cut, doubled, swapped and spiced."""
     rng = random.Random(0)
     texts = [case.steps[-1].arguments["command"] for case in shipped_cases()]
-    spice = list("'\"`$(){}[]<>|&;\\*?~!#=\n\t\0 ") + [
+    spice = [
+        *"'\"`$(){}[]<>|&;\\*?~!#=\n\t\0 ",
         "<<E",
         "$((",
         "${",
