@@ -67,7 +67,7 @@ class Tables:
         path = prefix + key
         kinds = [self._kind(path, option) for option in _options(prop)]
         default = _default(key, prop, section)
-        return f"`{path}`", " or ".join(dict.fromkeys(kinds)), default, prop.get("description", "")
+        return f"`{path}`", " or ".join(dict.fromkeys(kinds)), default, " ".join(prop.get("description", "").split())
 
     def _kind(self, path: str, option: Schema) -> str:
         """A type in words; mappings are put in the queue for a table of their own."""

@@ -10,6 +10,7 @@ import pytest
 
 from opd.config import load_pipeline
 from opd.errors import ConfigError, ModelError, PromptError
+from opd.rollouts.episodes.spec import EpisodeOptions
 from pipelines.inputs.environments import episode_options
 from pipelines.inputs.read import read_inputs
 
@@ -105,3 +106,27 @@ def test_tasks_with_one_text_differ_by_their_metadata(acting: Any) -> None:
     rows(path, ["find the way out"])
     with pytest.raises(PromptError, match="1 of the 1 questions of reverse are training prompts of reverse"):
         read_inputs(load_pipeline(acting.write()))
+
+
+def test_a_summary_that_could_come_too_late(acting: Any) -> None:
+    environment = acting.data["domains"]["reverse"]["environment"]
+    config = load_pipeline(acting.write())
+    most = config.rollout.max_model_len - 2 * config.rollout.max_new_tokens
+    environment["context"] = {"compact_at": most}
+    config = load_pipeline(acting.write())
+    (options,) = episode_options(config).values()
+    assert isinstance(options, EpisodeOptions) and options.compaction is not None
+    assert options.compaction.max_tokens == config.rollout.max_new_tokens
+    read_inputs(config)
+    environment["context"] = {"compact_at": most + 1}
+    with pytest.raises(ConfigError) as error:
+        read_inputs(load_pipeline(acting.write()))
+    said = str(error.value)
+    assert "domains.reverse.environment.context.compact_at" in said and f"at most {most}" in said and "lower it" in said
+
+
+@pytest.mark.parametrize("resume", ["what happened", "{summary} and {summary}"])
+def test_a_resume_without_one_place_for_the_summary(acting: Any, resume: str) -> None:
+    acting.data["domains"]["reverse"]["environment"]["context"] = {"compact_at": 10, "resume": resume}
+    with pytest.raises(ConfigError, match=r"context\.resume"):
+        load_pipeline(acting.write())
