@@ -10,6 +10,7 @@ from opd import __version__
 from pipelines.commands import (
     baselines,
     check,
+    environments,
     evaluate,
     experts,
     merge,
@@ -36,6 +37,7 @@ for name, group in (
     ("prompts", prompts),
     ("models", models),
     ("teachers", teachers),
+    ("environments", environments),
 ):
     app.add_typer(group.app, name=name)
 

@@ -2,6 +2,8 @@
 
     checkpoints/step-000050/  rank-0.safetensors  rank-1.safetensors  trainer.json  checkpoint.json
 
+Files that the schedule gives lie beside them: what the weights do not imply.
+
 The trainer's ranks copy their state and write it while the run goes on. Some steps later the driver writes `checkpoint.json`
 (what the checkpoint belongs to, BLAKE3 and size of every file) and renames the directory: from then on it is a checkpoint.
 Nothing older is deleted before that.
@@ -16,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from opd.config.sections import CheckpointConfig
 from opd.errors import RunDirError, RunError
@@ -51,6 +55,8 @@ class _Writing:
     policy_version: int
     path: Path
     deadline: float
+    carried: Mapping[str, Mapping[str, Any]]
+    """Name -> BLAKE3 and size of the files that are no rank's."""
 
 
 class CheckpointStore:
@@ -74,15 +80,19 @@ class CheckpointStore:
         self._writing: _Writing | None = None
         self._committed: SavedCheckpoint | None = None
 
-    def save(self, step: int, policy_version: int) -> None:
-        """Let the trainer copy its state; at most one checkpoint is under way."""
+    def save(self, step: int, policy_version: int, carried: Mapping[str, bytes] | None = None) -> None:
+        """Let the trainer copy its state; at most one checkpoint is under way. `carried`: name -> content of further files."""
+        carried = carried or {}
         self._commit(wait=True)
         temporary = self._root / f".tmp-{step_name(step)}"
         shutil.rmtree(temporary, ignore_errors=True)
         with storing(temporary):
             temporary.mkdir(parents=True)
+            for name, content in carried.items():
+                (temporary / name).write_bytes(content)
         self._trainer.begin_save(temporary.absolute())
-        self._writing = _Writing(step, policy_version, temporary, time.monotonic() + self._timeout_s)
+        facts = {name: {"blake3": blake3(raw).hexdigest(), "bytes": len(raw)} for name, raw in carried.items()}
+        self._writing = _Writing(step, policy_version, temporary, time.monotonic() + self._timeout_s, facts)
 
     def committed(self, wait: bool) -> SavedCheckpoint | None:
         """Implements `opd.interfaces.Checkpoints.committed`."""
@@ -105,13 +115,14 @@ class CheckpointStore:
                     )
                 return
             self._writing = None
+            written = {file.name: {"blake3": file.blake3, "bytes": file.size} for file in files}
             size = sum(file.size for file in files)
             manifest = {
                 "format": FORMAT,
                 "step": writing.step,
                 "policy_version": writing.policy_version,
                 **self._facts,
-                "files": {file.name: {"blake3": file.blake3, "bytes": file.size} for file in files},
+                "files": {**written, **writing.carried},
             }
             with storing(writing.path):
                 (writing.path / MANIFEST).write_text(json.dumps(manifest, indent=2))

@@ -49,7 +49,8 @@ class PromptSource(Protocol):
 
 class RolloutEngine(Protocol):
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
-        """Sample one response per prompt. Prompts that do not fit the context come back as quarantined."""
+        """Sample one response per prompt. Prompts that do not fit the context come back as quarantined. A schedule may call this
+        in a thread, and no other method until it has returned."""
         ...
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
@@ -140,13 +141,59 @@ class TargetLog(Protocol):
         """Drop the steps up to `step`: a checkpoint holds what they taught."""
         ...
 
+    def keep_written(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
+        """Store responses that `policy_version` wrote ahead of their step. Raises: StorageError."""
+        ...
+
+    def written(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch | None:
+        """What `keep_written` stored of this step, if it is whole and answers this question; else None."""
+        ...
+
+    def written_files(self, step: int) -> dict[str, bytes]:
+        """The files that `keep_written` made, by name, for a checkpoint to carry; empty if there are none."""
+        ...
+
+    def bring_back(self, step: int, directory: Path) -> None:
+        """Store such files of a step once more, from a directory that may have them. Raises: StorageError."""
+        ...
+
+
+class Schedule(Protocol):
+    STEPS_AHEAD: ClassVar[int]
+    """Steps that prompts are taken ahead of the step that is trained."""
+    max_staleness: int
+    """Pushes that may lie between the writing of a token and its training; the loop refuses rows that are older."""
+
+    def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
+        """The responses of the step that comes now; `policy_version` is that of the weights it trains."""
+        ...
+
+    def begin_next(self, step: int, policy_version: int) -> None:
+        """The step before `step` begins to be scored and trained: its responses can be written beside it. Returns at once."""
+        ...
+
+    def finish_writing(self) -> None:
+        """Wait until no engine writes: a push follows. Raises: what the engine raises; RunError past the deadline."""
+        ...
+
+    def carried(self, step: int) -> dict[str, bytes]:
+        """Name -> content of the files that a checkpoint of this step needs beside the weights to go on."""
+        ...
+
+    def take_busy_s(self) -> float:
+        """Seconds in which engines wrote responses since the last call."""
+        ...
+
 
 class Trainer(Protocol):
     layout: LayoutProof
     """How the student's rows share a forward pass, once the trainer is ready."""
 
-    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetStream) -> StepReport:
-        """One optimiser step over the rows of all rollouts that are not quarantined; takes every part of `targets`."""
+    def train_step(
+        self, step: int, rollouts: Sequence[Rollout], targets: TargetStream, stale: frozenset[str] = frozenset()
+    ) -> StepReport:
+        """One optimiser step over the rows of all rollouts that are not quarantined; takes every part of `targets`. `stale` are
+        the samples that older weights wrote: their log-probs differ from the engine's without a fault."""
         ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -195,8 +242,9 @@ class Evaluator(Protocol):
 
 
 class Checkpoints(Protocol):
-    def save(self, step: int, policy_version: int) -> None:
-        """Begin a checkpoint of this step, after the end of one that is under way. Raises: as `committed`."""
+    def save(self, step: int, policy_version: int, carried: Mapping[str, bytes]) -> None:
+        """Begin a checkpoint of this step, after the end of one that is under way; `carried` are files that go into it.
+        Raises: as `committed`."""
         ...
 
     def committed(self, wait: bool) -> SavedCheckpoint | None:

@@ -5,11 +5,11 @@
      in every step)              wrote it)   its domain's    per token)      reverse KL)       probe both sides)
                                              expert)             └──▶ target log ──▶ (a resume trains from it)
 
-The schedule is synchronous: every sample is trained by the very weights that wrote it. Scored rows stream to the
-trainer, which with `overlap` begins before the last teacher is done; without, the phases take turns on the same cores.
-Either way it is the same arithmetic. Prompts and seeds are functions of (seed, step); with `balance`, prompts also
-depend on the records of the steps before. The only state of a run is the trainer's weights and optimiser, the step, and
-the policy version.
+The schedule says when the student writes (`opd.schedules`): `sync` has every sample trained by the very weights that wrote
+it, `one_step_off` has the next step's written meanwhile. Scored rows stream to the trainer, which with `overlap` begins
+before the last teacher is done; without, these two take turns on the same cores. Either way it is the same arithmetic.
+Prompts and seeds are functions of (seed, step); with `balance`, prompts also depend on the records of steps before. The
+only state of a run is the trainer's weights and optimiser, the step, the policy version, and what was written ahead.
 
     each step:     take → generate → score → log → train → push
     every K steps: checkpoint, written beside the next step; every E steps: evaluate
@@ -28,6 +28,7 @@ from opd.interfaces import (
     PromptSource,
     Reporter,
     RolloutEngine,
+    Schedule,
     TargetLog,
     TeacherPool,
     Trainer,
@@ -35,7 +36,8 @@ from opd.interfaces import (
 )
 from opd.metrics import PhaseClock
 from opd.run_dir import step_name
-from opd.step_record import step_record
+from opd.staleness import refuse_stale, stale_samples
+from opd.step_record import seconds_at_work, step_record
 from opd.types import RolloutBatch, SavedCheckpoint
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Parts:
     """Everything that a merge is made of. `pipelines.build` puts it together; tests use fakes."""
 
     prompts: PromptSource
+    schedule: Schedule
     engine: RolloutEngine
     teachers: TeacherPool
     log: TargetLog
@@ -81,11 +84,15 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
     step = plan.first_step - 1
     for step in range(plan.first_step, plan.last_step + 1):
         scored = _scored_rollouts(parts, step, version, clock)
+        if step < plan.last_step:
+            parts.schedule.begin_next(step + 1, version)
         if not plan.overlap:
             with clock("score"):
                 scored.targets.collect()
         with clock("train"):
-            trained = parts.trainer.train_step(step, scored.batch.rollouts, scored.targets)
+            trained = parts.trainer.train_step(step, scored.batch.rollouts, scored.targets, scored.stale)
+        with clock("rollout"):
+            parts.schedule.finish_writing()
         with clock("sync"):
             version += 1
             pushed = parts.sync.push(version)
@@ -93,13 +100,14 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         record = step_record(scored.batch, scored.targets, trained, pushed)
         accuracy = _evaluate(parts, step, clock) if plan.evaluate_every and step % plan.evaluate_every == 0 else {}
         record = replace(record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take())
+        record = replace(record, busy_s=seconds_at_work(record, parts.schedule.take_busy_s(), scored.targets, trained))
         record = replace(record, alarms=parts.monitors.judge(record, scored.batch.rollouts))
         parts.reporter.step(record)
         leaving = stop() or step == plan.last_step or record.ends_run
         with clock("checkpoint"):
             # Commit after the record: a run that is killed in between resumes from the checkpoint before and rewinds the records.
             if leaving or step % plan.checkpoint_every == 0:
-                parts.checkpoints.save(step, version)
+                parts.checkpoints.save(step, version, parts.schedule.carried(step))
             saved = parts.checkpoints.committed(wait=leaving)
             if saved:
                 parts.log.prune(saved.step)
@@ -114,22 +122,29 @@ class _Scored:
 
     batch: RolloutBatch
     targets: TargetStream
+    stale: frozenset[str]
+    """Samples that older weights wrote than those that are trained."""
     replayed: bool
-    """True if both come from the target log."""
+    """True if batch and targets come from the target log."""
 
 
 def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -> _Scored:
-    """Take the step from the target log. If the log lacks it, the student writes, its teachers score, and the log records."""
+    """Take the step from the target log. If the log lacks it, the student writes, its teachers score, and the log records.
+
+    Raises: RunError for a row that is too old to be trained.
+    """
     with clock("rollout"):
         prompts = parts.prompts.take(step)
         logged = parts.log.replay(step, version, prompts)
-        if logged is not None:
-            return _Scored(batch=logged[0], targets=logged[1], replayed=True)
-        batch = parts.engine.generate(prompts, step=step, policy_version=version)
+        batch = logged[0] if logged else parts.schedule.rollouts(step, version, prompts)
+        refuse_stale(batch.rollouts, version, parts.schedule.max_staleness)
+        stale = stale_samples(batch.rollouts, version)
+    if logged:
+        return _Scored(batch=batch, targets=logged[1], stale=stale, replayed=True)
     with clock("score"):
         targets = parts.teachers.score(batch.rollouts)
         parts.log.record(step, version, prompts, batch, targets)
-    return _Scored(batch=batch, targets=targets, replayed=False)
+    return _Scored(batch=batch, targets=targets, stale=stale, replayed=False)
 
 
 def _evaluate(parts: Parts, step: int, clock: PhaseClock) -> dict[str, float]:

@@ -9,6 +9,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
 from opd.monitors.tails import loops
+from opd.staleness import ages
 from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport, TurnStats
 
 if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
@@ -216,13 +217,19 @@ class StepRecord:
     """Norm of the gradient before clipping."""
     lr: float = 0.0
     logprob_gap: float = 0.0
-    """Mean |trainer - engine| log-prob of the sampled tokens, nats."""
+    """Mean |trainer - engine| log-prob of the sampled tokens, nats, without stale ones; 0 if all are stale."""
+    drift: float = 0.0
+    """The same mean over the stale tokens alone: how far the policy went since it wrote them."""
+    token_ages: Mapping[str, int] = field(default_factory=dict)
+    """Age -> trained tokens: pushes between the writing of a token and its training."""
     policy_version: int = 0
     """Version of the weights that were pushed after the step."""
     probe_gap: float = 0.0
     """Mean |trainer - engine| log-prob of the probe tokens after the push, nats."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
     """Phase -> seconds. The phase `checkpoint` is the one that followed the step before."""
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+    """`rollout`, `teachers`, `trainer` -> seconds of the step in which the role was at work."""
     accuracy: Mapping[str, float] = field(default_factory=dict)
     """Domain -> accuracy in an exam after this step; empty if there was none."""
     replayed: bool = False
@@ -241,6 +248,11 @@ class StepRecord:
     def seconds(self) -> float:
         """Seconds of all phases together."""
         return sum(self.phase_s.values())
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Role -> share of the step's seconds in which it was at work."""
+        return {role: busy / self.seconds for role, busy in self.busy_s.items()} if self.seconds else {}
 
     def to_json(self) -> dict[str, Any]:
         """A line of `metrics.jsonl`, without the fields that this step does not have."""
@@ -318,9 +330,23 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         grad_norm=trained.grad_norm,
         lr=trained.lr,
         logprob_gap=trained.logprob_gap,
+        drift=trained.drift,
+        token_ages={str(age): tokens for age, tokens in ages(batch.rollouts, pushed.version - 1).items()},
         policy_version=pushed.version,
         probe_gap=pushed.gap,
     )
+
+
+def seconds_at_work(
+    record: StepRecord, rollout_s: float, targets: TargetStream, trained: StepReport
+) -> dict[str, float]:
+    """Make `StepRecord.busy_s` from the seconds of a step that is done; `rollout_s` are those in which engines wrote."""
+    found = {
+        "rollout": rollout_s,
+        "teachers": 0.0 if record.replayed else targets.busy_s,
+        "trainer": record.phase_s["train"] - trained.waited_s,
+    }
+    return {role: round(seconds, 4) for role, seconds in found.items()}
 
 
 def _places(bits: int) -> str:

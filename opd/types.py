@@ -20,9 +20,9 @@ Origin = Literal["policy", "masked", "environment"]
 """Why a response token is there, and whether it is trained: see `Span`."""
 TurnStop = Literal["stop", "length"]
 """vLLM's words for a response that ended with an end token, and for one that reached the token limit."""
-Broken = Literal["raised", "timeout", "observation", "agent"]
+Broken = Literal["raised", "timeout", "observation", "agent", "silent", "foreign"]
 """Why an episode broke: the environment raised; a call of it, or the agent's program, was not back in time; it gave an
-observation that nobody can use; the agent's program failed."""
+observation that nobody can use; the agent's program failed, asked nothing, or asked in another episode's name."""
 StopReason = Literal[TurnStop, "done", "turns", "tokens", "context", "template", Broken]
 """Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
 of `turns`, of `tokens`, or the model's `context`; `template`: the chat template cannot append the next message."""
@@ -265,7 +265,8 @@ class DomainStats:
     kl_sum: float
     """The objective's value, nats: KL(student || teacher) for `reverse_kl`."""
     gap_sum: float
-    """|trainer - engine| log-prob of the sampled token at the temperature that it was sampled at, nats."""
+    """|trainer - engine| log-prob of the sampled token at the temperature that it was sampled at, nats; only over the tokens
+    that are not stale."""
     entropy_sum: float
     """Student's entropy, nats."""
     teacher_entropy_sum: float
@@ -279,6 +280,10 @@ class DomainStats:
     """Student's probability of the tokens that a top-k teacher gave."""
     teacher_mass_sum: float
     """Teacher's probability of them."""
+    stale_tokens: int = 0
+    """Tokens of responses that older weights than the trainer's wrote, in part at least."""
+    drift_sum: float = 0.0
+    """The same difference as `gap_sum` over the stale tokens: how far the policy went since it wrote them."""
 
     def __add__(self, other: DomainStats) -> DomainStats:
         return DomainStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -321,8 +326,8 @@ class StepReport:
     """Global gradient norm before clipping."""
     lr: float
     logprob_gap: float
-    """Mean |trainer log-prob - engine log-prob| over the sampled tokens at their temperature, nats; near 0 in a sync
-    schedule."""
+    """Mean |trainer log-prob - engine log-prob| over the sampled tokens at their temperature, nats, without stale ones; 0
+    if all are stale. Near 0 if both compute the same."""
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats] = field(default_factory=dict)
     """Key: number of bits of the token's place in its response. 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
@@ -330,8 +335,12 @@ class StepReport:
     """Key: domain, and number of the turn from 0."""
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
+    drift: float = 0.0
+    """The same mean over the stale tokens alone."""
     early_micro_batches: int = 0
     """Rounds of micro-batches that the ranks had before the last row was scored."""
+    waited_s: float = 0.0
+    """Seconds in which no rank had a micro-batch, because its rows were not scored yet."""
     peak_bytes: int = 0
     """Most bytes of parts that had come and were not yet trained."""
 

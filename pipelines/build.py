@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from opd import loop
 from opd.checkpoints import CheckpointStore
-from opd.config import PipelineConfig, sync_tolerance
+from opd.config import PipelineConfig, max_staleness, sync_tolerance
 from opd.config.balance import SamplesBalance
 from opd.config.strict import DTYPE_BYTES
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Display, Sink
-from opd.loop import Parts, Plan
+from opd.loop import Parts
 from opd.metrics import MetricsFile
 from opd.monitors.acting import RunMonitors
 from opd.progress import RunReporter
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, split_samples
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run_dir import RunPaths
+from opd.schedules import SCHEDULES
+from opd.schedules.spec import ScheduleSpec
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
-from opd.sync.shared_memory import probe_sequences
+from opd.sync.shared_memory import SharedMemorySync, probe_sequences
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.read import Inputs, users_engine
 from pipelines.specs import flight_spec, pool_spec, rollout_spec, trainer_spec
@@ -48,9 +49,6 @@ POOLS: dict[str, Callable[[PipelineConfig, Routes, int], Pool | FlightPool]] = {
 }
 """`teachers.engine` -> function that starts the pool."""
 
-SCHEDULES: dict[str, Callable[[Parts, Plan, Callable[[], bool]], int]] = {"sync": loop.run}
-"""`schedule.mode` -> function that takes a run's steps."""
-
 
 def num_workers(config: PipelineConfig) -> int:
     """Processes that a merge runs beside the driver."""
@@ -70,31 +68,42 @@ def build(
     Raises: RunError if a worker does not come up.
     """
     engine, trainer, pool = _start_workers(config, inputs)
-    every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
-    probe = probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len)
     metrics = MetricsFile(paths.metrics)
     prompts = prompt_source(config, inputs, metrics)
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
+    log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say)
+    bound, timeout_s = max_staleness(config), config.cluster.phase_timeout_s
+    spec = ScheduleSpec(prompts=prompts, engine=engine, log=log, max_staleness=bound, timeout_s=timeout_s)
     return Parts(
         prompts=prompts,
+        schedule=SCHEDULES[config.schedule.mode](spec),
         engine=engine,
         teachers=pool,
-        log=ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say),
+        log=log,
         trainer=trainer,
-        sync=SYNCS[config.sync.kind](
-            trainer,
-            engine,
-            probe,
-            tolerance=sync_tolerance(config),
-            nbytes=inputs.pushed * DTYPE_BYTES[config.trainer.dtype],
-            tell=shown.say,
-        ),
+        sync=_sync(config, inputs, trainer, engine, shown),
         evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
         monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
         checkpoints=_checkpoints(config, paths, trainer, identity),
         reporter=RunReporter(metrics, paths, shown, sinks),
     )
+
+
+def _sync(
+    config: PipelineConfig, inputs: Inputs, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, shown: Display
+) -> SharedMemorySync:
+    every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
+    sync = SYNCS[config.sync.kind](
+        trainer,
+        engine,
+        probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len),
+        tolerance=sync_tolerance(config),
+        nbytes=inputs.pushed * DTYPE_BYTES[config.trainer.dtype],
+        tell=shown.say,
+    )
+    sync.keeps_files = SCHEDULES[config.schedule.mode].STEPS_AHEAD > 0
+    return sync
 
 
 def start_rollouts(
@@ -157,4 +166,5 @@ def prompt_source(config: PipelineConfig, inputs: Inputs, metrics: MetricsFile) 
     if isinstance(config.balance, SamplesBalance):
         return MixedPrompts(inputs.prompts, split_samples(total, weights), config.seed, config.rollout.n)
     balance = Balance(config.balance, weights, total, config.seed)
-    return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read(), config.rollout.n)
+    options = {"n": config.rollout.n, "ahead": SCHEDULES[config.schedule.mode].STEPS_AHEAD}
+    return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read(), **options)

@@ -52,6 +52,7 @@ def rollout_spec(
         workers=rollout.workers,
         gpus=config.cluster.rollout_gpus,
         kv_cache_gib=rollout.kv_cache_gib,
+        roles=roles_at_once(config),
         seed=config.seed,
         n=rollout.n,
         temperature=rollout.temperature,
@@ -60,6 +61,14 @@ def rollout_spec(
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
     )
+
+
+def roles_at_once(config: PipelineConfig) -> int:
+    """Roles that compute at the same time on this machine's cores. `schedule.overlap` is not counted: on the same cores it is
+    off unless a pipeline asks for it."""
+    cluster = config.cluster
+    beside = not cluster.trainer_gpus or not (cluster.teacher_gpus or config.teachers.elsewhere)
+    return 2 if config.schedule.mode == "one_step_off" and not cluster.rollout_gpus and beside else 1
 
 
 def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
@@ -73,6 +82,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
         queue_bytes=config.teachers.queue,
         tolerance=sync_tolerance(config),
         gpus=config.cluster.trainer_gpus,
+        roles=roles_at_once(config),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
     )
@@ -154,6 +164,7 @@ def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
         scorer=scorer_options(config, vocab_size),
         workers=teachers.scoring_workers,
         gpus=config.cluster.teacher_gpus,
+        roles=roles_at_once(config),
         kv_cache_gib=teachers.kv_cache_gib if isinstance(teachers, VLLMTeachers) else 1,
         max_quarantined=teachers.max_quarantined,
         start_timeout_s=config.cluster.start_timeout_s,

@@ -44,6 +44,8 @@ class PoolSpec:
     """Scoring workers; each teacher's rows of a step go to one of them."""
     gpus: float = 0
     """GPUs of each worker; 0: the CPU."""
+    roles: int = 1
+    """Roles that compute at the same time on these cores, this one among them."""
     kv_cache_gib: int = 1
     """Key-value cache of engine `vllm` on the CPU, whole GiB."""
     max_quarantined: float
@@ -63,7 +65,7 @@ class Pool:
         self._start_timeout_s = spec.start_timeout_s
         self._max_quarantined = spec.max_quarantined
         self._gpus = spec.gpus
-        self._env = cluster.worker_env(spec.workers) | ({} if spec.gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        self._env = cluster.worker_env(spec.workers, spec.roles) | ({} if spec.gpus else {"CUDA_VISIBLE_DEVICES": ""})
         if spec.engine == "vllm":
             self._env |= ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         self._engine = spec.engine

@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from experts.suites.rows import Row, take_unique
+from experts.suites.rows import Row
+from opd.unique import take_unique
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

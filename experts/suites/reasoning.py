@@ -6,13 +6,13 @@ Each row carries reasoning-gym's own entry, so that its verifier can judge any a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from experts.suites.rows import Row, take_unique
+from experts.suites.rows import Row
+from opd.environments.retry import gym_row
+from opd.unique import take_unique
 
-INSTRUCTION = "Answer with the result only."
 DRAWS_PER_ROW = 20
 
 DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -101,18 +101,5 @@ def _draw(domain: str, limit: int, seed: int) -> Iterator[Row]:
 
     family, config = DOMAINS[domain]
     for entry in reasoning_gym.create_dataset(family, seed=seed, size=limit, **config):
-        yield _row(
-            family, json.loads(json.dumps(entry))
-        )  # through JSON, so that the scorer gets what a file gives back
-
-
-def _row(family: str, entry: dict[str, Any]) -> Row:
-    question, answer = f"{entry['question'].strip()}\n{INSTRUCTION}", entry["answer"]
-    if family == "number_sorting":  # its scorer runs a list with other quotes than JSON's as code
-        entry = entry | {"answer": answer.replace("'", '"')}
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "completion": [{"role": "assistant", "content": answer}],
-        "answer": answer,
-        "metadata": {"source": "reasoning_gym", "task": family, "entry": entry},
-    }
+        row = gym_row(family, entry)
+        yield {**row, "completion": [{"role": "assistant", "content": row["answer"]}]}

@@ -8,8 +8,10 @@ pulse         how a worker says that it lives
 watching      listening to all workers, and ending those that fell silent
 waiting       waiting for answers, and finding out what a failure meant
 objects       values in Ray's store, and answers that are made when somebody fetches them
+background    work in a thread of the driver
 """
 
+from opd.cluster.background import Background
 from opd.cluster.environment import worker_env
 from opd.cluster.errors import WorkerDied
 from opd.cluster.objects import Remote, Stored, fetch, put
@@ -19,6 +21,7 @@ from opd.cluster.workers import Pending, Worker, spawn
 
 __all__ = [
     "LOCAL",
+    "Background",
     "Pending",
     "Remote",
     "Stored",

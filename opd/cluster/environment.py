@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 
-def worker_env(workers: int) -> dict[str, str]:
-    """Environment of one of `workers` processes that compute at the same time on one machine.
+def worker_env(workers: int, roles: int = 1) -> dict[str, str]:
+    """Environment of one of a role's `workers`, which compute at the same time on one machine; `roles` such roles do.
 
     Two OpenMP jobs with all cores each slow each other down 40-fold, and spinning threads add to it: each role gets its
     share of the cores and waits passively.
     """
-    threads = max(1, cores() // workers)
+    threads = max(1, cores() // roles // workers)
     return {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from opd import leftovers
 from opd.address import LOOPBACK
+from opd.cluster.background import end_background
 from opd.cluster.daemons import no_daemon_stands_still
 from opd.cluster.errors import WorkerDied
 from opd.cluster.watching import Watch
@@ -57,6 +58,8 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
                         log_to_driver=False,
                         logging_level="ERROR",
                         configure_logging=True,
+                        # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
+                        _system_config={"prestart_worker_first_driver": False},
                     )
                     _refuse_open_ports(ray.util.get_node_ip_address())
                 else:
@@ -67,8 +70,9 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
                 leftovers.end_own()  # before Ray shuts down, which would wait for processes that do not answer
             raise
         finally:
+            _watch = None  # no thread spawns a worker from here on
+            end_background(watch.workers)
             watch.clear()
-            _watch = None
             ray.shutdown()
             leftovers.end_own()  # a process that is stopped or hung does not end by itself
 

@@ -4,6 +4,13 @@ Needs only pydantic and PyYAML, so `opd --help` and `opd pipelines` never import
 Paths in a pipeline are relative to the directory that `opd` was started in.
 """
 
-from opd.config.pipeline import PipelineConfig, load_pipeline, overlaps, rounds_of, sync_tolerance
+from opd.config.pipeline import (
+    PipelineConfig,
+    load_pipeline,
+    max_staleness,
+    overlaps,
+    rounds_of,
+    sync_tolerance,
+)
 
-__all__ = ["PipelineConfig", "load_pipeline", "overlaps", "rounds_of", "sync_tolerance"]
+__all__ = ["PipelineConfig", "load_pipeline", "max_staleness", "overlaps", "rounds_of", "sync_tolerance"]

@@ -63,8 +63,9 @@ class RepetitionLimits(Limits):
     """Steps that a reading is taken over."""
     warn: float | None = Field(0.35, gt=0)
     """The quickstart stays below 0.3 even if every response of it that is cut were a loop."""
-    stop: float | None = Field(0.5, gt=0)
-    """Most responses are loops: what the student learns from here on is to loop."""
+    stop: float | None = Field(0.75, gt=0)
+    """Nearly all responses are loops: what the student learns from here on is to loop. A student on its way to long answers may
+    loop for a while: a domain of 40 letters showed 0.5 while its loss still fell."""
 
 
 class TruncationLimits(Limits):

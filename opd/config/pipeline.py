@@ -158,6 +158,17 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _engines_that_write_beside_others_stay_awake(self) -> PipelineConfig:
+        if self.rollout.sleep and self.schedule.mode == "one_step_off":
+            raise PydanticCustomError(
+                "sleep",
+                "false with schedule.mode one_step_off: the engine writes while the trainer trains, so they cannot take turns "
+                "with a GPU's memory; set schedule.mode to sync to share it",
+                {"where": "rollout.sleep", "found": "true with schedule.mode one_step_off"},
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_round_is_a_pipeline(self) -> PipelineConfig:
         if isinstance(self.rounds, int):
             return self
@@ -205,6 +216,12 @@ def overlaps(config: PipelineConfig) -> bool:
         return config.schedule.overlap
     gpus = config.cluster.trainer_gpus or config.cluster.teacher_gpus
     return bool(gpus) or config.teachers.elsewhere
+
+
+def max_staleness(config: PipelineConfig) -> int:
+    """`schedule.max_staleness`, or its default for the mode."""
+    given = config.schedule.max_staleness
+    return (0 if config.schedule.mode == "sync" else 1) if given is None else given
 
 
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}

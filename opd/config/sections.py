@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ByteSize, Field, field_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import DType, Strict
@@ -92,11 +92,26 @@ class TrainerConfig(Strict):
 
 
 class ScheduleConfig(Strict):
-    mode: Literal["sync"] = "sync"
-    """`sync`: every sample is trained by the very weights that wrote it."""
+    mode: Literal["sync", "one_step_off"] = "sync"
+    """`sync`: every sample is trained by the very weights that wrote it. `one_step_off`: the responses of the next step are
+    written while a step is scored and trained, by the weights before it. That is faster where the rollout engine does not
+    share cores or GPUs with the other roles."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Pushes that may lie between the writing of a token and its training; the run stops before it trains an older one.
+    Default: 0 with `sync`, 1 with `one_step_off`."""
     overlap: bool | Literal["auto"] = "auto"
     """Train while teachers still score; the result is the same. `auto` does so where trainer and teachers do not share cores,
     that is if either has GPUs or the teachers are served elsewhere. On the same cores both get slower."""
+
+    @model_validator(mode="after")
+    def _bound_that_the_mode_can_keep(self) -> ScheduleConfig:
+        if self.mode == "one_step_off" and self.max_staleness == 0:
+            raise PydanticCustomError(
+                "max_staleness",
+                "at least 1: `one_step_off` trains on what the weights before wrote; set schedule.mode to sync for 0",
+                {"where": "schedule.max_staleness", "found": "0 with schedule.mode one_step_off"},
+            )
+        return self
 
 
 class SyncConfig(Strict):

@@ -1,4 +1,45 @@
-"""What episodes act on: games, calculators, sandboxes. Each is a file here and a line of `ENVIRONMENTS`."""
+"""What episodes act on: games, calculators, sandboxes. One small file each, behind one dictionary.
 
-ENVIRONMENTS: dict[str, str] = {}
-"""Name in a pipeline -> its class, as `module:Class`."""
+An environment is a class with the methods of `opd.interfaces.Environment`; those here have two more. `tasks(n, seed, **options)`
+makes rows of a prompts file, and `solve()` is the action of an expert in the present state, whatever mistakes led to it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from opd.errors import ConfigError
+from opd.named import is_place, users
+
+ENVIRONMENTS = {
+    "calculator": "opd.environments.calculator:Calculator",
+    "retry": "opd.environments.retry:Retry",
+    "maze": "opd.environments.maze:Maze",
+    "hanoi": "opd.environments.hanoi:Hanoi",
+    "mastermind": "opd.environments.mastermind:Mastermind",
+    "number": "opd.environments.number:GuessTheNumber",
+    "sorting": "opd.environments.sorting:Sorting",
+    "lights": "opd.environments.lights:LightsOut",
+    "sandbox": "opd.environments.sandbox.environment:Sandbox",
+    "verifiers": "opd.environments.from_verifiers:FromVerifiers",
+}
+"""Name -> the class as `module:Class`. Named, not imported: a pipeline is checked without its environments."""
+
+
+def place_of(name: str, where: str) -> str:
+    """The `module:Class` of a name, or of an import path itself; imports nothing. Raises: ConfigError."""
+    if name in ENVIRONMENTS or is_place(name):
+        return ENVIRONMENTS.get(name, name)
+    near = difflib.get_close_matches(str(name), ENVIRONMENTS, n=1)
+    raise ConfigError.at(
+        where,
+        found=f"`{name}`",
+        wanted=f"one of: {', '.join(ENVIRONMENTS)}; or an import path module:Class",
+        fix=f"did you mean `{near[0]}`?" if near else "choose one of them",
+    )
+
+
+def find(name: str, where: str) -> Any:
+    """The class of a name or import path. Raises: ConfigError if there is none, or if it cannot be imported."""
+    return users(place_of(name, where), where, "a class with the methods of opd.interfaces.Environment")

@@ -55,7 +55,8 @@ class BalancedPrompts:
     """Every domain in every step, with as many prompts as the balance says. Implements `PromptSource` and `Sink`.
 
     `take` depends on nothing but the seed and the records of the steps before, which arrive as they do at every sink. So a
-    resume has no other state to restore: it passes the records that it finds in `metrics.jsonl`.
+    resume has no other state to restore: it passes the records that it finds in `metrics.jsonl`. Where prompts are taken
+    ahead, those of a step depend on the records up to the one that is there when they are taken, and on no later one.
     """
 
     def __init__(
@@ -65,14 +66,18 @@ class BalancedPrompts:
         seed: int,
         records: Sequence[StepRecord] = (),
         n: int = 1,
+        ahead: int = 0,
     ) -> None:
         """`records` are those of the steps that an interrupted run has taken, from step 1. The balance deals out prompts; each
-        comes `n` times."""
+        comes `n` times, and they are taken `ahead` steps before the step is trained."""
         self._domains = EndlessDomains(by_domain, seed, n)
         self._balance = balance
         self._n = n
         self._taken = Counter[str]()
         self._last = 0
+        self._ahead = ahead
+        self._counts = {step: balance.counts(step) for step in range(1, ahead + 2)}
+        """Prompts by domain of the steps whose record has not come."""
         for record in records:
             self.step(record)
 
@@ -81,12 +86,18 @@ class BalancedPrompts:
         assert record.step == self._last + 1, f"the record of step {record.step} after that of {self._last}"
         self._last = record.step
         self._taken.update({name: number // self._n for name, number in record.prompts.items()})
+        del self._counts[record.step]
         self._balance.see(record)
+        decided = record.step + 1 + self._ahead
+        self._counts[decided] = self._balance.counts(decided)
 
     def take(self, step: int) -> list[Prompt]:
-        """The prompts of the step after those whose records came in, grouped by domain."""
-        assert step == self._last + 1, f"prompts of step {step} with records up to {self._last}"
-        return self._domains.read(self._taken, self._balance.counts(step))
+        """The prompts of a step after those whose records came in, grouped by domain."""
+        assert step in self._counts, f"prompts of step {step} with records up to {self._last}"
+        starts = Counter(self._taken)
+        for before in range(self._last + 1, step):
+            starts.update(self._counts[before])
+        return self._domains.read(starts, self._counts[step])
 
 
 class EndlessDomains:

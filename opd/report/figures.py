@@ -214,6 +214,21 @@ def phases(phase_s: Mapping[str, float]) -> Plot:
     return plot("phases", "Where the time went", draw, height=0.8 + 0.36 * len(phase_s))
 
 
+def utilisation(shares: Mapping[str, float]) -> Plot:
+    """Bars: the share of the time in which each role was at work."""
+
+    def draw(axes: Axes) -> None:
+        bars = axes.barh(range(len(shares)), [100 * share for share in shares.values()], 0.6, color=COLOURS["expert"])
+        axes.bar_label(
+            bars, [f"{100 * s:.0f} %" for s in shares.values()], padding=4, color=COLOURS["ink"], fontsize=8.5
+        )
+        _rows(axes, list(shares))
+        axes.set_xlim(0, 110)
+        axes.set_xlabel("% of the time of all steps")
+
+    return plot("utilisation", "How busy the roles were", draw, height=0.8 + 0.36 * len(shares))
+
+
 def positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
     """Loss against the place in the response, at the start, in the middle and at the end of the merge."""
     last = len(step) - 1

@@ -248,6 +248,8 @@ def _time_plots(report: Mapping[str, Any]) -> list[Plot]:
     if not report["phase_s"]:
         return []
     found = [figures.phases(report["phase_s"])]
+    if report.get("utilisation"):
+        found.append(figures.utilisation(report["utilisation"]))
     if "curves" in report:
         curves = report["curves"]
         speed = {"tokens": ("expert", curves["tokens_per_s"])}

@@ -10,6 +10,7 @@ from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.report.alarms import alarm_rows
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
+from opd.report.roles import token_ages, utilisation
 from opd.report.run import STORED, RunFiles
 from opd.report.shares import shares
 from opd.report.stale import notices, stale_baseline, unfinished
@@ -94,6 +95,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     if run.records:
         report["curves"] = curves(run.records)
         report["truncated"] = _truncated(run.records)
+        report["utilisation"] = utilisation(run.records)
+        report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
         report["largest_probe_gap"] = max(record.probe_gap for record in run.records)
     points = _evaluations(run)

@@ -14,6 +14,7 @@ from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.interfaces import Decoder
+from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.spec import (
     LIMITS,
     EpisodeOptions,
@@ -50,7 +51,7 @@ class RolloutSpec:
     """Token ids that end a response."""
     untrained: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Domain -> token ids that carry no loss where the student writes them."""
-    episodes: Mapping[str, EpisodeOptions] = field(default_factory=dict)
+    episodes: Mapping[str, EpisodeOptions | AgentOptions] = field(default_factory=dict)
     """Domain -> how its episodes run; the student answers once in the other domains."""
     workers: int = 1
     """Engines; requests are dealt out among them."""
@@ -58,6 +59,8 @@ class RolloutSpec:
     """GPUs of each engine; 0: the CPU."""
     kv_cache_gib: int = 1
     """Key-value cache of an engine on the CPU, whole GiB."""
+    roles: int = 1
+    """Roles that compute at the same time on these cores, this one among them."""
     seed: int = 0
     """Together with the sample id it decides what is sampled."""
     n: int = 1
@@ -82,7 +85,11 @@ class VLLMRolloutEngine:
         self._tokenizer = tokenizer
         model_dir = spec.engine.model_dir
         options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker starts in another directory
-        env = cluster.worker_env(spec.workers) | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
+        env = (
+            cluster.worker_env(spec.workers, spec.roles)
+            | ENGINE_ENV
+            | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
+        )
         if not spec.gpus:
             env |= {"CUDA_VISIBLE_DEVICES": ""}
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from opd.errors import RunError
+from opd.imports import import_lightly
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
-from opd.rollouts.episodes.runner import Dialogues, run_episodes
+from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
 from opd.rollouts.repairs import drop_expert_kernels, is_recurrent, rotate_every_head
 from opd.types import TurnStop
@@ -96,6 +97,8 @@ class VLLMWorker:
         append."""
         from vllm.sampling_params import RequestOutputKind
 
+        from opd.rollouts.endpoint.episode import play  # its HTTP server is not there where engines are not installed
+
         self._wake()
 
         def params(max_tokens: int, seed: int) -> Any:
@@ -106,9 +109,7 @@ class VLLMWorker:
         context = self._options.max_model_len
         sampling = Sampling(params=params, read=_generated, context=context, policy_version=policy_version)
         engine = BatchEngine(self._llm.llm_engine, sampling)
-        results = engine.drive(
-            lambda: run_episodes(requests, engine, self._dialogues, context=context, version=policy_version)
-        )
+        results = engine.drive(lambda: play(requests, engine, self._dialogues, context=context, version=policy_version))
         self._sleep()
         return results
 
@@ -159,6 +160,7 @@ class VLLMWorker:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
+            skip_clone=True,  # made for this request alone, so vLLM need not copy it
         )
 
     @cached_property
@@ -277,6 +279,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     words and the model directory's generation config are off.
     Raises: RunError if the engine cannot be kept to the tokenizer's ids.
     """
+    import_lightly("vllm.entrypoints.llm")
     from vllm import LLM
     from vllm.platforms import current_platform
 

@@ -6,14 +6,27 @@ from statistics import fmean
 
 from opd.step_record import StepRecord
 
-OF_THE_STEP = ("loss", "grad_norm", "lr", "logprob_gap", "probe_gap", "response_tokens", "prompt_tokens", "truncated")
+OF_THE_STEP = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "logprob_gap",
+    "drift",
+    "probe_gap",
+    "response_tokens",
+    "prompt_tokens",
+    "truncated",
+)
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """Name -> number: `step/loss` and so on, `phase_s/PHASE`, `accuracy/DOMAIN`, and `KEY/DOMAIN` for a domain's numbers."""
+    """Name -> number: `step/loss` and so on, `phase_s/PHASE`, `utilisation/ROLE`, `token_age/AGE`, `accuracy/DOMAIN`, and
+    `KEY/DOMAIN` for a domain's numbers."""
     found = {f"step/{key}": float(getattr(record, key)) for key in OF_THE_STEP}
     found["step/quarantined"] = float(sum(record.quarantined.values()))
     found |= {f"phase_s/{phase}": seconds for phase, seconds in record.phase_s.items()}
+    found |= {f"utilisation/{role}": share for role, share in record.utilisation.items()}
+    found |= {f"token_age/{age}": float(tokens) for age, tokens in record.token_ages.items()}
     for domain, values in record.domains.items():
         found |= {f"{key}/{domain}": float(value) for key, value in values.to_json().items()}
     found |= {f"accuracy/{domain}": value for domain, value in record.accuracy.items()}

@@ -4,32 +4,40 @@
 
 `rollouts.arrow` has all rollouts of the step in their order, also those that no teacher could score; the parts have what
 teachers said. `step.json` adds which question they answer (step, policy version, prompts), BLAKE3 and size of each file,
-who had to score the rollouts, and which prompts were refused.
+who had to score the rollouts, and which prompts were refused. What is written ahead of its step lies beside them
+(`opd.stream.written`).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-from blake3 import blake3
 
 from opd import cluster
 from opd.errors import StorageError
 from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
-from opd.rollouts.episodes.spec import EpisodeStats
 from opd.run_dir import step_name, step_of
-from opd.stream.rollouts import RolloutError, read_file, write_file
+from opd.stream.rollouts import write_file
 from opd.stream.schema import PartRecord, StreamError
 from opd.stream.targets import Asked, Expected, TargetStream
-from opd.types import Prompt, Quarantined, RolloutBatch
+from opd.stream.written import (
+    UNREADABLE,
+    WrittenRollouts,
+    batch_of,
+    beside_rollouts,
+    facts_of,
+    question,
+    read_whole,
+    refuse_other_question,
+)
+from opd.types import Prompt, RolloutBatch
 
 MANIFEST = "step.json"
 ROLLOUTS = "rollouts.arrow"
@@ -47,6 +55,7 @@ class ArrowTargetLog:
         self._vocab_size = vocab_size
         self._teachers = teachers
         self._say = say
+        self._written = WrittenRollouts(root, vocab_size, say)
 
     def record(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
@@ -62,9 +71,9 @@ class ArrowTargetLog:
 
         def write(name: str, raw: memoryview) -> None:
             (temporary / name).write_bytes(raw)
-            files[name] = {"blake3": blake3(raw).hexdigest(), "bytes": raw.nbytes}
+            files[name] = facts_of(raw)
 
-        question = {"format": FORMAT, "step": step, "policy_version": policy_version, "prompts": _digest(prompts)}
+        asked = question(FORMAT, step, policy_version, prompts)
 
         def sink(record: PartRecord | None, raw: np.ndarray | None) -> None:
             try:
@@ -72,7 +81,7 @@ class ArrowTargetLog:
                     temporary.mkdir(parents=True, exist_ok=True)
                     if record is None or raw is None:
                         write(ROLLOUTS, memoryview(write_file(batch.rollouts)))
-                        manifest = {**question, "files": files, **_beside(batch, targets)}
+                        manifest = {**asked, "files": files, **_beside(batch, targets)}
                         (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
                         replace_dir(temporary, final)
                     else:
@@ -93,28 +102,40 @@ class ArrowTargetLog:
         if self._path(step).exists():
             try:
                 return self._read(step, policy_version, prompts)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, StreamError, RolloutError) as error:
+            except (*UNREADABLE, StreamError) as error:
                 self._say(f"warning: step {step} is rolled out again, the target log cannot be used: {error}")
         self._drop(lambda logged: logged >= step)
+        # The weights before this step wrote the responses of the next one.
+        self._written.drop(lambda written: written > step + 1)
         return None
 
     def prune(self, step: int) -> None:
         """Drop the steps up to `step`, which a checkpoint holds now."""
         self._drop(lambda logged: logged <= step)
+        self._written.drop(lambda written: written <= step)
+
+    def keep_written(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
+        """Implements `TargetLog.keep_written`."""
+        self._written.keep(step, policy_version, prompts, batch)
+
+    def written(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch | None:
+        """Implements `TargetLog.written`."""
+        return self._written.read(step, policy_version, prompts)
+
+    def written_files(self, step: int) -> dict[str, bytes]:
+        """Implements `TargetLog.written_files`."""
+        return self._written.files(step)
+
+    def bring_back(self, step: int, directory: Path) -> None:
+        """Implements `TargetLog.bring_back`."""
+        self._written.bring_back(step, directory)
 
     def _read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, TargetStream]:
         """Raises: ValueError and others if anything is not as it was written or not what was asked."""
         manifest = json.loads((self._path(step) / MANIFEST).read_text(encoding="utf-8"))
-        asked = {"format": FORMAT, "step": step, "policy_version": policy_version, "prompts": _digest(prompts)}
-        for key, wanted in asked.items():
-            if manifest[key] != wanted:
-                raise ValueError(f"{MANIFEST}: {key} is {manifest[key]}, wanted {wanted}")
-        raw = {name: self._stream(step, name, facts) for name, facts in manifest["files"].items()}
-        batch = RolloutBatch(
-            rollouts=tuple(read_file(pa.py_buffer(raw.pop(ROLLOUTS)), self._vocab_size)),
-            quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
-            episodes={domain: EpisodeStats.from_json(data) for domain, data in manifest.get("episodes", {}).items()},
-        )
+        refuse_other_question(manifest, question(FORMAT, step, policy_version, prompts), MANIFEST)
+        raw = {name: read_whole(self._path(step) / name, facts) for name, facts in manifest["files"].items()}
+        batch = batch_of(raw.pop(ROLLOUTS), manifest, self._vocab_size)
         teachers = {
             domain: {name: Expected(**expected) for name, expected in part.items()}
             for domain, part in manifest["teachers"].items()
@@ -138,14 +159,6 @@ class ArrowTargetLog:
         targets.collect()  # now, while the step can still be rolled out instead
         return batch, targets
 
-    def _stream(self, step: int, name: str, facts: Mapping[str, Any]) -> np.ndarray:
-        data = (self._path(step) / name).read_bytes()
-        if len(data) != facts["bytes"]:
-            raise ValueError(f"{name}: {len(data)} bytes, wanted {facts['bytes']}")
-        if blake3(data).hexdigest() != facts["blake3"]:
-            raise ValueError(f"{name}: its bytes were changed")
-        return np.frombuffer(data, dtype=np.uint8)
-
     def _path(self, step: int) -> Path:
         return self._root / step_name(step)
 
@@ -156,11 +169,6 @@ class ArrowTargetLog:
                 shutil.rmtree(path)
 
 
-def _digest(prompts: Sequence[Prompt]) -> str:
-    """BLAKE3 of what the engine is asked: ids, domains and token ids in their order."""
-    return blake3(json.dumps([[p.id, p.domain, list(p.token_ids)] for p in prompts]).encode()).hexdigest()
-
-
 def _beside(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
     """What neither rollouts nor parts tell of a step."""
     return {
@@ -168,6 +176,5 @@ def _beside(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
         "teachers": {
             domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.asked.teachers.items()
         },
-        "refused": [asdict(q) for q in batch.quarantined],
-        "episodes": {domain: asdict(stats) for domain, stats in batch.episodes.items()},
+        **beside_rollouts(batch),
     }

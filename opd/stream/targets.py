@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,8 +79,11 @@ class TargetStream:
         """Scoring workers that died and were started again; their rows were scored a second time."""
         self.arrived = False
         """All parts came, and no row is missing."""
+        self.busy_s = 0.0
+        """Seconds from the question to the last part."""
         self.num_parts = 0
         self.nbytes = 0
+        self._asked_at = time.monotonic()
         self._source = source
         self._sent = {r.sample_id: r for r in asked.rollouts}
         self._missing = {(r.sample_id, name) for r in asked.rollouts for name in asked.teachers[r.domain]}
@@ -130,6 +134,7 @@ class TargetStream:
         handle = next(self._source, None)
         if handle is None:
             self._check_whole()
+            self.busy_s = time.monotonic() - self._asked_at
             self._show(None, None)
             self.arrived = True
             return None

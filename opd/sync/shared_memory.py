@@ -10,7 +10,8 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from opd import leftovers
@@ -44,6 +45,10 @@ class SharedMemorySync:
         self._tolerance = tolerance
         self._nbytes = nbytes
         self._tell = tell
+        self.keeps_files = False
+        """Keep the files of a push until the next one, for an engine that dies while the trainer computes."""
+        self._kept = ExitStack()
+        """Deletes the files of the last push."""
         self._on_disk = False
 
     def push(self, version: int) -> PushReport:
@@ -64,17 +69,24 @@ class SharedMemorySync:
 
     def _push(self, version: int) -> float:
         """Push once; returns what `measure` finds afterwards."""
-        with self._place(version) as directory:
+        with ExitStack() as files:
+            directory = Path(files.enter_context(self._place(version)))
             base = self._trainer.export_changed(directory)
-            self._engine.load(directory, again=lambda: self._exported(version), base=base)
+            again: Callable[[], AbstractContextManager[Path]] = partial(self._exported, version)
+            if self.keeps_files:
+                again = partial(_kept, directory)
+            self._engine.load(directory, again=again, base=base)
+            if self.keeps_files:
+                self._kept.close()
+                self._kept = files.pop_all()
         return self.measure()
 
     @contextmanager
     def _exported(self, version: int) -> Iterator[Path]:
         """The pushed weights as files once more, which exist within the context."""
         with self._place(version) as directory:
-            self._trainer.export_changed(directory)
-            yield directory
+            self._trainer.export_changed(Path(directory))
+            yield Path(directory)
 
     def measure(self) -> float:
         """Largest mean |trainer - engine| log-prob gap over the probe tokens among the engines, nats."""
@@ -86,8 +98,7 @@ class SharedMemorySync:
         # Python's `max` ignores a NaN that does not come first.
         return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
-    @contextmanager
-    def _place(self, version: int) -> Iterator[Path]:
+    def _place(self, version: int) -> tempfile.TemporaryDirectory[str]:
         """A directory in shared memory if it has room for twice the weights, else on disk: containers often get 64 MiB."""
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
         small = free <= 2 * self._nbytes
@@ -99,10 +110,14 @@ class SharedMemorySync:
                 if small
                 else f"{SHARED_MEMORY} has room again: new weights go through it"
             )
-        with tempfile.TemporaryDirectory(
+        return tempfile.TemporaryDirectory(
             prefix=f"{leftovers.prefix()}weights-{version:06d}-", dir=None if small else SHARED_MEMORY
-        ) as directory:
-            yield Path(directory)
+        )
+
+
+def _kept(directory: Path) -> AbstractContextManager[Path]:
+    """Files that stay where they are."""
+    return nullcontext(directory)
 
 
 def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from opd.train.feed import Feed
 from opd.train.plan import plan_micro_batches, row_sizes
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import LearningRate
-from opd.train.totals import refuse_gap, refuse_impossible_means, row_weights
+from opd.train.totals import mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
 from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, TurnStats, WrittenFile
 
 P = ParamSpec("P")
@@ -49,6 +49,8 @@ class TrainerSpec:
     """The run stops if a step's mean difference from the engine's log-probs of sampled tokens is larger, in nats."""
     gpus: float = 0
     """GPUs of each rank; 0: the CPU."""
+    roles: int = 1
+    """Roles that compute at the same time on these cores, this one among them."""
     one_machine: bool = True
     """True if all ranks are on this machine."""
     start_timeout_s: float
@@ -63,7 +65,7 @@ class DeepSpeedTrainer:
         self._objective = spec.rank.objective
         self._timeout_s = spec.rank.timeout_s
         options = replace(spec.rank, model_dir=spec.rank.model_dir.absolute())  # a worker starts in another directory
-        env = cluster.worker_env(options.world_size)
+        env = cluster.worker_env(options.world_size, spec.roles)
         if not spec.gpus:
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         self._ranks: list[Worker[TrainerRank]] = [
@@ -96,7 +98,9 @@ class DeepSpeedTrainer:
         errors = self._call(TrainerRank.layout_error, layout)
         return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
-    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: TargetStream) -> StepReport:
+    def train_step(
+        self, step: int, rollouts: Sequence[Rollout], targets: TargetStream, stale: frozenset[str] = frozenset()
+    ) -> StepReport:
         """Take one optimiser step over all rows; skip it, and report that, if no token is trained.
 
         Weights are those of all rollouts, so training can begin before we know which are quarantined. These give no
@@ -109,9 +113,7 @@ class DeepSpeedTrainer:
             targets.collect()
             return skipped
         plan = self._plan(rollouts)
-        baselines = whole_step_baselines(targets) if self._objective.wants_baseline else None
-        for rank, work in zip(self._ranks, _works(step, lr, plan, weights, baselines), strict=True):
-            rank.submit(TrainerRank.begin_step, work, dict(targets.heads))
+        self._begin(_works(step, lr, plan, weights, self._baselines(targets), stale), targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         running: deque[tuple[int, list[Pending[None]]]] = deque()
 
@@ -135,7 +137,16 @@ class DeepSpeedTrainer:
         share = _scored_share(rollouts, weights, targets.quarantined)
         report = _report(step, lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
-        return replace(report, early_micro_batches=feed.early, peak_bytes=feed.peak_bytes)
+        return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
+
+    def _baselines(self, targets: TargetStream) -> dict[str, float] | None:
+        """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""
+        return whole_step_baselines(targets) if self._objective.wants_baseline else None
+
+    def _begin(self, works: Sequence[RankWork], targets: TargetStream) -> None:
+        """Tell each rank what it does in this step."""
+        for rank, work in zip(self._ranks, works, strict=True):
+            rank.submit(TrainerRank.begin_step, work, dict(targets.heads))
 
     def _accumulate(
         self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
@@ -198,6 +209,7 @@ def _works(
     plan: Sequence[Sequence[Sequence[str]]],
     weights: Mapping[str, float],
     baselines: Mapping[str, float] | None,
+    stale: frozenset[str],
 ) -> list[RankWork]:
     """Each rank's part of the step, with the weights and baselines of its own samples only."""
     return [
@@ -205,6 +217,7 @@ def _works(
             step=step,
             lr=lr,
             micro_batches=tuple(map(tuple, part)),
+            stale=stale.intersection(i for ids in part for i in ids),
             weights={i: weights[i] for ids in part for i in ids},
             baselines=None if baselines is None else {i: baselines[i] for ids in part for i in ids if i in baselines},
         )
@@ -240,13 +253,13 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
     turns: dict[tuple[str, int], TurnStats] = {}
     for key, turn in (item for result in results for item in result.turns.items()):
         turns[key] = turns[key] + turn if key in turns else turn
-    tokens = sum(stats.tokens for stats in domains.values())
     return StepReport(
         step=step,
         loss=sum(r.loss for r in results),
         grad_norm=results[0].grad_norm,
         lr=lr,
-        logprob_gap=sum(stats.gap_sum for stats in domains.values()) / tokens,
+        logprob_gap=mean_gap(domains),
+        drift=mean_drift(domains),
         domains=dict(sorted(domains.items())),
         positions=dict(sorted(positions.items())),
         turns=dict(sorted(turns.items())),

@@ -4,6 +4,7 @@ A budget of bytes bounds the parts that wait."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ class Feed:
         self._queue_bytes = queue_bytes
         self._new: list[Part] = []
         self._untrained: list[Part] = []
+        self._at_work = 0
+        """Rounds that were handed out and have not ended."""
+        self.waited_s = 0.0
+        """Seconds that this waited for a part while no round was at work."""
         self.early = 0
         """Rounds that were handed out before the last row was scored."""
         self.peak_bytes = 0
@@ -44,7 +49,9 @@ class Feed:
         while every or not self._targets.has(self._rounds[index]):
             if self._nbytes() >= self._queue_bytes and finish_oldest():
                 continue
+            began = time.monotonic()
             part = self._targets.take()
+            self.waited_s += 0.0 if self._at_work else time.monotonic() - began
             if part is None:
                 break
             self._new.append(part)
@@ -56,10 +63,12 @@ class Feed:
         for part in new:
             for rank, handle in split_part(part, self._rank_of.__getitem__).items():
                 handles[rank].append(handle)
+        self._at_work += 1
         return handles
 
     def trained(self, index: int) -> None:
         """Note that round `index` has ended, and all before it: parts without rows for a later round leave the budget."""
+        self._at_work -= 1
         self._untrained = [p for p in self._untrained if any(self._round_of.get(i, -1) > index for i in p.samples)]
 
     def _nbytes(self) -> int:

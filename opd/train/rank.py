@@ -23,7 +23,7 @@ from opd.train.batch import MicroBatch, gather_samples, micro_batch
 from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
-from opd.train.zero import ZeroEngine, ZeroOptions
+from opd.train.zero import ZeroEngine, ZeroOptions, gathered
 from opd.types import DomainStats, PositionStats, TurnStats
 
 
@@ -40,6 +40,8 @@ class RankWork:
     baselines: Mapping[str, float] | None = None
     """Sample id -> what the objective takes off its advantages, `opd.train.batch.leave_one_out` over the whole step; None
     without a baseline."""
+    stale: frozenset[str] = frozenset()
+    """Samples that older weights than the trainer's wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,8 @@ class TrainerRank(ZeroEngine):
         last = index == len(step.work.micro_batches) - 1
         loss, stats = self.model(to_device(batch, self._device), heads, scaled_N)
         self.add_gradients(loss, last=last)
-        step.totals.add(batch, weight_N, to_device(stats, torch.device("cpu")))
+        stale = frozenset(place for place, i in enumerate(ids) if i in step.work.stale)
+        step.totals.add(batch, weight_N, to_device(stats, torch.device("cpu")), stale)
 
     def finish_step(self, share: float) -> RankResult:
         """Step the optimiser with the accumulated gradients, divided by the share of the weights that was scored.
@@ -123,8 +126,6 @@ class TrainerRank(ZeroEngine):
 
     def export_adapter(self, path: Path) -> None:
         """Gather the adapters and let rank 0 write them into `path` as PEFT does."""
-        from deepspeed import zero
-
         lm, tensors = self._engine.module.lm, {}
         parts = [
             (tensor_name(weight.module, letter), part)
@@ -133,7 +134,7 @@ class TrainerRank(ZeroEngine):
             for letter, part in (("A", weight.update.a_K_I), ("B", weight.update.b_O_K))
         ]
         for name, part in parts:
-            with zero.GatheredParameters([part]):
+            with gathered([part]):
                 if self._rank == 0:
                     tensors[name] = part.detach().to("cpu", self._dtype, copy=True)
         if self._rank == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,13 +74,24 @@ def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainSt
             )
 
 
+def mean_gap(domains: Mapping[str, DomainStats]) -> float:
+    """Mean difference of trainer and engine over the sampled tokens that are not stale, nats; 0 if there are none."""
+    fresh = sum(stats.tokens - stats.stale_tokens for stats in domains.values())
+    return sum(stats.gap_sum for stats in domains.values()) / max(1, fresh)
+
+
+def mean_drift(domains: Mapping[str, DomainStats]) -> float:
+    """The same mean over the stale tokens alone."""
+    stale = sum(stats.stale_tokens for stats in domains.values())
+    return sum(stats.drift_sum for stats in domains.values()) / max(1, stale)
+
+
 def refuse_gap(step: int, domains: Mapping[str, DomainStats], tolerance: float) -> None:
     """Refuse a step in which trainer and engine disagree on the sampled tokens: the policy that is trained would not be the
-    one that wrote them. Raises: RunError."""
-    tokens = sum(stats.tokens for stats in domains.values())
-    gap = sum(stats.gap_sum for stats in domains.values()) / max(1, tokens)
+    one that wrote them. Stale tokens do not count, because their gap is expected. Raises: RunError."""
+    gap = mean_gap(domains)
     if not gap <= tolerance:  # written so that NaN fails too
-        means = {name: stats.gap_sum / max(1, stats.tokens) for name, stats in domains.items()}
+        means = {name: mean_gap({name: stats}) for name, stats in domains.items()}
         worst = max(means, key=lambda name: (math.isnan(means[name]), means[name]))
         raise RunError(
             f"step {step}: engine and trainer differ by {gap:.4f} nats a sampled token, sync.tolerance is {tolerance:g}, most "
@@ -102,8 +114,9 @@ class Totals:
         self.positions: dict[int, PositionStats] = {}
         self.turns: dict[tuple[str, int], TurnStats] = {}
 
-    def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats) -> None:
-        """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks."""
+    def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats, stale: frozenset[int] = frozenset()) -> None:
+        """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks. `stale` are the places of
+        the rows that older weights wrote."""
         self.loss += float(torch.where(weight_N != 0, stats.kl_N.float() * weight_N, 0.0).sum())
         columns = {
             "kl_sum": stats.kl_N,
@@ -119,7 +132,9 @@ class Totals:
         lengths = list(batch.row_lengths)
         parts = {name: column.split(lengths) for name, column in columns.items()}
         for index, (domain, length) in enumerate(zip(batch.domains, lengths, strict=True)):
-            sums = {name: float(part[index].sum()) for name, part in parts.items()}
+            sums: dict[str, Any] = {name: float(part[index].sum()) for name, part in parts.items()}
+            if index in stale:
+                sums |= {"stale_tokens": length, "drift_sum": sums["gap_sum"], "gap_sum": 0.0}
             row = DomainStats(tokens=length, samples=int(length > 0), **sums)
             self.domains[domain] = self.domains[domain] + row if domain in self.domains else row
         self._add_positions(batch, stats.kl_N)

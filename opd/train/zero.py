@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -25,9 +26,9 @@ from torch import Tensor, nn
 from opd.devices import to_device
 from opd.errors import RunError
 from opd.files import storing
+from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import obeys_masks, persistent_buffers, to_files
-from opd.train.builds import clear_dead_locks
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
@@ -168,14 +169,13 @@ class ZeroEngine:
 
         `only_changed`: those that training changes, see `changed_weights`. Returns whether all weights were written.
         """
-        from deepspeed import zero
         from huggingface_hub import save_torch_state_dict
 
         lm, state = self._engine.module.lm, {}
         every = plain_weights(lm)
         wanted = self._changed if only_changed else every
         for weight in wanted:
-            with zero.GatheredParameters(weight.params):
+            with gathered(weight.params):
                 if self._rank == 0:
                     state[weight.name] = weight.value().to("cpu", self._dtype, copy=True)
         whole = len(wanted) == len(every)
@@ -264,10 +264,14 @@ class ZeroEngine:
 
 def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     """DeepSpeed's engine around what `build` gives, once all ranks have met."""
+    import_lightly("deepspeed", TRANSFORMERS)
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
 
-    clear_dead_locks()
+    # Else DeepSpeed looks for compilers and builds a kernel for inference with g++, half a minute for nothing that we use.
+    deepspeed.ops.__compatible_ops__ = {}
+    if options.world_size == 1:
+        _sum_nothing_at_one_rank()
     if not torch.cuda.is_available():
         _same_sums_every_time()
     deepspeed.init_distributed(
@@ -281,6 +285,9 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     together = gathered_together(module.lm)
     if together:
         set_z3_leaf_modules(module.lm, together)
+        if not all(param.requires_grad for param in module.lm.parameters()):
+            # DeepSpeed releases such a layer's weights too early if no gradient reaches its input, as below the first adapter.
+            module.lm.enable_input_require_grads()
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_deepspeed_config(options))
     return engine
 
@@ -294,6 +301,28 @@ def _same_sums_every_time() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling new memory is for debugging only, and costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _sum_nothing_at_one_rank() -> None:
+    """Let DeepSpeed take one rank's gradients as they are. It would copy all of them three times, to add up a single one."""
+    from deepspeed.runtime.zero import stage3
+
+    assert callable(stage3.reduce_scatter_coalesced)
+    stage3.reduce_scatter_coalesced = lambda tensors, group=None: [tensor.view(-1) for tensor in tensors]
+
+
+def gathered(params: Sequence[Any]) -> AbstractContextManager[None]:
+    """Within, these parameters are whole on every rank; those that were whole before stay so.
+
+    DeepSpeed keeps small parameters whole between steps. Its own context would cut them into shards at the end, and the next
+    forward pass would have to gather them one by one.
+    """
+    from deepspeed import zero
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    absent = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
+    context: AbstractContextManager[None] = zero.GatheredParameters(absent)
+    return context
 
 
 def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:
@@ -335,6 +364,8 @@ _DEEPSPEED_NAME = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def _deepspeed_config(options: ZeroOptions) -> dict[str, Any]:
+    # At one rank every weight is at hand. DeepSpeed would spend seconds on finding out which ones to gather ahead and to keep.
+    ahead = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0} if options.world_size == 1 else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -343,7 +374,7 @@ def _deepspeed_config(options: ZeroOptions) -> dict[str, Any]:
         # One sets the type in which a rank sums its micro-batches, the other the type in which ranks are added up.
         "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
         "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
-        "zero_optimization": {"stage": options.stage, "overlap_comm": False},
+        "zero_optimization": {"stage": options.stage, "overlap_comm": False, **ahead},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,  # never
     }

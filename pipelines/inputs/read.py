@@ -26,6 +26,7 @@ from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
+from opd.imports import TRANSFORMERS, import_lightly
 from opd.lora import ADAPTER_WEIGHTS
 from opd.named import is_place, users
 from opd.prompts import PromptTable
@@ -94,6 +95,7 @@ class Teaching:
 
 def read_teachers(config: PipelineConfig) -> Teaching:
     """Read and check student and experts. Raises: OpdError for the first thing that is wrong."""
+    import_lightly(TRANSFORMERS)
     student = inspect_student(config)
     by_name = _experts(config)
     _refuse_broken_weights(student, by_name, config)

@@ -33,7 +33,7 @@ from opd.metrics import MetricsFile
 from opd.report import build_report, write_report
 from opd.run_dir import RunPaths
 from opd.sinks import open_sinks
-from pipelines.build import SCHEDULES, build, num_workers
+from pipelines.build import build, num_workers
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large
@@ -240,7 +240,7 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
         with signals.asking(shown.say):
             if checkpoint:
                 _load(parts, checkpoint, config.trainer.ranks, shown)
-            last = SCHEDULES[config.schedule.mode](parts, _plan(config, checkpoint), signals.asked)
+            last = loop.run(parts, _plan(config, checkpoint), signals.asked)
         _leave_early(parts, run, last, signals)
         _export(parts, run)
         parts.engine.load(paths.model)
@@ -282,6 +282,7 @@ def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
 def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display) -> None:
     """Load the state of the checkpoint into trainer and engine."""
     parts.log.prune(checkpoint.step)  # a run that was killed between commit and prune still has these
+    parts.log.bring_back(checkpoint.step + 1, checkpoint.path)
     parts.trainer.load(checkpoint.path.absolute())
     pushed = parts.sync.push(checkpoint.policy_version)
     shown.say(f"resumed from step {checkpoint.step}, engine and trainer agree to {pushed.gap:.1e} nats")

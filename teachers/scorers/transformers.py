@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from opd.devices import to_device
 from opd.errors import RunError
+from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
 from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
 from opd.losses.rule import LogitRule
@@ -41,6 +42,7 @@ class TransformersScorer:
 
     def __init__(self, options: ScorerOptions, device: str | None = None) -> None:
         """`device` is torch's name of one; default: the GPU if there is one."""
+        import_lightly(TRANSFORMERS)  # now, while other workers start, and not with the first teacher
         self._dtype = getattr(torch, options.dtype)
         self._answer_class = answer_class(options.payload)
         self._top_k = options.top_k

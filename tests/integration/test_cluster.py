@@ -182,6 +182,16 @@ def test_every_process_carries_the_mark_of_its_driver() -> None:
     assert {title: mark for title, mark in found.items() if mark != leftovers.mark()} == {}
 
 
+def test_ray_starts_no_process_before_a_worker_wants_one() -> None:
+    """A worker has an environment of its own, so it could not take one that was started beforehand."""
+    owner = start_owner()
+    ask(owner, Owner.asked)
+    found = titles_and_marks()
+    owner.kill()
+    assert "ray::Owner" in found
+    assert "ray::IDLE" not in found
+
+
 def titles_and_marks() -> dict[str, str | None]:
     """Of all processes below this one."""
     found: dict[str, str | None] = {}

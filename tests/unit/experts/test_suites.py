@@ -13,11 +13,12 @@ import pytest
 
 from experts.suites import DOMAINS, SUITES, write_suite
 from experts.suites.letters import CHARACTERS, SPECIALS, build_tokenizer
-from experts.suites.rows import Row, take_unique
+from experts.suites.rows import Row
 from opd.errors import ConfigError
 from opd.evaluation.verifiers.exact import LastLine
 from opd.evaluation.verifiers.reasoning_gym import ReasoningGym
 from opd.prompts import read_prompt_lines
+from opd.unique import take_unique
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 

@@ -66,6 +66,18 @@ def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
 
 
+def test_carried_files_are_part_of_it(tmp_path: Path) -> None:
+    saver, _ = store(tmp_path)
+    saver.save(5, 5, {"written.arrow": b"rows", "written.json": b"{}"})
+    saver.committed(wait=True)
+    path = tmp_path / "step-000005"
+    assert (path / "written.arrow").read_bytes() == b"rows"
+    assert verify(path).step == 5
+    (path / "written.arrow").write_bytes(b"rowS")
+    with pytest.raises(RunDirError, match=r"written\.arrow"):
+        verify(path)
+
+
 def test_nothing_is_found_where_nothing_was_written(tmp_path: Path) -> None:
     for wanted in ("latest", "latest-valid"):
         assert choose(tmp_path / "checkpoints", wanted, print) is None

@@ -45,7 +45,7 @@ def test_the_hardest_of_the_limits_that_a_reading_reaches() -> None:
 @pytest.mark.parametrize(
     ("section", "where", "found", "wanted"),
     [
-        ({"repetition": {"warn": 0.6}}, "monitors.repetition", "stop 0.5 below warn 0.6", "do not fall"),
+        ({"repetition": {"warn": 0.8}}, "monitors.repetition", "stop 0.75 below warn 0.8", "do not fall"),
         ({"length": {"pause": 2}}, "monitors.length", "pause 2 below warn 3", "do not fall"),
         ({"truncation": {"stop": 95}}, "monitors.truncation", "stop 95", "at most 1, since it is a share"),
         ({"entropy": {"warn": 0}}, "monitors.entropy.warn", "0", "greater than 0"),

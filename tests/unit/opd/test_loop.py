@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any
@@ -13,6 +13,8 @@ import pytest
 from opd.errors import RunError
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.loop import Parts, Plan, run
+from opd.schedules.spec import ScheduleSpec
+from opd.schedules.sync import Sync
 from opd.step_record import AlarmRecord, StepRecord
 from opd.types import (
     DomainStats,
@@ -51,6 +53,7 @@ class Targets:
         self.restarted = list(restarted)
         self.quarantined: dict[str, str] = {}
         self.num_parts, self.nbytes = 3, 999
+        self.busy_s = 0.25
 
     def collect(self) -> None:
         self._events.seen.append("collect")
@@ -124,7 +127,9 @@ class Events:
     def prune(self, step: int) -> None:
         self.seen.append(f"prune {step}")
 
-    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: Any) -> StepReport:
+    def train_step(
+        self, step: int, rollouts: Sequence[Rollout], targets: Any, stale: frozenset[str] = frozenset()
+    ) -> StepReport:
         assert [r.sample_id for r in rollouts] == self.written
         assert targets is self.targets and self.step_of_targets == step
         self.seen.append(f"train {step}")
@@ -151,7 +156,8 @@ class Events:
     def evaluation(self, name: str, found: Evaluation) -> None:
         self.seen.append(f"store {name} of {found.model}")
 
-    def save(self, step: int, policy_version: int) -> None:
+    def save(self, step: int, policy_version: int, carried: Mapping[str, bytes]) -> None:
+        assert carried == {}
         self.seen.append(f"save {step} v{policy_version}")
         self.under_way = [step, 0]
 
@@ -175,8 +181,9 @@ class Events:
 
     def parts(self) -> Parts:
         every: Any = self
+        spec = ScheduleSpec(prompts=every, engine=every, log=every, max_staleness=0, timeout_s=60)
         return Parts(
-            prompts=every, engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
+            prompts=every, schedule=Sync(spec), engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
             monitors=every, checkpoints=every, reporter=every,
         )  # fmt: skip
 
@@ -319,7 +326,7 @@ def test_the_record_of_a_step() -> None:
     events = Events()
     run(events.parts(), plan(last_step=2, evaluate_every=2, checkpoint_every=1))
     first, second = events.records
-    assert {k: v for k, v in first.items() if k != "phase_s"} == {
+    assert {k: v for k, v in first.items() if k not in ("phase_s", "busy_s")} == {
         "step": 1,
         "loss": 0.5,
         # What the payload does not tell is left out.
@@ -353,10 +360,13 @@ def test_the_record_of_a_step() -> None:
         "grad_norm": 1.5,
         "lr": 0.1,
         "logprob_gap": 1e-6,
+        "drift": 0.0,
+        "token_ages": {"0": 3},
         "policy_version": 1,
         "probe_gap": 2e-6,
     }
     assert set(first["phase_s"]) == {"rollout", "score", "train", "sync"}
+    assert set(first["busy_s"]) == {"rollout", "teachers", "trainer"} and first["busy_s"]["teachers"] == 0.25
     # A checkpoint is begun after its step's record: its time is in the next one.
     assert set(second["phase_s"]) == {"rollout", "score", "train", "sync", "checkpoint", "evaluate"}
     assert second["checkpoint"]["step"] == 1

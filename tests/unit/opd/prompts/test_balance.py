@@ -287,6 +287,30 @@ def test_a_resumed_run_takes_the_same_prompts(section: Any, tmp_path: Path) -> N
             resumed.step(told(step, asked))
 
 
+@pytest.mark.parametrize("section", [tokens(window=1), gap(of="tokens", window=1)], ids=["tokens", "both"])
+def test_prompts_that_are_taken_ahead_depend_on_no_later_record(section: Any) -> None:
+    def ahead(records: list[StepRecord]) -> BalancedPrompts:
+        return BalancedPrompts(BY_DOMAIN, Balance(section, dict.fromkeys("abc", 1.0), 20, 3), 3, records, ahead=1)
+
+    running, taken, records = ahead([]), {}, list[StepRecord]()
+    taken[1] = running.take(1)
+    for step in range(1, 30):
+        taken[step + 1] = running.take(step + 1)
+        records.append(told(step, taken[step]))
+        running.step(records[-1])
+        assert running.take(step + 1) == taken[step + 1], "a step's own record changes nothing"
+    assert len({tuple(sorted(Counter(p.domain for p in one).items())) for one in taken.values()}) > 3
+    for done in (28, 11, 1, 0):
+        resumed = ahead(records[:done])
+        assert [resumed.take(step) for step in (done + 1, done + 2) if step < 30] == [
+            taken[step] for step in (done + 1, done + 2) if step < 30
+        ]
+    seen = [p.id for step in sorted(taken) for p in taken[step] if p.domain == "b"]
+    assert all(len(set(seen[i : i + 11])) == 11 for i in range(0, len(seen) - 11, 11)), "none comes twice in an epoch"
+    with pytest.raises(AssertionError, match="prompts of step 32 with records up to 29"):
+        running.take(32)
+
+
 def test_no_prompt_is_passed_over_or_comes_twice_in_an_epoch() -> None:
     running, seen = source(gap(window=2)), []
     for step in range(1, 60):

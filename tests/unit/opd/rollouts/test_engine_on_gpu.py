@@ -60,6 +60,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     platforms.current_platform = SimpleNamespace(is_cpu=lambda: found.cpu)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.llm", fake)
     monkeypatch.setattr(worker, "model_shape", lambda model_dir: {"model_type": "llama"})
     monkeypatch.setattr(worker, "is_recurrent", lambda model_dir: False)
     monkeypatch.setattr(worker, "engine_model", lambda llm: llm)

@@ -34,9 +34,17 @@ def test_the_names_of_a_record() -> None:
     found = scalars(record(3, 0.25, accuracy={"a": 0.5, "b": 1.0}))
     assert found == {
         "step/loss": 0.25, "step/grad_norm": 1.0, "step/lr": 0.1, "step/logprob_gap": 0.0, "step/probe_gap": 0.0,
+        "step/drift": 0.0,
         "step/response_tokens": 8.0, "step/prompt_tokens": 6.0, "step/truncated": 1.0, "step/quarantined": 3.0,
         "step/accuracy": 0.75, "phase_s/train": 0.5, "loss/a": 0.5, "tokens/a": 5.0, "samples/a": 2.0,
         "accuracy/a": 0.5, "accuracy/b": 1.0,
+    }  # fmt: skip
+
+
+def test_how_busy_the_roles_were_and_how_old_the_tokens() -> None:
+    found = scalars(record(3, 0.25, busy_s={"rollout": 0.25, "trainer": 0.5}, token_ages={"0": 4, "1": 6}))
+    assert {name: found[name] for name in found if name.split("/")[0] in ("utilisation", "token_age")} == {
+        "utilisation/rollout": 0.5, "utilisation/trainer": 1.0, "token_age/0": 4.0, "token_age/1": 6.0,
     }  # fmt: skip
 
 

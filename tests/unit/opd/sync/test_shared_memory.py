@@ -112,6 +112,21 @@ def test_a_failed_load_leaves_nothing_behind() -> None:
     assert not engine.loaded[0][0].exists()
 
 
+def test_files_that_are_kept_lie_there_until_the_next_push() -> None:
+    engine = FakeEngine(0.0)
+    pushing = sync(engine)
+    pushing.keeps_files = True
+    for version in (1, 2):
+        pushing.push(version)
+        with engine.again() as directory:
+            assert directory == engine.loaded[-1][0]
+            assert (directory / "model.safetensors").read_bytes() == b"new"
+        assert [path.exists() for path, _ in engine.loaded] == [False] * (version - 1) + [True]
+    pushing.keeps_files = False
+    pushing.push(3)
+    assert not engine.loaded[-1][0].exists()
+
+
 def test_weights_too_large_for_shared_memory_go_through_the_disk_and_the_user_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,10 @@ class Targets:
         self._parts = [Part(handle=p, nbytes=10, samples=tuple(p)) for p in parts]
         self._here: set[str] = set()
         self.arrived = False
+        self.slow_s = 0.0
 
     def take(self) -> Part | None:
+        time.sleep(self.slow_s)
         if not self._parts:
             self.arrived = True
             return None
@@ -71,6 +74,21 @@ def test_a_round_gets_what_came_since_the_last_and_a_rank_its_own_rows(
     assert [own for own, _ in rounds] == first_rank
     assert [own for _, own in rounds] == second_rank
     assert made.early == 2
+
+
+def test_only_waiting_with_no_round_at_work_is_counted() -> None:
+    made: Any = Targets("ab", "cd", "ef")
+    made.slow_s = 0.05
+    fed = Feed(made, PLAN, queue_bytes=1000)
+    fed.parts(0, none_at_work)
+    first = fed.waited_s
+    assert first >= 0.05
+    fed.parts(1, none_at_work)
+    assert fed.waited_s == first, "round 0 is at work"
+    fed.trained(0)
+    fed.trained(1)
+    fed.parts(2, none_at_work)
+    assert fed.waited_s >= first + 0.1, "the last part, and the end"
 
 
 def test_a_full_queue_waits_for_the_oldest_round() -> None:

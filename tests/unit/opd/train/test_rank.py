@@ -109,13 +109,20 @@ def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
     )
     totals.add(batch, torch.tensor([0.1, 0.2, 0.2, 0.1, 0.1]), stats)
     want = {
-        "x": [3, 2, 10.0, 1.0, 1.0, 4.0, 2.0, 0.0, nan, 1.75, 2.25],
-        "y": [2, 1, 5.0, 0.0, 0.5, 2.5, 1.0, 2.0, nan, 0.75, 1.0],
+        "x": [3, 2, 10.0, 1.0, 1.0, 4.0, 2.0, 0.0, nan, 1.75, 2.25, 0, 0.0],
+        "y": [2, 1, 5.0, 0.0, 0.5, 2.5, 1.0, 2.0, nan, 0.75, 1.0, 0, 0.0],
     }
     assert {d: dataclasses.astuple(s) for d, s in totals.domains.items()} == {
         d: pytest.approx(values, nan_ok=True) for d, values in want.items()
     }
     assert totals.loss == pytest.approx(0.1 * (1 + 4 + 5) + 0.2 * (2 + 3))
+    stale = Totals()
+    stale.add(batch, torch.tensor([0.1, 0.2, 0.2, 0.1, 0.1]), stats, frozenset({0, 1}))
+    assert [(s.gap_sum, s.drift_sum, s.stale_tokens, s.tokens) for s in stale.domains.values()] == [
+        (0.5, 0.5, 1, 3),
+        (0.0, 0.0, 2, 2),
+    ]
+    assert stale.loss == totals.loss and stale.domains["x"].kl_sum == 10.0, "the loss does not care"
 
 
 def test_weight_decay_is_for_matrices_alone() -> None:
@@ -440,6 +447,17 @@ def test_engine_and_trainer_that_differ_on_what_was_sampled_stop_the_run(in_proc
         else:
             with pytest.raises(RunError, match=r"^step 1: engine and trainer differ by 1\.0000 nats a sampled token"):
                 trainer.train_step(1, [rollout("a"), rollout("b")], targets)
+
+
+def test_the_ranks_hear_which_of_their_samples_are_stale(in_process: Any) -> None:
+    in_process.replace = FakeRank
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(), 9))
+    trainer.train_step(1, [rollout("a"), rollout("b")], Targets("a", "b"), frozenset({"b"}))  # type: ignore[arg-type]
+    works = [w.works[0][0] for w in in_process.workers]
+    assert {i: work.stale for work in works for part in work.micro_batches for i in part} == {
+        "a": frozenset(),
+        "b": {"b"},
+    }
 
 
 @pytest.mark.parametrize(("kind", "stops"), [("reverse_kl", True), ("sampled", False)])

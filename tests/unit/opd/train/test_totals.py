@@ -20,7 +20,15 @@ from opd.stream.schema import TargetRow
 from opd.train.batch import micro_batch
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.student import Student
-from opd.train.totals import Totals, refuse_gap, refuse_impossible_means, row_weights, token_weights
+from opd.train.totals import (
+    Totals,
+    mean_drift,
+    mean_gap,
+    refuse_gap,
+    refuse_impossible_means,
+    row_weights,
+    token_weights,
+)
 from opd.types import DomainStats, Rollout
 from tests.rows import make_rollout, make_row
 
@@ -249,6 +257,20 @@ def test_a_gap_on_the_sampled_tokens_stops_the_run(gaps: tuple[float, float], ok
             RunError, match=r"^step 7: engine and trainer differ by .* sync.tolerance is 0.02, most in domain code"
         ):
             refuse_gap(7, {"math": fine, "code": odd}, 0.02)
+
+
+def test_stale_tokens_do_not_count_in_the_gap_and_are_told_apart() -> None:
+    rest = dict.fromkeys((f.name for f in dataclasses.fields(DomainStats)), 0)
+    fresh = DomainStats(**rest | {"tokens": 4, "gap_sum": 4 * 0.01})
+    mixed = DomainStats(**rest | {"tokens": 10, "gap_sum": 4 * 0.03, "stale_tokens": 6, "drift_sum": 6 * 0.5})
+    refuse_gap(7, {"math": fresh, "code": mixed}, 0.0201)
+    with pytest.raises(RunError, match=r"differ by 0\.0200 .* most in domain code \(0\.0300\)"):
+        refuse_gap(7, {"math": fresh, "code": mixed}, 0.0199)
+    assert mean_gap({"math": fresh, "code": mixed}) == pytest.approx(0.02)
+    assert mean_drift({"math": fresh, "code": mixed}) == pytest.approx(0.5)
+    old = DomainStats(**rest | {"tokens": 6, "stale_tokens": 6, "drift_sum": 3.0})
+    refuse_gap(7, {"code": old}, 1e-9)
+    assert (mean_gap({"code": old}), mean_drift({"math": fresh})) == (0.0, 0.0)
 
 
 def test_without_its_own_length_a_response_weighs_by_that_of_the_others() -> None:

@@ -59,6 +59,7 @@ def test_the_same_pipeline_goes_on_without_a_word() -> None:
         {"cluster__phase_timeout_s": 60.0},
         {"sync__tolerance": 0.1},
         {"monitors__repetition__stop": 0.9},
+        {"schedule__max_staleness": 2},
         {"teachers__memory": "1GiB"},
         {"trainer__steps": 9},
         {"student__model": "/moved/base"},
@@ -114,6 +115,7 @@ def test_what_decides_the_weights_is_refused_as_a_table() -> None:
         {"teachers__dtype": "bfloat16"},
         {"experts__e__domain": "other"},
         {"trainer__samples_per_step": 3},
+        {"schedule__mode": "one_step_off"},
         {"name": "other"},
     ],
 )
@@ -165,6 +167,8 @@ def test_every_pattern_names_a_key() -> None:
     keys |= changed_keys({}, config(domains__d__prompts={"path": "/p"}, domains__d__eval__prompts={"path": "/q"}))
     keys |= changed_keys({}, config(student__lora__export="adapter"))
     keys |= changed_keys({}, config(domains__d__environment__name="maze"))
+    keys |= changed_keys({}, config(domains__d__agent__command=["python", "agent.py"]))
+    keys |= changed_keys({}, config(schedule__max_staleness=2))
     keys |= {f"teachers.{key}": (None, None) for engine in ENGINES.values() for key in engine.model_fields}
     for pattern in (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING):
         assert any(fnmatchcase(key, pattern) for key in keys), pattern

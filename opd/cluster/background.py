@@ -1,0 +1,69 @@
+"""Work in a thread beside the driver's own. It ends with the session, whatever becomes of the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from opd.cluster.daemons import refuse_dead_ray
+from opd.cluster.errors import WorkerDied
+from opd.errors import RunError
+
+if TYPE_CHECKING:
+    from opd.cluster.workers import Worker
+
+R = TypeVar("R")
+
+GRACE_S = 10.0
+"""How long a session waits for a thread whose workers it has ended."""
+
+_running: set[threading.Thread] = set()
+
+
+class Background(Generic[R]):
+    """A call that runs in a thread from now on."""
+
+    def __init__(self, work: Callable[[], R], name: str) -> None:
+        """`name` is what errors call it."""
+        self._name = name
+        self._future: Future[R] = Future()
+
+        def run() -> None:
+            try:
+                self._future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 it is raised where the result is wanted
+                self._future.set_exception(error)
+            finally:
+                _running.discard(thread)
+
+        thread = threading.Thread(target=run, daemon=True, name=name)
+        _running.add(thread)
+        thread.start()
+
+    def result(self, *, timeout_s: float) -> R:
+        """Wait for the result. Raises: what the call raised; RunError past the deadline."""
+        try:
+            return self._future.result(timeout_s)
+        except TimeoutError:
+            if self._future.done():
+                raise
+            raise RunError(f"{self._name}: not there after {timeout_s:.0f} s (cluster.phase_timeout_s)") from None
+
+
+def end_background(workers: Sequence[Worker[Any]]) -> None:
+    """End the threads that are left when a session ends.
+
+    Their calls end because the session's workers are killed. It must be over before Ray shuts down: a thread that asks Ray
+    afterwards would start a new one.
+    """
+    if not _running:
+        return
+    with contextlib.suppress(WorkerDied):  # if Ray is gone the threads find that out themselves
+        refuse_dead_ray()
+        for worker in workers:
+            worker.kill()
+    for thread in list(_running):
+        thread.join(GRACE_S)

@@ -1,0 +1,70 @@
+"""What environments share that ask a question: a few tries, feedback after each, and an end."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from opd.config.strict import Strict
+from opd.environments.records import Action, Outcome, Tool
+from opd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What is said of an answer."""
+
+    right: bool
+    feedback: str
+    """What the policy reads if it was wrong and may try again."""
+
+
+class Asking(ABC):
+    """An environment that ends with the right answer, or after the last try."""
+
+    name: ClassVar[str]
+    Options: ClassVar[type[Strict]]
+    tools: tuple[Tool, ...] = ()
+
+    def __init__(self, tries: int = 3) -> None:
+        """`tries` is the number of answers that may be given. Raises: ConfigError."""
+        if not isinstance(tries, int) or not 1 <= tries <= 1000:
+            raise ConfigError.at(
+                f"environment {self.name}: tries",
+                found=repr(tries),
+                wanted="a number from 1 to 1000",
+                fix="set it to 3",
+            )
+        self._tries = self._left = tries
+
+    @abstractmethod
+    def judge(self, text: str) -> Judged:
+        """Whether the answer is right."""
+
+    def close(self) -> None:  # noqa: B027 those that hold something have their own
+        """Nothing is held."""
+
+    def _begin(self) -> str:
+        """The first observation: nothing, the prompt has asked."""
+        self._left = self._tries
+        return ""
+
+    def _answered(self, text: str) -> Outcome:
+        """The outcome of an answer."""
+        judged, self._left = self.judge(text), self._left - 1
+        info = {"tries": self._tries - self._left}
+        if judged.right or not self._left:
+            return Outcome(reward=float(judged.right), done=True, info=info)
+        return Outcome(observation=judged.feedback, info=info)
+
+    @abstractmethod
+    def solve(self) -> Action:
+        """What an expert does in the present state."""
+
+
+def hermes(tool: str, arguments: Mapping[str, Any]) -> str:
+    """A tool call as a model with a chat template writes it."""
+    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': dict(arguments)})}\n</tool_call>"

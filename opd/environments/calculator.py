@@ -1,0 +1,157 @@
+"""Arithmetic with a calculator: the tool gives exact results, the policy has to ask for them and to say the answer.
+
+An answer is a turn without a call; its last number counts. A wrong one costs one of a few tries.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+from pydantic import Field
+
+from opd.environments.asking import Asking, Judged, hermes
+from opd.environments.game import DRAWS_PER_ROW, FormOptions, Row
+from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.errors import PromptError
+from opd.evaluation.verifiers.numeric import last_number
+from opd.settings import validate
+from opd.unique import take_unique
+
+LONGEST = 200
+"""Characters of an expression: what is nested deeper than this allows is refused before it is parsed."""
+MOST_DIGITS = 60
+"""Digits of numerator or denominator of any result."""
+DECIMALS = 6
+OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+CALCULATE = Tool(
+    name="calculate",
+    description="Work out an expression exactly. Knows + - * / and brackets.",
+    parameters={
+        "type": "object",
+        "properties": {"expression": {"type": "string", "description": "For example 12*(7-3)"}},
+        "required": ["expression"],
+    },
+)
+
+
+class CalculatorOptions(FormOptions):
+    terms: int = Field(3, ge=2, le=6)
+    """Numbers of a question."""
+    digits: int = Field(3, ge=1, le=6)
+    """Digits of each at most. The form `characters` has + and - only, its alphabet has no sign for more."""
+
+
+class Calculator(Asking):
+    """Work out sums and products that are too long for the head, with a calculator as a tool."""
+
+    name = "calculator"
+    Options = CalculatorOptions
+    tools = (CALCULATE,)
+
+    def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
+        """Begin. Raises: PromptError for metadata without a result."""
+        try:
+            self._result = last_number(str(metadata["result"]))
+            self._task = {"expression": str(metadata["expression"]), "form": metadata["form"]}
+        except KeyError as error:
+            raise PromptError.at(
+                "environment calculator: metadata",
+                found=f"no key {error}",
+                wanted="`expression`, `result` and `form`",
+                fix="make the prompts with `opd environments tasks calculator`",
+            ) from None
+        self._seen: list[str] = []
+        return self._begin()
+
+    def step(self, action: Action) -> Outcome:
+        """Work out what was asked, or judge the answer."""
+        if not action.calls:
+            return self._answered(action.text)
+        results = tuple(worked_out(str(call.arguments["expression"])) for call in action.calls)
+        self._seen += results
+        if self._task["form"] == "characters":
+            results = tuple(f"{result}=" for result in results)
+        return Outcome(observation=results)
+
+    def judge(self, text: str) -> Judged:
+        right = self._result is not None and last_number(text) == self._result
+        if self._task["form"] == "characters":
+            return Judged(right, "no, calculate or a number=")
+        return Judged(right, "That is not right. Use the tool `calculate` for the whole expression, then answer.")
+
+    def solve(self) -> Action:
+        """Ask for the whole expression; answer once its result was seen."""
+        if self._result is not None and any(last_number(seen) == self._result for seen in self._seen):
+            return Action(text=f"{self._result}")
+        asked = {"expression": self._task["expression"]}
+        text = f"calculate {asked['expression']}" if self._task["form"] == "characters" else hermes("calculate", asked)
+        return Action(text=text, calls=(ToolCall(name="calculate", arguments=asked),))
+
+    @classmethod
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+        """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
+        chosen = validate(CalculatorOptions, options, "environment calculator")
+        drawn = _drawn(random.Random(f"calculator/{seed}"), chosen, n * DRAWS_PER_ROW)
+        return take_unique(drawn, n, "environment calculator")
+
+
+def worked_out(expression: str) -> str:
+    """The exact result as a decimal number, with at most six places; or what is wrong, in words."""
+    text = expression.strip().replace("\N{MULTIPLICATION SIGN}", "*").replace("\N{MINUS SIGN}", "-")
+    if len(text) > LONGEST:
+        return f"error: {len(text)} characters, at most {LONGEST} can be worked out"
+    if not re.fullmatch(r"[\d+\-*/(). ]+", text, re.ASCII):
+        return "error: numbers, + - * / and brackets can be worked out"
+    try:
+        return _spelt(_value(ast.parse(text, mode="eval").body))
+    except ZeroDivisionError:
+        return "error: division by zero"
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "error: this is no expression of numbers, + - * / and brackets"
+
+
+def _value(node: ast.expr) -> Fraction:
+    """Raises: ValueError for anything but numbers, four operations and signs, or for a number too long."""
+    if isinstance(node, ast.Constant):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        inner = _value(node.operand)
+        return inner if isinstance(node.op, ast.UAdd) else -inner
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        found = OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        if max(abs(found.numerator), found.denominator) < 10**MOST_DIGITS:
+            return found
+    raise ValueError("no expression that can be worked out")
+
+
+def _spelt(value: Fraction) -> str:
+    if value.denominator == 1:
+        return str(value.numerator)
+    scaled = round(value * 10**DECIMALS)
+    sign, digits = "-" if scaled < 0 else "", str(abs(scaled)).rjust(DECIMALS + 1, "0")
+    return f"{sign}{digits[:-DECIMALS]}.{digits[-DECIMALS:]}".rstrip("0").rstrip(".")
+
+
+def _drawn(rng: random.Random, options: CalculatorOptions, limit: int) -> Iterator[Row]:
+    signs = "+-" if options.form == "characters" else "+-*"
+    for _ in range(limit):
+        numbers = [str(rng.randint(2, 10**options.digits - 1)) for _ in range(options.terms)]
+        expression = numbers[0] + "".join(rng.choice(signs) + number for number in numbers[1:])
+        result = worked_out(expression)
+        asked = f"Work out {expression}. Answer with the result only."
+        yield {
+            "prompt": f"calc {expression}=" if options.form == "characters" else [{"role": "user", "content": asked}],
+            "answer": result,
+            "metadata": {"expression": expression, "result": result, "form": options.form},
+        }

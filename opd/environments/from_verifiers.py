@@ -1,0 +1,150 @@
+"""Environments of the package `verifiers`, for text alone: its tasks, its answers to a turn, its rubric as the reward.
+
+The environment's own object does the work; this file only turns its loop inside out, because the policy samples elsewhere. That
+needs the interface that `verifiers.load_environment` gives since 0.1.8. Those of its newer interface (task sets and harnesses)
+talk to an endpoint instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import Field
+
+from opd.config.strict import Strict
+from opd.environments.game import Row
+from opd.environments.records import Action, Outcome, Tool
+from opd.errors import ConfigError, PromptError
+from opd.settings import validate
+from opd.unique import take_unique
+
+T = TypeVar("T")
+WHERE = "environment verifiers"
+NEEDED = (
+    "get_dataset",
+    "init_state",
+    "setup_state",
+    "is_completed",
+    "get_prompt_messages",
+    "add_trajectory_step",
+    "rubric",
+)
+
+
+class VerifiersOptions(Strict):
+    id: str
+    """What `verifiers.load_environment` is asked for."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for it."""
+
+
+class FromVerifiers:
+    """An environment of the package verifiers, which has to be installed."""
+
+    name = "verifiers"
+    Options = VerifiersOptions
+    tools: tuple[Tool, ...] = ()
+
+    def __init__(self, **options: Any) -> None:
+        """`options` are `id` and `arguments`. Raises: ConfigError if the package or the environment is not there."""
+        self._environment = loaded(validate(VerifiersOptions, options, WHERE))
+        self._loop = asyncio.new_event_loop()
+        self._state: dict[str, Any] = {}
+        self._seen = 0
+
+    def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
+        """Begin. Raises: PromptError for metadata of another kind, and whatever the environment raises."""
+        if "input" not in metadata:
+            raise PromptError.at(
+                f"{WHERE}: metadata",
+                found="no key `input`",
+                wanted="a task of verifiers",
+                fix="make the prompts with `opd environments tasks verifiers --set id=NAME`",
+            )
+        self._state = self._done(
+            self._environment.init_state(input=dict(metadata["input"]), client=None, model="", sampling_args={})
+        )
+        self._state = self._done(self._environment.setup_state(self._state)) or self._state
+        shown = self._done(self._environment.get_prompt_messages(self._state))
+        self._prompt, self._seen = shown, len(shown)
+        return ""
+
+    def step(self, action: Action) -> Outcome:
+        """Give the turn to the environment, and its answer back; the rubric judges at the end."""
+        turn = [{"role": "assistant", "content": action.text}]
+        self._done(self._environment.add_trajectory_step(self._state, _trajectory_step(self._prompt, turn)))
+        if self._done(self._environment.is_completed(self._state)):
+            self._done(self._environment.rubric.score_group([self._state]))
+            return Outcome(reward=float(self._state["reward"]), done=True)
+        self._prompt = self._done(self._environment.get_prompt_messages(self._state))
+        new, self._seen = self._prompt[self._seen + len(turn) :], len(self._prompt)
+        return Outcome(observation="\n".join(str(message["content"]) for message in new))
+
+    def close(self) -> None:
+        """Let go of the loop in which the environment ran."""
+        self._loop.close()
+
+    @classmethod
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+        """`n` rows of the environment's data set. Raises: ConfigError."""
+        return take_unique(_rows(loaded(validate(VerifiersOptions, options, WHERE)), n, seed), n, WHERE)
+
+    def _done(self, waiting: Awaitable[T]) -> T:
+        async def result() -> T:
+            return await waiting
+
+        return self._loop.run_until_complete(result())
+
+
+def loaded(options: VerifiersOptions) -> Any:
+    """The environment's object. Raises: ConfigError if there is none, or if it cannot be played in this way."""
+    try:
+        import verifiers
+    except ModuleNotFoundError:
+        raise ConfigError.at(
+            WHERE,
+            found="the package verifiers is not installed",
+            wanted="it, and the environment's own package",
+            fix="`pip install verifiers` and the environment, or choose another: `opd environments list`",
+        ) from None
+    try:
+        made = verifiers.load_environment(options.id, **options.arguments)
+    except (ImportError, ValueError, TypeError) as error:
+        raise ConfigError.at(
+            WHERE,
+            found=str(error),
+            wanted=f"an environment {options.id}",
+            fix="install it, or correct `id` and `arguments`",
+        ) from None
+    missing = [name for name in NEEDED if not hasattr(made, name)]
+    if missing:
+        version = getattr(verifiers, "__version__", "of an unknown version")
+        raise ConfigError.at(
+            WHERE,
+            found=f"verifiers {version}, whose {options.id} has no `{missing[0]}`",
+            wanted="the interface of `MultiTurnEnv` since 0.1.8",
+            fix="use such an environment, or run its harness against an endpoint of `opd`",
+        )
+    return made
+
+
+def _rows(environment: Any, n: int, seed: int) -> Iterator[Row]:
+    for number, row in enumerate(environment.get_dataset(n=n, seed=seed)):
+        info = row.get("info") or {}
+        given = {
+            "prompt": row["prompt"],
+            "answer": str(row.get("answer") or ""),
+            "info": json.loads(info) if isinstance(info, str) else info,
+            "task": str(row.get("task") or ""),
+            "example_id": row.get("example_id", number),
+        }
+        yield {"prompt": row["prompt"], "answer": given["answer"], "metadata": {"input": given}}
+
+
+def _trajectory_step(prompt: Any, turn: list[dict[str, str]]) -> dict[str, Any]:
+    """A turn as `verifiers` records it; tokens and log-probs are ours, not its."""
+    nothing = dict.fromkeys(("response", "tokens", "reward", "advantage"))
+    return nothing | {"prompt": prompt, "completion": turn, "is_truncated": False, "trajectory_id": "", "extras": {}}

@@ -1,0 +1,201 @@
+"""Games of one player that can be won from every state, whatever mistakes led there.
+
+A game is a few small functions of its state; this file makes an environment of them. What the player reads has two forms:
+
+    characters   `hanoi aab=`, the player writes `bc`, reads `aac=`, ...   for a tokenizer of single characters
+    chat         the rules in words, then one message for each move        for a model with a chat template
+
+Both are played alike: the text of a turn is the move. Text that is no move costs a turn, and the rules are told again.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Generic, Literal, TypedDict, TypeVar
+
+from pydantic import Field
+
+from opd.config.strict import Strict
+from opd.environments.records import Action, Outcome, Tool
+from opd.errors import PromptError
+from opd.settings import validate
+from opd.unique import take_unique
+
+State = TypeVar("State")
+DRAWS_PER_ROW = 50
+MOST_MOVES = 1000
+"""Bound of every solution. No game here needs as many."""
+
+
+class Row(TypedDict):
+    """One line of a prompts file."""
+
+    prompt: str | list[dict[str, str]]
+    answer: str
+    metadata: dict[str, Any]
+
+
+class FormOptions(Strict):
+    """Options of everything that is told in two forms."""
+
+    form: Literal["characters", "chat"] = "characters"
+    """`characters`: short lines for a tokenizer of single characters; `chat`: words and messages."""
+
+
+class GameOptions(FormOptions):
+    """Options of every game's tasks."""
+
+    min_moves: int = Field(1, ge=1)
+    """Only tasks whose solution has at least as many moves."""
+    max_moves: int = Field(MOST_MOVES, ge=1)
+    """Only tasks whose solution has at most as many moves."""
+
+
+class Game(ABC, Generic[State]):
+    """An environment. A subclass says what a state is, which moves there are, and which one is best."""
+
+    name: ClassVar[str]
+    Options: ClassVar[type[GameOptions]] = GameOptions
+    tools: tuple[Tool, ...] = ()
+    pattern: ClassVar[str]
+    """Regular expression of a move. The last match in a text is the move."""
+    moves: ClassVar[str]
+    """How moves are written, for the form `characters`."""
+
+    def __init__(self) -> None:
+        self.task: Mapping[str, Any] = {}
+        self.state: State
+        self._invalid = self._steps = 0
+
+    @classmethod
+    @abstractmethod
+    def draw(cls, rng: random.Random, options: Any) -> dict[str, Any]:
+        """A task as plain JSON: what `begin` needs."""
+
+    @abstractmethod
+    def begin(self, task: Mapping[str, Any]) -> State:
+        """First state of a task. Raises: KeyError, TypeError, ValueError, if it is none."""
+
+    @abstractmethod
+    def rules(self) -> str:
+        """The rules in words; the last sentence says how to write a move."""
+
+    @abstractmethod
+    def show(self, state: State) -> str:
+        """The state in a few characters."""
+
+    @abstractmethod
+    def tell(self, state: State) -> str:
+        """The state in words."""
+
+    @abstractmethod
+    def solved(self, state: State) -> bool: ...
+
+    @abstractmethod
+    def problem(self, state: State, move: str) -> str:
+        """Why the move is not possible, as a sentence; empty if it is."""
+
+    @abstractmethod
+    def after(self, state: State, move: str) -> State:
+        """The state that a possible move leads to."""
+
+    @abstractmethod
+    def best(self, state: State) -> str:
+        """A move that leads nearer to the end, from any state that is not the end."""
+
+    def board(self) -> str:
+        """What the prompt shows beside the first state."""
+        return ""
+
+    def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
+        """Begin; the prompt has told everything. `seed` is not needed. Raises: PromptError for metadata of another kind."""
+        self._start(metadata)
+        return ""
+
+    def step(self, action: Action) -> Outcome:
+        """Make the move, if it is one."""
+        self._steps += 1
+        move = self.read(action.text)
+        problem = "That is no move." if move is None else self.problem(self.state, move)
+        if move is None or problem:
+            self._invalid += 1
+            return Outcome(observation=self._refused(problem), info=self._counts())
+        self.state = self.after(self.state, move)
+        if self.solved(self.state):
+            return Outcome(reward=1.0, done=True, info=self._counts())
+        return Outcome(observation=self._seen(), info=self._counts())
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def solve(self) -> Action:
+        """What an expert does in the present state."""
+        return Action(text=self.best(self.state))
+
+    def read(self, text: str) -> str | None:
+        """The move that a text settles on; None if it names none."""
+        found = re.findall(self.pattern, text, re.IGNORECASE)
+        return found[-1].lower() if found else None
+
+    def solution(self) -> list[str]:
+        """The best moves from the present state to the end."""
+        state, found = self.state, list[str]()
+        while not self.solved(state):
+            assert len(found) < MOST_MOVES, f"{self.name} is not solved from {self.state}"
+            found.append(self.best(state))
+            state = self.after(state, found[-1])
+        return found
+
+    @classmethod
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+        """`n` rows with different prompts, the same for the same arguments. `answer` has a solution's moves, `metadata.moves`
+        their number.
+
+        Raises: ConfigError for options that do not fit, or if there are fewer such tasks.
+        """
+        where = f"environment {cls.name}"
+        chosen = validate(cls.Options, options, where)
+        return take_unique(cls._drawn(random.Random(f"{cls.name}/{seed}"), chosen, n * DRAWS_PER_ROW), n, where)
+
+    @classmethod
+    def _drawn(cls, rng: random.Random, options: GameOptions, limit: int) -> Iterator[Row]:
+        for _ in range(limit):
+            game, task = cls(), {"game": cls.name, "form": options.form} | cls.draw(rng, options)
+            game._start(task)
+            moves = game.solution()
+            if options.min_moves <= len(moves) <= options.max_moves:
+                yield {"prompt": game._prompt(), "answer": " ".join(moves), "metadata": task | {"moves": len(moves)}}
+
+    def _start(self, metadata: Mapping[str, Any]) -> None:
+        self.task = metadata
+        try:
+            if metadata["game"] != self.name or metadata["form"] not in ("characters", "chat"):
+                raise ValueError(f"game {metadata['game']!r:.40} in the form {metadata['form']!r:.40}")
+            self.state = self.begin(metadata)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise PromptError.at(
+                f"environment {self.name}: metadata",
+                found=f"{type(error).__name__}: {error}",
+                wanted=f"a task of {self.name}",
+                fix=f"make the prompts with `opd environments tasks {self.name}`",
+            ) from None
+
+    def _prompt(self) -> str | list[dict[str, str]]:
+        if self.task["form"] == "characters":
+            return f"{self.name}{self.board()} {self._seen()}"
+        return [{"role": "user", "content": "\n".join(filter(None, (self.rules(), self.board(), self._seen())))}]
+
+    def _seen(self) -> str:
+        return f"{self.show(self.state)}=" if self.task["form"] == "characters" else self.tell(self.state)
+
+    def _refused(self, problem: str) -> str:
+        """The observation after a move that is not possible: the rules again, and where the player is."""
+        if self.task["form"] == "characters":
+            return f"no, {self.moves}: {self._seen()}"
+        return f"{problem} {self.rules()}\n{self._seen()}"
+
+    def _counts(self) -> dict[str, Any]:
+        return {"steps": self._steps, "invalid": self._invalid}

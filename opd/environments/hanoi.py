@@ -1,0 +1,81 @@
+"""The Towers of Hanoi: bring all disks to the last peg, one at a time, never a larger one on a smaller one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from opd.environments.game import Game, GameOptions
+
+PEGS = "abc"
+GOAL = "c"
+
+
+class HanoiOptions(GameOptions):
+    disks: int = Field(3, ge=2, le=7)
+    """There are three to the power of this many states, and one task in each but the last."""
+
+
+class Hanoi(Game[str]):
+    """Bring a tower of up to seven disks to the third peg, from any state."""
+
+    name = "hanoi"
+    Options = HanoiOptions
+    pattern = r"\b([abc][abc])\b"
+    moves = "ab ac ba bc ca cb"
+
+    @classmethod
+    def draw(cls, rng: random.Random, options: HanoiOptions) -> dict[str, Any]:
+        while (start := "".join(rng.choices(PEGS, k=options.disks))) == GOAL * options.disks:
+            pass
+        return {"start": start}
+
+    def begin(self, task: Mapping[str, Any]) -> str:
+        """The state is the peg of each disk, that of the smallest first."""
+        if not set(task["start"]) <= set(PEGS):
+            raise ValueError(f"pegs {task['start']!r:.40}")
+        return str(task["start"])
+
+    def rules(self) -> str:
+        return (
+            "Towers of Hanoi: bring all disks to peg c. Only the top disk of a peg can be moved, and never onto a smaller one. "
+            "Answer with the peg to take from and the peg to put on, for example: ac"
+        )
+
+    def show(self, state: str) -> str:
+        return state
+
+    def tell(self, state: str) -> str:
+        towers = {peg: [str(disk) for disk, at in enumerate(state, start=1) if at == peg] for peg in PEGS}
+        told = (f"{peg}: {' '.join(reversed(disks)) or 'empty'}" for peg, disks in towers.items())
+        return f"Disks from bottom to top, 1 is the smallest. {', '.join(told)}."
+
+    def solved(self, state: str) -> bool:
+        return state == GOAL * len(state)
+
+    def problem(self, state: str, move: str) -> str:
+        source, target = move[0], move[1]
+        if source == target:
+            return "A disk has to go to another peg."
+        if source not in state:
+            return f"There is no disk on peg {source}."
+        if target in state and state.index(target) < state.index(source):
+            return f"The top disk of peg {target} is smaller."
+        return ""
+
+    def after(self, state: str, move: str) -> str:
+        disk = state.index(move[0])
+        return state[:disk] + move[1] + state[disk + 1 :]
+
+    def best(self, state: str) -> str:
+        """The largest disk that is not in place has to go to its peg, so that all smaller ones have to go to the third peg; the
+        same then holds for the largest of those."""
+        goal, found = GOAL, ""
+        for peg in reversed(state):
+            if peg != goal:
+                found = peg + goal
+                goal = next(other for other in PEGS if other not in found)
+        return found

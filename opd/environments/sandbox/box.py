@@ -1,0 +1,177 @@
+"""A sandbox from the outside: start it, run commands in it, end it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+import unicodedata
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field
+
+from opd.config.strict import Strict
+from opd.errors import ConfigError, RunError
+
+INSIDE = Path(__file__).resolve().with_name("inside.py")
+START_S = 30.0
+GRACE_S = 10.0
+"""How much longer than a command's own deadline its answer may take."""
+MOST_ARGUMENT = 100_000
+"""Bytes of a command; Linux takes a little more."""
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|.)?", re.DOTALL)
+"""What terminals obey: colours, cursor, titles."""
+
+
+class Limits(Strict):
+    """Options of a sandbox."""
+
+    seconds: float = Field(10.0, gt=0, le=3600)
+    """Wall-clock deadline of a command."""
+    memory_mb: int = Field(256, ge=64, le=1 << 16)
+    """Memory of one process, and of all of them together."""
+    disk_mb: int = Field(8, ge=1, le=1 << 12)
+    """Room in the directory of the task, and once more in `/tmp`; both are in memory."""
+    processes: int = Field(32, ge=4, le=1024)
+    """Processes at once."""
+    output: int = Field(4000, ge=100, le=100_000)
+    """Bytes of a command's output that are shown: half from its beginning, half from its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What came of a command."""
+
+    code: int | None
+    """Its exit code, negative for a signal; None if it was ended, or not started."""
+    output: str
+    """What it wrote, without control characters."""
+    why: str
+    """The limit that ended it: deadline, memory, output; or `not started`; else empty."""
+
+
+class Box:
+    """A sandbox of its own for one episode. Its files are in memory and go when it ends."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Start it. Raises: ConfigError if this machine does not let us, RunError if it does not start."""
+        self._limits = limits
+        told = {"memory_mb": limits.memory_mb, "disk_mb": limits.disk_mb, "processes": limits.processes}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(INSIDE), json.dumps(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd="/",
+            env={},
+            start_new_session=True,
+        )
+        self._read = b""
+        try:
+            answer = self._answer(START_S)
+        except RunError:
+            self.close()
+            raise
+        if "refused" in answer:
+            self.close()
+            raise ConfigError.at(
+                "environment sandbox",
+                found=f"this machine makes none: {answer['refused']}",
+                wanted="a Linux where this user may make user, mount, process and network namespaces",
+                fix="allow them (kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns, a "
+                "container's seccomp profile), or run this domain on a machine that has them",
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def run(self, argv: list[str], stdin: str = "", output: int | None = None) -> Ran:
+        """Run one command to its end; `output` is the most bytes of its output, by default the limit's.
+
+        Raises: RunError if the sandbox itself is gone or does not answer.
+        """
+        problem = next(filter(None, (_unfit(part) for part in argv)), "") or _no_text(stdin)
+        if problem:
+            return Ran(None, problem, "not started")
+        request = {
+            "argv": argv,
+            "stdin": stdin,
+            "seconds": self._limits.seconds,
+            "output": output or self._limits.output,
+        }
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise RunError("sandbox: it has ended") from None
+        answer = self._answer(self._limits.seconds + GRACE_S)
+        return Ran(answer["code"], self._text(answer), answer["why"])
+
+    def close(self) -> None:
+        """End it, with everything that runs in it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.kill()  # its child is the first process inside and dies with it, and so does everything there
+        self._process.wait()
+        with suppress(BrokenPipeError):  # a request that was never read
+            self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        end = time.monotonic() + seconds
+        while b"\n" not in self._read:
+            if not self._read_more(end):
+                raise RunError(f"sandbox: it ended, or gave no answer within {seconds:g} s")
+        line, _, rest = self._read.partition(b"\n")
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:  # a mistake of ours, whose last line says most
+            while self._read_more(time.monotonic() + START_S):
+                pass
+            raise RunError(f"sandbox: no answer but {clean(self._read[-2000:])}") from None
+        self._read = rest
+        return answer
+
+    def _read_more(self, end: float) -> bool:
+        """Read what is there, or wait for it. False if the sandbox has ended, or at the deadline."""
+        assert self._process.stdout is not None
+        source, waiting = self._process.stdout.fileno(), select.poll()  # select knows no file numbers above 1023
+        waiting.register(source, select.POLLIN)
+        ready = waiting.poll(1000 * max(0.0, end - time.monotonic()))
+        piece = os.read(source, 1 << 16) if ready else b""
+        self._read += piece
+        return bool(piece)
+
+    def _text(self, answer: dict[str, Any]) -> str:
+        head, tail = (clean(base64.b64decode(answer[key])) for key in ("head", "tail"))
+        gap = f"\n[... {answer['missing']:,} bytes are left out ...]\n" if answer["missing"] else ""
+        return head + gap + tail
+
+
+def clean(output: bytes) -> str:
+    """Text without control, escape and direction-changing characters; line ends and tabs stay."""
+    text = ESCAPES.sub("", output.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n"))
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp"))
+
+
+def _unfit(part: str) -> str:
+    """Why a command cannot have this argument; empty if it can."""
+    if "\0" in part:
+        return "a NUL character"
+    return _no_text(part) or (f"longer than {MOST_ARGUMENT:,} bytes" if len(part.encode()) > MOST_ARGUMENT else "")
+
+
+def _no_text(part: str) -> str:
+    lone = any("\ud800" <= c <= "\udfff" for c in part)
+    return "a lone surrogate, which is no text" if lone else ""

@@ -1,0 +1,206 @@
+"""Coding tasks in a sandbox: mend a small function with a shell. Hidden calls judge it, in another sandbox.
+
+The process that runs the policy's code gets arguments and gives results; what they should be never enters a sandbox. So no
+code there can pass without being right, whatever it prints, patches or leaves behind.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from pydantic import Field
+
+from opd.config.strict import Strict
+from opd.environments.asking import hermes
+from opd.environments.game import DRAWS_PER_ROW, Row
+from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.environments.sandbox.box import Box, Limits, Ran
+from opd.environments.sandbox.problems import PROBLEMS, Problem
+from opd.errors import PromptError
+from opd.settings import validate
+from opd.unique import take_unique
+
+TEXT = {"type": "string"}
+SHELL = Tool(
+    name="shell",
+    description="Run a command with sh in the directory of the task. There is Python and no network.",
+    parameters={"type": "object", "properties": {"command": TEXT}, "required": ["command"]},
+)
+WRITE_FILE = Tool(
+    name="write_file",
+    description="Write a text file, given by its relative path; replaces what was there.",
+    parameters={"type": "object", "properties": {"path": TEXT, "content": TEXT}, "required": ["path", "content"]},
+)
+WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+CALLER = """
+import json, sys
+given = json.load(sys.stdin)
+scope = {"__name__": "solution"}
+exec(compile(given["source"], "solution.py", "exec"), scope)
+results = []
+for arguments in given["calls"]:
+    try:
+        results.append(scope[given["function"]](*arguments))
+    except Exception as error:
+        results.append({"raised": type(error).__name__})
+print()
+print(json.dumps(results, default=repr))
+"""
+ENDED = {
+    "deadline": "[ended: it took longer than {limits.seconds:g} s]",
+    "memory": "[ended: more than {limits.memory_mb} MB of memory]",
+    "output": "[ended: it wrote without end]",
+    "not started": "[not started]",
+}
+
+
+class SandboxOptions(Strict):
+    calls: int = Field(8, ge=2, le=100)
+    """Hidden calls of a task."""
+
+
+class Sandbox:
+    """Mend a small function with a shell and a file writer, without network, in a directory of its own."""
+
+    name = "sandbox"
+    Options = SandboxOptions
+    tools = (SHELL, WRITE_FILE)
+
+    def __init__(self, **limits: Any) -> None:
+        """Start the sandbox; `limits` are those of `Limits`. Raises: ConfigError if they do not fit, or if this machine makes no
+        sandboxes; RunError if it does not start."""
+        self._limits = validate(Limits, limits, "environment sandbox")
+        self._box = Box(self._limits)
+        self._task: Mapping[str, Any] = {}
+
+    def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
+        """Write the file of the task. Raises: PromptError, RunError."""
+        missing = [key for key in ("file", "source", "fixed", "function", "calls", "expected") if key not in metadata]
+        if missing:
+            raise PromptError.at(
+                "environment sandbox: metadata",
+                found=f"no key `{missing[0]}`",
+                wanted="a task of the sandbox",
+                fix="make the prompts with `opd environments tasks sandbox`",
+            )
+        self._task = metadata
+        self._write(metadata["file"], metadata["source"])
+        return ""
+
+    def step(self, action: Action) -> Outcome:
+        """Carry out the calls, or judge the file if there are none."""
+        if not action.calls:
+            passed = self._passed()
+            of = len(self._task["calls"])
+            return Outcome(reward=float(passed == of), done=True, info={"passed": passed, "of": of})
+        return Outcome(observation=tuple(self._called(call) for call in action.calls))
+
+    def close(self) -> None:
+        """End the sandbox and everything in it."""
+        self._box.close()
+
+    def solve(self) -> Action:
+        """Write the right function; say so once it is there."""
+        if self._read() == self._task["fixed"]:
+            return Action(text="The function is mended.")
+        arguments = {"path": self._task["file"], "content": self._task["fixed"]}
+        call = ToolCall(name="write_file", arguments=arguments)
+        return Action(text=hermes(call.name, arguments), calls=(call,))
+
+    @classmethod
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+        """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
+        chosen = validate(SandboxOptions, options, "environment sandbox")
+        drawn = _drawn(random.Random(f"sandbox/{seed}"), chosen, n * DRAWS_PER_ROW)
+        return take_unique(drawn, n, "environment sandbox")
+
+    def _called(self, call: ToolCall) -> str:
+        if call.name == "shell":
+            return self._told(self._box.run(["/bin/sh", "-c", str(call.arguments["command"])]))
+        return self._write(str(call.arguments["path"]), str(call.arguments["content"]))
+
+    def _write(self, path: str, content: str) -> str:
+        given = PurePosixPath(path)
+        if not path or given.is_absolute() or ".." in given.parts:
+            return "error: give a relative path inside of the directory of the task"
+        ran = self._box.run(["/bin/sh", "-c", WRITE, "sh", f"./{path}"], stdin=content)
+        return f"wrote {len(content)} characters to {path}" if ran.code == 0 else self._told(ran)
+
+    def _read(self) -> str:
+        """The file of the task as it is now."""
+        return self._box.run(["/bin/cat", "--", str(self._task["file"])], output=MOST_JUDGED).output
+
+    def _told(self, ran: Ran) -> str:
+        code = f"[exit code {ran.code}]" if ran.code else ""
+        end = ENDED[ran.why].format(limits=self._limits) if ran.why else code
+        return "\n".join(filter(None, (ran.output.rstrip("\n"), end))) or "[no output]"
+
+    def _passed(self) -> int:
+        """Hidden calls that give the right result, in a sandbox that the policy's commands never saw."""
+        given = {"source": self._read(), "function": self._task["function"], "calls": self._task["calls"]}
+        with Box(self._limits) as judge:
+            ran = judge.run(["/run/bin/python", "-I", "-c", CALLER], stdin=json.dumps(given), output=MOST_JUDGED)
+        try:
+            results = json.loads(ran.output.strip().rpartition("\n")[2])
+        except (ValueError, RecursionError):
+            return 0
+        if not isinstance(results, list) or len(results) != len(self._task["expected"]):
+            return 0
+        return sum(_same(a, b) for a, b in zip(results, self._task["expected"], strict=True))
+
+
+MOST_JUDGED = 100_000
+"""Bytes of a file that is judged, and of the results of the hidden calls."""
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal as JSON: True is not 1, and 1.0 is not 1."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _drawn(rng: random.Random, options: SandboxOptions, limit: int) -> Iterator[Row]:
+    for _ in range(limit):
+        problem = rng.choice(PROBLEMS)
+        row = _task(rng, problem, rng.choice(problem.bugs), options.calls)
+        if row is not None:
+            yield row
+
+
+def _task(rng: random.Random, problem: Problem, bug: tuple[str, str], calls: int) -> Row | None:
+    """A row, or None if the calls that were drawn do not show the bug."""
+    name = problem.function.__name__
+    fixed = inspect.getsource(problem.function).replace("  # type: ignore[no-untyped-def]", "")
+    assert fixed.count(bug[0]) == 1, f"{name}: {bug[0]!r} is not once in it"
+    source = fixed.replace(*bug)
+    given = [problem.draw(rng) for _ in range(calls)]
+    expected = [_result(problem.function, arguments) for arguments in given]
+    scope: dict[str, Any] = {}
+    exec(source, scope)  # our own text, from problems.py
+    broken = [_result(scope[name], arguments) for arguments in given]
+    shown = next((i for i in range(calls) if not _same(broken[i], expected[i])), None)
+    if shown is None:
+        return None
+    said = f"{name}({', '.join(map(repr, given[shown]))})"
+    asked = (
+        f"The file {name}.py has a function that is wrong: {said} should give {expected[shown]!r}. Mend the file with the "
+        "tools `shell` and `write_file`. When it is right, answer without a call."
+    )
+    task = {"file": f"{name}.py", "source": source, "fixed": fixed, "function": name, "calls": given}
+    return {
+        "prompt": [{"role": "user", "content": asked}],
+        "answer": fixed,
+        "metadata": task | {"expected": expected, "moves": 2},
+    }
+
+
+def _result(function: Callable[..., Any], arguments: list[Any]) -> Any:
+    """What a call gives, as JSON gives it back."""
+    try:
+        return json.loads(json.dumps(function(*json.loads(json.dumps(arguments)))))
+    except Exception as error:  # noqa: BLE001 a broken function may raise anything
+        return {"raised": type(error).__name__}

@@ -1,0 +1,308 @@
+"""The first process of a sandbox: makes it, then runs one command after the other in it. Run as a script, never imported.
+
+`box.py` starts it and talks to it in lines of JSON: a request is {"argv", "stdin", "seconds", "output"}, an answer {"code", "why",
+"head", "tail", "missing"}. Only the standard library: `-I -S` leaves everything else out.
+
+What a command sees: a root that cannot be written, with the machine's programs and this Python; `/box` and `/tmp`, which hold
+a few megabytes each in memory; its own processes; no network. It runs without any capability, as `nobody` if root started the
+sandbox. When it ends, everything that it left running is killed. Nothing of a sandbox is on a disk.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import os
+import re
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+NOBODY = 65534
+PLACES = ("/mnt", "/media", "/srv", "/tmp")
+"""Directories of the machine, any of which the sandbox's root may cover."""
+DEVICES = ("null", "zero", "full", "random", "urandom")
+POLL_S = 0.02
+PIECE = 1 << 16
+MOST_OUTPUT = 16 << 20
+"""Bytes after which a command is ended that never stops to write."""
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(what: str, done: int) -> None:
+    """Raises: OSError if a C function failed; `what` says which."""
+    if done != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    kind_bytes = None if kind is None else kind.encode()
+    done = libc.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), data.encode())
+    call(f"mount {kind or source} on {target}", done)
+
+
+def leave_the_machine() -> None:
+    """Enter namespaces of our own: users, mounts, processes, network, host name, shared memory.
+
+    Root also maps `nobody`, so that commands have a user whose number of processes can be limited.
+    """
+    ready, outside = os.pipe(), os.getpid()
+    helper = os.fork()
+    if helper == 0:  # it stays outside, where only root may map a second user
+        os.read(ready[0], 1)
+        try:
+            _map_users(Path("/proc", str(outside)), os.geteuid(), os.getegid())
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    failed = libc.unshare(NEWUSER | NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET) and ctypes.get_errno()
+    os.write(ready[1], b".")
+    _, status = os.waitpid(helper, 0)
+    os.close(ready[0])
+    os.close(ready[1])
+    if failed:
+        raise OSError(failed, f"unshare: {os.strerror(failed)}")
+    if status != 0:
+        raise OSError("the users of a new namespace could not be mapped")
+
+
+def _map_users(process: Path, uid: int, gid: int) -> None:
+    second = f"\n{NOBODY} {NOBODY} 1" if uid == 0 else ""
+    if uid != 0:
+        (process / "setgroups").write_text("deny")
+    (process / "gid_map").write_text(f"0 {gid} 1{second}")
+    (process / "uid_map").write_text(f"0 {uid} 1{second}")
+
+
+def become_first() -> None:
+    """Go on as process 1 of the new process namespace. The process outside only waits; if it dies, so do we."""
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0x7F)
+    call("prctl", libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+
+
+def build_root(python: str, disk_mb: int) -> None:
+    """Mount the new root and move into it. `python` is the directory of this interpreter's installation."""
+    mount("none", "/", None, REC | PRIVATE)
+    before = {line.split()[0] for line in _mounts()}
+    shown = ["/usr", *([] if python == "/usr" or python.startswith("/usr/") else [python])]
+    root = next(p for p in PLACES if Path(p).is_dir() and not any(s == p or s.startswith(p + "/") for s in shown))
+    mount("root", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    for link in ("bin", "sbin", "lib", "lib64", "lib32"):
+        if Path("/", link).is_symlink():
+            Path(root, link).symlink_to(Path("/", link).readlink())
+        elif Path("/", link).is_dir():
+            shown.append(f"/{link}")
+    for source in [*shown, *(p for p in ("/etc/alternatives", "/etc/ld.so.cache") if Path(p).exists())]:
+        bind(source, root + source)
+    _devices(root)
+    _lock(root, [line.split()[4] for line in _mounts() if line.split()[0] not in before])
+    _own_directories(root, disk_mb)
+    os.chroot(root)
+    os.chdir("/box")
+
+
+def bind(source: str, target: str) -> None:
+    """Show a file or directory of the machine at `target`, which is made."""
+    if Path(source).is_dir():
+        Path(target).mkdir(parents=True)
+    else:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        Path(target).touch()
+    mount(source, target, None, BIND | REC)
+
+
+def _devices(root: str) -> None:
+    for name in DEVICES:
+        bind(f"/dev/{name}", f"{root}/dev/{name}")
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        Path(root, "dev", name).symlink_to(f"/proc/self/fd/{number}")
+    Path(root, "dev", "fd").symlink_to("/proc/self/fd")
+
+
+def _mounts() -> list[str]:
+    return Path("/proc/self/mountinfo").read_text().splitlines()
+
+
+def _lock(root: str, mounted: list[str]) -> None:
+    """Make everything that comes from the machine read-only, also mounts inside of what is shown."""
+    for escaped in mounted:
+        target = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped)
+        if target.startswith(root + "/") and not target.startswith(root + "/dev/"):
+            kept = os.statvfs(target).f_flag & NOEXEC  # a flag that the machine set cannot be taken away
+            mount("none", target, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV | kept)
+
+
+def _own_directories(root: str, disk_mb: int) -> None:
+    for name in ("box", "tmp", "proc", "run/bin", "etc"):
+        Path(root, name).mkdir(parents=True, exist_ok=True)
+    for name in ("python", "python3"):
+        Path(root, "run/bin", name).symlink_to(os.path.realpath(sys.executable))
+    Path(root, "etc/passwd").write_text(f"root:x:0:0::/box:/bin/sh\nnobody:x:{NOBODY}:{NOBODY}::/box:/bin/sh\n")
+    Path("/proc/sys/user/max_user_namespaces").write_text("0")  # ours alone: a command can make no namespace of its own
+    mount("proc", root + "/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2")  # not to group 0, which is ours
+    for name in ("box", "tmp"):
+        mount(name, f"{root}/{name}", "tmpfs", NOSUID | NODEV, f"size={disk_mb}m,nr_inodes=4096,mode=777")
+    mount("none", root, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
+
+
+def give_up_rights(limits: dict[str, int]) -> None:
+    """In the child, before its program: limits, no capability, another user where there is one. None of it can be undone."""
+    megabytes = 1 << 20
+    for what, most in (
+        (resource.RLIMIT_AS, limits["memory_mb"] * megabytes),
+        (resource.RLIMIT_FSIZE, limits["disk_mb"] * megabytes),
+        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (most, most))
+    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
+    for capability in range(last + 1):
+        call("prctl", libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0))
+    if limits["nobody"]:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    call("capset", libc.capset(header, nothing))
+    call("prctl", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+
+
+class Output:
+    """The beginning and the end of what a command wrote."""
+
+    def __init__(self, most: int) -> None:
+        self.head, self.tail, self.length = b"", b"", 0
+        self._half = most // 2
+
+    def add(self, read: bytes) -> None:
+        """Take a piece; what lies between the two halves is forgotten."""
+        self.length += len(read)
+        room = self._half - len(self.head)
+        self.head += read[:room]
+        self.tail = (self.tail + read[room:])[-self._half :]
+
+    def told(self) -> dict[str, Any]:
+        """Both halves, and how many bytes are missing between them."""
+        halves = {"head": base64.b64encode(self.head).decode(), "tail": base64.b64encode(self.tail).decode()}
+        return halves | {"missing": self.length - len(self.head) - len(self.tail)}
+
+
+def run(request: dict[str, Any], limits: dict[str, int]) -> dict[str, Any]:
+    """Run one command to its end, or to a limit, and kill all that it left."""
+    given = os.memfd_create("stdin")
+    os.write(given, request["stdin"].encode())
+    os.lseek(given, 0, os.SEEK_SET)
+    reading, writing = os.pipe()
+    output, why = Output(request["output"]), "not started"
+    code: int | None = None
+    try:
+        child = subprocess.Popen(
+            request["argv"],
+            stdin=given,
+            stdout=writing,
+            stderr=subprocess.STDOUT,
+            cwd="/box",
+            env=ENVIRONMENT,
+            start_new_session=True,
+            preexec_fn=lambda: give_up_rights(limits),  # this process has one thread
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        output.add(str(error).encode())
+    else:
+        why = _watch(child, reading, output, request["seconds"], limits)
+        code = child.poll()
+    end_all()
+    os.close(writing)
+    while read := os.read(reading, PIECE):  # nobody writes any more
+        output.add(read)
+    os.close(reading)
+    os.close(given)
+    return {"code": code, "why": why} | output.told()
+
+
+ENVIRONMENT = {
+    "PATH": "/run/bin:/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/box",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
+}
+
+
+def _watch(child: subprocess.Popen[bytes], reading: int, output: Output, seconds: float, limits: dict[str, int]) -> str:
+    """Read until the command ends. Returns the limit that it met, if any."""
+    end = time.monotonic() + seconds
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(reading, selectors.EVENT_READ)
+        waiting.register(0, selectors.EVENT_READ)
+        while child.poll() is None:
+            for key, _ in waiting.select(POLL_S):
+                if key.fd == 0:  # whoever started us is gone
+                    os._exit(0)
+                output.add(os.read(reading, PIECE))
+            if output.length > MOST_OUTPUT:
+                return "output"
+            if time.monotonic() > end:
+                return "deadline"
+            if memory_in_use() > limits["memory_mb"] << 20:
+                return "memory"
+    return ""
+
+
+def memory_in_use() -> int:
+    """Resident bytes of all processes of the sandbox but this one."""
+    pages = 0
+    for entry in os.listdir("/proc"):  # noqa: PTH208 a hundred times a second
+        if entry.isdigit() and entry != "1":
+            try:
+                pages += int(Path("/proc", entry, "statm").read_text().split()[1])
+            except OSError:  # it ended meanwhile
+                continue
+    return pages * resource.getpagesize()
+
+
+def end_all() -> None:
+    """Kill every process of the sandbox but this one, and wait for them. Process 1 may: it sees no others."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+        while True:
+            os.waitpid(-1, 0)
+    except (ProcessLookupError, ChildProcessError):
+        return
+
+
+def main() -> None:
+    """Make the sandbox, say so, and serve until standard input ends."""
+    limits = json.loads(sys.argv[1])
+    limits["nobody"] = os.geteuid() == 0
+    os.umask(0o022)
+    try:
+        leave_the_machine()
+        become_first()
+        build_root(sys.base_prefix, limits["disk_mb"])
+        call("prctl", libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))  # nobody traces this process or reads its memory
+    except OSError as error:
+        print(json.dumps({"refused": str(error)}), flush=True)
+        sys.exit(1)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line), limits)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Sort digits by swapping neighbours."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from opd.environments.game import Game, GameOptions
+
+
+class SortingOptions(GameOptions):
+    digits: int = Field(5, ge=3, le=9)
+    """How many there are to sort, all different."""
+
+
+class Sorting(Game[str]):
+    """Bring up to nine digits into order by swaps of neighbours."""
+
+    name = "sorting"
+    Options = SortingOptions
+    pattern = r"\b(\d)\b"
+    moves = "a place"
+
+    @classmethod
+    def draw(cls, rng: random.Random, options: SortingOptions) -> dict[str, Any]:
+        digits = sorted(rng.sample(string.digits, options.digits))
+        start = digits.copy()
+        while start == digits:
+            rng.shuffle(start)
+        return {"start": "".join(start)}
+
+    def begin(self, task: Mapping[str, Any]) -> str:
+        if not task["start"].isdigit() or len(set(task["start"])) != len(task["start"]):
+            raise ValueError(f"digits {task['start']!r:.40}")
+        return str(task["start"])
+
+    def rules(self) -> str:
+        last = len(self.task["start"]) - 1
+        return (
+            "Sort the digits, the smallest first. A move swaps two neighbours. "
+            f"Answer with the place of the left one of them, a number from 1 to {last}."
+        )
+
+    def show(self, state: str) -> str:
+        return state
+
+    def tell(self, state: str) -> str:
+        return f"The digits are {' '.join(state)}."
+
+    def solved(self, state: str) -> bool:
+        return list(state) == sorted(state)
+
+    def problem(self, state: str, move: str) -> str:
+        return "" if 1 <= int(move) < len(state) else f"There is no pair of neighbours at place {move}."
+
+    def after(self, state: str, move: str) -> str:
+        left = int(move) - 1
+        return state[:left] + state[left + 1] + state[left] + state[left + 2 :]
+
+    def best(self, state: str) -> str:
+        """The first pair in the wrong order: each such swap takes away one of the pairs that stand the wrong way round."""
+        return next(str(i + 1) for i in range(len(state) - 1) if state[i] > state[i + 1])

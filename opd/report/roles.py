@@ -1,0 +1,24 @@
+"""How busy the roles were in a merge, and how old the tokens that it trained on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from opd.step_record import StepRecord
+
+
+def utilisation(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Role -> share of the time of all steps in which it was at work; without steps of a release that did not measure it."""
+    known = [record for record in records if record.busy_s]
+    seconds = sum(record.seconds for record in known)
+    roles = dict.fromkeys(role for record in known for role in record.busy_s)
+    return {role: sum(r.busy_s.get(role, 0.0) for r in known) / seconds for role in roles} if seconds else {}
+
+
+def token_ages(records: Sequence[StepRecord]) -> dict[str, int]:
+    """Age -> trained tokens of the whole merge."""
+    total = Counter[str]()
+    for record in records:
+        total.update(record.token_ages)
+    return dict(sorted(total.items(), key=lambda item: int(item[0])))

@@ -1,0 +1,44 @@
+"""What every schedule is made of: its spec, and the engine with a stopwatch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opd.interfaces import PromptSource, RolloutEngine, TargetLog
+from opd.types import Prompt, RolloutBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """The parts of a merge that a schedule directs, and its bounds. A schedule takes from it what it needs."""
+
+    prompts: PromptSource
+    engine: RolloutEngine
+    log: TargetLog
+    max_staleness: int
+    """Pushes that may lie between the writing of a token and its training."""
+    timeout_s: float
+    """Deadline for the responses of one step."""
+
+
+class Writer:
+    """Has the engine write a step's responses, one step at a time, and counts the seconds."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._seconds = 0.0
+
+    def write(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
+        """The responses of a step, by the weights that the engine holds. Raises: what the engine raises."""
+        began = time.monotonic()
+        try:
+            return self._engine.generate(prompts, step=step, policy_version=policy_version)
+        finally:
+            self._seconds += time.monotonic() - began
+
+    def take_seconds(self) -> float:
+        """Seconds of writing since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

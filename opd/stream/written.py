@@ -1,0 +1,146 @@
+"""Responses that were written ahead of their step, on disk from the moment they were written.
+
+    targets/written-000013/  written.arrow  written.json
+
+`written.arrow` has the rollouts in their order, `written.json` which question they answer (step, policy version, prompts),
+which prompts were refused, and BLAKE3 and size of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from blake3 import blake3
+
+from opd.files import replace_dir, storing
+from opd.rollouts.episodes.spec import EpisodeStats
+from opd.stream.rollouts import RolloutError, read_file, write_file
+from opd.types import Prompt, Quarantined, RolloutBatch
+
+MANIFEST = "written.json"
+ROLLOUTS = "written.arrow"
+FORMAT = 1
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RolloutError)
+"""What files raise that are not as they were written."""
+
+
+class WrittenRollouts:
+    """The rollouts of steps that have not begun, one directory each."""
+
+    def __init__(self, root: Path, vocab_size: int, say: Callable[[str], None]) -> None:
+        """`say` is told of rollouts that are there and cannot be used."""
+        self._root = root
+        self._vocab_size = vocab_size
+        self._say = say
+
+    def keep(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
+        """Store a step's rollouts, all or none. Raises: StorageError."""
+        raw = memoryview(write_file(batch.rollouts))
+        manifest = {
+            **question(FORMAT, step, policy_version, prompts),
+            **beside_rollouts(batch),
+            "files": {ROLLOUTS: facts_of(raw)},
+        }
+        self._store(step, {ROLLOUTS: raw, MANIFEST: json.dumps(manifest).encode()})
+
+    def read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch | None:
+        """The rollouts as they were stored; None if there are none, or if they are damaged or answer another question."""
+        path = self._path(step)
+        if not path.exists():
+            return None
+        try:
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            refuse_other_question(manifest, question(FORMAT, step, policy_version, prompts), MANIFEST)
+            raw = read_whole(path / ROLLOUTS, manifest["files"][ROLLOUTS])
+            return batch_of(raw, manifest, self._vocab_size)
+        except UNREADABLE as error:
+            self._say(f"warning: step {step} is rolled out again, what was written ahead cannot be used: {error}")
+            return None
+
+    def files(self, step: int) -> dict[str, bytes]:
+        """Name -> content; empty if nothing is there."""
+        path = self._path(step)
+        return {name: (path / name).read_bytes() for name in (ROLLOUTS, MANIFEST)} if path.exists() else {}
+
+    def bring_back(self, step: int, directory: Path) -> None:
+        """Store the files that `files` gave, from a directory that may have them. Raises: StorageError."""
+        if (directory / MANIFEST).exists():
+            self._store(step, {name: memoryview((directory / name).read_bytes()) for name in (ROLLOUTS, MANIFEST)})
+
+    def drop(self, unwanted: Callable[[int], bool]) -> None:
+        """Delete the rollouts of the unwanted steps."""
+        for path in self._root.glob("written-*"):
+            number = path.name.removeprefix("written-")
+            if number.isdigit() and unwanted(int(number)):
+                shutil.rmtree(path)
+
+    def _store(self, step: int, files: Mapping[str, bytes | memoryview]) -> None:
+        final = self._path(step)
+        temporary = final.with_name(f".tmp-{final.name}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            with storing(temporary):
+                temporary.mkdir(parents=True)
+                for name, content in files.items():
+                    (temporary / name).write_bytes(content)
+                replace_dir(temporary, final)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+
+    def _path(self, step: int) -> Path:
+        return self._root / f"written-{step:06d}"
+
+
+def beside_rollouts(batch: RolloutBatch) -> dict[str, Any]:
+    """What a manifest says of a batch beside its file of rollouts. Workers that were started again are not stored."""
+    return {
+        "refused": [asdict(q) for q in batch.quarantined],
+        "episodes": {domain: asdict(stats) for domain, stats in batch.episodes.items()},
+    }
+
+
+def batch_of(raw: np.ndarray, manifest: Mapping[str, Any], vocab_size: int) -> RolloutBatch:
+    """The batch from its file of rollouts and the manifest that `beside_rollouts` is in.
+
+    Raises: KeyError, TypeError or RolloutError for what is not as it was written.
+    """
+    return RolloutBatch(
+        rollouts=tuple(read_file(pa.py_buffer(raw), vocab_size)),
+        quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
+        episodes={domain: EpisodeStats.from_json(data) for domain, data in manifest.get("episodes", {}).items()},
+    )
+
+
+def question(form: int, step: int, policy_version: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What stored rollouts answer: ids, domains and token ids of the prompts in their order, as a hash, and for whom."""
+    asked = json.dumps([[p.id, p.domain, list(p.token_ids)] for p in prompts]).encode()
+    return {"format": form, "step": step, "policy_version": policy_version, "prompts": blake3(asked).hexdigest()}
+
+
+def refuse_other_question(found: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
+    """Raises: ValueError naming the key that differs; KeyError for one that is missing."""
+    for key, wanted in asked.items():
+        if found[key] != wanted:
+            raise ValueError(f"{where}: {key} is {found[key]}, wanted {wanted}")
+
+
+def facts_of(raw: memoryview) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"blake3": blake3(raw).hexdigest(), "bytes": raw.nbytes}
+
+
+def read_whole(path: Path, facts: Mapping[str, Any]) -> np.ndarray:
+    """The bytes of a file as `facts_of` saw them. Raises: ValueError if they are others; OSError."""
+    data = path.read_bytes()
+    if len(data) != facts["bytes"]:
+        raise ValueError(f"{path.name}: {len(data)} bytes, wanted {facts['bytes']}")
+    if facts_of(memoryview(data)) != dict(facts):
+        raise ValueError(f"{path.name}: its bytes were changed")
+    return np.frombuffer(data, dtype=np.uint8)

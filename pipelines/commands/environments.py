@@ -1,0 +1,80 @@
+"""`opd environments ...`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelines.commands.shell import print_table, say
+
+app = typer.Typer(no_args_is_help=True, help="What agents can be trained on: games, tools, a sandbox.")
+
+NameArgument = Annotated[str, typer.Argument(help="A name of `opd environments list`, or module:Class.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the tasks, e.g. size=8; repeat.")
+]
+
+
+@app.command("list")
+def list_all() -> None:
+    """List the environments that come with opd."""
+    from pipelines import environments
+
+    print_table("environments", ("name", "tools", "what"), environments.table())
+
+
+@app.command("tasks")
+def tasks(
+    name: NameArgument,
+    output: Annotated[Path, typer.Option(help="Prompts file to write (JSONL).")],
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Tasks.")] = 100,
+    seed: int = 0,
+    options: SetOption = None,
+) -> None:
+    """Write a prompts file of tasks with different prompts; the same for the same arguments."""
+    from pipelines import environments
+
+    written = environments.write_tasks(name, n, seed, options or [], output)
+    say(f"{name}: {written} tasks in {output}", err=False)
+
+
+@app.command("episodes")
+def episodes(
+    name: NameArgument,
+    output: Annotated[Path, typer.Option(help="Prompts file to write (JSONL), with episodes for `opd experts train`.")],
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Tasks, one episode each.")] = 1000,
+    seed: int = 0,
+    mistakes: Annotated[float, typer.Option(help="Share of turns with a mistake, which nobody learns.")] = 0.3,
+    max_turns: Annotated[int, typer.Option(help="Turns of an episode at most.")] = 40,
+    options: SetOption = None,
+) -> None:
+    """Write episodes that the environment's solver plays, with mistakes on purpose."""
+    from experts.episodes.play import Play
+    from pipelines import environments
+
+    played = Play(mistakes=mistakes, max_turns=max_turns, seed=seed)
+    written = environments.write_episodes(name, n, played, options or [], output)
+    say(f"{name}: {written} episodes in {output}", err=False)
+
+
+@app.command("play")
+def play(name: NameArgument, seed: int = 0, options: SetOption = None) -> None:
+    """Play one task at the terminal; `quit` ends it."""
+    from opd.errors import ConfigError
+    from pipelines import environments
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError.at(
+            "opd environments play",
+            found="no terminal",
+            wanted="a person at a terminal",
+            fix="start it in a terminal; programs use the environment's reset and step",
+        )
+    try:
+        reward = environments.play(name, seed, options or [], input, lambda text: say(text, err=False))
+    except EOFError:
+        reward = None
+    say("left" if reward is None else f"reward {reward:g}", err=False)

@@ -1,0 +1,117 @@
+"""`opd environments`: what there is, prompts files of tasks, and a game for a person at the terminal."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from experts.episodes.play import Play, play_tasks
+from opd.environments import ENVIRONMENTS, find
+from opd.environments.records import Action, Outcome, ToolCall
+from opd.errors import ConfigError
+from opd.files import atomic_write_text
+from opd.settings import apply_overrides
+from opd.text import printable
+
+QUIT = "quit"
+
+
+def table() -> list[tuple[str, str, str]]:
+    """Name, tools and first line of the documentation of every environment that comes with `opd`."""
+    rows = []
+    for name in ENVIRONMENTS:
+        made = find(name, "environments")
+        told = inspect.getdoc(made) or ""
+        rows.append((name, ", ".join(tool.name for tool in made.tools) or "-", told.partition("\n")[0]))
+    return rows
+
+
+def write_tasks(name: str, n: int, seed: int, options: list[str], output: Path) -> int:
+    """Write a prompts file of `n` tasks, whole or not at all; `options` are KEY=VALUE. Returns the number of rows.
+
+    Raises: ConfigError for an environment without tasks, or options that do not fit.
+    """
+    return _write(_tasks(name, n, seed, options), output)
+
+
+def write_episodes(name: str, n: int, play: Play, options: list[str], output: Path) -> int:
+    """Write a prompts file of `n` tasks with an episode of the solver each: see `experts.episodes.play`. Else as `write_tasks`.
+
+    Raises: ConfigError, also for an environment without a solver.
+    """
+    return _write(play_tasks(name, _tasks(name, n, play.seed, options), play), output)
+
+
+def _write(rows: Sequence[dict[str, Any]], output: Path) -> int:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return len(rows)
+
+
+def play(
+    name: str, seed: int, options: list[str], ask: Callable[[str], str], say: Callable[[str], None]
+) -> float | None:
+    """Play one task: `ask` gives the player's next turn, `say` shows a text. Returns the reward, None if the player left.
+
+    A turn is text. Where there are tools, `NAME {JSON}` calls one, and `NAME TEXT` one that takes a single text.
+    """
+    row = _tasks(name, 1, seed, options)[0]
+    environment = find(name, "environments")()
+    try:
+        first = environment.reset(row["metadata"], seed)
+        say(_spoken(row["prompt"]) + (f"\n{_spoken(first)}" if first else ""))
+        while (text := ask("> ")).strip() != QUIT:
+            outcome = _turn(environment, text, say)
+            if outcome.done:
+                return outcome.reward
+        return None
+    finally:
+        environment.close()
+
+
+def _turn(environment: Any, text: str, say: Callable[[str], None]) -> Outcome:
+    try:
+        calls = _calls(environment, text)
+    except ValueError as error:
+        say(f"this call cannot be made: {error}")
+        return Outcome()
+    outcome: Outcome = environment.step(Action(text=text, calls=calls))
+    seen = outcome.observation
+    say("\n".join(seen) if isinstance(seen, tuple) else seen)
+    return outcome
+
+
+def _calls(environment: Any, text: str) -> tuple[ToolCall, ...]:
+    """The tool call that a player typed, if it is one. Raises: ValueError for arguments that are missing."""
+    name, _, rest = text.strip().partition(" ")
+    tool = next((tool for tool in environment.tools if tool.name == name), None)
+    if tool is None:
+        return ()
+    needed = list(tool.parameters.get("required", ()))
+    typed = {needed[0]: rest} if needed else {}
+    arguments = json.loads(rest) if rest.lstrip().startswith("{") else typed
+    missing = [key for key in needed if key not in arguments]
+    if missing:
+        raise ValueError(f"{name} needs {missing[0]}; write {name} {{JSON}}")
+    return (ToolCall(name=name, arguments=arguments),)
+
+
+def _tasks(name: str, n: int, seed: int, options: list[str]) -> Sequence[dict[str, Any]]:
+    made = find(name, "environments")
+    if not hasattr(made, "tasks"):
+        raise ConfigError.at(
+            f"environment {name}",
+            found="a class without `tasks`",
+            wanted="a class method tasks(n, seed, **options) that gives rows",
+            fix="write one, or write the prompts file yourself",
+        )
+    found: Sequence[dict[str, Any]] = made.tasks(n, seed, **apply_overrides({}, options))
+    return found
+
+
+def _spoken(prompt: Any) -> str:
+    """What a prompt or an observation says, for a person."""
+    return printable(prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt))

@@ -1,0 +1,359 @@
+"""The sandbox: what code in it cannot do, and how its tasks are judged.
+
+Skipped, and said, where this machine makes no namespaces; there the refusal is what counts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from opd.environments.records import Action, ToolCall
+from opd.environments.sandbox.box import Box, Limits, Ran, clean
+from opd.environments.sandbox.environment import Sandbox
+from opd.errors import ConfigError, PromptError, RunError
+
+LIMITS = Limits(seconds=3.0, memory_mb=256, disk_mb=4, processes=16)
+
+
+def allowed() -> str:
+    """Why there can be no sandbox here; empty if there can be."""
+    try:
+        Box(LIMITS).close()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = allowed()
+needs_namespaces = pytest.mark.skipif(bool(REFUSED), reason=f"no sandbox on this machine: {REFUSED}")
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Box]:
+    with Box(LIMITS) as made:
+        yield made
+
+
+def sh(box: Box, command: str) -> Ran:
+    return box.run(["/bin/sh", "-c", command])
+
+
+def python(box: Box, code: str) -> Ran:
+    return box.run(["python3", "-c", code])
+
+
+def processes(text: str) -> list[int]:
+    """Processes of the whole machine whose command line has this text."""
+    found = []
+    for place in Path("/proc").iterdir():
+        try:
+            if place.name.isdigit() and text.encode() in (place / "cmdline").read_bytes():
+                found.append(int(place.name))
+        except OSError:
+            continue
+    return found
+
+
+@needs_namespaces
+def test_commands_run_in_a_directory_that_stays(box: Box) -> None:
+    assert sh(box, "echo hello > a.txt; mkdir b").code == 0
+    assert sh(box, "pwd; cat a.txt; ls").output == "/box\nhello\na.txt\nb\n"
+    assert python(box, "print(sum(range(5)))").output == "10\n"
+    assert sh(box, "exit 3") == Ran(3, "", "")
+    assert box.run(["/bin/cat"], stdin="given").output == "given"
+
+
+@needs_namespaces
+def test_there_is_no_network(box: Box) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        port = server.stdout.readline().split("port ")[1].split()[0]
+        reach = f"import socket; socket.create_connection(('{{}}', {port}), 2)"
+        subprocess.run([sys.executable, "-c", reach.format("127.0.0.1")], check=True, timeout=30)  # it is there
+        for address in ("127.0.0.1", "192.0.2.1"):
+            assert "unreachable" in python(box, reach.format(address)).output
+        server.terminate()
+    assert [line.split()[0] for line in sh(box, "cat /proc/net/dev").output.splitlines()[2:]] == ["lo:"]
+
+
+@needs_namespaces
+def test_nothing_outside_can_be_read_or_written(box: Box, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("do not read me")
+    tmp_path.chmod(0o777)
+    secret.chmod(0o666)
+    assert sh(box, f"cat {secret} {__file__} /etc/hostname").output.count("No such file") == 3
+    for place in (
+        "/x",
+        "/usr/x",
+        "/etc/x",
+        "/run/bin/x",
+        "/dev/x",
+        f"{sys.base_prefix}/x",
+        "/proc/sys/kernel/hostname",
+    ):
+        assert sh(box, f"echo x > {place}").code != 0, place
+    assert python(box, f"open({str(secret)!r}, 'w')").code == 1
+    assert secret.read_text() == "do not read me"
+
+
+@needs_namespaces
+def test_links_lead_nowhere(box: Box, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("do not read me")
+    tmp_path.chmod(0o777)
+    for target in (str(secret), f"/proc/1/root{secret}", f"/proc/1/cwd/../..{secret}"):
+        assert "do not read" not in sh(box, f"rm -f link; ln -s {target} link; cat link; echo x > link").output
+    assert secret.read_text() == "do not read me"
+
+
+@needs_namespaces
+def test_the_first_process_is_out_of_reach(box: Box) -> None:
+    sh(box, "kill -9 1")
+    reading = ("cat /proc/1/environ", "cat /proc/1/maps", "head -c 1 /proc/1/mem", "ls /proc/1/fd/", "ls /proc/1/root/")
+    for command in reading:
+        assert sh(box, command).code not in (0, None), command
+    assert os.geteuid() != 0 or "inside.py" not in sh(box, "cat /proc/[0-9]*/cmdline").output
+    assert sh(box, "echo yes").output == "yes\n"
+
+
+@needs_namespaces
+def test_there_are_no_rights(box: Box) -> None:
+    told = sh(box, "grep -E 'Cap(Inh|Prm|Eff|Bnd|Amb)|NoNewPrivs' /proc/self/status").output.split()
+    assert told[1::2] == ["0" * 16] * 5 + ["1"]
+    for command in (
+        "unshare -Ur true",
+        "unshare -n true",
+        "mount -t tmpfs none /tmp",
+        "chroot / true",
+        "mknod n c 1 3",
+    ):
+        assert sh(box, command).code != 0, command
+
+
+@needs_namespaces
+def test_a_fork_bomb_ends(box: Box) -> None:
+    started = time.monotonic()
+    told = python(box, "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass")
+    assert told.why in ("deadline", "memory") and time.monotonic() - started < 30
+    count = "import os\nn = 0\ntry:\n    while True:\n        if os.fork() == 0:\n            import time; time.sleep(9)\n        n += 1\nexcept OSError:\n    print(n)"
+    assert 1 <= int(python(box, count).output) < LIMITS.processes
+    assert sh(box, "echo yes").output == "yes\n"
+
+
+@needs_namespaces
+def test_memory_is_limited_for_one_process_and_for_all_together(box: Box) -> None:
+    assert "MemoryError" in python(box, "x = bytearray(400 << 20)").output
+    many = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        x = bytearray(60 << 20); time.sleep(9)\ntime.sleep(9)"
+    assert python(box, many).why == "memory"
+
+
+@needs_namespaces
+def test_disk_is_limited(box: Box) -> None:
+    assert sh(box, "head -c 20000000 /dev/zero > big").code != 0
+    assert sh(box, "for i in 1 2 3 4 5 6 7 8; do head -c 1000000 /dev/zero > part$i || exit 1; done").code != 0
+    assert sh(box, "i=0; while [ $i -lt 5000 ]; do : > f$i || exit 9; i=$((i+1)); done").code != 0
+    assert sh(box, "rm -rf /box/*; ls").output == ""
+
+
+@needs_namespaces
+def test_a_deadline_ends_what_does_not(box: Box) -> None:
+    started = time.monotonic()
+    assert sh(box, "echo begun; sleep 60") == Ran(None, "begun\n", "deadline")
+    assert sh(box, "exec >&- 2>&-; sleep 60").why == "deadline"
+    assert time.monotonic() - started < 30
+
+
+@needs_namespaces
+def test_what_runs_in_the_background_ends_with_its_command(box: Box) -> None:
+    mark = f"98765.{os.getpid()}"
+    told = sh(box, f"sleep {mark} & (setsid nohup sleep {mark} >/dev/null 2>&1 &) ; sleep 0.3; echo done")
+    assert told == Ran(0, "done\n", "")
+    assert processes(mark) == []
+    assert "sleep" not in sh(box, "ps ax || cat /proc/[0-9]*/cmdline").output
+
+
+@needs_namespaces
+def test_everything_ends_with_the_sandbox_also_when_its_owner_is_killed() -> None:
+    mark = f"87654.{os.getpid()}"
+    code = (
+        "import sys, threading, time; from opd.environments.sandbox.box import Box, Limits\n"
+        f"box = Box(Limits(seconds=60))\nthreading.Thread(target=box.run, args=(['sleep', '{mark}'],)).start()\n"
+        "time.sleep(1); print('running', flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[4])
+    assert owner.stdout is not None and owner.stdout.readline() == b"running\n"
+    assert len(processes(f"sleep\0{mark}")) == 1
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    end = time.monotonic() + 20
+    while processes(f"sleep\0{mark}") and time.monotonic() < end:
+        time.sleep(0.1)
+    assert processes(f"sleep\0{mark}") == []
+
+
+@needs_namespaces
+def test_ten_megabytes_of_output_are_cut_and_endless_output_ends(box: Box) -> None:
+    told = python(box, "print('first' + 'x' * 10_000_000 + 'last')")
+    assert told.code == 0 and len(told.output) < LIMITS.output + 100
+    assert told.output.startswith("firstx") and told.output.endswith("xlast\n") and "bytes are left out" in told.output
+    assert sh(box, "yes").why in ("output", "deadline")
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    "argv", [["sh", "-c", "a\0b"], ["sh", "-c", "\ud800"], ["sh", "-c", "x" * 200_000], ["nowhere"]]
+)
+def test_a_command_that_cannot_start_says_so(box: Box, argv: list[str]) -> None:
+    told = box.run(argv)
+    assert told.why == "not started" and told.code is None and told.output
+    assert sh(box, "echo yes").output == "yes\n"
+
+
+@needs_namespaces
+def test_a_sandbox_that_is_gone_is_an_error_of_the_run() -> None:
+    made = Box(LIMITS)
+    made._process.kill()
+    made._process.wait()
+    with pytest.raises(RunError, match=r"sandbox: it (has )?ended"):
+        sh(made, "true")
+    made.close()
+
+
+def test_a_machine_without_namespaces_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in = tmp_path / "inside.py"
+    stand_in.write_text('print(\'{"refused": "unshare: Operation not permitted"}\')')
+    monkeypatch.setattr("opd.environments.sandbox.box.INSIDE", stand_in)
+    with pytest.raises(ConfigError, match=r"(?s)environment sandbox.*Operation not permitted.*unprivileged_userns"):
+        Box(LIMITS)
+    stand_in.write_text("raise ValueError('a mistake of ours')")
+    with pytest.raises(RunError, match="a mistake of ours"):
+        Box(LIMITS)
+
+
+def test_control_characters_are_taken_out() -> None:
+    assert clean(b"a\x1b[31mred\x1b[0m\a\x00b\r\nc\rd\x1b]0;title\x07e\xff") == "aredb\nc\nde\ufffd"
+    assert clean("a\u202eb\u200bc\u2028d\te".encode()) == "abcd\te"
+
+
+def write(path: str, content: str) -> Action:
+    return Action(text="", calls=(ToolCall(name="write_file", arguments={"path": path, "content": content}),))
+
+
+def shell(command: str) -> Action:
+    return Action(text="", calls=(ToolCall(name="shell", arguments={"command": command}),))
+
+
+@pytest.fixture
+def task() -> Iterator[Sandbox]:
+    made = Sandbox(seconds=3, memory_mb=128)
+    try:
+        made.reset(Sandbox.tasks(1, 0)[0]["metadata"], 0)
+        yield made
+    finally:
+        made.close()
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", range(4))
+def test_a_mended_function_passes_and_a_broken_one_does_not(number: int) -> None:
+    row = Sandbox.tasks(4, 5)[number]
+    for mend in (False, True):
+        made = Sandbox(seconds=5)
+        try:
+            made.reset(row["metadata"], 0)
+            if mend:
+                made.step(shell(f"rm {row['metadata']['file']}"))
+                assert made.step(made.solve()).observation[0].startswith("wrote ")
+                assert not made.solve().calls
+            end = made.step(Action(text="It is done."))
+            assert end.done and end.reward == float(mend) and (end.info["passed"] == end.info["of"]) == mend
+        finally:
+            made.close()
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "print('[' + ', '.join(['0'] * 8) + ']')\nimport os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise SystemExit",
+        "while True: pass",
+        "import atexit\natexit.register(lambda: print('[]'))\n",
+        "this is no Python",
+        "print('[' * 90_000)\nraise SystemExit",
+        "import json\njson.dumps = lambda *a, **k: 'true'\n",
+        "class Same(dict):\n    def __eq__(self, other): return True\n",
+        "",
+    ],
+)
+def test_no_trick_passes_for_a_right_function(task: Sandbox, cheat: str) -> None:
+    source = (
+        cheat + f"\ndef {task._task['function']}(*arguments):\n    return Same() if 'Same' in globals() else None\n"
+    )
+    task.step(write(task._task["file"], source))
+    end = task.step(Action(text="done"))
+    assert end.done and end.reward == 0
+
+
+@needs_namespaces
+def test_what_tools_say(task: Sandbox) -> None:
+    said = lambda action: task.step(action).observation[0]  # noqa: E731
+    assert said(shell("echo hi; exit 2")) == "hi\n[exit code 2]"
+    assert said(shell("true")) == "[no output]"
+    assert said(shell("sleep 9")) == "[ended: it took longer than 3 s]"
+    assert said(shell("a\0b")).endswith("[not started]")
+    assert said(write("deep/er/x.txt", "é\n")) == "wrote 2 characters to deep/er/x.txt"
+    assert said(shell("cat deep/er/x.txt")) == "é"
+    for path in ("/etc/x", "../x", "a/../../x", ""):
+        assert said(write(path, "x")).startswith("error: ")
+    assert not said(write("big", "x" * 20_000_000)).startswith("wrote")
+    assert "Is a directory" in said(write("deep", "x"))
+
+
+@needs_namespaces
+def test_the_file_to_judge_may_be_a_link_or_a_directory(task: Sandbox) -> None:
+    name = task._task["file"]
+    task.step(shell(f"rm {name}; ln -s /proc/1/environ {name}"))
+    assert task.solve().calls
+    task.step(shell(f"rm {name}; mkdir {name}"))
+    assert task.step(Action(text="done")).reward == 0
+
+
+def test_tasks_are_the_same_for_the_same_seed_and_their_hidden_calls_are_not_told() -> None:
+    rows = Sandbox.tasks(30, 2)
+    assert rows == Sandbox.tasks(30, 2) != Sandbox.tasks(30, 3)
+    for row in rows:
+        task = row["metadata"]
+        assert task["source"] != task["fixed"] == row["answer"] and len(task["calls"]) == len(task["expected"]) == 8
+        assert "type: ignore" not in task["source"]
+        told = sum(repr(call)[1:-1] in row["prompt"][0]["content"] for call in task["calls"])
+        assert told < 8
+
+
+@needs_namespaces
+def test_metadata_of_another_kind_is_refused_by_name(task: Sandbox) -> None:
+    with pytest.raises(PromptError, match="environment sandbox: metadata"):
+        task.reset({"file": "x.py"}, 0)
+
+
+def test_limits_that_are_none_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)environment sandbox: memory.*did you mean `memory_mb`"):
+        Sandbox(memory=5)
