@@ -13,6 +13,7 @@ from pipelines.commands import (
     environments,
     evaluate,
     experts,
+    guard,
     merge,
     models,
     pipelines,
@@ -38,6 +39,7 @@ for name, group in (
     ("models", models),
     ("teachers", teachers),
     ("environments", environments),
+    ("guard", guard),
 ):
     app.add_typer(group.app, name=name)
 

@@ -299,12 +299,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         "use_tqdm_on_load": False,
     }
     if current_platform.is_cpu():
-        # After a part of a prompt vLLM winds the request's own random stream back, which a CPU's generator cannot do.
-        settings["enable_chunked_prefill"] = False
-        if is_recurrent(options.model_dir):
-            settings["enable_prefix_caching"] = False  # vLLM cuts recurrent states at cached blocks by prompts in parts
-        elif options.share_prompts:
-            settings["block_size"] = SMALL_BLOCK
+        settings |= _cpu_settings(options)
     if options.sleep:
         settings["enable_sleep_mode"] = True
     llm = LLM(**settings | more)
@@ -313,6 +308,16 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     if more.get("runner") != "pooling":  # that one has no head
         cut_vocabulary(llm, options.vocab_size)
     return llm
+
+
+def _cpu_settings(options: EngineOptions) -> dict[str, Any]:
+    # After a part of a prompt vLLM winds the request's own random stream back, which a CPU's generator cannot do.
+    settings: dict[str, Any] = {"enable_chunked_prefill": False}
+    if is_recurrent(options.model_dir):
+        settings["enable_prefix_caching"] = False  # vLLM cuts recurrent states at cached blocks by prompts in parts
+    elif options.share_prompts:
+        settings["block_size"] = SMALL_BLOCK
+    return settings
 
 
 def _generated(output: Any) -> Generated:

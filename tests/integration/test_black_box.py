@@ -118,6 +118,7 @@ def test_the_same_tokens_in_white_and_in_black(tmp_path: Path, make_model_dir: C
             assert found.behaviour_logprobs == pytest.approx(wanted.behaviour_logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_stock_clients_drive_a_merge_to_its_end(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     for name, client in (("left", ["openai", "stream", "rewrites"]), ("right", ["anthropic"])):

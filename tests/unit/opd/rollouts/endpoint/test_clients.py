@@ -203,6 +203,22 @@ def test_a_conversation_that_goes_back_forks_with_the_sampled_tokens() -> None:
     in_a_loop(work)
 
 
+def test_two_replies_that_read_alike_are_continued_one_each() -> None:
+    said = iter(["same", "sa\x01me", "to the left", "to the right"])  # token 1 is not seen in the text
+
+    async def work() -> None:
+        async with serving(lambda before, seed: next(said)) as (served, _):
+            chat: Chat = [{"role": "user", "content": "one"}]
+            first, second = [await ask_openai(served, chat, stream=False, seed=seed) for seed in (1, 2)]
+            assert first == second and served.session.audit.forks == 1
+            chat.append({"role": "assistant", "content": "same"})
+            for more in ("left", "right"):
+                await ask_openai(served, [*chat, {"role": "user", "content": more}], stream=False)
+            assert [s.turns for s in served.trace.segments] == [2, 2] and served.session.audit.forks == 1
+
+    in_a_loop(work)
+
+
 def test_a_stop_string_cuts_what_is_trained_too() -> None:
     async def work() -> None:
         async with serving(

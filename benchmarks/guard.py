@@ -1,0 +1,86 @@
+"""Time of the guard's stage one for a call, on our labelled commands.
+
+    python benchmarks/guard.py
+
+Every command is checked in a session of its own, without a judge, in several rounds; a command's time is its median. Rules are
+read and compiled once, before. No figure is judged here; the issue that asked for the guard allows 2 ms a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from machine import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from opd.environments.records import ToolCall  # noqa: E402 - found without an installation
+from opd.guard.guard import Guard  # noqa: E402
+from opd.guard.labelled import Case, shipped_cases  # noqa: E402
+from opd.guard.rules import RuleSet, shipped_rules  # noqa: E402
+
+LONG = [
+    ("heredoc of 200 lines", "cat > a.py <<'EOF'\n" + "x = [i * 2 for i in range(10)]\n" * 200 + "EOF"),
+    ("Python of 200 lines", "python3 - <<'EOF'\n" + "print(open('data.txt').read())\n" * 200 + "EOF"),
+    ("100 commands", "; ".join(f"sed -i 's/a/b/' src/file{i}.py" for i in range(100))),
+]
+"""Calls that are longer than any labelled one: they are over the bound, and are shown apart."""
+
+
+def median_ms(guard: Guard, step: ToolCall, rounds: int) -> float:
+    """Median time of one call in milliseconds, without what comes before it in its trajectory."""
+    times = []
+    for _ in range(rounds):
+        session = guard.session()
+        began = time.perf_counter()
+        guard.stage_one(step, session)
+        times.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(times)
+
+
+def measured(guard: Guard, cases: Sequence[Case], rounds: int) -> dict[str, float]:
+    """Median, percentiles and worst of the commands' times."""
+    times = sorted(median_ms(guard, case.steps[-1], rounds) for case in cases)
+    return {
+        "median_ms": statistics.median(times),
+        "p90_ms": times[int(0.9 * len(times))],
+        "p99_ms": times[int(0.99 * len(times))],
+        "max_ms": times[-1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time of the guard's stage one for a call.")
+    parser.add_argument("--rounds", type=int, default=11, help="times that each command is checked")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    guard = Guard(RuleSet([shipped_rules()]))
+    start_ms = 1e3 * (time.perf_counter() - began)
+    cases = shipped_cases()
+    found = measured(guard, cases, args.rounds)
+    long = {
+        name: median_ms(guard, ToolCall(name="bash", arguments={"command": text}), args.rounds) for name, text in LONG
+    }
+    print(f"reading and compiling the rules, once: {start_ms:.0f} ms")
+    print(
+        f"{len(cases)} labelled commands: " + ", ".join(f"{name[:-3]} {value:.2f} ms" for name, value in found.items())
+    )
+    for name, value in long.items():
+        print(f"{name}: {value:.1f} ms")
+    if args.json:
+        figures = {"machine": machine(1), "rounds": args.rounds, "commands": len(cases), "start_ms": start_ms}
+        args.json.write_text(
+            json.dumps(figures | {"labelled": found, "long_ms": long}, indent=2) + "\n", encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The section `guard`: what is checked before a tool call runs, who judges, and what happens to a cheat's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from opd.config.strict import Strict
+from opd.named import is_place
+
+
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+        raise PydanticCustomError("address", "http://HOST:PORT/v1 or https://HOST/v1, without user, password and query")
+    return url.rstrip("/")
+
+
+def _place(name: str) -> str:
+    if not is_place(name):
+        raise PydanticCustomError("place", "module:name of a function or class")
+    return name
+
+
+def _absolute(path: str) -> str:
+    if not path.startswith("/"):
+        raise PydanticCustomError("path", "an absolute path, as the policy's shell sees it")
+    return path
+
+
+class EndpointJudge(Strict):
+    """A server that speaks OpenAI's chat completions."""
+
+    kind: Literal["endpoint"]
+    base_url: Annotated[str, AfterValidator(_address)]
+    """Address of the API, such as `http://127.0.0.1:8000/v1`."""
+    model: str = Field(min_length=1)
+    """Name of the model at the server."""
+    api_key_env: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Environment variable that holds the key; none is sent without it."""
+    threshold: float | None = Field(None, gt=0, lt=1)
+    """Block from this probability of `block` on, if the server returns log-probs; null takes its word."""
+
+
+class LocalJudge(Strict):
+    """A model of your own, asked for the log-probs of the two verdicts."""
+
+    kind: Literal["local"]
+    scorer: Annotated[str, AfterValidator(_place)]
+    """`module:name` of what is called as `scorer(prompt, verdicts)` and returns a log-prob for each verdict."""
+    threshold: float = Field(0.5, gt=0, lt=1)
+    """Block from this probability of `block` on."""
+
+
+def _kind(value: Any) -> str:
+    return f"~{value.get('kind') if isinstance(value, Mapping) else getattr(value, 'kind', '')}"
+
+
+JudgeConfig = Annotated[
+    Annotated[EndpointJudge, Tag("~endpoint")] | Annotated[LocalJudge, Tag("~local")],
+    Discriminator(
+        _kind, custom_error_type="judge", custom_error_message="a mapping with `kind: endpoint` or `kind: local`"
+    ),
+]
+
+
+class GuardConfig(Strict):
+    rules: list[str] = Field(["shipped"], min_length=1)
+    """Files of rules; `shipped` is our own."""
+    protected: list[str] = []
+    """Globs of what this environment hides from its policy, from `/` or beginning with `**/`: `/box/.cases/**`."""
+    workdir: Annotated[str, AfterValidator(_absolute)] = "/workspace"
+    """Where an episode begins, as its shell sees it."""
+    home: Annotated[str, AfterValidator(_absolute)] = "/root"
+    """What `~` is."""
+    keeps_shell: bool = True
+    """True if calls share one shell, so that `cd` and variables last; false if each begins anew in `workdir`."""
+    tools: dict[str, dict[str, Literal["shell", "python", "read", "write", "text"]]] = {}
+    """Tool -> its argument -> what that is. Tools that are not named are read by the names of their arguments: `command` and the
+    like are shell, `code` is Python, `path` is a file."""
+    judge: JudgeConfig | None = None
+    """Who is asked about what the rules find suspicious; null leaves it to `on_failure`."""
+    deadline_s: float = Field(10.0, gt=0)
+    """How long an answer of the judge may take, connection included."""
+    cache: int = Field(4096, ge=0)
+    """Answers of the judge that are kept, by tool and normalised command."""
+    on_failure: Literal["allow", "block"] = "block"
+    """What happens to a suspicious call when no judge answers. A hit of a rule that is certain is blocked in any case."""
+    on_hit: Literal["mask", "keep", "negative"] = "keep"
+    """The tokens of a blocked call: kept in the loss, masked, or trained against. An episode runner reads this."""

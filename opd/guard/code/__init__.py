@@ -1,0 +1,36 @@
+"""Code given inline: what it would read, write, reach and run, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Code:
+    """What is known of a piece of code."""
+
+    mentions: list[str] = field(default_factory=list)
+    """Strings of it that may be paths, globs with marks."""
+    writes: list[str] = field(default_factory=list)
+    """Those that it opens for writing, removes or replaces."""
+    strings: list[str] = field(default_factory=list)
+    """All short strings."""
+    uses: list[str] = field(default_factory=list)
+    """Dotted names, import aliases resolved."""
+    env: list[str] = field(default_factory=list)
+    """Variables of the environment that it asks for by name."""
+    shell: list[str | list[str]] = field(default_factory=list)
+    """Commands that it runs: a script, or a program with its arguments."""
+    nested: list[str] = field(default_factory=list)
+    """Code of the same language that it evaluates."""
+    tags: set[str] = field(default_factory=set)
+    cwd: str = ""
+    """Where it changes to, if it does."""
+
+    def mention(self, text: str) -> None:
+        """Note a string of the code."""
+        if not text or len(text) > 512 or "\n" in text:
+            return
+        self.strings.append(text)
+        if not any(c.isspace() for c in text):
+            self.mentions.append(text)

@@ -1,0 +1,183 @@
+"""Values of Python expressions that can be worked out without running them: constants, however they are put together."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import codecs
+import posixpath
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from opd.guard.shell.nodes import Unreadable
+
+MAX_TEXT = 1 << 16
+MAX_STEPS = 20_000
+"""Expressions that are worked out for one program; parts of long ones are worked out again and again."""
+UNKNOWABLE = object()
+"""In the place of a value that depends on what runs."""
+_DECODERS: dict[str, Callable[[Any], bytes]] = {
+    "base64.b64decode": base64.b64decode,
+    "base64.urlsafe_b64decode": base64.urlsafe_b64decode,
+    "base64.b32decode": base64.b32decode,
+    "base64.b16decode": base64.b16decode,
+    "base64.a85decode": base64.a85decode,
+    "base64.b85decode": base64.b85decode,
+    "binascii.unhexlify": binascii.unhexlify,
+    "binascii.a2b_base64": binascii.a2b_base64,
+    "bytes.fromhex": bytes.fromhex,
+    "bytearray.fromhex": bytes.fromhex,
+    "zlib.decompress": zlib.decompress,
+}
+_METHODS = {
+    "join",
+    "replace",
+    "strip",
+    "lstrip",
+    "rstrip",
+    "lower",
+    "upper",
+    "decode",
+    "encode",
+    "format",
+    "title",
+    "swapcase",
+}
+_PATHS = {
+    "pathlib.Path",
+    "pathlib.PurePath",
+    "pathlib.PosixPath",
+    "str",
+    "os.fspath",
+    "os.path.abspath",
+    "os.path.realpath",
+}
+
+
+class Folder:
+    """Works out values. `aliases` are imported names, `values` the variables with a known value."""
+
+    def __init__(self) -> None:
+        self.aliases: dict[str, str] = {}
+        self.values: dict[str, Any] = {}
+        self._steps = 0
+        self.decoded = False
+        """True once a value came out of encoded text."""
+
+    def name(self, node: ast.AST) -> str:
+        """The dotted name of an expression; `?` in the place of what is none."""
+        if isinstance(node, ast.Name):
+            return self.aliases.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
+            return f"{self.name(node.value)}.{node.attr}"
+        if isinstance(node, ast.Call):
+            called = self.name(node.func)
+            given = [self.value(arg) for arg in node.args]
+            if called in ("__import__", "importlib.import_module") and given and isinstance(given[0], str):
+                return given[0]
+            if called == "getattr" and len(given) > 1 and isinstance(given[1], str):
+                return f"{self.name(node.args[0])}.{given[1]}"
+        return "?"
+
+    def value(self, node: ast.AST) -> Any:
+        """The value of an expression, or UNKNOWABLE. Raises: Unreadable if there is too much to work out."""
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise Unreadable("code that takes too long to read")
+        try:
+            found = self._value(node)
+        except Unreadable:
+            raise
+        except (ValueError, TypeError, IndexError, KeyError, OverflowError, LookupError, zlib.error):
+            return UNKNOWABLE
+        return UNKNOWABLE if isinstance(found, str | bytes | list) and len(found) > MAX_TEXT else found
+
+    def _value(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            return self.values.get(node.id, UNKNOWABLE)
+        if isinstance(node, ast.Attribute):
+            return {"os.sep": "/", "os.curdir": ".", "os.pardir": ".."}.get(self.name(node), UNKNOWABLE)
+        if isinstance(node, ast.List | ast.Tuple):
+            items = [self.value(item) for item in node.elts]
+            return UNKNOWABLE if UNKNOWABLE in items else items
+        if isinstance(node, ast.JoinedStr):
+            parts = [self.value(part) for part in node.values]
+            return UNKNOWABLE if UNKNOWABLE in parts else "".join(map(str, parts))
+        if isinstance(node, ast.FormattedValue):
+            return self.value(node.value)
+        if isinstance(node, ast.BinOp):
+            return self._operation(node)
+        if isinstance(node, ast.Subscript):
+            return self._subscript(node)
+        return self._call(node) if isinstance(node, ast.Call) else UNKNOWABLE
+
+    def _operation(self, node: ast.BinOp) -> Any:
+        left, right = self.value(node.left), self.value(node.right)
+        if left is UNKNOWABLE or right is UNKNOWABLE:
+            return UNKNOWABLE
+        if isinstance(node.op, ast.Add):
+            return left + right
+        if isinstance(node.op, ast.Div) and isinstance(left, str) and isinstance(right, str):
+            return posixpath.join(left, right)
+        if isinstance(node.op, ast.Mod) and isinstance(left, str):
+            return left % (tuple(right) if isinstance(right, list) else right)
+        if isinstance(node.op, ast.Mult) and isinstance(left, str) and isinstance(right, int):
+            return left * min(right, 256)
+        return UNKNOWABLE
+
+    def _subscript(self, node: ast.Subscript) -> Any:
+        whole = self.value(node.value)
+        if whole is UNKNOWABLE or not isinstance(whole, str | bytes | list):
+            return UNKNOWABLE
+        if isinstance(node.slice, ast.Slice):
+            ends = [
+                None if end is None else ast.literal_eval(end)
+                for end in (node.slice.lower, node.slice.upper, node.slice.step)
+            ]
+            self.decoded = self.decoded or ends[2] == -1
+            return whole[ends[0] : ends[1] : ends[2]]
+        return whole[ast.literal_eval(node.slice)]
+
+    def _call(self, node: ast.Call) -> Any:
+        called = self.name(node.func)
+        if called == "map" and len(node.args) == 2 and self.name(node.args[0]) == "chr":
+            self.decoded = True
+            numbers = self.value(node.args[1])
+            return UNKNOWABLE if numbers is UNKNOWABLE else [chr(n) for n in numbers]
+        given = [self.value(arg) for arg in node.args]
+        if UNKNOWABLE in given:
+            return UNKNOWABLE
+        if called in _DECODERS:
+            self.decoded = True
+            return _DECODERS[called](given[0])
+        if called == "codecs.decode":
+            self.decoded = True
+            return codecs.decode(given[0], *given[1:2])
+        if called in ("chr", "bytes", "bytearray"):
+            self.decoded = True
+            return chr(given[0]) if called == "chr" else bytes(given[0])
+        if called == "os.path.join" or (called in _PATHS and len(given) > 1):
+            return posixpath.join(*given)
+        if called in _PATHS and given:
+            return str(given[0])
+        if called in ("pathlib.Path.home", "pathlib.Path.cwd", "os.getcwd"):
+            return "~" if called.endswith("home") else "."
+        if called == "os.path.expanduser":
+            return given[0]
+        return self._method(node, given)
+
+    def _method(self, node: ast.Call, given: list[Any]) -> Any:
+        if not isinstance(node.func, ast.Attribute):
+            return UNKNOWABLE
+        whole, method = self.value(node.func.value), node.func.attr
+        if whole is UNKNOWABLE or not isinstance(whole, str | bytes):
+            return UNKNOWABLE
+        if method in ("joinpath", "with_name") and isinstance(whole, str):
+            return posixpath.join(whole if method == "joinpath" else posixpath.dirname(whole), *given)
+        if method == "decode" and given and given[0] in ("rot13", "rot_13", "hex"):
+            self.decoded = True
+        return getattr(whole, method)(*given) if method in _METHODS and not node.keywords else UNKNOWABLE

@@ -1,0 +1,47 @@
+"""Code of other languages: its strings, its dotted names, and the commands that it hands to a shell."""
+
+from __future__ import annotations
+
+import re
+
+from opd.guard.code import Code
+from opd.guard.shell.fields import ACTIVE
+from opd.guard.shell.reader import unescape
+
+_STRING = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
+_BACKTICKS = re.compile(r"`([^`]*)`|qx[{(/]([^})/]*)[})/]|%x[{(]([^})]*)[})]")
+_NAME = re.compile(r"[$%@&]?[A-Za-z_][\w]*(?:(?:\.|::|->)[A-Za-z_]\w*)*")
+_RUNS = re.compile(
+    r"\b(system|exec|execSync|execFileSync|spawnSync|spawn|popen|passthru|shell_exec|IO\.popen|getline)\b"
+)
+_EVALUATES = re.compile(r"\b(eval|Function|instance_eval|create_function|assert)\b")
+_DECODES = re.compile(
+    r"\b(atob|base64|base64_decode|decode64|unpack1?|pack|hex2bin|fromCharCode|rot13|str_rot13|strrev)\b"
+)
+_WRITES = re.compile(
+    r"\b(writeFile\w*|appendFile\w*|file_put_contents|unlink\w*|rename\w*|File\.write|fopen|rmSync|copyFile\w*)\b"
+)
+_PIPED = re.compile(r"\"((?:[^\"\\]|\\.)*)\"\s*\|\s*getline")
+BACKTICK_RUNS = frozenset({"perl", "ruby", "php"})
+
+
+def read_other(language: str, text: str) -> Code:
+    """What a program in a language without a parser of ours may do: more is assumed than it would do."""
+    code = Code()
+    literals = [unescape(a or b) for a, b in _STRING.findall(text)]
+    for literal in literals:
+        code.mention(literal.translate(ACTIVE) if "*" in literal else literal)
+    code.uses = _NAME.findall(_STRING.sub("''", text))
+    if language in BACKTICK_RUNS:
+        code.shell += [a or b or c for a, b, c in _BACKTICKS.findall(text)]
+    if _RUNS.search(text):
+        code.shell += [literal for literal in literals if literal.strip()]
+    if _WRITES.search(text):
+        code.writes += code.mentions
+    if _EVALUATES.search(text) and _DECODES.search(text):
+        code.tags |= {"decoded", "unseen"}
+    elif _DECODES.search(text):
+        code.tags.add("decodes")
+        if code.shell or _RUNS.search(text):
+            code.tags |= {"decoded"}
+    return code

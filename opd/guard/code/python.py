@@ -1,0 +1,189 @@
+"""Python code, read by its syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+import warnings
+from typing import Any
+
+from opd.guard.code import Code
+from opd.guard.code.folding import UNKNOWABLE, Folder
+from opd.guard.shell.fields import ACTIVE
+from opd.guard.shell.nodes import Unreadable
+
+_SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn"}
+_PROCESSES = {
+    "subprocess.run",
+    "subprocess.call",
+    "subprocess.check_call",
+    "subprocess.check_output",
+    "subprocess.Popen",
+    "asyncio.create_subprocess_shell",
+}
+_CHANGES = {"write_text", "write_bytes", "unlink", "touch", "rename", "chmod", "symlink_to", "hardlink_to"}
+_REMOVERS = {"os.remove", "os.unlink", "os.chmod", "os.rmdir", "os.truncate", "shutil.rmtree", "os.removedirs"}
+_TARGETS = {
+    "shutil.copy",
+    "shutil.copyfile",
+    "shutil.copy2",
+    "shutil.move",
+    "os.rename",
+    "os.replace",
+    "os.symlink",
+    "os.link",
+}
+_ENVIRONMENT = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.setdefault"}
+
+
+def read_python(text: str) -> Code:
+    """What a Python program would do. Raises: Unreadable if it does not parse."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(textwrap.dedent(text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise Unreadable("Python code that does not parse") from None
+    reader = _PythonReader()
+    try:
+        reader.visit(tree)
+    except RecursionError:
+        raise Unreadable("Python code that is too deeply nested") from None
+    if reader.fold.decoded:
+        reader.code.tags.add("decodes")
+    return reader.code
+
+
+class _PythonReader(ast.NodeVisitor):
+    """Goes through a tree in the order of the text and keeps the values of simple variables."""
+
+    def __init__(self) -> None:
+        self.code = Code()
+        self.fold = Folder()
+
+    def visit(self, node: ast.AST) -> None:
+        """Note what an expression is, then go on inside of it."""
+        if isinstance(node, ast.expr):
+            value = self.fold.value(node)
+            if isinstance(value, str) and not isinstance(node, ast.Name):
+                self.code.mention(value.translate(ACTIVE) if "*" in value else value)
+            if isinstance(node, ast.Attribute | ast.Name):
+                self.code.uses.append(self.fold.name(node))
+                return self._base(node)
+            if isinstance(value, str) and not isinstance(node, ast.Call):
+                return None
+        super().visit(node)
+        return None
+
+    def _base(self, node: ast.AST) -> None:
+        """Go on below a dotted name, whose parts are no names of their own."""
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        if not isinstance(node, ast.Name):
+            self.visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """`import a.b as c`."""
+        for alias in node.names:
+            self.code.uses.append(alias.name)
+            self.fold.aliases[alias.asname or alias.name.partition(".")[0]] = (
+                alias.name if alias.asname else alias.name.partition(".")[0]
+            )
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """`from a import b as c`."""
+        for alias in node.names:
+            self.fold.aliases[alias.asname or alias.name] = f"{node.module or ''}.{alias.name}"
+            self.code.uses.append(f"{node.module or ''}.{alias.name}")
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """A variable whose value is known stays known until it is set again."""
+        self.generic_visit(node)
+        self._set(node.targets, self.fold.value(node.value))
+
+    def visit_For(self, node: ast.For) -> None:
+        """A loop over known strings is gone through once for each."""
+        values = self.fold.value(node.iter)
+        self.visit(node.iter)
+        for value in values[:16] if isinstance(values, list) else [UNKNOWABLE]:
+            self._set([node.target], value)
+            for statement in [*node.body, *node.orelse]:
+                self.visit(statement)
+
+    def _set(self, targets: list[ast.expr], value: Any) -> None:
+        for target in targets:
+            if isinstance(target, ast.Name):
+                self.fold.values[target.id] = value
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """`os.environ["NAME"]` asks for one variable, not for all of them."""
+        if self.fold.name(node.value) == "os.environ":
+            self.code.uses.append("os.environ.get")
+            self._asked(node.slice)
+            return
+        self.generic_visit(node)
+
+    def _asked(self, node: ast.expr) -> None:
+        value = self.fold.value(node)
+        if isinstance(value, str):
+            self.code.env.append(value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """A call: of a shell, of code, of what opens, writes or removes files."""
+        called = self.fold.name(node.func)
+        self.code.uses.append(called)
+        first = self.fold.value(node.args[0]) if node.args else UNKNOWABLE
+        if called in _SHELLS or called in _PROCESSES or called.startswith(("os.exec", "os.spawn")):
+            self._shell(node, first)
+        elif called in ("exec", "eval", "compile", "builtins.exec", "builtins.eval"):
+            self._nested(first)
+        elif called in _ENVIRONMENT and node.args:
+            self._asked(node.args[0])
+        elif called == "os.chdir" and isinstance(first, str):
+            self.code.cwd = first
+        else:
+            self._writes(node, called, first)
+        for child in [node.func, *node.args, *(word.value for word in node.keywords)]:
+            self.visit(child)
+
+    def _shell(self, node: ast.Call, first: Any) -> None:
+        if isinstance(first, str) or (isinstance(first, list) and all(isinstance(one, str) for one in first) and first):
+            self.code.shell.append(first)
+        elif node.args and isinstance(node.args[0], ast.List) and node.args[0].elts:
+            known = [self.fold.value(one) for one in node.args[0].elts]
+            self.code.shell.append([one if isinstance(one, str) else "…" for one in known])
+
+    def _nested(self, first: Any) -> None:
+        if isinstance(first, bytes):
+            first = first.decode("utf-8", "replace")
+        if isinstance(first, str):
+            self.code.nested.append(first)
+        else:
+            self.code.tags.add("unseen")
+
+    def _writes(self, node: ast.Call, called: str, first: Any) -> None:
+        """Note what a call opens for writing, changes or removes."""
+        method = called.rpartition(".")[2]
+        if method == "open":
+            self._opens(node, called, first)
+        elif called in _REMOVERS:
+            self._written(first)
+        elif called in _TARGETS and len(node.args) > 1:
+            self._written(self.fold.value(node.args[1]))
+        elif method in _CHANGES and isinstance(node.func, ast.Attribute):
+            receiver = self.fold.value(node.func.value)
+            if isinstance(receiver, str) or method in ("write_text", "write_bytes"):
+                self._written(receiver)
+
+    def _opens(self, node: ast.Call, called: str, first: Any) -> None:
+        own = called not in ("open", "io.open", "codecs.open", "os.open")  # a method of a path
+        modes = [self.fold.value(arg) for arg in node.args[0 if own else 1 :]]
+        modes += [self.fold.value(word.value) for word in node.keywords if word.arg == "mode"]
+        if any(isinstance(mode, str) and set(mode) & set("wax+") and len(mode) <= 3 for mode in modes):
+            self._written(self.fold.value(node.func.value) if own and isinstance(node.func, ast.Attribute) else first)
+
+    def _written(self, path: Any) -> None:
+        if isinstance(path, str):
+            self.code.writes.append(path)
+        else:
+            self.code.tags.add("writes_unknown")

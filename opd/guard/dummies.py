@@ -1,0 +1,123 @@
+"""What the policy reads in the place of a blocked call's output: the error that the program itself would print.
+
+A text such as `blocked by the guard` would teach the policy to look for the guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from opd.guard.facts import Call, host_of
+
+_NO_FILE = {
+    "ls": "ls: cannot access '{path}': No such file or directory",
+    "head": "head: cannot open '{path}' for reading: No such file or directory",
+    "tail": "tail: cannot open '{path}' for reading: No such file or directory",
+    "stat": "stat: cannot statx '{path}': No such file or directory",
+    "cp": "cp: cannot stat '{path}': No such file or directory",
+    "mv": "mv: cannot stat '{path}': No such file or directory",
+    "find": "find: ‘{path}’: No such file or directory",
+    "sed": "sed: can't read {path}: No such file or directory",
+    "awk": 'awk: cannot open "{path}" (No such file or directory)',
+    "cd": "bash: cd: {path}: No such file or directory",
+    "tar": "tar: {path}: Cannot open: No such file or directory",
+    "node": "Error: ENOENT: no such file or directory, open '{path}'",
+    "pytest": "ERROR: file or directory not found: {path}",
+    "python": "Traceback (most recent call last):\n"
+    '  File "<stdin>", line 1, in <module>\n'
+    "FileNotFoundError: [Errno 2] No such file or directory: '{path}'",
+}
+_NO_HOST = {
+    "curl": "curl: (6) Could not resolve host: {host}",
+    "wget": "wget: unable to resolve host address ‘{host}’",
+    "git": "fatal: unable to access '{url}': Could not resolve host: {host}",
+    "ssh": "ssh: Could not resolve hostname {host}: Temporary failure in name resolution",
+    "scp": "ssh: Could not resolve hostname {host}: Temporary failure in name resolution\nscp: Connection closed",
+    "pip": "ERROR: Could not find a version that satisfies the requirement {arg} (from versions: none)",
+    "pip3": "ERROR: Could not find a version that satisfies the requirement {arg} (from versions: none)",
+    "npm": "npm error code ENOTFOUND\nnpm error network request to https://registry.npmjs.org/ failed",
+    "gh": "error connecting to api.github.com\ncheck your internet connection or https://githubstatus.com",
+    "python": "urllib.error.URLError: <urlopen error [Errno -3] Temporary failure in name resolution>",
+    "node": "Error: getaddrinfo ENOTFOUND {host}",
+}
+_DENIED = {
+    "cp": "cp: cannot create regular file '{path}': Permission denied",
+    "mv": "mv: cannot move to '{path}': Permission denied",
+    "ln": "ln: failed to create symbolic link '{path}': Permission denied",
+    "rm": "rm: cannot remove '{path}': Permission denied",
+    "sed": "sed: couldn't open temporary file {path}: Permission denied",
+    "chmod": "chmod: changing permissions of '{path}': Operation not permitted",
+    "tee": "tee: {path}: Permission denied",
+    "touch": "touch: cannot touch '{path}': Permission denied",
+    "pkill": "pkill: killing pid 1 failed: Operation not permitted",
+    "kill": "bash: kill: (1) - Operation not permitted",
+    "mount": "mount: {path}: must be superuser to use mount.",
+    "python": "Traceback (most recent call last):\n"
+    '  File "<stdin>", line 1, in <module>\n'
+    "PermissionError: [Errno 13] Permission denied: '{path}'",
+}
+
+
+def no_file(call: Call) -> str:
+    """A file that is not there, in the program's own words."""
+    return _filled(_NO_FILE, "{program}: {path}: No such file or directory", call)
+
+
+def no_host(call: Call) -> str:
+    """A network that is not there."""
+    return _filled(_NO_HOST, "{program}: could not resolve host: {host}", call)
+
+
+def denied(call: Call) -> str:
+    """A right that the policy does not have."""
+    return _filled(_DENIED, "bash: {path}: Permission denied", call)
+
+
+def not_found(call: Call) -> str:
+    """A program that is not installed."""
+    return f"bash: {call.program}: command not found"
+
+
+def empty(call: Call) -> str:
+    """A program that had nothing to print."""
+    return ""
+
+
+def unknown_revision(call: Call) -> str:
+    """A commit or a remote that git does not know; listings are empty."""
+    if call.git in ("fetch", "pull", "ls-remote", "clone"):
+        name = call.args[0] if call.args else "origin"
+        return f"fatal: '{name}' does not appear to be a git repository\nfatal: Could not read from remote repository."
+    if call.git in ("show", "checkout", "diff", "merge", "cherry-pick", "archive") and call.args:
+        return (
+            f"fatal: ambiguous argument '{call.args[0]}': unknown revision or path not in the working tree.\n"
+            "Use '--' to separate paths from revisions, like this:\n'git <command> [<revision>...] -- [<file>...]'"
+        )
+    return ""
+
+
+DUMMIES: dict[str, Callable[[Call], str]] = {
+    "no_file": no_file,
+    "no_host": no_host,
+    "denied": denied,
+    "not_found": not_found,
+    "empty": empty,
+    "unknown_revision": unknown_revision,
+}
+
+
+def _filled(texts: dict[str, str], otherwise: str, call: Call) -> str:
+    urls = call.urls or (f"https://{host}/" for host in call.hosts)
+    url = next(iter(urls), "https://github.com/")
+    arg = next((arg for arg in reversed(call.args) if not arg.startswith("-")), "")
+    path = _as_written(call)
+    text = texts.get(call.program, otherwise)
+    host = call.hosts[0] if call.hosts else host_of(url)
+    return text.format(program=call.program or "bash", path=path, host=host, url=url, arg=arg)
+
+
+def _as_written(call: Call) -> str:
+    """The path of the call that the rule is about, as the policy spelled it where that can be told."""
+    resolved = (call.writes or call.reads or ("",))[-1 if call.writes else 0]
+    name = resolved.rpartition("/")[2]
+    return next((arg for arg in (*call.args, *call.argv) if name and arg.endswith(name) and " " not in arg), resolved)

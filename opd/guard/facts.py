@@ -1,0 +1,250 @@
+"""One program call as the rules see it, and how it is read off the arguments."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from opd.guard.session import Session
+from opd.guard.shell.fields import UNKNOWN, plain
+
+WRITERS = frozenset((
+    "touch", "truncate", "chmod", "chown", "chgrp", "rm", "rmdir", "unlink", "shred", "tee", "mkdir", "mkfifo",
+    "patch", "setfacl", "chattr",
+))  # fmt: skip
+"""Programs that change every file they name."""
+COPIERS = frozenset(("cp", "mv", "ln", "install", "rsync", "scp", "link"))
+"""Programs that read all files but the last and write the last."""
+NO_PATHS = frozenset((
+    "echo", "printf", "kill", "sleep", "date", "seq", "export", "declare", "local", "set", "unset", "alias", "type",
+    "which", "test", "[", "[[", "exit", "return", "true", "false", ":", "expr", "pip", "pip3", "npm", "yarn",
+    "brew", "cargo", "uname", "whoami", "trap", "ulimit", "umask", "jobs", "wait", "hash", "compgen", "pgrep",
+    "pkill", "killall", "read", "mapfile", "readarray",
+))  # fmt: skip
+"""Programs whose arguments are no files."""
+SCRIPT_FIRST = frozenset((
+    "grep", "egrep", "fgrep", "zgrep", "rg", "ag", "sed", "awk", "gawk", "mawk", "nawk", "jq", "yq", "tr", "fd",
+    "ack",
+))  # fmt: skip
+"""Programs whose first argument is a pattern or a script, unless an option gives it."""
+SCRIPT_OPTIONS = frozenset({"-e", "-f", "--expression", "--file", "--regexp"})
+WITH_VALUE = {
+    "git": {"-C", "-c", "--git-dir", "--work-tree", "--namespace"},
+    "head": {"-n", "-c"},
+    "tail": {"-n", "-c"},
+    "curl": {"-X", "-H", "-d", "-o", "-u", "-A", "-e", "-b", "-m", "--data", "--header", "--output", "--request"},
+    "wget": {"-O", "-o", "-P", "-t", "-T", "-U"},
+    "ssh": {"-i", "-p", "-o", "-l", "-F", "-J"},
+    "scp": {"-i", "-P", "-o", "-l", "-F", "-J"},
+    "nc": {"-w", "-p", "-s"},
+}
+"""Options whose next argument is their value."""
+_URL = re.compile(r"\b(?:https?|ftp|git|ssh|rsync|git\+https|svn|wss?)://[^\s'\"<>|;)\]}]+")
+_HOST_PATH = re.compile(r"(?:[\w.-]+@)?([\w-]+(?:\.[\w-]+)+|[\w.-]+@[\w-]+|localhost|\d+\.\d+\.\d+\.\d+):(?!//)(.*)")
+_DEV_TCP = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/")
+_DOMAIN = re.compile(r"(?:[\w-]+\.)+[a-z]{2,}(?::\d+)?(?:/.*)?", re.IGNORECASE)
+_DIALLERS = frozenset((
+    "curl", "wget", "http", "https", "xh", "nc", "ncat", "netcat", "telnet", "socat", "ssh", "scp", "sftp", "ping",
+    "lynx", "w3m", "links", "elinks", "aria2c",
+))  # fmt: skip
+FILE_URL = "file://"
+MAX_ARGUMENT = 1 << 14
+"""Characters of an argument that may be a path, with all its `./`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One program with what it would read, write and reach; also a piece of inline code, whose language is the program."""
+
+    program: str
+    """Name without directory; empty if it is not known."""
+    argv: tuple[str, ...] = ()
+    """All arguments as plain text."""
+    flags: frozenset[str] = frozenset()
+    """Options without values; `-la` is `-l` and `-a`."""
+    args: tuple[str, ...] = ()
+    """Arguments that are no options, the git sub-command not among them."""
+    reads: tuple[str, ...] = ()
+    """Absolute paths that it may read; globs that could not be resolved are patterns."""
+    writes: tuple[str, ...] = ()
+    """Absolute paths that it may change or remove."""
+    urls: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    git: str = ""
+    """Sub-command of git."""
+    uses: tuple[str, ...] = ()
+    """Dotted names in inline code."""
+    env: tuple[str, ...] = ()
+    """Variables of the environment that it prints or expands."""
+    text: str = ""
+    """What it writes to a file, where we know it."""
+    sources: tuple[str, ...] = ()
+    """Programs whose output it gets: those before it in the pipeline, and in substitutions of its words."""
+    feeds: tuple[str, ...] = ()
+    """Lines of the calls that get its output in the pipeline."""
+    tags: frozenset[str] = frozenset()
+    """`unseen`: runs code that we cannot see. `decoded`: comes out of encoded text. `unknown`: its name is not known.
+    `outward`: a find that begins at a root of the system. `wraps`: runs the program of another call. `writes_unknown`: writes a
+    file that we cannot name. `sets:NAME`: a variable set for it."""
+
+    def line(self) -> str:
+        """The call as one line with resolved paths, for verdicts and their cache."""
+        return " ".join((self.program or "…", *self.argv)) if self.argv or self.program else ""
+
+
+@dataclass(slots=True)
+class Streams:
+    """What redirections and the pipeline connect a call to."""
+
+    stdin: str | None = None
+    """Text on standard input; None if there is none or it is not known."""
+    has_stdin: bool = False
+    sources: tuple[str, ...] = ()
+    reads: list[str] = field(default_factory=list)
+    writes: list[str] = field(default_factory=list)
+    truncates: list[str] = field(default_factory=list)
+    """Those of `writes` that are written anew."""
+
+
+def facts(argv: list[str], session: Session, streams: Streams, tags: frozenset[str] = frozenset()) -> Call:
+    """Read a program call; `argv` are fields, its first is the program."""
+    name = argv[0].rpartition("/")[2]
+    program = "" if UNKNOWN in name else plain(name)
+    flags, operands, values = _options(program, argv[1:])
+    call = Call(
+        program=program,
+        argv=tuple(plain(a) for a in argv[1:]),
+        flags=frozenset(flags),
+        args=tuple(plain(a) for a in operands),
+        sources=streams.sources,
+        env=tuple(dict.fromkeys(session.read_variables)),
+        tags=tags | ({"unknown"} if not program else frozenset()),
+    )
+    if program == "git":
+        call = replace(call, git=call.args[0] if call.args else "", args=call.args[1:])
+    reads, writes = _files(call, operands, values, session)
+    urls, hosts = addresses(call)
+    opened = (host for path in streams.reads + streams.writes for host in _DEV_TCP.findall(path))
+    hosts = tuple(dict.fromkeys([*hosts, *opened]))
+    program_path = session.paths(argv[0]) if "/" in argv[0] else []
+    return replace(
+        call,
+        reads=tuple(dict.fromkeys([*program_path, *reads, *streams.reads])),
+        writes=tuple(dict.fromkeys([*writes, *streams.writes])),
+        urls=urls,
+        hosts=hosts,
+    )
+
+
+def _options(program: str, argv: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Options, operands, and values of options that may be paths."""
+    flags: list[str] = []
+    operands: list[str] = []
+    values: list[str] = []
+    valued = WITH_VALUE.get(program, ())
+    rest = iter(argv)
+    for arg in rest:
+        if arg == "--":
+            operands += rest
+        elif arg.startswith("--"):
+            name, _, value = arg.partition("=")
+            flags.append(name)
+            values += [value] if value else []
+            values += [next(rest, "")] if name in valued and not value else []
+        elif arg.startswith("-") and len(arg) > 1:
+            flags += _short(arg)
+            values += [arg[arg.index("/") :]] if "/" in arg else []
+            values += [next(rest, "")] if arg in valued else []
+        else:
+            operands.append(arg)
+    return flags, operands, values
+
+
+def _short(arg: str) -> list[str]:
+    letters = arg[1:]
+    if letters.isalpha() and len(letters) <= 6:
+        return [plain(arg), *(f"-{letter}" for letter in letters)]
+    return [plain(arg), plain(arg[:2])]
+
+
+def _files(call: Call, operands: list[str], values: list[str], session: Session) -> tuple[list[str], list[str]]:
+    """Paths that a call reads and writes, as far as its arguments tell."""
+    program = call.program
+    if program in NO_PATHS:
+        return [], []
+    if program == "dd":
+        inputs = [a[3:] for a in operands if a.startswith("if=")]
+        return _paths(inputs, session), _paths([a[3:] for a in operands if a.startswith("of=")], session, False)
+    named = _file_operands(call, operands)
+    outputs = values if program in ("curl", "wget") and call.flags & {"-o", "-O", "--output"} else []
+    if program in COPIERS and len(named) > 1:
+        changed = named if program == "mv" else named[-1:]
+        return _paths([*named[:-1], *values], session), _paths(changed, session, False)
+    if program in WRITERS or call.git in ("rm", "mv") or (program in ("sed", "perl") and _in_place(call)):
+        return [], _paths([*named, *values], session, False)
+    return _paths([*named, *(v for v in values if v not in outputs)], session), _paths(outputs, session, False)
+
+
+def _file_operands(call: Call, operands: list[str]) -> list[str]:
+    """The operands that may name files."""
+    program = call.program
+    if program in SCRIPT_FIRST and not call.flags & SCRIPT_OPTIONS:
+        return operands[1:]
+    if program == "find":
+        return [a for a in operands if "/" in a or a in (".", "..")] or ["."]
+    if call.git in ("rm", "mv"):
+        return operands[1:]
+    return [a for a in operands if "/" in a and not _URL.match(a)] if program == "git" else operands
+
+
+def _in_place(call: Call) -> bool:
+    return any(flag == "-i" or flag.startswith(("-i.", "--in-place")) for flag in call.flags)
+
+
+def _paths(arguments: list[str], session: Session, copies: bool = True) -> list[str]:
+    """The absolute paths that arguments may name; with `copies` a copy is what it was copied from."""
+    return [path for one in arguments for path in _paths_of(one, session, copies)]
+
+
+def _paths_of(argument: str, session: Session, copies: bool) -> list[str]:
+    """The paths that an argument may name: itself, and what follows `=`, `@` or `host:`."""
+    if argument.startswith(FILE_URL):
+        return session.paths(argument.removeprefix(FILE_URL), copies)
+    if argument in ("", "-") or _URL.match(plain(argument)) or len(argument) > MAX_ARGUMENT or "\n" in argument:
+        return []
+    found = session.paths(argument, copies)
+    for mark in (":/", "=/", "@/"):
+        if mark in argument:
+            found += session.paths(argument[argument.index(mark) + 1 :], copies)
+    return found
+
+
+def addresses(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """URLs and hosts that a call names."""
+    if call.program in ("echo", "printf", "grep", "sed", "cat", "rg"):
+        return (), ()
+    urls: list[str] = []
+    hosts: list[str] = []
+    for arg in call.argv:
+        found = _URL.findall(arg)
+        urls += found
+        if (match := _HOST_PATH.fullmatch(arg)) and call.program in ("scp", "rsync", "git", "ssh", "sftp"):
+            hosts.append(match[1].rpartition("@")[2])
+        elif call.program in _DIALLERS and not found and arg in call.args:
+            if _DOMAIN.fullmatch(arg) and call.program in ("curl", "wget", "http", "https", "xh", "lynx", "w3m"):
+                urls.append("http://" + arg)
+            elif re.fullmatch(r"(?:[\w-]+@)?[\w-]+(?:\.[\w-]+)*(?::\d+.*)?", arg) and not arg.isdigit():
+                hosts.append(arg.rpartition("@")[2].partition(":")[0])
+        hosts += _DEV_TCP.findall(arg)
+    hosts += [host_of(url) for url in urls]
+    return tuple(dict.fromkeys(urls)), tuple(dict.fromkeys(h for h in hosts if h))
+
+
+def host_of(url: str) -> str:
+    """The host of a URL, without user and port."""
+    return url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0].partition("?")[0]
+
+
+def urls_in(text: str) -> tuple[str, ...]:
+    """URLs in a text."""
+    return tuple(dict.fromkeys(_URL.findall(text)))

@@ -1,0 +1,168 @@
+"""The guard: rules on what a tool call would do, a judge on what they find suspicious, and an answer the policy can live with.
+
+call ──▶ stage one: parse, walk, rules ──nothing──▶ allowed
+             │            └──certain──▶ blocked
+             └──suspicious, or does not parse──▶ stage two: judge ──▶ allowed or blocked
+                                                    └──no answer──▶ `on_failure`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from opd.environments.records import ToolCall
+from opd.guard.dummies import DUMMIES
+from opd.guard.facts import Call, Streams
+from opd.guard.records import Judge, JudgeFailed, Opinion, Question, Suspicion, Verdict
+from opd.guard.rules import Hit, RuleSet
+from opd.guard.session import Session
+from opd.guard.shell.fields import MARKS, plain
+from opd.guard.shell.nodes import Unreadable
+from opd.guard.shell.programs import PROGRAMS
+from opd.guard.shell.walk import Run, Walker
+
+Kind = Literal["shell", "python", "read", "write", "text"]
+ARGUMENTS: dict[str, Kind] = {
+    **dict.fromkeys(("command", "cmd", "commands", "script", "bash", "shell", "keystrokes", "bash_command"), "shell"),
+    **dict.fromkeys(("code", "python", "source"), "python"),
+    **dict.fromkeys(("path", "file", "filename", "file_path", "filepath", "target_file", "directory", "dir"), "read"),
+}
+"""What an argument is by its name, where the tool is not described."""
+WRITING = ("write", "edit", "create", "replace", "insert", "append", "delete", "remove", "patch", "save")
+"""A tool with one of these in its name changes the file that it names."""
+WHOLE_TEXT = ("content", "contents", "file_text", "text")
+"""Arguments of such a tool that hold all of the file's text."""
+MAX_SHOWN = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardOptions:
+    """How a guard is set up, apart from its rules and its judge."""
+
+    on_failure: Literal["allow", "block"] = "block"
+    tools: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
+    workdir: str = "/workspace"
+    home: str = "/root"
+    keeps_shell: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What stage one says of a call."""
+
+    suspicion: Suspicion
+    reason: str = ""
+    hit: Hit | None = None
+    calls: Sequence[Call] = ()
+
+    @property
+    def command(self) -> str:
+        """The calls, one line each."""
+        return "\n".join(line for call in self.calls if (line := call.line()))
+
+
+class Guard:
+    """Both stages. Safe to share between episodes: what is known of one lies in its session."""
+
+    def __init__(self, rules: RuleSet, judge: Judge | None = None, options: GuardOptions | None = None) -> None:
+        self._rules = rules
+        self._judge = judge
+        self._options = options or GuardOptions()
+
+    def session(self) -> Session:
+        """The state of a new episode."""
+        options = self._options
+        return Session(cwd=options.workdir, home=options.home, keeps_shell=options.keeps_shell)
+
+    def check(self, call: ToolCall, session: Session) -> Verdict:
+        """Whether the call may run. Only if it may, the session takes over what it changes."""
+        after = session.copy()
+        after.next_call()
+        finding = self.stage_one(call, after)
+        verdict = self._verdict(call, finding)
+        if verdict.allowed:
+            session.become(after)
+        return verdict
+
+    def stage_one(self, call: ToolCall, session: Session) -> Finding:
+        """What the rules say, without a judge. The session changes as the call would change it."""
+        walker = Walker(session, PROGRAMS)
+        try:
+            for name, value in call.arguments.items():
+                self._walk(walker, call, name, value)
+        except Unreadable as error:
+            hit = self._rules.first(walker.calls, session)
+            if hit is None or hit.rule.verdict != "block":
+                return Finding(suspicion="unreadable", reason=str(error), hit=hit, calls=walker.calls)
+            return _found(hit, walker.calls)
+        hit = self._rules.first(walker.calls, session)
+        return Finding(suspicion="none", calls=walker.calls) if hit is None else _found(hit, walker.calls)
+
+    def _walk(self, walker: Walker, call: ToolCall, name: str, value: object) -> None:
+        tool = call.name
+        kind = self._options.tools.get(tool, {}).get(name) or (
+            "text" if tool in self._options.tools else ARGUMENTS.get(name, "text")
+        )
+        if isinstance(value, list) and all(isinstance(one, str) for one in value) and value:
+            if kind == "shell":
+                walker.run(Run([str(one) for one in value], Streams()))  # an argument vector
+            return
+        if not isinstance(value, str) or kind == "text":
+            return
+        if MARKS.search(value):
+            raise Unreadable("characters of Unicode's private area")
+        if kind == "shell":
+            walker.text(value)
+        elif kind == "python":
+            walker.code("python", value, Run(["python"], Streams()))
+        else:
+            self._file(walker, call, value, kind)
+
+    def _file(self, walker: Walker, call: ToolCall, path: str, kind: Kind) -> None:
+        """A tool that reads or changes a file, as the program that a shell would use for it."""
+        whole = next((text for name in WHOLE_TEXT if isinstance(text := call.arguments.get(name), str)), None)
+        if kind == "read" and not any(word in call.name.lower() for word in WRITING):
+            walker.run(Run(["cat", path], Streams()))
+        elif whole is None:
+            walker.run(Run(["touch", path], Streams()))
+        else:
+            places = walker.session.paths(path, copies=False)
+            walker.note(Run(["cat"], Streams(stdin=whole, has_stdin=True, writes=places)))
+            walker.session.wrote(places[0], whole)
+
+    def _verdict(self, call: ToolCall, finding: Finding) -> Verdict:
+        rule = finding.hit.rule if finding.hit else None
+        told = {"suspicion": finding.suspicion, "rule": rule.id if rule else "", "command": finding.command[:MAX_SHOWN]}
+        if finding.suspicion == "none":
+            return Verdict(allowed=True, stage="rules", **told)  # type: ignore[arg-type]
+        dummy = DUMMIES[rule.dummy](finding.hit.call) if rule and finding.hit else ""
+        if finding.suspicion == "certain":
+            return Verdict(allowed=False, stage="rules", reason=finding.reason, observation=dummy, **told)  # type: ignore[arg-type]
+        opinion, stage = self._opinion(call, finding)
+        return Verdict(
+            allowed=not opinion.block,
+            stage=stage,
+            reason=f"{finding.reason} {opinion.reason}".strip(),
+            observation=dummy if opinion.block else "",
+            **told,  # type: ignore[arg-type]
+        )
+
+    def _opinion(self, call: ToolCall, finding: Finding) -> tuple[Opinion, Literal["judge", "no_judge"]]:
+        failed = "no judge is set"
+        if self._judge is not None:
+            text = "\n".join(str(value) for value in call.arguments.values())
+            question = Question(tool=call.name, text=text, command=finding.command, suspicion=finding.reason)
+            try:
+                return self._judge.judge(question), "judge"
+            except JudgeFailed as error:
+                failed = str(error)
+        block = self._options.on_failure == "block"
+        return Opinion(block=block, reason=f"({failed}; on_failure: {self._options.on_failure})"), "no_judge"
+
+
+def _found(hit: Hit, calls: Sequence[Call]) -> Finding:
+    certain: Suspicion = "certain" if hit.rule.verdict == "block" else "rule"
+    reason = f"{hit.rule.about} ({plain(hit.call.line())[:200]})"
+    return Finding(suspicion=certain, reason=reason, hit=hit, calls=calls)

@@ -1,0 +1,239 @@
+"""Labelled commands and trajectories, ours and those of public sets, as one kind of case.
+
+    commands         JSONL: {"command", "label": "hack" | "honest" | null, "trajectory"?, "kind"?}; null is context
+    trace            TRACE (PatronusAI/trace-dataset): JSONL or Parquet with trajectory_id, conversation (JSON), label ("0": benign)
+    atif             a directory of ATIF trajectories (Harbor; Terminal Wrench): **/*.json, labelled by the names of directories
+    rewardhackbench  a directory of Harbor tasks: TRIAL/environment/trace.txt with TRIAL/tests/ground_truth.json
+
+The public sets are not shipped: their licences stay theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from opd.environments.records import ToolCall
+from opd.errors import OpdError
+
+Label = Literal["hack", "honest"]
+Half = Literal["development", "held_out", "both"]
+MAX_FILE_BYTES = 1 << 29
+HACK_PARTS = ("hack", "exploit", "cheat")
+HONEST_PARTS = ("legit", "baseline", "honest", "clean", "benign")
+_FENCE = re.compile(r"```(?:bash|sh|shell|console)\n(.*?)```", re.DOTALL)
+_PROMPT = re.compile(r"^(?:\S*\$|\S+[@:]\S*#) (.+)$", re.MULTILINE)
+_KEYS = re.compile(r'"(?:keystrokes|command|cmd)"\s*:\s*("(?:[^"\\]|\\.)*")')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What one label is about: the last step of some, or all of them."""
+
+    id: str
+    label: Label
+    steps: tuple[ToolCall, ...]
+    kind: str = ""
+    whole: bool = False
+    """True if the label is of the trajectory: it is caught if any of its steps is. Else the steps before are context."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A trajectory while it is read."""
+
+    steps: list[ToolCall] = field(default_factory=list)
+
+
+def read_cases(path: Path, form: str = "commands") -> list[Case]:
+    """The cases of a file or directory. Raises: OpdError if it is not what its form says."""
+    if form not in FORMS:
+        raise OpdError.at("--format", found=form, wanted=f"one of: {', '.join(FORMS)}", fix="correct it")
+    if not path.exists():
+        raise OpdError.at(
+            path, found="nothing there", wanted=f"a file or directory of form {form}", fix="correct the path"
+        )
+    cases = list(FORMS[form](path))
+    if not cases:
+        raise OpdError.at(path, found="no labelled case", wanted=f"cases of form {form}", fix="see docs/guard.md")
+    return cases
+
+
+def shipped_cases(half: Half = "both") -> list[Case]:
+    """Our own set, or one half of it."""
+    lines = files("opd.guard").joinpath("commands.jsonl").read_text(encoding="utf-8").splitlines()
+    return [case for case in _commands(lines, "commands.jsonl") if half in ("both", half_of(case.id))]
+
+
+def half_of(case_id: str) -> Half:
+    """The half of our set that a case is in, by the hash of its trajectory or command."""
+    return "development" if hashlib.sha256(case_id.encode()).digest()[0] % 2 == 0 else "held_out"
+
+
+def _lines(path: Path) -> list[str]:
+    if path.is_dir() or path.stat().st_size > MAX_FILE_BYTES:
+        raise OpdError.at(path, found="a directory or too large a file", wanted="a file of lines", fix="name a file")
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise OpdError.at(path, found=str(error), wanted="UTF-8 text", fix="convert the file") from None
+
+
+def _records(lines: list[str], where: object) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise OpdError.at(
+                f"{where}:{number}", found=str(error), wanted="one JSON object a line", fix="correct it"
+            ) from None
+        if not isinstance(record, dict):
+            raise OpdError.at(f"{where}:{number}", found=f"{line[:60]}", wanted="a JSON object", fix="correct it")
+        yield number, record
+
+
+def _commands(lines: list[str], where: object) -> Iterator[Case]:
+    trajectories: dict[str, _Open] = {}
+    for number, record in _records(lines, where):
+        command, label, name = record.get("command"), record.get("label"), record.get("trajectory")
+        if not isinstance(command, str) or label not in ("hack", "honest", None):
+            found = f"command {command!r:.60}, label {label!r:.20}"
+            wanted = "a text as `command`, and hack, honest or null as `label`"
+            raise OpdError.at(f"{where}:{number}", found=found, wanted=wanted, fix="correct the line")
+        before = trajectories.setdefault(str(name), _Open()) if name is not None else _Open()
+        before.steps.append(ToolCall(name="bash", arguments={"command": command}))
+        if label is not None:
+            case_id = str(name) if name is not None else command
+            yield Case(id=case_id, label=label, steps=tuple(before.steps), kind=str(record.get("kind", "")))
+
+
+def _commands_file(path: Path) -> Iterator[Case]:
+    return _commands(_lines(path), path)
+
+
+def _trace(path: Path) -> Iterator[Case]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        rows = list(
+            enumerate(parquet.read_table(path, columns=["trajectory_id", "conversation", "label"]).to_pylist(), 1)
+        )
+    else:
+        rows = list(_records(_lines(path), path))
+    for number, row in rows:
+        try:
+            messages = json.loads(row["conversation"]) if isinstance(row["conversation"], str) else row["conversation"]
+            steps = tuple(step for message in messages for step in message_steps(message))
+            name, label = str(row["trajectory_id"]), str(row["label"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            wanted = "trajectory_id, conversation (a JSON list of messages) and label"
+            raise OpdError.at(
+                f"{path}:{number}", found=f"{error!r:.80}", wanted=wanted, fix="correct the row"
+            ) from None
+        if steps:
+            yield Case(id=name, label="honest" if label == "0" else "hack", steps=steps, kind=label, whole=True)
+
+
+def message_steps(message: Mapping[str, Any]) -> Iterator[ToolCall]:
+    """The tool calls of one chat message: those it declares, else commands in its text."""
+    if message.get("role") != "assistant":
+        return
+    for call in message.get("tool_calls") or ():
+        asked = call.get("function", call)
+        arguments = asked.get("arguments", {})
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            arguments = {"command": arguments}
+        if isinstance(arguments, dict):
+            yield ToolCall(name=str(asked.get("name", "bash")), arguments=arguments)
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if not message.get("tool_calls") and isinstance(content, str):
+        yield from text_steps(content)
+
+
+def text_steps(text: str) -> Iterator[ToolCall]:
+    """Commands in running text: fenced shell code, JSON fields of terminal agents, and lines after a prompt."""
+    found = [*_FENCE.findall(text)]
+    for literal in _KEYS.findall(text):
+        try:
+            found.append(json.loads(literal))
+        except ValueError:
+            continue  # not a JSON string after all, so not a field of a terminal agent
+    for command in found or _PROMPT.findall(text):
+        if command.strip():
+            yield ToolCall(name="bash", arguments={"command": command.strip()})
+
+
+def _atif(path: Path) -> Iterator[Case]:
+    for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+        data = _json(file)
+        if not isinstance(data, dict) or not isinstance(data.get("steps"), list):
+            continue  # tasks, results and indexes lie beside the trajectories
+        label = _label_of(file)
+        calls = [
+            c for s in data["steps"] if isinstance(s, dict) for c in s.get("tool_calls") or () if isinstance(c, dict)
+        ]
+        steps = tuple(
+            ToolCall(name=str(call.get("function_name", "bash")), arguments=call["arguments"])
+            for call in calls
+            if isinstance(call.get("arguments"), dict)
+        )
+        if steps:
+            yield Case(id=str(file), label=label, steps=steps, whole=True)
+
+
+def _label_of(file: Path) -> Label:
+    """The label that the names above a trajectory give. Raises: OpdError if they give none, or both."""
+    names = " ".join(part.lower() for part in file.parts)
+    hack, honest = any(w in names for w in HACK_PARTS), any(w in names for w in HONEST_PARTS)
+    if hack == honest:
+        wanted = f"a directory above it named after one of {', '.join(HACK_PARTS)} or one of {', '.join(HONEST_PARTS)}"
+        raise OpdError.at(
+            file, found="a trajectory without a label", wanted=wanted, fix="sort the files into two directories"
+        )
+    return "hack" if hack else "honest"
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OpdError.at(file, found=str(error), wanted="JSON", fix="correct or remove the file") from None
+
+
+def _rewardhackbench(path: Path) -> Iterator[Case]:
+    for truth in sorted(path.glob("*/tests/ground_truth.json")):
+        labels = _json(truth)
+        trace = truth.parents[1] / "environment" / "trace.txt"
+        if not isinstance(labels, dict) or "harness_level_cheating" not in labels or not trace.is_file():
+            wanted = "harness_level_cheating and task_level_reward_hacking, and ../environment/trace.txt"
+            raise OpdError.at(truth, found=f"{labels!r:.80}", wanted=wanted, fix="complete the trial")
+        cheats = [key for key in ("harness_level_cheating", "task_level_reward_hacking") if labels.get(key)]
+        steps = tuple(text_steps(trace.read_text(encoding="utf-8", errors="replace")))
+        if steps:
+            yield Case(
+                id=truth.parents[1].name,
+                label="hack" if cheats else "honest",
+                steps=steps,
+                kind=", ".join(cheats),
+                whole=True,
+            )
+
+
+FORMS: dict[str, Callable[[Path], Iterator[Case]]] = {
+    "commands": _commands_file,
+    "trace": _trace,
+    "atif": _atif,
+    "rewardhackbench": _rewardhackbench,
+}

@@ -1,0 +1,113 @@
+"""The patterns of rules: globs over text, where `*` is any text, and globs over paths.
+
+In a path glob `**` is any depth, `*` and `?` stay inside one component, and `{a,b}` are alternatives. Text is searched from left to
+right in one go, so that no command can make a comparison slow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from opd.guard.shell.fields import UNKNOWN, has_glob, plain
+
+OUTSIDE = "outside:"
+"""Begins a glob that is compared only with paths outside of the directory where the session begins."""
+
+
+MAX_PATH = 1024
+"""Characters of a path that is compared; what a grader keeps has shorter ones."""
+
+
+class TextGlobs:
+    """Many text globs as one question; case is ignored."""
+
+    def __init__(self, globs: Iterable[str]) -> None:
+        lower = [glob.lower() for glob in globs]
+        self._exact = frozenset(glob for glob in lower if "*" not in glob)
+        self._parts = [glob.split("*") for glob in lower if "*" in glob]
+
+    def holds(self, text: str) -> bool:
+        """True if the whole text is one of these."""
+        text = text.lower()
+        return text in self._exact or any(_fits(parts, text) for parts in self._parts)
+
+
+def _fits(parts: list[str], text: str) -> bool:
+    first, last = parts[0], parts[-1]
+    if len(text) < len(first) + len(last) or not (text.startswith(first) and text.endswith(last)):
+        return False
+    at, end = len(first), len(text) - len(last)
+    for part in parts[1:-1]:
+        at = text.find(part, at, end)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
+
+
+def glob_source(glob: str) -> str:
+    """The regular expression of one glob."""
+    found, index = [], 0
+    while index < len(glob):
+        char = glob[index]
+        if glob.startswith("/**", index) and glob[index + 3 : index + 4] in ("", "}", ","):
+            found.append("(?:/.*)?")
+            index += 3
+            continue
+        if glob.startswith("**/", index):
+            found.append("(?:.*/)?")
+            index += 3
+            continue
+        found.append({"*": "[^/]*", "?": "[^/]", "{": "(?:", ",": "|", "}": ")"}.get(char, re.escape(char)))
+        index += 1
+    return "".join(found)
+
+
+class PathGlobs:
+    """Many globs as one question: is a path one of them, or may it be, once the shell has expanded its own globs?"""
+
+    def __init__(self, globs: Iterable[str], such_as: Iterable[str] = ()) -> None:
+        globs = list(globs)
+        self._regex = re.compile("|".join(f"(?:{glob_source(g)})" for g in globs) or r"(?!)", re.IGNORECASE)
+        self._such_as = [name for name in such_as if self._regex.fullmatch(name if name[0] == "/" else "/" + name)]
+
+    def holds(self, path: str, cwd: str) -> bool:
+        """True if the absolute path is one of these, or a pattern that a well-known one of these fits."""
+        text = plain(path)
+        if len(text) > MAX_PATH:
+            return False
+        if self._regex.fullmatch(text) or (not _under(text, cwd) and self._regex.fullmatch(OUTSIDE + text)):
+            return True
+        if not has_glob(path) or UNKNOWN in path or not _says_something(text):
+            return False
+        regex = re.compile(_pattern(text))
+        return any(regex.fullmatch(name if name[0] == "/" else f"{cwd.rstrip('/')}/{name}") for name in self._such_as)
+
+
+def _under(path: str, cwd: str) -> bool:
+    return path == cwd or path.startswith(cwd.rstrip("/") + "/")
+
+
+def _says_something(text: str) -> bool:
+    """True if every component with a glob has a letter of its own: `*/*` may be anything and so means nothing."""
+    parts = [part for part in text.split("/") if set(part) & set("*?[") and part != "**"]
+    return all(any(c.isalnum() for c in part) for part in parts)
+
+
+def _pattern(text: str) -> str:
+    """The regular expression of a pattern that the shell would expand."""
+    found, index = [], 0
+    while index < len(text):
+        end = text.find("]", index + 2) if text[index] == "[" else -1
+        if text.startswith("**/", index):
+            found.append("(?:.*/)?")
+            index += 2
+        elif end > 0:
+            inside = re.escape(text[index + 1 : end].lstrip("!^")).replace(r"\-", "-")
+            found.append(f"[{'^' if text[index + 1] in '!^' else ''}{inside}]")
+            index = end
+        else:
+            found.append({"*": "[^/]*", "?": "[^/]"}.get(text[index], re.escape(text[index])))
+        index += 1
+    return "".join(found)

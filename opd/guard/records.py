@@ -1,0 +1,77 @@
+"""What the guard is asked and what it answers. The episode runner knows these names and no others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from opd.environments.records import ToolCall
+from opd.guard.session import Session
+
+Stage = Literal["rules", "judge", "no_judge"]
+"""Who decided: a rule or the absence of a hit, the judge, or `on_failure` because there was no judge's answer."""
+Suspicion = Literal["none", "rule", "certain", "unreadable"]
+"""What stage one said: nothing, a rule that wants a judge, a rule that is certain, or a command that does not parse."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The guard's answer to one call, and all that the trace keeps of it."""
+
+    allowed: bool
+    """False: the call must not run."""
+    stage: Stage
+    suspicion: Suspicion
+    rule: str = ""
+    """The rule that hit, if one did."""
+    reason: str = ""
+    """Why, for people."""
+    command: str = ""
+    """The calls that the command would make, one line each, with resolved words."""
+    observation: str = ""
+    """What the policy reads instead, if the call is blocked: the program's natural error."""
+
+
+class ToolGuard(Protocol):
+    """What an episode asks before it carries out a call."""
+
+    def session(self) -> Session:
+        """The state of a new episode."""
+        ...
+
+    def check(self, call: ToolCall, session: Session) -> Verdict:
+        """Whether the call may run; if so, the session takes over what it changes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a judge is asked about one call."""
+
+    tool: str
+    text: str
+    """The call as the policy wrote it."""
+    command: str
+    """The same, read by stage one: one line for each program call; empty if it does not parse."""
+    suspicion: str
+    """Why stage one asks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opinion:
+    """A judge's answer."""
+
+    block: bool
+    reason: str
+
+
+class JudgeFailed(Exception):
+    """There is no answer: no server, too late, or not one that can be read. `on_failure` decides."""
+
+
+class Judge(Protocol):
+    """Stage two."""
+
+    def judge(self, question: Question) -> Opinion:
+        """Whether the call cheats. Raises: JudgeFailed."""
+        ...

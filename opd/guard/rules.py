@@ -1,0 +1,224 @@
+"""Stage one: rules in YAML, compared with the calls that a command would make.
+
+A rule has clauses. A clause holds if one call fits all of its keys; a rule hits if one clause holds and no `unless` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from opd.config.strict import Name, Strict
+from opd.errors import ConfigError
+from opd.guard.facts import Call
+from opd.guard.paths import PathGlobs, TextGlobs
+from opd.guard.session import Session
+from opd.settings import load_yaml, parse_yaml, validate
+
+SHIPPED = "shipped"
+"""The name of our own rules in `guard.rules`."""
+Test = Callable[[Call, Session], bool]
+
+TEXTS: dict[str, Callable[[Call], Sequence[str]]] = {
+    "program": lambda call: (call.program,),
+    "flags": lambda call: tuple(call.flags),
+    "args": lambda call: call.args,
+    "urls": lambda call: call.urls,
+    "hosts": lambda call: call.hosts,
+    "git": lambda call: (call.git,) if call.git else (),
+    "uses": lambda call: call.uses,
+    "env": lambda call: call.env,
+    "text": lambda call: (call.text,) if call.text else (),
+    "sources": lambda call: call.sources,
+    "feeds": lambda call: call.feeds,
+    "tags": lambda call: tuple(call.tags),
+}
+"""Keys whose patterns are globs over text, and the texts that they are compared with."""
+PATHS: dict[str, Callable[[Call], Sequence[str]]] = {
+    "paths": lambda call: call.reads + call.writes,
+    "reads": lambda call: call.reads,
+    "writes": lambda call: call.writes,
+}
+
+
+class Clause(Strict):
+    """What one call must fit. Each key holds if any of its patterns fits; all keys have to hold."""
+
+    program: list[str] = []
+    """Names of the program, without directory; inline code has its language."""
+    flags: list[str] = []
+    """Options, such as `-r` or `--all`."""
+    args: list[str] = []
+    """Arguments that are no options; the strings of inline code."""
+    paths: list[str] = []
+    """Absolute paths that it reads or writes."""
+    reads: list[str] = []
+    writes: list[str] = []
+    urls: list[str] = []
+    hosts: list[str] = []
+    hosts_not: list[str] = []
+    """Holds if some host fits none of these."""
+    git: list[str] = []
+    """Sub-commands of git."""
+    uses: list[str] = []
+    """Dotted names in inline code."""
+    env: list[str] = []
+    """Variables that it expands or asks for, and that the episode did not set."""
+    text: list[str] = []
+    """What it writes to a file."""
+    sources: list[str] = []
+    """Programs whose output it gets."""
+    sources_not: list[str] = []
+    """Holds if some source fits none of these, or there is none."""
+    feeds: list[str] = []
+    """Lines of the calls that get its output."""
+    tags: list[str] = []
+    none: list[Literal["args", "urls", "hosts", "flags", "paths", "sources", "feeds"]] = []
+    """What it must not have at all."""
+
+
+class Rule(Strict):
+    """One rule with its examples."""
+
+    id: Name
+    about: str
+    """Why such a command is a cheat, for people and for the judge."""
+    verdict: Literal["block", "judge"]
+    """`block`: a hit is certain and no judge is asked."""
+    dummy: Literal["no_file", "no_host", "denied", "not_found", "empty", "unknown_revision"]
+    """What the policy reads instead of the command's output."""
+    any: list[Clause] = Field(min_length=1)
+    unless: list[Clause] = []
+    """A call that fits one of these is let pass by this rule."""
+    hit: list[str] = Field(min_length=1)
+    """Commands that it must hit, run as tests."""
+    miss: list[str] = Field(min_length=1)
+    """Commands like these that no rule may hit, run as tests."""
+
+
+class RuleFile(Strict):
+    """A file of rules."""
+
+    names: dict[str, list[str]] = {}
+    """Lists of patterns; `@name` in a clause stands for one."""
+    such_as: list[str] = []
+    """Well-known paths of what the rules protect, from `/` or from the working directory. An unexpanded glob such as `.ev*/s*`
+    is compared with these."""
+    rules: list[Rule] = Field(min_length=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """A rule that hit, and the call that it hit on."""
+
+    rule: Rule
+    call: Call
+
+
+class RuleSet:
+    """Compiled rules of one or more files. `protected` are globs of paths that an environment hides from its policy."""
+
+    def __init__(self, rule_files: Sequence[RuleFile], protected: Sequence[str] = ()) -> None:
+        self.rules: list[Rule] = []
+        self._tests: list[tuple[Rule, list[Test], list[Test]]] = []
+        for rule_file in rule_files:
+            names = dict(rule_file.names)
+            names["protected"] = [*names.get("protected", []), *protected]
+            for rule in rule_file.rules:
+                make = _Compiler(names, [*rule_file.such_as, *protected], rule.id).test
+                self.rules.append(rule)
+                self._tests.append((rule, [make(one) for one in rule.any], [make(one) for one in rule.unless]))
+
+    def first(self, calls: Sequence[Call], session: Session) -> Hit | None:
+        """The hit that decides: the first of a rule that blocks, else the first of any; None if no rule hits."""
+        found: Hit | None = None
+        for rule, tests, exceptions in self._tests:
+            if found is not None and rule.verdict == "judge":
+                continue
+            for call in calls:
+                if any(t(call, session) for t in tests) and not any(t(call, session) for t in exceptions):
+                    found = Hit(rule=rule, call=call)
+                    break
+            if found is not None and found.rule.verdict == "block":
+                return found
+        return found
+
+
+class _Compiler:
+    """Clauses to functions."""
+
+    def __init__(self, names: Mapping[str, list[str]], such_as: Sequence[str], where: str) -> None:
+        self._names = names
+        self._such_as = such_as
+        self._where = where
+
+    def test(self, clause: Clause) -> Test:
+        """The function that says whether a call fits a clause. Raises: ConfigError for a name that is not there."""
+        tests: list[Test] = []
+        for key, read in TEXTS.items():
+            if patterns := self._patterns(getattr(clause, key)):
+                tests.append(_text_test(read, TextGlobs(patterns)))
+        for key, read in PATHS.items():
+            if patterns := self._patterns(getattr(clause, key)):
+                tests.append(_path_test(read, PathGlobs(patterns, self._such_as)))
+        if patterns := self._patterns(clause.hosts_not):
+            tests.append(_other_test(TEXTS["hosts"], TextGlobs(patterns), empty=False))
+        if patterns := self._patterns(clause.sources_not):
+            tests.append(_other_test(TEXTS["sources"], TextGlobs(patterns), empty=True))
+        for key in clause.none:
+            tests.append(_none_test((TEXTS | PATHS)[key]))
+        if not tests:
+            raise ConfigError.at(
+                f"rule {self._where}", found="a clause without keys", wanted="at least one", fix="add a key"
+            )
+        return lambda call, session: all(test(call, session) for test in tests)
+
+    def _patterns(self, given: Sequence[str]) -> list[str]:
+        found: list[str] = []
+        for pattern in given:
+            if not pattern.startswith("@"):
+                found.append(pattern)
+            elif pattern[1:] in self._names:
+                found += self._patterns(self._names[pattern[1:]]) or ["\0"]
+            else:
+                known = ", ".join(sorted(self._names))
+                raise ConfigError.at(
+                    f"rule {self._where}", found=pattern, wanted=f"one of: {known}", fix="correct the name"
+                )
+        return found
+
+
+def _text_test(read: Callable[[Call], Sequence[str]], globs: TextGlobs) -> Test:
+    return lambda call, session: any(globs.holds(text) for text in read(call))
+
+
+def _other_test(read: Callable[[Call], Sequence[str]], globs: TextGlobs, empty: bool) -> Test:
+    def test(call: Call, session: Session) -> bool:
+        texts = read(call)
+        return any(not globs.holds(text) for text in texts) if texts else empty
+
+    return test
+
+
+def _none_test(read: Callable[[Call], Sequence[str]]) -> Test:
+    return lambda call, session: not read(call)
+
+
+def _path_test(read: Callable[[Call], Sequence[str]], globs: PathGlobs) -> Test:
+    return lambda call, session: any(globs.holds(path, session.begins_at) for path in read(call))
+
+
+def shipped_rules() -> RuleFile:
+    """Our own rules."""
+    text = files("opd.guard").joinpath("rules.yaml").read_text(encoding="utf-8")
+    return validate(RuleFile, parse_yaml(text), "the shipped rules")
+
+
+def read_rules(name: str) -> RuleFile:
+    """The rules of a file, or the shipped ones by their name. Raises: ConfigError if they cannot be used."""
+    return shipped_rules() if name == SHIPPED else validate(RuleFile, load_yaml(Path(name)), name)

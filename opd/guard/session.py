@@ -1,0 +1,124 @@
+"""What the guard knows of an episode's shell: where it is, what its calls set, linked, wrote and copied."""
+
+from __future__ import annotations
+
+import posixpath
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opd.guard.shell.fields import UNKNOWN, glob_regex, has_glob, plain
+
+MAX_LISTED = 256
+MAX_LINKS = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """The state of one episode. The guard changes it only by calls that it lets pass."""
+
+    cwd: str = "/workspace"
+    """The working directory, an absolute path without links."""
+    home: str = "/root"
+    keeps_shell: bool = True
+    """True if calls share one shell, so that `cd`, variables and functions last; else each call begins anew."""
+    root: Path | None = None
+    """A directory of this machine that is the `/` of the episode: links and globs are looked up there. None: only the links
+    that the episode made are known, and a glob is compared with well-known names."""
+    variables: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, object] = field(default_factory=dict)
+    positional: list[str] = field(default_factory=list)
+    links: dict[str, str] = field(default_factory=dict)
+    """Links that the episode made: path -> target."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """Copies that it made: path -> what it is a copy of."""
+    written: dict[str, str | None] = field(default_factory=dict)
+    """Files whose whole text the episode wrote: path -> text, None if we do not know it."""
+    read_variables: list[str] = field(default_factory=list)
+    """Names of variables that the last call used."""
+    begins_at: str = ""
+    """Where a new shell begins, if calls do not share one; `cwd` if not given."""
+
+    def __post_init__(self) -> None:
+        self.begins_at = self.begins_at or self.cwd
+
+    def copy(self) -> Session:
+        """A session of its own with the same state."""
+        new = copy(self)
+        new.variables, new.functions = dict(self.variables), dict(self.functions)
+        new.links, new.copies = dict(self.links), dict(self.copies)
+        new.positional, new.written, new.read_variables = list(self.positional), dict(self.written), []
+        return new
+
+    def become(self, other: Session) -> None:
+        """Take over the state of a copy: its call is let through."""
+        for name in ("cwd", "variables", "functions", "links", "copies", "positional", "written", "read_variables"):
+            setattr(self, name, getattr(other, name))
+
+    def absolute(self, path: str, copies: bool = True) -> str:
+        """The path as the system would find it: from the working directory, without `..` and links.
+
+        With `copies` a copy is what it was copied from: that is what a reader sees, but not what a writer changes.
+        """
+        waiting = posixpath.join(self.cwd, path).split("/")[::-1]
+        done: list[str] = []
+        links = 0
+        while waiting:
+            part = waiting.pop()
+            if part == "..":
+                del done[-1:]
+            elif part not in ("", "."):
+                done.append(part)
+                target = self._target("/" + "/".join(done), bool(waiting), copies) if links < MAX_LINKS else ""
+                if target:
+                    links += 1
+                    done = [] if target.startswith("/") else done[:-1]
+                    waiting += target.split("/")[::-1]
+        return "/" + "/".join(done)
+
+    def _target(self, path: str, inside: bool, copies: bool) -> str:
+        """Where a link leads; empty if it is none. `inside` is true if the path goes on below it."""
+        if path == "/proc/self/cwd":
+            return self.cwd
+        if inside and path.startswith("/proc/") and path.endswith("/root") and path.count("/") == 3:
+            return "/"
+        target = (copies and self.copies.get(path)) or self.links.get(path) or self._link_on_disk(path)
+        return "" if target.startswith(path + "/") else target
+
+    def _link_on_disk(self, path: str) -> str:
+        if self.root is None:
+            return ""
+        try:
+            return str((self.root / path.lstrip("/")).readlink())
+        except (OSError, ValueError):  # no link, or no name that the system knows
+            return ""
+
+    def paths(self, field: str, copies: bool = True) -> list[str]:
+        """The absolute paths that an argument may mean: its glob's files where they can be listed, else one pattern."""
+        path = self.absolute(field, copies)
+        if self.root is not None and has_glob(path) and UNKNOWN not in path:
+            found = self._listed(plain(path))
+            if found:
+                return found
+        written = [name for name in self.written if has_glob(path) and glob_regex(path).fullmatch(name)]
+        return [path, *written]
+
+    def _listed(self, pattern: str) -> list[str]:
+        assert self.root is not None
+        try:
+            found = sorted(self.root.glob(pattern.lstrip("/")))[:MAX_LISTED]
+        except (OSError, ValueError):  # not a pattern that Python lists
+            return []
+        return ["/" + str(one.relative_to(self.root)) for one in found]
+
+    def wrote(self, path: str, text: str | None) -> None:
+        """Note that the episode wrote this file. What was a link or a copy of something is now its own."""
+        self.links.pop(path, None)
+        self.copies.pop(path, None)
+        self.written[path] = text
+
+    def next_call(self) -> None:
+        """Forget what does not last from one call to the next."""
+        self.read_variables = []
+        if not self.keeps_shell:
+            self.cwd, self.variables, self.functions, self.positional = self.begins_at, {}, {}, []

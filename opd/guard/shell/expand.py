@@ -1,0 +1,174 @@
+"""Words to fields: variables, parameter operators, substitutions, splitting, braces and the tilde."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from opd.guard.session import Session
+from opd.guard.shell.fields import (
+    ACTIVE,
+    BREAK,
+    MAX_FIELDS,
+    ONE,
+    SETTLED,
+    STAR,
+    UNKNOWN,
+    VALUE,
+    braces,
+    glob_regex,
+    known,
+    plain,
+)
+from opd.guard.shell.nodes import Arithmetic, Literal, Part, Script, Substitution, Variable, Word
+
+MAX_VALUE = 1 << 16
+"""Characters of a field; what is longer is cut, so that no expansion can grow without bound."""
+MAX_CUT = 256
+"""Characters of a value that a pattern with `*` is tried on: the tries grow with a power of them."""
+
+
+class Expander:
+    """Expands words in a session's state. `run` gives the output of a substitution, or None where it is not known."""
+
+    def __init__(self, session: Session, run: Callable[[Script], str | None]) -> None:
+        self.session = session
+        self.run = run
+
+    def fields(self, word: Word) -> list[str]:
+        """The arguments that a word becomes."""
+        text = self._text(word, split=True)
+        if text.startswith("~"):
+            text = self._home(text)
+        found = [field.translate(SETTLED) for piece in text.split(BREAK) for field in braces(piece)]
+        if all(field == "" for field in found) and not any(_keeps_empty(part) for part in word):
+            return []
+        return [f for f in found if f or _keeps_empty_word(word)][:MAX_FIELDS]
+
+    def value(self, word: Word) -> str:
+        """The word as one string without marks of globs: the value of an assignment, the text of a heredoc."""
+        text = self._text(word, split=False)
+        if text.startswith("~"):
+            text = self._home(text)
+        return text.translate(VALUE)
+
+    def _home(self, text: str) -> str:
+        name, slash, rest = text.partition("/")
+        places = {"~": self.session.home, "~+": self.session.cwd, "~root": "/root"}
+        return places[name] + slash + rest if name in places else text
+
+    def _text(self, word: Word, split: bool) -> str:
+        text = "".join(self._part(part, split) for part in word)
+        return text[:MAX_VALUE]
+
+    def _part(self, part: Part, split: bool) -> str:
+        if isinstance(part, Literal):
+            return part.text if part.quoted or not split else part.text.translate(ACTIVE)
+        if isinstance(part, Variable):
+            value = self._variable(part)
+            return value if part.name == "@" and split else self._split(value, part.quoted or not split)
+        if isinstance(part, Substitution):
+            output = self.run(part.body)
+            return UNKNOWN if output is None else self._split(output.rstrip("\n"), part.quoted or not split)
+        if isinstance(part, Arithmetic):
+            self._text(part.inner, split=False)
+            return UNKNOWN
+        self.run(part.body)
+        return UNKNOWN
+
+    def _split(self, value: str, whole: bool) -> str:
+        if whole:
+            return value.replace(BREAK, " ")
+        separators = self.session.variables.get("IFS", " \t\n")
+        table = dict.fromkeys(map(ord, separators), BREAK)
+        return value.translate(table | {ord("*"): STAR, ord("?"): ONE})
+
+    def _variable(self, part: Variable) -> str:
+        value = self._lookup(part.name)
+        if part.operator == "indirect":
+            value = None if value is None else self._lookup(value)
+        elif part.operator:
+            return self._operate(part, value)
+        return UNKNOWN if value is None else value
+
+    def _lookup(self, name: str) -> str | None:
+        """The value of a variable; None if it is not known."""
+        session = self.session
+        if name.partition("[")[0] not in session.variables:
+            session.read_variables.append(name.partition("[")[0])
+        if name in ("@", "*"):
+            return BREAK.join(session.positional) if session.positional else None
+        if name.isdigit() and name != "0":
+            return session.positional[int(name) - 1] if int(name) <= len(session.positional) else None
+        if name == "PWD":
+            return session.cwd
+        if name == "IFS":
+            return session.variables.get(name, " \t\n")
+        base, _, index = name.partition("[")
+        value = session.variables.get(base)
+        if value is None:
+            return session.home if base == "HOME" else None
+        items = value.split()
+        if index and index[:-1].isdigit():
+            return items[int(index[:-1])] if int(index[:-1]) < len(items) else ""
+        return value
+
+    def _operate(self, part: Variable, value: str | None) -> str:
+        operator, operand = part.operator, part.operand
+        if operator in (":-", "-", ":=", "=") and (value is None or (value == "" and operator[0] == ":")):
+            value = self._text(operand, split=False)
+            if "=" in operator:
+                self.session.variables[part.name] = value
+            return value
+        if operator in (":+", "+"):
+            return self._text(operand, split=False) if value else ""
+        if value is None or not known(value):
+            self._text(operand, split=False)
+            return UNKNOWN
+        if operator == "length":
+            return str(len(value))
+        return changed(value, operator, self._text(operand, split=True))
+
+
+def changed(value: str, operator: str, operand: str) -> str:
+    """A known value after one of the operators that cut, replace or change case."""
+    if operator in ("^^", ",,", "^", ","):
+        return {"^^": value.upper(), ",,": value.lower(), "^": value[:1].upper() + value[1:]}.get(operator, value)
+    if operator == ":":
+        start, _, length = plain(operand).strip().partition(":")
+        if not (start.strip().lstrip("-").isdigit() and (not length or length.strip().lstrip("-").isdigit())):
+            return UNKNOWN
+        rest = value[int(start) :]
+        return rest[: int(length)] if length else rest
+    if operator in ("/", "//"):
+        old, _, new = operand.partition("/")
+        if len(value) > MAX_CUT and STAR in old:
+            return UNKNOWN
+        return _regex(old).sub(lambda _: plain(new), value, count=0 if operator == "//" else 1)
+    if operator in ("#", "##", "%", "%%"):
+        return _cut(value, operator, operand)
+    return value
+
+
+def _cut(value: str, operator: str, pattern: str) -> str:
+    if len(value) > MAX_CUT and STAR in pattern:
+        return UNKNOWN
+    lengths = range(len(value) + 1) if len(operator) == 1 else range(len(value), -1, -1)
+    regex = _regex(pattern)
+    for length in lengths:
+        if operator[0] == "#" and regex.fullmatch(value[:length]):
+            return value[length:]
+        if operator[0] == "%" and regex.fullmatch(value[len(value) - length :]):
+            return value[: len(value) - length]
+    return value
+
+
+_regex = lru_cache(maxsize=256)(glob_regex)
+
+
+def _keeps_empty(part: Part) -> bool:
+    return isinstance(part, Literal) and part.quoted
+
+
+def _keeps_empty_word(word: Word) -> bool:
+    return any(_keeps_empty(part) for part in word)

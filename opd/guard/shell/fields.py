@@ -1,0 +1,108 @@
+"""Fields: what a word becomes. A field is a string in which some characters are marks.
+
+Marks stand for what the shell would still act on (an unquoted `*` is not the character `*`) and for what nobody can know
+before the command runs. They lie in Unicode's private area, and a command that has characters of it is not read at all.
+"""
+
+from __future__ import annotations
+
+import re
+
+UNKNOWN = "\ue000"
+"""Some text that is not known: the output of a program, a variable that nobody set."""
+STAR, ONE, SET = "\ue001", "\ue002", "\ue003"
+"""Unquoted `*`, `?` and `[`."""
+OPEN, COMMA, CLOSE = "\ue004", "\ue005", "\ue006"
+"""Unquoted `{`, `,` and `}`."""
+BREAK = "\ue007"
+"""Where one field ends and the next begins."""
+MARKS = re.compile("[\ue000-\ue007]")
+ACTIVE = str.maketrans({"*": STAR, "?": ONE, "[": SET, "{": OPEN, ",": COMMA, "}": CLOSE})
+PLAIN = str.maketrans({UNKNOWN: "…", STAR: "*", ONE: "?", SET: "[", OPEN: "{", COMMA: ",", CLOSE: "}", BREAK: " "})
+SETTLED = str.maketrans({OPEN: "{", COMMA: ",", CLOSE: "}"})
+"""For marks of braces that turned out to be characters."""
+VALUE = {mark: text for mark, text in PLAIN.items() if mark != ord(UNKNOWN)}
+"""For text in which nothing but the unknown keeps its mark."""
+MAX_FIELDS = 256
+
+
+def plain(field: str) -> str:
+    """The field as a person would write it; what is not known is an ellipsis."""
+    return field.translate(PLAIN)
+
+
+def known(field: str) -> bool:
+    """True if nothing of the field depends on what runs before."""
+    return UNKNOWN not in field
+
+
+def has_glob(field: str) -> bool:
+    return STAR in field or ONE in field or SET in field
+
+
+def braces(field: str) -> list[str]:
+    """The fields that brace expansion makes of one: `a{b,c}` is `ab` and `ac`, `{1..3}` is 1, 2, 3."""
+    done: list[str] = []
+    waiting = [field]
+    while waiting and len(done) + len(waiting) < MAX_FIELDS:
+        one = waiting.pop(0)
+        alternatives = _first_brace(one)
+        if alternatives is None:
+            done.append(one)
+        else:
+            waiting = alternatives + waiting
+    return done + waiting
+
+
+def _first_brace(field: str) -> list[str] | None:
+    start = -1
+    while (start := field.find(OPEN, start + 1)) >= 0:
+        depth, parts, last = 0, [], start + 1
+        for index in range(start, len(field)):
+            depth += (field[index] == OPEN) - (field[index] == CLOSE)
+            if (depth == 1 and field[index] == COMMA) or depth == 0:
+                parts.append(field[last:index])
+                last = index + 1
+            if depth == 0:
+                break
+        if depth == 0:
+            chosen = parts if len(parts) > 1 else _sequence(parts[0])
+            if chosen:
+                return [field[:start] + part + field[last:] for part in chosen]
+    return None
+
+
+def _sequence(text: str) -> list[str]:
+    """The members of `1..3` or `a..c`; none if the text is no sequence."""
+    if match := re.fullmatch(r"(-?\d{1,6})\.\.(-?\d{1,6})", text):
+        low, high = int(match[1]), int(match[2])
+        step = 1 if low <= high else -1
+        return [str(n) for n in range(low, high + step, step)][:MAX_FIELDS]
+    if match := re.fullmatch(r"([A-Za-z])\.\.([A-Za-z])", text):
+        low, high = ord(match[1]), ord(match[2])
+        step = 1 if low <= high else -1
+        return [chr(n) for n in range(low, high + step, step)]
+    return []
+
+
+def glob_regex(pattern: str) -> re.Pattern[str]:
+    """A shell glob, with marks or as plain text, as a regular expression over one string; `*` also matches `/`."""
+    found, index, text = [], 0, plain(pattern)
+    while index < len(text):
+        char = text[index]
+        end = text.find("]", index + 2) if char == "[" else -1
+        if char == "*" or char == "…":
+            found.append(".*")
+        elif char == "?":
+            found.append(".")
+        elif end > 0:
+            inside = text[index + 1 : end].replace("\\", "\\\\").replace("[", "\\[")
+            found.append("[" + ("^" + inside[1:] if inside[0] in "!^" else inside) + "]")
+            index = end
+        else:
+            found.append(re.escape(char))
+        index += 1
+    try:
+        return re.compile("".join(found), re.DOTALL)
+    except re.error:
+        return re.compile(re.escape(text))

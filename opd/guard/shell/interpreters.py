@@ -1,0 +1,153 @@
+"""Programs that run code: shells, other languages, and what takes a script as its argument."""
+
+from __future__ import annotations
+
+import re
+
+from opd.guard.facts import Streams
+from opd.guard.shell.fields import UNKNOWN, known, plain
+from opd.guard.shell.walk import Handler, Run, Walker
+from opd.guard.shell.wrappers import option
+
+_INLINE = {"python": "c", "perl": "eE", "ruby": "e", "node": "ep", "php": "r"}
+_INLINE_LONG = {"--eval", "--print", "--run"}
+_VALUED = {"-W", "-X", "-r", "-I", "--require"}
+"""Options whose value comes next, in languages that do not take code by them."""
+
+
+def shell(walker: Walker, run: Run) -> str | None:
+    argv = run.argv
+    for index, arg in enumerate(argv[1:], 1):
+        if plain(arg).startswith("-") and plain(arg).endswith("c") and not plain(arg).startswith("--"):
+            return _inline_shell(walker, run, argv[index + 1 :])
+    operands = [arg for arg in argv[1:] if not arg.startswith(("-", "+"))]
+    if operands and "-s" not in argv:
+        return _script_file(walker, run, argv, operands)
+    walker.note(run)
+    streams = run.streams
+    if streams.stdin is not None and known(streams.stdin):
+        return walker.text(streams.stdin, Streams(), walker.hidden(streams.sources))
+    if streams.has_stdin:
+        walker.tag("unseen")
+    return None
+
+
+def _inline_shell(walker: Walker, run: Run, rest: list[str]) -> str | None:
+    walker.note(run.but(run.argv[:1]))
+    if not rest or not known(rest[0]):
+        walker.tag("unseen")
+        return None
+    kept, walker.session.positional = walker.session.positional, rest[2:]
+    text = plain(rest[0])
+    if len(rest) > 1:
+        text = text.replace("$0", plain(rest[1])).replace("${0}", plain(rest[1]))
+    try:
+        return walker.text(text, run.streams, walker.hidden(run.streams.sources))
+    finally:
+        walker.session.positional = kept
+
+
+def _script_file(walker: Walker, run: Run, argv: list[str], operands: list[str]) -> str | None:
+    walker.note(run)
+    path = walker.session.absolute(operands[0])
+    text = walker.session.written.get(path)
+    if text is not None:
+        place = argv.index(operands[0])
+        return walker.file_code(text, run.but(argv[place:]))
+    if path in walker.session.written or not known(operands[0]):
+        walker.tag("unseen")
+    return None
+
+
+def evaluate(walker: Walker, run: Run) -> str | None:
+    walker.note(run.but(run.argv[:1]))
+    text = " ".join(run.argv[1:])
+    if not known(text):
+        walker.tag("unseen")
+        return None
+    return walker.text(plain(text), run.streams, walker.hidden(run.streams.sources))
+
+
+def source(walker: Walker, run: Run) -> str | None:
+    walker.note(run)
+    if len(run.argv) < 2:
+        return None
+    path = walker.session.absolute(run.argv[1])
+    if text := walker.session.written.get(path):
+        return walker.text(text, run.streams, walker.hidden(walker.behind.get(path, ())))
+    if path in walker.session.written or not known(path):
+        walker.tag("unseen")
+    return None
+
+
+def language(language: str) -> Handler:
+    def handler(walker: Walker, run: Run) -> str | None:
+        texts, rest, module = _inline(language, run.argv[1:])
+        operands = [arg for arg in rest if not arg.startswith("-")]
+        if texts:
+            walker.note(run)
+            for text in texts:
+                if not known(text):
+                    walker.tag("unseen")
+                walker.code(language, plain(text.replace(UNKNOWN, "unknown_value")), run)
+            return None
+        walker.note(run)
+        if module:
+            return None
+        if operands and operands[0] != "-":
+            if written := walker.session.written.get(walker.session.absolute(operands[0])):
+                walker.code(language, written, run)
+        elif run.streams.has_stdin:
+            if run.streams.stdin is None or not known(run.streams.stdin):
+                walker.tag("unseen")
+            else:
+                walker.code(language, plain(run.streams.stdin), run)
+        return None
+
+    return handler
+
+
+def _inline(language: str, argv: list[str]) -> tuple[list[str], list[str], bool]:
+    """Code in the arguments, the other arguments, and whether it is a module that runs."""
+    texts: list[str] = []
+    rest: list[str] = []
+    index = 0
+    while index < len(argv):
+        arg = plain(argv[index])
+        index += 1
+        if arg == "-m" and language == "python":
+            return [], argv, True
+        if arg in _INLINE_LONG or (re.fullmatch(r"-[A-Za-z0-9]+", arg) and arg[-1] in _INLINE[language]):
+            texts += argv[index : index + 1]
+            index += 1
+        elif arg in _VALUED:
+            index += 1
+        else:
+            rest.append(argv[index - 1])
+        if texts or not arg.startswith("-"):
+            return texts, [*rest, *argv[index:]], False
+    return texts, rest, False
+
+
+def awk(walker: Walker, run: Run) -> str | None:
+    walker.note(run)
+    programs = [arg for arg in run.argv[1:] if "{" in plain(arg)]
+    for text in programs[:1]:
+        walker.code("awk", plain(text), run)
+    return None
+
+
+def trap(walker: Walker, run: Run) -> str | None:
+    walker.note(run.but(run.argv[:1]))
+    if len(run.argv) > 2 and known(run.argv[1]) and plain(run.argv[1]) not in ("-", ""):
+        walker.text(plain(run.argv[1]))
+    return ""
+
+
+def make(walker: Walker, run: Run) -> str | None:
+    walker.note(run)
+    if option(run.argv, "-f") in ("-", "/dev/stdin") and run.streams.stdin:
+        for line in run.streams.stdin.split("\n"):
+            if line.startswith("\t"):
+                walker.text(line.strip().lstrip("@-"))
+    return None

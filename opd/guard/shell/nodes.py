@@ -1,0 +1,117 @@
+"""The tree of a shell script. A word is a tuple of parts, because quotes decide what each part may still become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class Unreadable(ValueError):
+    """A text that we cannot read as a shell script; it is not clear what it would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Characters of the word itself."""
+
+    text: str
+    quoted: bool = False
+    """True if quotes keep the shell from expanding globs and braces in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A parameter expansion, `$name` or `${name...}`."""
+
+    name: str
+    operator: str = ""
+    """What stands between the name and the operand, such as `:-`, `##` or `/`; `length`, `indirect`, or nothing."""
+    operand: tuple[Part, ...] = ()
+    quoted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Substitution:
+    """`$( )` or backticks: the output of a script."""
+
+    body: Script
+    quoted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """`<( )` or `>( )`: a path behind which a script runs."""
+
+    body: Script
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """`$(( ))`; only the substitutions in it matter."""
+
+    inner: tuple[Part, ...]
+
+
+Part = Literal | Variable | Substitution | Process | Arithmetic
+Word = tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """A redirection; a heredoc has its text as the target and `<<` as the operator."""
+
+    operator: str
+    target: Word
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    name: str
+    value: Word
+    append: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Simple:
+    """A program with its arguments; without words the assignments are the shell's own.
+
+    A heredoc joins the redirections when the parser comes to its body, on a later line."""
+
+    assignments: tuple[Assignment, ...]
+    words: tuple[Word, ...]
+    redirects: list[Redirect] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Bodies that may run one after the other: braces, subshells, branches and loops alike."""
+
+    bodies: tuple[Script, ...]
+    subshell: bool = False
+    redirects: list[Redirect] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class For:
+    """A loop over words."""
+
+    name: str
+    words: tuple[Word, ...]
+    body: Script
+    redirects: list[Redirect] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    name: str
+    body: Command
+
+
+Command = Simple | Group | For | Function
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    commands: tuple[Command, ...]
+
+
+Script = tuple[Pipeline, ...]

@@ -1,0 +1,219 @@
+"""What a program prints, for the few programs that attackers build text with: nothing is run."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import codecs
+import gzip
+import posixpath
+import zlib
+from collections.abc import Callable
+
+from opd.guard.session import Session
+from opd.guard.shell.fields import UNKNOWN, plain
+from opd.guard.shell.reader import unescape
+
+MAX_OUTPUT = 1 << 16
+DECODERS = frozenset(
+    [
+        "base64",
+        "base32",
+        "xxd",
+        "openssl",
+        "uudecode",
+        "rev",
+        "tr",
+        "gunzip",
+        "zcat",
+        "gzip",
+        "bunzip2",
+        "bzcat",
+        "xz",
+        "xzcat",
+        "perl",
+        "od",
+        "hexdump",
+    ]
+)
+"""Programs that turn one text into another: code that comes out of one was hidden."""
+
+
+def output(argv: list[str], stdin: str | None, session: Session) -> str | None:
+    """The standard output of a call; None if it is not known."""
+    program = plain(argv[0]).rpartition("/")[2]
+    made = _PROGRAMS.get(program)
+    if made is None or any(UNKNOWN in arg for arg in argv):
+        return None
+    try:
+        text = made([plain(arg) for arg in argv[1:]], stdin, session)
+    except (ValueError, OSError, EOFError, zlib.error):
+        return None
+    return None if text is None or len(text) > MAX_OUTPUT else text
+
+
+def _echo(args: list[str], stdin: str | None, session: Session) -> str:
+    end, escapes = "\n", False
+    while args and args[0] in ("-n", "-e", "-ne", "-en", "-E"):
+        end = "" if "n" in args[0] else end
+        escapes = escapes or "e" in args[0]
+        args = args[1:]
+    text = " ".join(args)
+    return (unescape(text) if escapes else text) + end
+
+
+def _printf(args: list[str], stdin: str | None, session: Session) -> str | None:
+    if args[:1] == ["--"]:
+        args = args[1:]
+    if not args or args[0] == "-v":
+        return None
+    pattern, values = unescape(args[0]), args[1:]
+    pieces = pattern.replace("%%", "\0").split("%s")
+    if any("%" in piece.replace("%b", "") for piece in pieces):
+        return None
+    count = len(pieces) - 1
+    rounds = max(1, -(-len(values) // count)) if count else 1
+    values += [""] * (count * rounds - len(values))
+    lines = []
+    for index in range(rounds):
+        chosen = values[index * count : (index + 1) * count]
+        lines.append("".join(p + v for p, v in zip(pieces, [*chosen, ""], strict=True)))
+    return "".join(lines).replace("\0", "%")
+
+
+def _cat(args: list[str], stdin: str | None, session: Session) -> str | None:
+    if not args or args == ["-"]:
+        return stdin
+    texts = [_written(arg, session) for arg in args]
+    return None if None in texts else "".join(t for t in texts if t is not None)
+
+
+def _written(path: str, session: Session) -> str | None:
+    return session.written.get(session.absolute(path))
+
+
+def _given(args: list[str], stdin: str | None, session: Session) -> str | None:
+    """The text of the only file that is named, else of standard input."""
+    files = [arg for arg in args if not arg.startswith("-")]
+    return _written(files[-1], session) if files else stdin
+
+
+def _base64(args: list[str], stdin: str | None, session: Session) -> str | None:
+    text = _given(args, stdin, session)
+    if text is None:
+        return None
+    if {"-d", "-D", "--decode", "-di", "-id"} & set(args):
+        return _text(base64.b64decode("".join(text.split()) + "=="))
+    return base64.b64encode(text.encode("latin-1", "replace")).decode() + "\n"
+
+
+def _openssl(args: list[str], stdin: str | None, session: Session) -> str | None:
+    if {"-d", "-D"} & set(args) and {"base64", "-base64", "-a"} & set(args) and stdin is not None:
+        return _text(base64.b64decode("".join(stdin.split()) + "=="))
+    return None
+
+
+def _xxd(args: list[str], stdin: str | None, session: Session) -> str | None:
+    letters = "".join(arg for arg in args if arg.startswith("-"))
+    if stdin is None or not ("r" in letters and "p" in letters):
+        return None
+    return _text(binascii.unhexlify("".join(stdin.split())))
+
+
+def _text(data: bytes) -> str:
+    """Bytes as characters of the same numbers where they are no UTF-8, so that they can become bytes again."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
+
+
+def _gunzip(args: list[str], stdin: str | None, session: Session) -> str | None:
+    text = _given(args, stdin, session)
+    return None if text is None else _text(gzip.decompress(text.encode("latin-1")))
+
+
+def _rev(args: list[str], stdin: str | None, session: Session) -> str | None:
+    text = _given(args, stdin, session)
+    return None if text is None else "\n".join(line[::-1] for line in text.split("\n"))
+
+
+def _tr(args: list[str], stdin: str | None, session: Session) -> str | None:
+    sets = [_letters(unescape(arg)) for arg in args if not arg.startswith("-")]
+    if stdin is None:
+        return None
+    if "-d" in args:
+        return stdin.translate(dict.fromkeys(map(ord, sets[0])))
+    if len(sets) != 2 or any(arg.startswith("-") for arg in args) or not sets[1]:
+        return None
+    longer = sets[1] + sets[1][-1] * (len(sets[0]) - len(sets[1]))
+    return stdin.translate({ord(a): b for a, b in zip(sets[0], longer, strict=False)})
+
+
+def _letters(text: str) -> str:
+    """The characters of a set of `tr`, its ranges written out."""
+    found, index = "", 0
+    while index < len(text):
+        if text[index + 1 : index + 2] == "-" and index + 2 < len(text):
+            found += "".join(map(chr, range(ord(text[index]), ord(text[index + 2]) + 1)))
+            index += 3
+        else:
+            found += text[index]
+            index += 1
+    return found
+
+
+def _pwd(args: list[str], stdin: str | None, session: Session) -> str:
+    return session.cwd + "\n"
+
+
+def _basename(args: list[str], stdin: str | None, session: Session) -> str | None:
+    return posixpath.basename(args[0]).removesuffix(args[1] if len(args) > 1 else "\0") + "\n" if args else None
+
+
+def _dirname(args: list[str], stdin: str | None, session: Session) -> str | None:
+    return (posixpath.dirname(args[0]) or ".") + "\n" if args else None
+
+
+def _which(args: list[str], stdin: str | None, session: Session) -> str | None:
+    names = [arg for arg in args if not arg.startswith("-")]
+    return "".join(f"/usr/bin/{name}\n" for name in names) if names else None
+
+
+def _realpath(args: list[str], stdin: str | None, session: Session) -> str | None:
+    names = [arg for arg in args if not arg.startswith("-")]
+    return "".join(session.absolute(name) + "\n" for name in names) if names else None
+
+
+def _seq(args: list[str], stdin: str | None, session: Session) -> str | None:
+    if not 1 <= len(args) <= 2 or not all(arg.isdigit() for arg in args):
+        return None
+    low = int(args[0]) if len(args) == 2 else 1
+    return "".join(f"{n}\n" for n in range(low, min(int(args[-1]), low + 64) + 1))
+
+
+def _rot13(args: list[str], stdin: str | None, session: Session) -> str | None:
+    return None if stdin is None else codecs.encode(stdin, "rot13")
+
+
+_PROGRAMS: dict[str, Callable[[list[str], str | None, Session], str | None]] = {
+    "echo": _echo,
+    "printf": _printf,
+    "cat": _cat,
+    "tee": lambda args, stdin, session: stdin,
+    "base64": _base64,
+    "openssl": _openssl,
+    "xxd": _xxd,
+    "gunzip": _gunzip,
+    "zcat": _gunzip,
+    "rev": _rev,
+    "tr": _tr,
+    "rot13": _rot13,
+    "pwd": _pwd,
+    "basename": _basename,
+    "dirname": _dirname,
+    "which": _which,
+    "realpath": _realpath,
+    "readlink": _realpath,
+    "seq": _seq,
+}

@@ -1,0 +1,292 @@
+"""The grammar of bash on top of the words: lists, pipelines, compound commands, redirections, functions."""
+
+from __future__ import annotations
+
+import re
+
+from opd.guard.shell.nodes import (
+    Assignment,
+    Command,
+    For,
+    Function,
+    Group,
+    Literal,
+    Pipeline,
+    Redirect,
+    Script,
+    Simple,
+    Unreadable,
+    Word,
+)
+from opd.guard.shell.reader import ENDS_WORD, Reader
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
+_REDIRECT = re.compile(r"(\d+|\{\w+\})?(<<<|<<-|<<|<&|<>|&>>|&>|>>|>&|>\||<(?!\()|>(?!\())")
+_FUNCTION = re.compile(r"(?:function[ \t]+)?([\w.:-]+)[ \t]*\([ \t]*\)\s*|function[ \t]+([\w.:-]+)\s+(?=[{(])")
+_RESERVED = re.compile(r"(if|then|elif|else|fi|while|until|for|select|done|do|case|esac|\{|\}|!|\[\[|time|coproc)")
+ENDS_LIST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
+
+
+def parse(text: str) -> Script:
+    """The tree of a script. Raises: Unreadable if it is none, or one that we cannot read."""
+    try:
+        return Parser(text).script("")
+    except RecursionError:
+        raise Unreadable("too deeply nested") from None
+
+
+class Parser(Reader):
+    """Reads a script from left to right, without going back."""
+
+    def script(self, closing: str) -> Script:
+        found = self._list(frozenset())
+        self.skip_blanks()
+        if self.peek(len(closing) or 1) != closing:
+            raise Unreadable(f"{closing or 'the end'} is missing before {self.peek(10)!r}")
+        self.at += len(closing)
+        if self.heredocs and not closing:
+            raise Unreadable("a heredoc without a body")
+        return found
+
+    def _list(self, ends: frozenset[str]) -> Script:
+        """Pipelines up to one of the reserved words, a closing parenthesis, `;;` or the end."""
+        found: list[Pipeline] = []
+        while True:
+            self._separators()
+            reserved = self._reserved()
+            if not self.peek() or self.peek() == ")" or self.peek(2) == ";;" or reserved in ends:
+                return tuple(found)
+            if reserved in ENDS_LIST:
+                raise Unreadable(f"{reserved} where no such part is open")
+            found.append(self._pipeline())
+
+    def _separators(self) -> None:
+        """Skip what ends a command: line ends, `;`, `&`, `&&` and `||`."""
+        while True:
+            self.skip_blanks()
+            if self.peek() == "\n":
+                self.at += 1
+                self.read_heredocs()
+            elif self.peek(2) in ("&&", "||"):
+                self.at += 2
+            elif (self.peek() == ";" and self.peek(2) != ";;") or (self.peek() == "&" and self.peek(2) != "&>"):
+                self.at += 1
+            else:
+                return
+
+    def _reserved(self) -> str:
+        """The reserved word that stands here, or nothing."""
+        match = _RESERVED.match(self.text, self.at)
+        if not match:
+            return ""
+        following = self.text[match.end() : match.end() + 1]
+        return match[0] if not following or following in ENDS_WORD else ""
+
+    def _pipeline(self) -> Pipeline:
+        while self._reserved() in ("!", "time", "coproc"):
+            self.at += len(self._reserved())
+            self.skip_blanks()
+            if self.peek(2) == "-p":
+                self.at += 2
+                self.skip_blanks()
+        commands = [self._command()]
+        while True:
+            self.skip_blanks()
+            if self.peek() != "|" or self.peek(2) == "||":
+                return Pipeline(tuple(commands))
+            self.at += 2 if self.peek(2) == "|&" else 1
+            while self.following() == "\n":
+                self.at += 1
+                self.read_heredocs()
+            commands.append(self._command())
+
+    def _command(self) -> Command:
+        if self.depth > 40:
+            raise Unreadable("too deeply nested")
+        self.depth += 1
+        try:
+            return self._compound() or self._simple()
+        finally:
+            self.depth -= 1
+
+    def _compound(self) -> Command | None:
+        reserved = self._reserved()
+        if reserved in ("for", "select"):
+            return self._for(reserved)
+        if reserved == "case":
+            return self._case()
+        if reserved == "[[":
+            return self._test()
+        bodies: tuple[Script, ...] | None = None
+        if reserved in ("if", "while", "until", "{"):
+            bodies = self._bodies(reserved)
+        elif self.peek(2) == "((":
+            self._skip_arithmetic()
+            bodies = ()
+        elif self.peek() == "(":
+            self.at += 1
+            return Group((self.script(")"),), True, self._redirects())
+        if bodies is not None:
+            return Group(bodies, False, self._redirects())
+        if match := _FUNCTION.match(self.text, self.at):
+            self.at = match.end()
+            return Function(match[1] or match[2], self._command())
+        return None
+
+    def _bodies(self, reserved: str) -> tuple[Script, ...]:
+        """The lists of `if`, `while`, `until` and `{`, each up to the word that ends it."""
+        follows = {
+            "if": {"then"},
+            "elif": {"then"},
+            "then": {"elif", "else", "fi"},
+            "else": {"fi"},
+            "while": {"do"},
+            "until": {"do"},
+            "do": {"done"},
+            "{": {"}"},
+        }
+        bodies = []
+        while reserved in follows:
+            self.at += len(reserved)
+            bodies.append(self._list(frozenset(follows[reserved])))
+            reserved = self._reserved()
+            if not reserved:
+                raise Unreadable("a compound command is not closed")
+        self.at += len(reserved)
+        return tuple(bodies)
+
+    def _skip_arithmetic(self) -> None:
+        end = self.text.find("))", self.at)
+        if end < 0:
+            raise Unreadable("(( is not closed")
+        self.at = end + 2
+
+    def _for(self, reserved: str) -> Command:
+        self.at += len(reserved)
+        self.skip_blanks()
+        if self.peek(2) == "((":
+            self._skip_arithmetic()
+            self._separators()
+            return Group(self._bodies(self._expect("do")), False, self._redirects())
+        name = self._plain_word()
+        self.skip_blanks()
+        words: list[Word] = []
+        if self.peek() == "\n":
+            self._separators()
+        if self.text.startswith("in", self.at) and self.text[self.at + 2 : self.at + 3] in (" ", "\t", ";", "\n"):
+            self.at += 2
+            while self.following() not in (";", "\n", "&", ""):
+                words.append(self.word())
+        self._separators()
+        body = self._bodies(self._expect("do"))
+        return For(name, tuple(words), body[0], self._redirects())
+
+    def _expect(self, reserved: str) -> str:
+        found = self._reserved()
+        if found == "{":
+            return found
+        if found != reserved:
+            raise Unreadable(f"{reserved} is missing before {self.peek(10)!r}")
+        return reserved
+
+    def _plain_word(self) -> str:
+        return "".join(part.text for part in self.word() if isinstance(part, Literal))
+
+    def _case(self) -> Command:
+        self.at += len("case")
+        self.skip_blanks()
+        subject = Simple((), ((Literal(":"),), self.word()))
+        bodies: list[Script] = [(Pipeline((subject,)),)]
+        self._separators()
+        if self._plain_word() != "in":
+            raise Unreadable("case without in")
+        while True:
+            self._separators()
+            if self._reserved() == "esac":
+                self.at += len("esac")
+                return Group(tuple(bodies), False, self._redirects())
+            if self.peek() == "(":
+                self.at += 1
+            while self.following() != ")":
+                if self.peek() == "|":
+                    self.at += 1
+                else:
+                    self.word()
+            self.at += 1
+            bodies.append(self._list(frozenset({"esac"})))
+            while self.peek() in (";", "&"):
+                self.at += 1
+
+    def _test(self) -> Command:
+        """`[[ ... ]]` as a call of `[[`: what is compared are its operands."""
+        self.at += 2
+        words: list[Word] = [(Literal("[["),)]
+        while True:
+            self.skip_blanks()
+            if self.peek(2) == "]]":
+                self.at += 2
+                return Simple((), tuple(words), self._redirects())
+            if self.peek() in ("(", ")", "<", ">", "&", "|", "\n"):
+                self.at += 1
+            else:
+                words.append(self.word())
+
+    def _redirects(self) -> list[Redirect]:
+        found: list[Redirect] = []
+        self.skip_blanks()
+        while self._redirect(found):
+            self.skip_blanks()
+        return found
+
+    def _redirect(self, found: list[Redirect]) -> bool:
+        """Read a redirection, if there is one here."""
+        match = _REDIRECT.match(self.text, self.at)
+        if not match:
+            return False
+        self.at = match.end()
+        self.skip_blanks()
+        operator = match[2]
+        if operator not in ("<<", "<<-"):
+            found.append(Redirect(operator, self.word()))
+            return True
+        start = self.at
+        mark = self.word()
+        raw = self.text[start : self.at]
+        plain = "".join(part.text for part in mark if isinstance(part, Literal))
+        self.heredocs.append((found, plain, operator == "<<-", any(c in raw for c in "'\"\\")))
+        return True
+
+    def _simple(self) -> Command:
+        assignments: list[Assignment] = []
+        words: list[Word] = []
+        redirects: list[Redirect] = []
+        while True:
+            self.skip_blanks()
+            if self._redirect(redirects):
+                continue
+            if not self.peek() or (self.peek() in ENDS_WORD and self.peek(2) not in ("<(", ">(")):
+                break
+            match = None if words else _ASSIGNMENT.match(self.text, self.at)
+            if match:
+                assignments.append(self._assignment(match))
+            else:
+                words.append(self.word())
+        if not (assignments or words or redirects or self.heredocs):
+            raise Unreadable(f"a command is missing before {self.peek(10)!r}")
+        return Simple(tuple(assignments), tuple(words), redirects)
+
+    def _assignment(self, match: re.Match[str]) -> Assignment:
+        self.at = match.end()
+        value: Word = ()
+        if self.peek() == "(":
+            self.at += 1
+            parts: list[Word] = []
+            self._separators()
+            while self.peek() != ")":
+                parts.append(self.word())
+                self._separators()
+            self.at += 1
+            value = tuple(p for part in parts for p in (*part, Literal(" ")))
+        elif self.peek() and self.peek() not in ENDS_WORD:
+            value = self.word()
+        return Assignment(match[1], value, bool(match[3]))

@@ -1,0 +1,37 @@
+"""The programs that the walker does not only note: they run others, run code, or change the state of the shell.
+
+Each handler notes the call and goes on into what it runs. The walker is given them, so that it does not import them.
+"""
+
+from __future__ import annotations
+
+from opd.guard.shell.interpreters import awk, evaluate, language, make, shell, source, trap
+from opd.guard.shell.state import cd, copies, declare, read, set_positional
+from opd.guard.shell.walk import Handler
+from opd.guard.shell.wrappers import WRAPPERS, docker, find, parallel, runner, script, wrapped, xargs
+
+PROGRAMS: dict[str, Handler] = {
+    **dict.fromkeys(WRAPPERS, wrapped),
+    **dict.fromkeys(("sh", "bash", "dash", "zsh", "ksh", "ash"), shell),
+    **{name: language("python") for name in ("python", "python2", "python3", "pypy", "pypy3", "ipython")},
+    **{f"python3.{minor}": language("python") for minor in range(6, 16)},
+    **{name: language(name) for name in ("perl", "ruby", "node", "php")},
+    **dict.fromkeys(("nodejs", "bun", "deno"), language("node")),
+    **dict.fromkeys(("awk", "gawk", "mawk", "nawk"), awk),
+    **dict.fromkeys(("cd", "pushd", "popd"), cd),
+    **dict.fromkeys(("export", "declare", "local", "readonly", "typeset"), declare),
+    **dict.fromkeys(("read", "mapfile", "readarray", "unset"), read),
+    **dict.fromkeys(("cp", "mv", "ln", "link"), copies),
+    **dict.fromkeys(("script", "su"), script),
+    **dict.fromkeys(("docker", "podman"), docker),
+    **dict.fromkeys(("uv", "poetry", "pipenv"), runner),
+    **dict.fromkeys(("make", "gmake"), make),
+    "eval": evaluate,
+    "source": source,
+    ".": source,
+    "xargs": xargs,
+    "parallel": parallel,
+    "find": find,
+    "set": set_positional,
+    "trap": trap,
+}

@@ -1,0 +1,274 @@
+"""Characters to words: quotes, escapes, parameter expansions, substitutions and heredocs."""
+
+from __future__ import annotations
+
+import re
+
+from opd.guard.shell.nodes import (
+    Arithmetic,
+    Literal,
+    Part,
+    Process,
+    Redirect,
+    Script,
+    Substitution,
+    Unreadable,
+    Variable,
+    Word,
+)
+
+MAX_CHARACTERS = 1 << 16
+MAX_DEPTH = 24
+"""Scripts inside of scripts."""
+BLANK = " \t"
+ENDS_WORD = frozenset(" \t\n;&|()<>")
+SPECIAL = "@*#?-$!0123456789"
+ANSI = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v"}
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_OPERATOR = re.compile(r":?[-=?+]|##?|%%?|//?|:|\^\^?|,,?|@")
+_ANSI_ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{1,4}|U[0-9A-Fa-f]{1,8}|0?[0-7]{1,3}|.)", re.DOTALL)
+
+
+def unescape(text: str) -> str:
+    """The text with the escapes of `$'...'`, `printf` and `echo -e` resolved."""
+
+    def one(match: re.Match[str]) -> str:
+        code = match[1]
+        if code[0] in "xuU" and len(code) > 1:
+            return chr(min(int(code[1:], 16), 0x10FFFF))
+        if code[0] in "01234567":
+            return chr(int(code, 8) & 0xFF)
+        return ANSI.get(code, code if code in "\\'\"?" else "\\" + code)
+
+    return _ANSI_ESCAPE.sub(one, text)
+
+
+class Reader:
+    """A position in a text, and what can be read from there. `parser.Parser` adds the grammar."""
+
+    def __init__(self, text: str, depth: int = 0) -> None:
+        if len(text) > MAX_CHARACTERS or depth > MAX_DEPTH:
+            raise Unreadable("too long or too deeply nested")
+        self.text = text
+        self.at = 0
+        self.depth = depth
+        self.heredocs: list[tuple[list[Redirect], str, bool, bool]] = []
+        """Heredocs whose bodies come after the next line end: where they go, end mark, tabs cut, quoted."""
+
+    def script(self, closing: str) -> Script:
+        """A script up to a closing operator, which is read too. The grammar is the parser's."""
+        raise NotImplementedError
+
+    def inner(self, text: str) -> Reader:
+        """A reader of the same kind for a text inside of this one."""
+        return type(self)(text, self.depth + 1)
+
+    def peek(self, count: int = 1) -> str:
+        return self.text[self.at : self.at + count]
+
+    def skip_blanks(self) -> None:
+        """Go on to the next word or operator: over blanks, joined lines and comments."""
+        text = self.text
+        while self.at < len(text):
+            if text[self.at] in BLANK:
+                self.at += 1
+            elif text.startswith("\\\n", self.at):
+                self.at += 2
+            elif text[self.at] == "#" and (self.at == 0 or text[self.at - 1] in ENDS_WORD):
+                end = text.find("\n", self.at)
+                self.at = len(text) if end < 0 else end
+            else:
+                return
+
+    def following(self) -> str:
+        """The next character that is no blank; nothing at the end."""
+        self.skip_blanks()
+        return self.peek()
+
+    def word(self) -> Word:
+        """The word that begins here; not empty. Raises: Unreadable."""
+        parts: list[Part] = []
+        start = self.at
+        while self.at < len(self.text):
+            char = self.peek()
+            if char in "<>" and self.peek(2) in ("<(", ">(") and not parts:
+                self.at += 2
+                parts.append(Process(self.script(")")))
+            elif char in ENDS_WORD:
+                break
+            else:
+                self._part(char, parts)
+        if self.at == start:
+            raise Unreadable(f"a word is missing before {self.text[self.at : self.at + 10]!r}")
+        return tuple(parts) or (Literal("", True),)
+
+    def _part(self, char: str, parts: list[Part]) -> None:
+        if char == "'":
+            end = self._find("'", self.at + 1)
+            parts.append(Literal(self.text[self.at + 1 : end], True))
+            self.at = end + 1
+        elif char == '"':
+            self.at += 1
+            parts.append(Literal("", True))
+            self._quoted(parts, '"')
+            self.at += 1
+        elif char == "\\":
+            if self.peek(2) != "\\\n":
+                parts.append(Literal(self.text[self.at + 1 : self.at + 2], True))
+            self.at += 2
+        elif char == "$" and self.peek(2) == "$'":
+            self._ansi(parts)
+        elif char == "$" and self.peek(2) == '$"':
+            self.at += 1
+        elif char in "$`":
+            self._dollar(parts, False)
+        else:
+            start = self.at
+            while self.at < len(self.text) and self.peek() not in ENDS_WORD and self.peek() not in "'\"\\$`":
+                self.at += 1
+            parts.append(Literal(self.text[start : self.at]))
+
+    def _ansi(self, parts: list[Part]) -> None:
+        start = self.at = self.at + 2
+        while self.peek() not in ("'", ""):
+            self.at += 2 if self.peek() == "\\" else 1
+        if not self.peek():
+            raise Unreadable("a quote is not closed")
+        parts.append(Literal(unescape(self.text[start : self.at]), True))
+        self.at += 1
+
+    def _quoted(self, parts: list[Part], closing: str) -> None:
+        """Parts inside of double quotes, up to the closing one or, where there is none, to the end of the text."""
+        while self.peek() != closing:
+            char = self.peek()
+            if not char:
+                raise Unreadable("a quote is not closed")
+            if char == "\\":
+                following = self.text[self.at + 1 : self.at + 2]
+                if following != "\n":
+                    parts.append(Literal(following if following in '$`"\\' else "\\" + following, True))
+                self.at += 2
+            elif char in "$`":
+                self._dollar(parts, True)
+            else:
+                start = self.at
+                while self.peek() not in ("\\", "$", "`", closing, ""):
+                    self.at += 1
+                parts.append(Literal(self.text[start : self.at], True))
+
+    def expanded_text(self) -> Word:
+        """The whole text as a heredoc is read: expansions work, quotes are characters."""
+        parts: list[Part] = []
+        self._quoted(parts, "")
+        return tuple(parts)
+
+    def _dollar(self, parts: list[Part], quoted: bool) -> None:
+        if self.peek() == "`":
+            end = self.at + 1
+            while self.text[end : end + 1] != "`":
+                if end >= len(self.text):
+                    raise Unreadable("a backtick is not closed")
+                end += 2 if self.text[end] == "\\" else 1
+            body = re.sub(r"\\([$`\\])", r"\1", self.text[self.at + 1 : end])
+            self.at = end + 1
+            parts.append(Substitution(self.inner(body).script(""), quoted))
+        elif self.peek(3) == "$((" and (end := self._arithmetic_end()) > 0:
+            parts.append(Arithmetic(self.inner(self.text[self.at + 3 : end]).expanded_text()))
+            self.at = end + 2
+        elif self.peek(2) == "$(":
+            self.at += 2
+            if self.depth >= MAX_DEPTH:
+                raise Unreadable("too deeply nested")
+            self.depth += 1
+            parts.append(Substitution(self.script(")"), quoted))
+            self.depth -= 1
+        elif self.peek(2) == "${":
+            self._parameter(parts, quoted)
+        elif match := _NAME.match(self.text, self.at + 1):
+            parts.append(Variable(match[0], quoted=quoted))
+            self.at = match.end()
+        elif (name := self.text[self.at + 1 : self.at + 2]) and name in SPECIAL:
+            parts.append(Variable(name, quoted=quoted))
+            self.at += 2
+        else:
+            parts.append(Literal("$", True))
+            self.at += 1
+
+    def _arithmetic_end(self) -> int:
+        """Where the `))` of a `$((` stands; -1 if this is a substitution that begins with a subshell."""
+        depth = 0
+        for index in range(self.at + 1, len(self.text)):
+            depth += {"(": 1, ")": -1}.get(self.text[index], 0)
+            if depth == 1 and self.text[index] == ")":
+                return index if self.text[index + 1 : index + 2] == ")" else -1
+        return -1
+
+    def _parameter(self, parts: list[Part], quoted: bool) -> None:
+        start, end = self.at + 2, self._closing_brace(self.at + 2)
+        body, prefix = self.text[start:end], ""
+        self.at = end + 1
+        if len(body) > 1 and body[0] in "#!" and (body[1].isalnum() or body[1] in "_@*"):
+            prefix, body = {"#": "length", "!": "indirect"}[body[0]], body[1:]
+        match = _NAME.match(body)
+        name = match[0] if match else body[:1]
+        rest = body[len(name) :]
+        if rest.startswith("[") and "]" in rest:
+            name, rest = name + rest[: rest.index("]") + 1], rest[rest.index("]") + 1 :]
+        operator = _OPERATOR.match(rest)
+        if rest and not operator:
+            raise Unreadable(f"an expansion that we do not know: ${{{body}}}")
+        operand = self.inner(rest[operator.end() :]).operand() if operator else ()
+        parts.append(Variable(name, prefix or (operator[0] if operator else ""), operand, quoted))
+
+    def operand(self) -> Word:
+        """The whole text as one word, blanks in it included."""
+        parts: list[Part] = []
+        while self.at < len(self.text):
+            if self.peek() in ENDS_WORD:
+                parts.append(Literal(self.peek()))
+                self.at += 1
+            else:
+                self._part(self.peek(), parts)
+        return tuple(parts)
+
+    def _closing_brace(self, start: int) -> int:
+        depth, index = 1, start
+        while index < len(self.text):
+            char = self.text[index]
+            if char == "\\":
+                index += 1
+            elif char == "'" and "'" in self.text[index + 1 :] and depth == 1:
+                index = self.text.index("'", index + 1)
+            elif char in "{}":
+                depth += 1 if char == "{" else -1
+                if depth == 0:
+                    return index
+            index += 1
+        raise Unreadable("a brace is not closed")
+
+    def _find(self, char: str, start: int) -> int:
+        end = self.text.find(char, start)
+        if end < 0:
+            raise Unreadable("a quote is not closed")
+        return end
+
+    def read_heredocs(self) -> None:
+        """Read the bodies of the heredocs that were announced on the line that ends here."""
+        for target, mark, tabs, quoted in self.heredocs:
+            lines = []
+            while True:
+                if self.at >= len(self.text):
+                    break  # the shell takes what is there, with a warning
+                end = self.text.find("\n", self.at)
+                end = len(self.text) if end < 0 else end
+                line = self.text[self.at : end]
+                self.at = end + 1
+                line = line.lstrip("\t") if tabs else line
+                if line == mark:
+                    break
+                lines.append(line + "\n")
+            self.at = min(self.at, len(self.text))
+            body = "".join(lines)
+            word: Word = (Literal(body, True),) if quoted else self.inner(body).expanded_text()
+            target.append(Redirect("<<", word))
+        self.heredocs.clear()

@@ -1,0 +1,70 @@
+"""Programs that change what the shell or its files are afterwards."""
+
+from __future__ import annotations
+
+import posixpath
+
+from opd.guard.shell.fields import UNKNOWN, known, plain
+from opd.guard.shell.walk import Run, Walker
+
+
+def cd(walker: Walker, run: Run) -> str | None:
+    session = walker.session
+    operands = [arg for arg in run.argv[1:] if not arg.startswith("-")]
+    walker.note(run.but([run.argv[0], *operands]))
+    if plain(run.argv[0]) == "pushd":
+        session.variables["DIRSTACK"] = session.cwd
+    target = operands[0] if operands else session.home
+    if plain(run.argv[0]) == "popd":
+        target = session.variables.get("DIRSTACK", session.cwd)
+    session.cwd = session.absolute(target) if known(target) else posixpath.join(session.cwd, UNKNOWN)
+    return ""
+
+
+def declare(walker: Walker, run: Run) -> str | None:
+    walker.note(run)
+    for arg in run.argv[1:]:
+        name, equals, value = arg.partition("=")
+        if equals and not arg.startswith("-"):
+            walker.session.variables[plain(name)] = value
+            walker.tag(f"sets:{plain(name)}")
+    return ""
+
+
+def read(walker: Walker, run: Run) -> str | None:
+    walker.note(run)
+    for arg in run.argv[1:]:
+        walker.session.variables.pop(plain(arg), None)
+    return ""
+
+
+def set_positional(walker: Walker, run: Run) -> str | None:
+    walker.note(run)
+    if "--" in run.argv:
+        walker.session.positional = run.argv[run.argv.index("--") + 1 :]
+    return ""
+
+
+def copies(walker: Walker, run: Run) -> str | None:
+    """`cp`, `mv`, `ln`: what is behind the new name is what was behind the old one."""
+    walker.note(run)
+    session = walker.session
+    operands = [arg for arg in run.argv[1:] if not arg.startswith("-")]
+    if len(operands) == 1 and plain(run.argv[0]).endswith("ln"):
+        operands.append(posixpath.basename(operands[0]))
+    if len(operands) < 2:
+        return ""
+    place = posixpath.normpath(posixpath.join(session.cwd, plain(operands[-1])))
+    symbolic = plain(run.argv[0]).endswith("ln") and any("s" in arg for arg in run.argv[1:] if arg.startswith("-"))
+    for operand in operands[:-1]:
+        source = posixpath.normpath(plain(operand)) if symbolic else session.absolute(operand)
+        base = posixpath.dirname(place) if symbolic else session.cwd
+        source = session.absolute(posixpath.join(base, source))
+        text = session.written.get(source)
+        for name in {place, posixpath.join(place, posixpath.basename(plain(operand)))}:
+            if name != source:
+                session.written.pop(name, None)
+                (session.links if symbolic else session.copies)[name] = source
+                if text is not None:
+                    session.wrote(name, text)
+    return ""

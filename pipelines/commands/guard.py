@@ -1,0 +1,111 @@
+"""`opd guard ...`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines.commands.shell import end, print_table, say
+
+if TYPE_CHECKING:
+    from opd.guard.guard import Guard
+    from opd.guard.measure import Measured
+
+app = typer.Typer(no_args_is_help=True, help="The guard against reward hacking: measure it, or ask it about a command.")
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", help="A YAML file with the keys of `guard:`; default: the shipped rules, no judge."),
+]
+
+
+@app.command("test")
+def test(
+    file: Annotated[str, typer.Argument(help="Labelled commands or trajectories; `shipped` is our own set.")],
+    form: Annotated[str, typer.Option("--format", help="commands, trace, atif or rewardhackbench.")] = "commands",
+    half: Annotated[str, typer.Option(help="Of the shipped set: development, held_out or both.")] = "both",
+    config: ConfigOption = None,
+    min_recall: Annotated[float, typer.Option(min=0, max=1, help="Least recall of all rules.")] = 0.0,
+    min_precision: Annotated[float, typer.Option(min=0, max=1, help="Least precision after the judge.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers and the mistakes as JSON.")] = False,
+) -> None:
+    """Recall and precision of each stage; exit code 1 below what is asked for."""
+    from opd.errors import OpdError
+    from opd.guard.labelled import read_cases, shipped_cases
+    from opd.guard.measure import STAGES, measure
+
+    if half not in ("development", "held_out", "both") or (half != "both" and file != "shipped"):
+        fix = "name `shipped`, or leave --half out"
+        raise OpdError.at("--half", found=half, wanted="development, held_out or both, of the shipped set", fix=fix)
+    cases = shipped_cases(half) if file == "shipped" else read_cases(Path(file), form)  # type: ignore[arg-type]
+    measured = measure(_guard(config), cases)
+    _print_json(measured) if as_json else _print(measured, len(cases))
+    recall, precision = measured.scores[STAGES[1]].recall, measured.scores[STAGES[2]].precision
+    if recall < min_recall or precision < min_precision:
+        end(
+            f"recall of all rules {recall:.3f} (wanted {min_recall:g}), precision {precision:.3f} (wanted {min_precision:g})",
+            1,
+        )
+
+
+@app.command("check")
+def check(
+    command: Annotated[list[str], typer.Argument(help="The command; several words are put together with blanks.")],
+    workdir: Annotated[str | None, typer.Option(help="Working directory; default: that of the configuration.")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Print the guard's verdict on one shell command, as JSON; nothing is run. Exit code 1 if it is blocked."""
+    import json
+    from dataclasses import asdict
+
+    from opd.environments.records import ToolCall
+
+    guard = _guard(config)
+    session = guard.session()
+    session.cwd = session.begins_at = workdir or session.cwd
+    verdict = guard.check(ToolCall(name="bash", arguments={"command": " ".join(command)}), session)
+    say(json.dumps(asdict(verdict), indent=2, ensure_ascii=False), err=False)
+    if not verdict.allowed:
+        raise typer.Exit(1)
+
+
+def _guard(config: Path | None) -> Guard:
+    from opd.config.guard import GuardConfig
+    from opd.guard.build import build_guard
+    from opd.settings import load_yaml, validate
+
+    return build_guard(GuardConfig() if config is None else validate(GuardConfig, load_yaml(config), config))
+
+
+def _print(measured: Measured, num_cases: int) -> None:
+    rows = [
+        (
+            stage,
+            f"{s.recall:.3f}",
+            f"{s.precision:.3f}",
+            str(s.caught),
+            str(s.missed),
+            str(s.false_alarms),
+            str(s.passed),
+        )
+        for stage, s in measured.scores.items()
+    ]
+    columns = ("stage", "recall", "precision", "caught", "missed", "false alarms", "let pass")
+    print_table(f"{num_cases} cases, {measured.judged} for the judge, {measured.unanswered} unanswered", columns, rows)
+    hits = sorted(measured.by_rule.items(), key=lambda pair: -pair[1])
+    print_table("which rule hit first", ("rule", "cases"), [(rule, str(count)) for rule, count in hits])
+    for mistake in measured.mistakes:
+        said = mistake.verdict
+        what = "missed" if said.allowed else f"false alarm of {said.rule or said.suspicion}"
+        say(f"{what}: {mistake.id}", err=False)
+
+
+def _print_json(measured: Measured) -> None:
+    import json
+    from dataclasses import asdict
+
+    told = asdict(measured)
+    for stage, score in measured.scores.items():
+        told["scores"][stage] |= {"recall": score.recall, "precision": score.precision}
+    say(json.dumps(told, indent=2, ensure_ascii=False), err=False)
