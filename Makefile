@@ -5,7 +5,7 @@ OPD := $(BIN)/opd
 # CPU torch for machines whose package index has only the CUDA build: make TORCH_INDEX=URL
 TORCH_INDEX ?=
 
-.PHONY: setup demo compare smollm2 gpu-check test lint audit check clean
+.PHONY: setup demo compare agents smollm2 gpu-check test lint audit check clean
 
 setup: .venv/.ready
 
@@ -30,6 +30,13 @@ compare: setup
 	test -d prompts/letters || $(OPD) prompts make letters --output prompts/letters
 	$(OPD) experts train quickstart-experts
 	$(OPD) compare quickstart --seeds 0,1,2
+
+# Four games of many turns; docs/agents-suite.md.
+agents: setup
+	rm -rf runs/agents models/agents registry/agents prompts/agents
+	$(OPD) prompts make agents --output prompts/agents --train 1500 --eval 100
+	$(OPD) experts train agents-experts
+	$(OPD) merge agents --run-dir runs/agents
 
 # Hours on two cores. What is finished is kept: after an interruption the same command goes on.
 smollm2: setup

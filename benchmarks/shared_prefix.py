@@ -16,6 +16,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -75,7 +76,9 @@ class Time:
 def timed(phase: str, way: str, tokens: int, work: Callable[[], Any]) -> tuple[Time, Any]:
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
-    return Time(phase, way, time.perf_counter() - wall, time.process_time() - cpu, tokens), result
+    found = Time(phase, way, time.perf_counter() - wall, time.process_time() - cpu, tokens)
+    print(f"{phase}, {way}: {found.wall_s:.2f} s, {found.cpu_s:.2f} s of CPU, {tokens:,} tokens", file=sys.stderr)
+    return found, result
 
 
 def sizes(rollouts: Sequence[Any], way: str) -> list[Any]:

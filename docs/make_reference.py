@@ -77,7 +77,8 @@ class Tables:
             return self._table(option["title"], option, path)
         if "patternProperties" in option:
             (inner,) = option["patternProperties"].values()
-            return self._mapping(inner["$ref"], f"{path}.NAME") if "$ref" in inner else "mapping of names to numbers"
+            values = "texts" if inner.get("type") == "string" else "numbers"
+            return self._mapping(inner["$ref"], f"{path}.NAME") if "$ref" in inner else f"mapping of names to {values}"
         if "$ref" in option.get("items", {}):
             return "list of " + self._mapping(option["items"]["$ref"], f"{path}.N").replace("mapping", "mappings", 1)
         return _scalar(option)

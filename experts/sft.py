@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with transformers' Trainer; the loss is on completion tokens and the end token only."""
+"""Supervised fine-tuning with transformers' Trainer; the loss is on what the model has to write, end tokens included."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from experts.episodes.encode import EpisodeEncoder
+from experts.episodes.rows import EpisodeRow
 from experts.spec import TrainSettings
 from opd.errors import PromptError
 from opd.prompts import PromptLine, encode_prompt
@@ -26,8 +28,12 @@ from opd.train.schedule import LearningRate
 IGNORED = -100
 
 
+TrainingRow = PromptLine | EpisodeRow
+
+
 class Example(TypedDict):
-    """input_ids [T] prompt, completion, end token; labels [T] the same with `IGNORED` on the prompt."""
+    """input_ids [T] prompt, completion, end token, or a whole episode; labels [T] the same with `IGNORED` where nothing is
+    learned."""
 
     input_ids: list[int]
     labels: list[int]
@@ -44,9 +50,18 @@ def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> Example
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
 
 
-def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Sequence[PromptLine], max_length: int) -> list[Example]:
-    """Every line that fits in `max_length` tokens. Raises: PromptError if none does."""
-    examples = [example for line in lines if len((example := encode_line(tokenizer, line))["input_ids"]) <= max_length]
+def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Sequence[TrainingRow], max_length: int) -> list[Example]:
+    """Every line that fits in `max_length` tokens. Raises: PromptError if none does; ModelError if the chat template cannot
+    append the turns of an episode."""
+    encoder = EpisodeEncoder(tokenizer)
+
+    def encoded(line: TrainingRow) -> Example:
+        if isinstance(line, PromptLine):
+            return encode_line(tokenizer, line)
+        ids, learned = encoder.encode(line)
+        return {"input_ids": ids, "labels": [i if learn else IGNORED for i, learn in zip(ids, learned, strict=True)]}
+
+    examples = [example for line in lines if len((example := encoded(line))["input_ids"]) <= max_length]
     if not examples:
         raise PromptError.at(
             "max_length",

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Name, Strict
@@ -26,11 +26,18 @@ class TrainSettings(Strict):
     warmup_steps: int = Field(0, ge=0)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     max_length: int = Field(512, ge=2)
-    """Rows with more tokens, prompt and completion together, are left out and counted."""
+    """Rows with more tokens, prompt and completion together or the whole episode, are left out and counted."""
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     bf16: bool = False
     """Compute in bfloat16 with float32 weights."""
+    train_sampling_strategy: Literal["random", "group_by_length"] | None = None
+    """`group_by_length`: rows of like lengths share a batch, so that less of it is padding; default: `random`."""
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_left_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A `training.json` that an older version wrote is still that of the same settings."""
+        return {key: value for key, value in dump(self).items() if value is not None}
 
 
 class FromScratch(Strict):
@@ -64,7 +71,7 @@ class BaseSpec(Strict):
     from_scratch: FromScratch | None = None
     """A new model, written to OUTPUT_DIR/base."""
     data: tuple[Path, ...] = ()
-    """Prompt files with completions that a new model is first trained on, mixed; without them it stays random."""
+    """Prompt files with completions or episodes that a new model is first trained on, mixed; without them it stays random."""
     train: TrainSettings | None = None
     """Settings of that training; those that are left out are as in the spec's `train`."""
 
@@ -89,7 +96,7 @@ class LoraSettings(Strict):
 class ExpertSpec(Strict):
     domain: Name
     data: Path
-    """Prompt file whose completions the expert learns."""
+    """Prompt file whose completions, or the turns of whose episodes, the expert learns."""
     train: TrainSettings
     """Settings for this expert; those that are left out are as in the spec's `train`."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experts.episodes.rows import EpisodeRow, has_episodes, read_episodes
 from experts.model_dir import inspect_model
 from experts.registry import Registry
 from experts.spec import ExpertsSpec, FromScratch, TrainSettings
@@ -37,7 +38,7 @@ class TrainingJob:
 
     name: str
     directory: Path
-    lines: tuple[PromptLine, ...]
+    lines: tuple[PromptLine | EpisodeRow, ...]
     train: TrainSettings | None
     """None for a base that keeps its random weights."""
     record: TrainingRecord
@@ -46,6 +47,11 @@ class TrainingJob:
     @property
     def finished(self) -> bool:
         return self.directory.exists()
+
+    @property
+    def asks(self) -> bool:
+        """True if a merge can read the lines: conversations without a prompt of their own are for training only."""
+        return all(isinstance(line, PromptLine) or line.asks for line in self.lines)
 
 
 def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
@@ -67,7 +73,7 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
     for job in jobs:
         _make_expert(spec, job, base_dir, progress)
         if registry:
-            _register(registry, job.name, job.directory, spec)
+            _register(registry, job, spec)
     return [job.directory for job in jobs]
 
 
@@ -104,9 +110,9 @@ def _expert_jobs(spec: ExpertsSpec, base: TrainingRecord) -> list[TrainingJob]:
     return jobs
 
 
-def _read(paths: Sequence[Path]) -> tuple[tuple[PromptLine, ...], list[str]]:
-    """All lines and the files' hashes. Raises: PromptError, also for a row without a completion to learn."""
-    lines = [line for path in paths for line in _with_completions(path)]
+def _read(paths: Sequence[Path]) -> tuple[tuple[PromptLine | EpisodeRow, ...], list[str]]:
+    """All lines and the files' hashes. Raises: PromptError, also for a row without anything to learn."""
+    lines = [line for path in paths for line in (read_episodes if has_episodes(path) else _with_completions)(path)]
     return tuple(lines), [find_source(path).content_hash() for path in paths]
 
 
@@ -117,7 +123,7 @@ def _with_completions(path: Path) -> list[PromptLine]:
             raise PromptError.at(
                 f"{path}, row {number}: completion",
                 found=f"{line.completion!r:.60}",
-                wanted="text after a text prompt, chat messages after chat messages",
+                wanted="text after a text prompt, chat messages after chat messages; or `messages`, a whole episode",
                 fix="add the column: it is what the expert learns to answer",
             )
     return lines
@@ -260,13 +266,14 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Train
     replace_dir(staging, job.directory)
 
 
-def _register(registry: Registry, name: str, directory: Path, spec: ExpertsSpec) -> None:
+def _register(registry: Registry, job: TrainingJob, spec: ExpertsSpec) -> None:
     """Add the expert, or renew an entry of this directory that no longer fits it."""
-    if name in registry.names():
-        if not registry.verify(name):
+    if job.name in registry.names():
+        if not registry.verify(job.name):
             return
-        registry.remove(name)
-    registry.add(name, directory, spec.experts[name].domain, spec.experts[name].data)
+        registry.remove(job.name)
+    expert = spec.experts[job.name]
+    registry.add(job.name, job.directory, expert.domain, expert.data if job.asks else None)
 
 
 def _quiet() -> None:

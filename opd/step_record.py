@@ -310,7 +310,7 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         response_tokens=sum(len(r.response_ids) for r in batch.rollouts),
         prompt_tokens=sum(len(r.prompt_ids) for r in batch.rollouts),
         truncated=sum(r.truncated for r in batch.rollouts),
-        prompts=dict(Counter(r.domain for r in batch.rollouts) + Counter(q.domain for q in batch.quarantined)),
+        prompts=_prompts(batch),
         truncated_by_domain=dict(Counter(r.domain for r in batch.rollouts if r.truncated)),
         looping_by_domain=dict(Counter(r.domain for r in batch.rollouts if loops(r))),
         quarantined=dict(left_out),
@@ -347,6 +347,12 @@ def seconds_at_work(
         "trainer": record.phase_s["train"] - trained.waited_s,
     }
     return {role: round(seconds, 4) for role, seconds in found.items()}
+
+
+def _prompts(batch: RolloutBatch) -> dict[str, int]:
+    """Domain -> prompts. An episode of several segments is one of them."""
+    episodes = dict.fromkeys((rollout.domain, rollout.episode) for rollout in batch.rollouts)
+    return dict(Counter(domain for domain, _ in episodes) + Counter(q.domain for q in batch.quarantined))
 
 
 def _places(bits: int) -> str:

@@ -20,9 +20,9 @@ Origin = Literal["policy", "masked", "environment"]
 """Why a response token is there, and whether it is trained: see `Span`."""
 TurnStop = Literal["stop", "length"]
 """vLLM's words for a response that ended with an end token, and for one that reached the token limit."""
-Broken = Literal["raised", "timeout", "observation", "agent"]
+Broken = Literal["raised", "timeout", "observation", "agent", "silent", "foreign"]
 """Why an episode broke: the environment raised; a call of it, or the agent's program, was not back in time; it gave an
-observation that nobody can use; the agent's program failed."""
+observation that nobody can use; the agent's program failed, asked nothing, or asked in another episode's name."""
 StopReason = Literal[TurnStop, "done", "turns", "tokens", "context", "template", Broken]
 """Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
 of `turns`, of `tokens`, or the model's `context`; `template`: the chat template cannot append the next message."""

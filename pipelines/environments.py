@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experts.episodes.play import Play, play_tasks
 from opd.environments import ENVIRONMENTS, find
 from opd.environments.records import Action, Outcome, ToolCall
 from opd.errors import ConfigError
@@ -33,7 +34,18 @@ def write_tasks(name: str, n: int, seed: int, options: list[str], output: Path) 
 
     Raises: ConfigError for an environment without tasks, or options that do not fit.
     """
-    rows = _tasks(name, n, seed, options)
+    return _write(_tasks(name, n, seed, options), output)
+
+
+def write_episodes(name: str, n: int, play: Play, options: list[str], output: Path) -> int:
+    """Write a prompts file of `n` tasks with an episode of the solver each: see `experts.episodes.play`. Else as `write_tasks`.
+
+    Raises: ConfigError, also for an environment without a solver.
+    """
+    return _write(play_tasks(name, _tasks(name, n, play.seed, options), play), output)
+
+
+def _write(rows: Sequence[dict[str, Any]], output: Path) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return len(rows)

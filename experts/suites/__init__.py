@@ -1,26 +1,30 @@
 """Prompt suites that need no download: rows are made, not fetched.
 
 `write_suite("letters", Path("prompts/letters"), train=2000, eval=200, seed=0)` writes DOMAIN/train.jsonl and
-DOMAIN/eval.jsonl, ready for `opd experts train` (prompt and completion) and for a merge (prompt and answer).
+DOMAIN/eval.jsonl, ready for `opd experts train` (prompt and completion, or messages) and for a merge (prompt and answer).
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from experts.suites import letters, reasoning
-from experts.suites.rows import Row
+from experts.suites import agents, letters, reasoning
 from opd.errors import ConfigError
 from opd.files import atomic_write_text
 
-SUITES: dict[str, Callable[[str, int, int], list[Row]]] = {
+Rows = Sequence[Mapping[str, Any]]
+
+SUITES: dict[str, Callable[[str, int, int], Rows]] = {
+    "agents": agents.make_rows,
     "letters": letters.make_rows,
     "reasoning": reasoning.make_rows,
 }
 DOMAINS: dict[str, Mapping[str, object]] = {
+    "agents": agents.DOMAINS,
     "letters": letters.DOMAINS,
     "reasoning": reasoning.DOMAINS,
 }
@@ -33,7 +37,7 @@ def write_suite(
 
     Train and eval share no prompt, and the eval rows do not depend on how many train rows are asked for.
     Returns: {domain: {"train": path, "eval": path}}.
-    Raises: ConfigError for an unknown suite or domain, a row count below 1, or more rows than a domain has.
+    Raises: ConfigError for an unknown suite or domain, a row count below 1, or more different rows than a domain has.
     """
     _check_known(suite, SUITES, "suite")
     for domain in domains or ():
@@ -48,14 +52,23 @@ def write_suite(
     }
 
 
-def _write_domain(rows: list[Row], eval: int, directory: Path) -> dict[str, Path]:
+def _write_domain(rows: Rows, eval: int, directory: Path) -> dict[str, Path]:
+    asked = [json.dumps(row["prompt"]) for row in rows]
+    both = len(set(asked[:eval]) & set(asked[eval:]))
+    if both:
+        raise ConfigError.at(
+            f"domain {directory.name}",
+            found=f"{both} prompts on both sides: there are only {len(set(asked))} different ones",
+            wanted=f"{eval} held-out prompts that no training row has",
+            fix="ask for fewer of them",
+        )
     paths = {"train": directory / "train.jsonl", "eval": directory / "eval.jsonl"}
     _write_jsonl(paths["train"], rows[eval:])
     _write_jsonl(paths["eval"], rows[:eval])
     return paths
 
 
-def _write_jsonl(path: Path, rows: list[Row]) -> None:
+def _write_jsonl(path: Path, rows: Rows) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 

@@ -50,20 +50,7 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
     with no_daemon_stands_still():
         try:
             with leftovers.marked(), _own_signals():
-                if config.address == LOCAL:
-                    # CPUs are counted in workers, not cores: the phases take turns on the same cores.
-                    ray.init(
-                        num_cpus=num_workers,
-                        include_dashboard=False,
-                        log_to_driver=False,
-                        logging_level="ERROR",
-                        configure_logging=True,
-                        # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
-                        _system_config={"prestart_worker_first_driver": False},
-                    )
-                    _refuse_open_ports(ray.util.get_node_ip_address())
-                else:
-                    ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+                _connect(config, num_workers)
             yield
         except WorkerDied as error:
             if error.worker is None:
@@ -75,6 +62,26 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
             watch.clear()
             ray.shutdown()
             leftovers.end_own()  # a process that is stopped or hung does not end by itself
+
+
+def _connect(config: ClusterConfig, num_workers: int) -> None:
+    """Start Ray here, or go to the cluster that there is. Raises: RunError if ours would listen beyond this machine."""
+    import ray
+
+    if config.address != LOCAL:
+        ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+        return
+    # CPUs are counted in workers, not cores: the phases take turns on the same cores.
+    ray.init(
+        num_cpus=num_workers,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        configure_logging=True,
+        # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
+        _system_config={"prestart_worker_first_driver": False},
+    )
+    _refuse_open_ports(ray.util.get_node_ip_address())
 
 
 def _keep_to_this_machine() -> None:

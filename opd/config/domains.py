@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from opd.config.agents import AgentConfig
+from opd.config.context import ContextConfig
 from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict, text_or_more
 from opd.config.verifiers import VerifierConfig
@@ -103,6 +105,8 @@ class EnvironmentConfig(Strict):
     """Turns of the student in an episode; each has `rollout.max_new_tokens` at most."""
     max_tokens: int | None = Field(None, ge=1)
     """Tokens that the student may write in an episode; default: as many as `rollout.max_model_len` holds."""
+    context: ContextConfig | None = None
+    """What is done about an episode that outgrows the model's context; default: it ends there."""
     step_timeout_s: float = Field(30, gt=0)
     """Deadline of each call of the environment: an episode whose environment is not back in time ends."""
     max_broken: float = Field(0.1, ge=0, le=1)
@@ -117,6 +121,9 @@ class DomainConfig(Strict):
     environment: EnvironmentConfig | None = None
     """Makes each prompt of the domain the task of an episode: the student and an environment take turns; see docs/agents.md.
     Default: the student answers once."""
+    agent: AgentConfig | None = None
+    """Instead of `environment`: a program of yours is the agent of each episode, and asks the student over HTTP; see
+    docs/agents-black-box.md."""
     eval: DomainEvalConfig | None = None
     """How the domain is measured; without it the domain is trained but not scored."""
     teachers: (
@@ -138,6 +145,17 @@ class DomainConfig(Strict):
     """Share of each step's samples, or of what `balance` says; `auto` gives every domain the same."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """How much a token (or response) of this domain counts in the mean that is optimised."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether the domain has episodes, whose reward is the score of its exams."""
+        return self.environment is not None or self.agent is not None
+
+    @model_validator(mode="after")
+    def _one_kind_of_episode(self) -> DomainConfig:
+        if self.environment is not None and self.agent is not None:
+            raise PydanticCustomError("episodes", "either `environment` or `agent`", {"found": "both"})
+        return self
 
     @model_validator(mode="after")
     def _something_to_hold_out_from(self) -> DomainConfig:

@@ -57,7 +57,7 @@ class Hanoi(Game[str]):
         return state == GOAL * len(state)
 
     def problem(self, state: str, move: str) -> str:
-        source, target = move
+        source, target = move[0], move[1]
         if source == target:
             return "A disk has to go to another peg."
         if source not in state:

@@ -14,6 +14,7 @@ from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.interfaces import Decoder
+from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.spec import (
     LIMITS,
     EpisodeOptions,
@@ -50,7 +51,7 @@ class RolloutSpec:
     """Token ids that end a response."""
     untrained: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Domain -> token ids that carry no loss where the student writes them."""
-    episodes: Mapping[str, EpisodeOptions] = field(default_factory=dict)
+    episodes: Mapping[str, EpisodeOptions | AgentOptions] = field(default_factory=dict)
     """Domain -> how its episodes run; the student answers once in the other domains."""
     workers: int = 1
     """Engines; requests are dealt out among them."""

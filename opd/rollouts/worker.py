@@ -17,7 +17,7 @@ from typing import Any, get_args
 from opd.errors import RunError
 from opd.imports import import_lightly
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
-from opd.rollouts.episodes.runner import Dialogues, run_episodes
+from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
 from opd.rollouts.repairs import drop_expert_kernels, is_recurrent, rotate_every_head
 from opd.types import TurnStop
@@ -97,6 +97,8 @@ class VLLMWorker:
         append."""
         from vllm.sampling_params import RequestOutputKind
 
+        from opd.rollouts.endpoint.episode import play  # its HTTP server is not there where engines are not installed
+
         self._wake()
 
         def params(max_tokens: int, seed: int) -> Any:
@@ -107,9 +109,7 @@ class VLLMWorker:
         context = self._options.max_model_len
         sampling = Sampling(params=params, read=_generated, context=context, policy_version=policy_version)
         engine = BatchEngine(self._llm.llm_engine, sampling)
-        results = engine.drive(
-            lambda: run_episodes(requests, engine, self._dialogues, context=context, version=policy_version)
-        )
+        results = engine.drive(lambda: play(requests, engine, self._dialogues, context=context, version=policy_version))
         self._sleep()
         return results
 
@@ -299,12 +299,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         "use_tqdm_on_load": False,
     }
     if current_platform.is_cpu():
-        # After a part of a prompt vLLM winds the request's own random stream back, which a CPU's generator cannot do.
-        settings["enable_chunked_prefill"] = False
-        if is_recurrent(options.model_dir):
-            settings["enable_prefix_caching"] = False  # vLLM cuts recurrent states at cached blocks by prompts in parts
-        elif options.share_prompts:
-            settings["block_size"] = SMALL_BLOCK
+        settings |= _cpu_settings(options)
     if options.sleep:
         settings["enable_sleep_mode"] = True
     llm = LLM(**settings | more)
@@ -313,6 +308,16 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     if more.get("runner") != "pooling":  # that one has no head
         cut_vocabulary(llm, options.vocab_size)
     return llm
+
+
+def _cpu_settings(options: EngineOptions) -> dict[str, Any]:
+    # After a part of a prompt vLLM winds the request's own random stream back, which a CPU's generator cannot do.
+    settings: dict[str, Any] = {"enable_chunked_prefill": False}
+    if is_recurrent(options.model_dir):
+        settings["enable_prefix_caching"] = False  # vLLM cuts recurrent states at cached blocks by prompts in parts
+    elif options.share_prompts:
+        settings["block_size"] = SMALL_BLOCK
+    return settings
 
 
 def _generated(output: Any) -> Generated:

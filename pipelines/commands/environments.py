@@ -41,6 +41,25 @@ def tasks(
     say(f"{name}: {written} tasks in {output}", err=False)
 
 
+@app.command("episodes")
+def episodes(
+    name: NameArgument,
+    output: Annotated[Path, typer.Option(help="Prompts file to write (JSONL), with episodes for `opd experts train`.")],
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Tasks, one episode each.")] = 1000,
+    seed: int = 0,
+    mistakes: Annotated[float, typer.Option(help="Share of turns with a mistake, which nobody learns.")] = 0.3,
+    max_turns: Annotated[int, typer.Option(help="Turns of an episode at most.")] = 40,
+    options: SetOption = None,
+) -> None:
+    """Write episodes that the environment's solver plays, with mistakes on purpose."""
+    from experts.episodes.play import Play
+    from pipelines import environments
+
+    played = Play(mistakes=mistakes, max_turns=max_turns, seed=seed)
+    written = environments.write_episodes(name, n, played, options or [], output)
+    say(f"{name}: {written} episodes in {output}", err=False)
+
+
 @app.command("play")
 def play(name: NameArgument, seed: int = 0, options: SetOption = None) -> None:
     """Play one task at the terminal; `quit` ends it."""

@@ -1,37 +1,79 @@
-"""Try every environment of a pipeline before any compute: its class, its options, its tools, and the chat template."""
+"""Try what a pipeline's episodes need before any compute: an environment's class, its options and its tools, an agent's
+program, and the chat template."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from opd.config import PipelineConfig
+from opd.config.agents import AgentConfig
+from opd.config.context import ContextConfig
+from opd.config.domains import EnvironmentConfig
 from opd.environments import find, place_of
 from opd.environments.records import Tool
 from opd.errors import ConfigError
 from opd.prompts import PromptTable
+from opd.rollouts.endpoint.options import AgentOptions
+from opd.rollouts.endpoint.program import search_path
 from opd.rollouts.episodes.chat import ChatAppender
+from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 
 
-def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions]:
-    """Domain -> how its episodes run, for domains with an environment. Raises: ConfigError for a name that is none."""
-    return {
-        name: EpisodeOptions(
-            environment=place_of(domain.environment.name, f"domains.{name}.environment.name"),
-            options=domain.environment.options,
-            max_turns=domain.environment.max_turns,
-            max_tokens=domain.environment.max_tokens,
-            max_turn_tokens=config.rollout.max_new_tokens,
-            step_timeout_s=domain.environment.step_timeout_s,
-            max_broken=domain.environment.max_broken,
-            template_date=config.student.template_date,
-        )
-        for name, domain in config.domains.items()
-        if domain.environment is not None
-    }
+def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions | AgentOptions]:
+    """Domain -> how its episodes run, for domains with an environment or an agent. Raises: ConfigError for a name that is none."""
+    found: dict[str, EpisodeOptions | AgentOptions] = {}
+    for name, domain in config.domains.items():
+        if domain.environment is not None:
+            found[name] = _environment_options(config, name, domain.environment)
+        elif domain.agent is not None:
+            found[name] = _agent_options(config, domain.agent)
+    return found
+
+
+def _environment_options(config: PipelineConfig, domain: str, environment: EnvironmentConfig) -> EpisodeOptions:
+    return EpisodeOptions(
+        environment=place_of(environment.name, f"domains.{domain}.environment.name"),
+        options=environment.options,
+        max_turns=environment.max_turns,
+        max_tokens=environment.max_tokens,
+        max_turn_tokens=config.rollout.max_new_tokens,
+        step_timeout_s=environment.step_timeout_s,
+        max_broken=environment.max_broken,
+        template_date=config.student.template_date,
+        compaction=_compaction(config, environment.context),
+    )
+
+
+def _agent_options(config: PipelineConfig, agent: AgentConfig) -> AgentOptions:
+    """The program runs in another directory: what it names in this one gets its whole path."""
+    return AgentOptions(
+        command=tuple(str(Path(word).absolute()) if Path(word).is_file() else word for word in agent.command),
+        env=agent.env,
+        inherit=tuple(agent.inherit),
+        render=agent.render,
+        metadata=tuple(agent.metadata),
+        verifier=agent.verifier,
+        timeout_s=agent.timeout_s,
+        parallel=agent.parallel,
+        max_calls=agent.max_calls,
+        max_tokens=agent.max_tokens,
+        max_turn_tokens=config.rollout.max_new_tokens,
+        max_broken=agent.max_broken,
+        template_date=config.student.template_date,
+    )
+
+
+def _compaction(config: PipelineConfig, context: ContextConfig | None) -> CompactionOptions | None:
+    if context is None:
+        return None
+    options = context.model_dump() | {"max_tokens": context.max_tokens or config.rollout.max_new_tokens}
+    return CompactionOptions(**options)
 
 
 def check_environments(
@@ -40,15 +82,67 @@ def check_environments(
     tokenizer: Any,
     stop_token_ids: Sequence[int],
 ) -> None:
-    """Make and close one environment of each domain, and prove the chat template where a domain's prompts are messages.
+    """Make and close one environment of each domain, look for the agents' programs, and prove the chat template where a
+    domain's prompts are messages or an agent's program sends some.
 
     Raises: ConfigError; ModelError if the template cannot append.
     """
     episodes = episode_options(config)
     for name, options in episodes.items():
-        asyncio.run(_try(name, options))
-    if any(not isinstance(prompts[name][0].text, str) for name in episodes):
+        if isinstance(options, AgentOptions):
+            _refuse_missing(name, options)
+            _refuse_slow(name, options, config.cluster.phase_timeout_s)
+        else:
+            _refuse_late_compaction(name, options, config.rollout.max_model_len)
+            asyncio.run(_try(name, options))
+    if any(_needs_template(options, prompts[name], tokenizer) for name, options in episodes.items()):
         ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
+
+
+def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:
+    """Whether a domain's episodes go through the student's chat template."""
+    if isinstance(options, AgentOptions):
+        return options.through_template(tokenizer)
+    return not isinstance(prompts[0].text, str)
+
+
+def _refuse_missing(domain: str, options: AgentOptions) -> None:
+    """Raises: ConfigError if there is no such program."""
+    program = options.command[0]
+    if shutil.which(program, path=options.env.get("PATH", search_path())) is None:
+        raise ConfigError.at(
+            f"domains.{domain}.agent.command",
+            found=f"{program!r:.80}, which is no program",
+            wanted="a program of PATH or of the current directory, and its arguments",
+            fix="correct the command, make the file executable, or set PATH under agent.env",
+        )
+
+
+def _refuse_slow(domain: str, options: AgentOptions, phase_timeout_s: float) -> None:
+    """Raises: ConfigError if a program may take longer than the phase that waits for it."""
+    if options.timeout_s >= phase_timeout_s:
+        raise ConfigError.at(
+            f"domains.{domain}.agent.timeout_s",
+            found=f"{options.timeout_s:g}",
+            wanted=f"less than cluster.phase_timeout_s, {phase_timeout_s:g}: a step waits for its slowest episode",
+            fix="lower it, or raise cluster.phase_timeout_s",
+        )
+
+
+def _refuse_late_compaction(domain: str, options: EpisodeOptions, context: int) -> None:
+    """Raises: ConfigError if the context could be full before the summary is written."""
+    compaction = options.compaction
+    if compaction is None:
+        return
+    most = context - options.max_turn_tokens - compaction.max_tokens
+    if compaction.compact_at > most:
+        raise ConfigError.at(
+            f"domains.{domain}.environment.context.compact_at",
+            found=str(compaction.compact_at),
+            wanted=f"at most {most}: rollout.max_model_len {context}, less a turn of {options.max_turn_tokens} tokens and a "
+            f"summary of {compaction.max_tokens}",
+            fix="lower it, or raise rollout.max_model_len; observations and the request need room, too",
+        )
 
 
 async def _try(domain: str, options: EpisodeOptions) -> None:

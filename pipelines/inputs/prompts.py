@@ -70,7 +70,7 @@ def load_exams(
         if domain.eval.holdout is not None:
             prompts = _side(prompts, domain.eval.holdout, held_out=True)
         prompts = _short_enough(source, prompts, tell)
-        verifier = Reward() if domain.environment else build_verifier(domain.eval.verifier)
+        verifier = Reward() if domain.acts else build_verifier(domain.eval.verifier)
         exams[name] = DomainExam(tuple(prompts[: samples or config.evaluate.samples]), verifier)
         refuse_unjudgeable(prompts.rows.label, exams[name], domain.eval)
     return exams

@@ -48,6 +48,9 @@ SAME_WEIGHTS = (
     "trainer.head_memory",
     "domains.*.environment.max_broken",
     "domains.*.environment.step_timeout_s",
+    "domains.*.agent.max_broken",
+    "domains.*.agent.timeout_s",
+    "domains.*.agent.parallel",
     # Paths: the contents of these files are compared by hash.
     "student.model",
     "student.lora.export",

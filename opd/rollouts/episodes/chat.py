@@ -183,7 +183,8 @@ class ChatAppender:
             "the student's chat template",
             found=f"it {what}: {before[-80:]!r}, then {after[-160:]!r}",
             wanted="one that writes a new message after the turns before it and leaves them as they are",
-            fix="give the domain's prompts as text, or take a student whose chat_template appends, such as ChatML",
+            fix="give the domain's prompts as text (for an agent's program, set agent.render to text), or take a student whose "
+            "chat_template appends, such as ChatML",
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
 from opd.interfaces import TurnTokenizer
@@ -30,17 +30,18 @@ class BadObservation(Exception):
 class Dialogue(Protocol):
     """How an episode's texts become tokens, and its turns become calls."""
 
-    def first(self, prompt: str | Messages, observation: str | Messages) -> list[int]:
-        """Token ids of the prompt and the first observation, up to where the policy writes. Raises: BadObservation, and what
-        a chat template raises."""
+    def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
+        """Token ids of the prompt, the first observation and a note of ours, up to where the policy writes. Raises:
+        BadObservation, and what a chat template raises."""
         ...
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         """The tool calls in a turn's text. Raises: BadCall."""
         ...
 
-    def after(self, observation: Observation, *, calls: int, ended: bool) -> list[int]:
-        """Token ids that follow a turn with so many calls; `ended` is explained at `ChatAppender.after`. Raises: as `first`."""
+    def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
+        """Token ids that follow a turn with so many calls, a note of ours last; `ended` is explained at `ChatAppender.after`.
+        Raises: as `first`."""
         ...
 
 
@@ -52,17 +53,17 @@ class PlainDialogue:
         self._tools = tools
         self._special = special_texts(tokenizer)
 
-    def first(self, prompt: str | Messages, observation: str | Messages) -> list[int]:
+    def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
         assert isinstance(prompt, str)
         if not isinstance(observation, str):
             raise BadObservation("messages after a prompt that is text")
-        return encode_text(self._tokenizer, prompt + self._safe(observation))
+        return encode_text(self._tokenizer, prompt + self._safe(observation) + self._safe(note))
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return plain_calls(text, self._tools)
 
-    def after(self, observation: Observation, *, calls: int, ended: bool) -> list[int]:
-        texts = (observation,) if isinstance(observation, str) else observation
+    def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
+        texts = (*((observation,) if isinstance(observation, str) else observation), note)
         return encode_text(self._tokenizer, "".join(map(self._safe, texts))) if any(texts) else []
 
     def _safe(self, text: str) -> str:
@@ -76,24 +77,34 @@ class ChatDialogue:
         self._appender = appender
         self._tools = tools
 
-    def first(self, prompt: str | Messages, observation: str | Messages) -> list[int]:
+    def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
         assert not isinstance(prompt, str)
         given = [dict(message) for message in prompt]
         if not isinstance(observation, str):
             given += [m | {"content": self._safe(m["content"])} for m in observation]
-        elif observation and given[-1]["role"] == "user":  # some templates refuse two messages of a user in a row
-            given[-1]["content"] += f"\n\n{self._safe(observation)}"
-        elif observation:
-            given.append({"role": "user", "content": self._safe(observation)})
+        else:
+            self._say(given, observation)
+        self._say(given, note)
         return self._appender.first(given, self._tools)
+
+    def _say(self, messages: list[dict[str, Any]], text: str) -> None:
+        """Add a text of the user's. Some templates refuse two messages of a user in a row."""
+        if text and messages[-1]["role"] == "user":
+            messages[-1]["content"] += f"\n\n{self._safe(text)}"
+        elif text:
+            messages.append({"role": "user", "content": self._safe(text)})
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return tagged_calls(text, self._tools) if self._tools else ()
 
-    def after(self, observation: Observation, *, calls: int, ended: bool) -> list[int]:
+    def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
         texts = (observation,) if isinstance(observation, str) else observation
         role = "tool" if calls else "user"
-        messages = [{"role": role, "content": checked(text)} for text in texts]
+        messages: list[dict[str, Any]] = [{"role": role, "content": checked(text)} for text in texts]
+        if note and role == "user":
+            messages[-1]["content"] += f"\n\n{note}"
+        elif note:
+            messages.append({"role": "user", "content": note})
         return self._appender.after(messages, ended=ended, tools=self._tools)
 
     def _safe(self, text: str) -> str:
@@ -104,7 +115,16 @@ def checked(text: str) -> str:
     """An environment's text as it is. Raises: BadObservation if it is too long, or has characters that are no text."""
     if len(text) > MAX_OBSERVATION:
         raise BadObservation(f"{len(text):,} characters, at most {MAX_OBSERVATION:,} can be read")
-    odd = next((c for c in text if c not in _LAYOUT and unicodedata.category(c) in ("Cc", "Cs")), None)
+    odd = next((c for c in text if _is_control(c)), None)
     if odd is not None:
         raise BadObservation(f"the control character {odd!r} at place {text.index(odd)}")
     return text
+
+
+def readable(text: str) -> str:
+    """What the policy wrote, without the characters that `checked` refuses."""
+    return "".join(c for c in text if not _is_control(c))
+
+
+def _is_control(character: str) -> bool:
+    return character not in _LAYOUT and unicodedata.category(character) in ("Cc", "Cs")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.errors import RunError
@@ -153,7 +154,7 @@ class BatchEngine:
                     stop_reason=found.stop_reason,
                     policy_version=self._sampling.policy_version,
                 )
-                _tell(ask, lambda future, turn=turn: future.set_result(turn))
+                _tell(ask, methodcaller("set_result", turn))
 
     def _fail(self, error: BaseException) -> None:
         """Nobody waits for ever for a turn that does not come."""

@@ -12,15 +12,18 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
+from opd.config.context import PLACE
 from opd.environments import find
 from opd.environments.records import Action, Outcome, Tool
 from opd.interfaces import Environment, TokenEngine, TurnTokenizer
 from opd.rollouts.episodes.chat import ChatAppender
-from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
-from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.compaction import Compactor
+from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, readable
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
@@ -83,12 +86,45 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big")
 
 
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """What an episode begins with."""
+
+    dialogue: Dialogue
+    prompt: str | Messages
+    observation: str | Messages
+
+    def ids(self, note: str = "") -> list[int]:
+        """Token ids up to the first turn; `note` stands last."""
+        return self.dialogue.first(self.prompt, self.observation, note)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What follows a turn."""
+
+    observation: str | tuple[str, ...]
+    calls: int
+    """Tool calls of the turn."""
+    ended: bool
+    """Whether the turn ends with an end token."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.observation,) if isinstance(self.observation, str) else self.observation
+
+    def ids(self, dialogue: Dialogue, note: str = "") -> list[int]:
+        """Token ids up to the next turn; `note` stands last. Raises: BadObservation, and what a chat template raises."""
+        return dialogue.after(self.observation, calls=self.calls, ended=self.ended, note=note)
+
+
 class _Episode:
     """One episode while it runs."""
 
     def __init__(
         self, request: EpisodeRequest, engine: TokenEngine, dialogues: Dialogues, context: int, version: int
     ) -> None:
+        assert isinstance(request.options, EpisodeOptions)
         self._request = request
         self._options = request.options
         self._engine = engine
@@ -97,6 +133,7 @@ class _Episode:
         self._trace = Trace(version, request.masked)
         self._thread = OwnThread(request.options.step_timeout_s)
         self._environment: Environment | None = None
+        self._compactor = Compactor(request.options.compaction)
         self._rewards: list[float] = []
         self._invalid = 0
         self._said: list[str] = []
@@ -155,18 +192,41 @@ class _Episode:
 
     async def _play(self) -> None:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
-        segment, dialogue = await self._begin()
+        opening = await self._begin()
+        segment = self._trace.begin(opening.ids())
         for turn in range(self._options.max_turns):
-            sampled = await self._engine.generate(
-                segment.ids,
-                max_tokens=self._room(segment),
-                seed=seed_of(self._request.seed, self._request.sample.sample_id, "turn", turn),
-            )
-            segment.sampled(sampled)
-            segment.append(await self._answer(segment, sampled, dialogue))
+            sampled = await self._sample(segment, self._options.max_turn_tokens, "turn", turn)
+            answer = await self._answer(segment, sampled, opening.dialogue)
+            segment = await self._go_on(segment, sampled, answer, opening)
         raise EpisodeEnd("turns")
 
-    async def _begin(self) -> tuple[Segment, Dialogue]:
+    async def _sample(self, segment: Segment, max_tokens: int, *what: object) -> Sampled:
+        """Let the policy write after the segment; `what` decides the seed. Raises: EpisodeEnd."""
+        sampled = await self._engine.generate(
+            segment.ids,
+            max_tokens=min(self._room(segment), max_tokens),
+            seed=seed_of(self._request.seed, self._request.sample.sample_id, *what),
+        )
+        segment.sampled(sampled)
+        return sampled
+
+    async def _go_on(self, segment: Segment, sampled: Sampled, answer: _Answer, opening: _Opening) -> Segment:
+        """The segment that the next turn follows: this one with what the environment answered, or a compacted one."""
+        ids = answer.ids(opening.dialogue)
+        self._said += [f"environment: {text}" for text in answer.texts]
+        self._compactor.add(sampled.token_ids, ids)
+        compaction = self._compactor.due(len(segment.ids) + len(ids))
+        if compaction is None:
+            segment.append(ids)
+            return segment
+        segment.append(answer.ids(opening.dialogue, compaction.prompt))
+        said = await self._sample(segment, compaction.max_tokens, "summary", self._compactor.done)
+        summary = readable(self._dialogues.tokenizer.decode(said.token_ids, skip_special_tokens=True))
+        self._said.append(f"summary: {summary}")
+        kept = self._compactor.cut(compaction.keep_last)
+        return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], parent=segment)
+
+    async def _begin(self) -> _Opening:
         request, options = self._request, self._options
         find(options.environment, "environment")  # a class that is not there is no fault of one episode
         environment = await self._thread.call("the environment", self._make)
@@ -177,25 +237,25 @@ class _Episode:
         dialogue = self._dialogues.make(request, environment.tools)
         shown = [first] if isinstance(first, str) else [message["content"] for message in first]
         self._said += [f"environment: {text}" for text in shown if text]
-        return self._trace.begin(dialogue.first(request.prompt.text, first)), dialogue
+        return _Opening(dialogue, request.prompt.text, first)
 
     def _room(self, segment: Segment) -> int:
         """Tokens of the next turn at most. Raises: EpisodeEnd if there are none."""
         in_context = self._context - len(segment.ids)
         if in_context < 1:
             raise EpisodeEnd("context")
-        left = self._left(segment)
+        left = self._left()
         if left < 1:
             raise EpisodeEnd("tokens")
-        return min(in_context, left, self._options.max_turn_tokens)
+        return min(in_context, left)
 
-    def _left(self, segment: Segment) -> int:
+    def _left(self) -> int:
         """What is left of the episode's own tokens."""
         budget = self._options.max_tokens
-        return self._context if budget is None else budget - segment.num_sampled
+        return self._context if budget is None else budget - self._trace.audit.sampled
 
-    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue) -> list[int]:
-        """Token ids that follow the turn. Raises: EpisodeEnd, BadObservation, Failed, Overdue."""
+    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue) -> _Answer:
+        """What the environment says to the turn. Raises: EpisodeEnd, Failed, Overdue."""
         ended = sampled.stop_reason == "stop"
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
             self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
@@ -206,7 +266,7 @@ class _Episode:
             calls = dialogue.calls(text)
         except BadCall as error:
             self._invalid += 1
-            return self._append(dialogue, f"{UNREADABLE}{error}", calls=1, ended=ended)
+            return _Answer(f"{UNREADABLE}{error}", calls=1, ended=ended)
         outcome = await self._thread.call("step", self._environment.step, Action(text=text, calls=calls))
         wrong = _problem(outcome, len(calls))
         if wrong:
@@ -215,14 +275,7 @@ class _Episode:
             self._rewards.append(float(outcome.reward))
         if outcome.done:
             raise EpisodeEnd("done")
-        return self._append(dialogue, outcome.observation, calls=len(calls), ended=ended)
-
-    def _append(self, dialogue: Dialogue, observation: str | tuple[str, ...], *, calls: int, ended: bool) -> list[int]:
-        ids = dialogue.after(observation, calls=calls, ended=ended)
-        self._said += [
-            f"environment: {text}" for text in ((observation,) if isinstance(observation, str) else observation)
-        ]
-        return ids
+        return _Answer(outcome.observation, calls=len(calls), ended=ended)
 
 
 def _is_first_observation(found: Any) -> bool:

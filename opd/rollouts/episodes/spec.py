@@ -10,6 +10,8 @@ from datetime import date
 from typing import Any, Self, get_args
 
 from opd.errors import RunError
+from opd.rollouts.endpoint.options import AgentOptions
+from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.trace import Audit, Sample
 from opd.types import Broken, Prompt, Rollout, StopReason
 
@@ -37,6 +39,8 @@ class EpisodeOptions:
     """Largest share of a step's episodes that may break; one always may."""
     template_date: date | None = None
     """The day for a chat template that asks for a date."""
+    compaction: CompactionOptions | None = None
+    """What is done about an episode that grows too long; None: it ends where the context does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,7 @@ class EpisodeRequest:
 
     prompt: Prompt
     sample: Sample
-    options: EpisodeOptions
+    options: EpisodeOptions | AgentOptions
     seed: int
     """The run's seed: with the sample and the number of a turn it decides what is sampled, with the prompt what the
     environment does."""

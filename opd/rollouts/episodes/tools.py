@@ -32,20 +32,33 @@ def tagged_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
     Example: 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     Raises: BadCall for a call that is not closed, is no JSON, names no tool or does not fit the tool's schema.
     """
+    return tuple(_checked(call.name, call.arguments, tools) for call in written_calls(text))
+
+
+def without_calls(text: str) -> str:
+    """The text that stands around the calls."""
+    return _CALL.sub("", text)
+
+
+def written_calls(text: str) -> tuple[ToolCall, ...]:
+    """The calls of a turn, whatever they ask for. Raises: BadCall for one that is not closed, or is no JSON."""
     found = _CALL.findall(text)
     if text.count(OPEN) != len(found) or text.count(CLOSE) != len(found):
         raise BadCall(f"every {OPEN} needs its {CLOSE}")
-    return tuple(_call(inside, tools) for inside in found)
+    return tuple(_call(inside) for inside in found)
 
 
-def _call(inside: str, tools: Sequence[Tool]) -> ToolCall:
+def _call(inside: str) -> ToolCall:
     try:
         data = json.loads(inside)
     except (ValueError, RecursionError) as error:
         raise BadCall(f"not JSON between the tags: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise BadCall('wanted {"name": ..., "arguments": {...}} between the tags')
-    return _checked(data["name"], data.get("arguments", {}), tools)
+    arguments = data.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise BadCall(f"{data['name']:.60}: arguments is {arguments!r:.60}, wanted object")
+    return ToolCall(name=data["name"], arguments=arguments)
 
 
 def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from experts.registry import Registry
-from experts.sft import collate, encode_line, encode_lines
-from experts.spec import ExpertsSpec
+from experts.sft import collate, encode_line, encode_lines, fine_tune
+from experts.spec import ExpertsSpec, TrainSettings
 from experts.suites import write_suite
 from experts.suites.letters import build_tokenizer
 from experts.train import train_experts
@@ -21,6 +22,7 @@ from opd.prompts import PromptLine
 from opd.settings import validate
 
 SHAPE = {"tokenizer": "letters", "hidden_size": 32, "layers": 1, "heads": 1, "intermediate_size": 64}
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 64}
 TRAIN = {"max_steps": 20, "learning_rate": 1e-2, "per_device_train_batch_size": 16, "max_length": 32}
 
 
@@ -126,14 +128,11 @@ def test_loss_covers_the_completion_and_the_end_token_only():
 
 
 def test_a_batch_without_logits_over_its_prompts_has_the_loss_of_its_rows_one_by_one():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     tokenizer = build_tokenizer()
     rows = [PromptLine(prompt="rev ab=", completion="ba"), PromptLine(prompt="dbl pqrs=", completion="ppqqrrss")]
     examples = encode_lines(tokenizer, rows, max_length=32)
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **TINY)).eval()
 
     out = model(**collate(examples))
     surprises = []
@@ -177,6 +176,26 @@ def test_rows_that_are_too_long_are_left_out_and_all_too_long_is_an_error():
 def test_rows_left_out_are_reported(raw: dict[str, Any]):
     _, lines = run(raw | {"train": TRAIN | {"max_steps": 1, "max_length": 12}})
     assert any(line.startswith("mask: left out ") and "longer than max_length 12" in line for line in lines)
+
+
+def test_rows_of_like_lengths_share_a_batch_if_wanted(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    def padding(**settings: Any) -> int:
+        lengths: list[list[int]] = []
+
+        def spy(batch: list[Any]) -> Any:
+            lengths.append([len(example["input_ids"]) for example in batch])
+            return collate(batch)
+
+        monkeypatch.setattr("experts.sft.collate", spy)
+        rows = [PromptLine(prompt="rev ab=", completion="a" * (1 + 7 * i % 20)) for i in range(64)]
+        examples = encode_lines(build_tokenizer(), rows, max_length=64)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=80, **TINY))
+        chosen = TrainSettings(max_steps=8, learning_rate=1e-3, per_device_train_batch_size=8, **settings)
+        fine_tune(model, examples, chosen, seed=0, scratch=Path(raw["output_dir"]), report=lambda step, loss: None)
+        return sum(max(found) * len(found) - sum(found) for found in lengths[:8])
+
+    assert padding(train_sampling_strategy="group_by_length") < 0.7 * padding()
+    assert "train_sampling_strategy" not in TrainSettings(max_steps=1, learning_rate=1).model_dump(), "as of old"
 
 
 @pytest.mark.parametrize(

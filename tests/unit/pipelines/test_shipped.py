@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experts.spec import find_spec, load_spec
-from experts.suites import DOMAINS
+from experts.suites import DOMAINS, agents
 from opd.config import load_pipeline
 from opd.config.domains import RegisteredExperts
 from pipelines.catalog import find
@@ -16,7 +16,7 @@ from pipelines.catalog import find
 MAKEFILE = Path(__file__).parents[3] / "Makefile"
 
 
-@pytest.mark.parametrize(("name", "suite"), [("quickstart", "letters"), ("smollm2", "reasoning")])
+@pytest.mark.parametrize(("name", "suite"), [("quickstart", "letters"), ("agents", "agents"), ("smollm2", "reasoning")])
 def test_a_pipeline_merges_the_experts_that_its_spec_trains_on_the_prompts_that_its_suite_makes(name: str, suite: str):
     config, spec = load_pipeline(find(name)), load_spec(find_spec(f"{name}-experts"))
 
@@ -29,6 +29,9 @@ def test_a_pipeline_merges_the_experts_that_its_spec_trains_on_the_prompts_that_
         assert domain in DOMAINS[suite]
         assert merged.prompts == spec.experts[domain].data == Path(f"prompts/{suite}/{domain}/train.jsonl")
         assert merged.eval is not None
+        if suite == "agents":
+            assert merged.environment is not None
+            assert (merged.environment.name, merged.environment.max_turns) == (domain, agents.DOMAINS[domain].max_turns)
         assert merged.eval.prompts == Path(f"prompts/{suite}/{domain}/eval.jsonl")
 
 
@@ -36,3 +39,9 @@ def test_make_smollm2_writes_the_prompts_of_its_pipeline():
     named = re.search(r"prompts make reasoning .*--domains (\S+)", MAKEFILE.read_text())
     assert named
     assert named[1].split(",") == list(load_pipeline(find("smollm2")).domains)
+
+
+def test_make_agents_holds_out_no_more_tasks_than_come_once():
+    asked = re.search(r"prompts make agents .*--eval (\d+)", MAKEFILE.read_text())
+    assert asked
+    assert int(asked[1]) <= min(domain.held_out for domain in agents.DOMAINS.values())

@@ -166,6 +166,8 @@ def test_every_pattern_names_a_key() -> None:
     keys = changed_keys({}, full | {"registry": "/r"})
     keys |= changed_keys({}, config(domains__d__prompts={"path": "/p"}, domains__d__eval__prompts={"path": "/q"}))
     keys |= changed_keys({}, config(student__lora__export="adapter"))
+    keys |= changed_keys({}, config(domains__d__environment__name="maze"))
+    keys |= changed_keys({}, config(domains__d__agent__command=["python", "agent.py"]))
     keys |= changed_keys({}, config(schedule__max_staleness=2))
     keys |= {f"teachers.{key}": (None, None) for engine in ENGINES.values() for key in engine.model_fields}
     for pattern in (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING):

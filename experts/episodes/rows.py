@@ -1,0 +1,144 @@
+"""Rows that hold a whole episode: a prompts file with the column `messages`, OpenAI's format for fine-tuning.
+
+    {"prompt": "maze to d4\\n", "messages": [
+      {"role": "user", "content": "b3:"},                      an observation: read, never learned
+      {"role": "assistant", "content": "N", "weight": 0},      a mistake: read, not learned
+      {"role": "user", "content": "b2:"},
+      {"role": "assistant", "content": "S"}]}                  learned, its end token included
+
+`messages` follow the prompt. Without a `prompt` those before the first turn of the assistant are the prompt, as chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from opd.config.prompts import as_prompts_config
+from opd.environments.records import Tool
+from opd.errors import PromptError
+from opd.prompts import Messages, find_source
+from opd.prompts.line import BrokenRow, read_row
+from opd.prompts.readers import source_rows
+
+Turn = Mapping[str, Any]
+"""`role` and `content`, both text; a turn of the assistant may have `weight`, 1 (the default) or 0."""
+WANTED = 'an episode, such as {"prompt": "2+2=", "messages": [{"role": "assistant", "content": "4", "weight": 1}]}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRow:
+    """One episode that an expert learns."""
+
+    prompt: str | Messages
+    """Text for a dialogue in plain text, messages for one through the chat template."""
+    observations: tuple[tuple[Turn, ...], ...]
+    """What stands before each turn; before the first one perhaps nothing."""
+    turns: tuple[Turn, ...]
+    """What the assistant says, as many as `observations`."""
+    tools: tuple[Tool, ...] = ()
+    asks: bool = True
+    """False if the row has no `prompt` of its own, so that no merge can read the file."""
+
+
+def learned(turn: Turn) -> bool:
+    """True if the expert learns to write this turn."""
+    return bool(turn.get("weight", 1) == 1)
+
+
+def has_episodes(path: Path) -> bool:
+    """True if the first row of a JSONL file has `messages` and no `completion`; then every row has to. Raises: PromptError."""
+    source = find_source(path)
+    if source.kind != "jsonl":
+        return False
+    first = next((row for _, row in source_rows(source, as_prompts_config(path))), None)
+    return isinstance(first, dict) and "messages" in first and "completion" not in first
+
+
+def read_episodes(path: Path) -> list[EpisodeRow]:
+    """Every episode of a JSONL file. Raises: PromptError naming file, line and message."""
+    found = []
+    for place, row in source_rows(find_source(path), as_prompts_config(path)):
+        try:
+            found.append(episode_row(row))
+        except BrokenRow as problem:
+            raise PromptError.at(str(place), found=problem.found, wanted=WANTED, fix=problem.fix) from None
+    return found
+
+
+def episode_row(row: Any) -> EpisodeRow:
+    """Check one row. Raises: BrokenRow."""
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        raise BrokenRow("no list `messages`", "give every row of the file its episode")
+    messages: list[Turn] = row["messages"]
+    for number, turn in enumerate(messages, start=1):
+        if problem := _turn_problem(turn):
+            raise BrokenRow(f"message {number}: {problem}", "correct or delete this line")
+    observations, turns = _split(messages)
+    if not any(map(learned, turns)):
+        raise BrokenRow(
+            "no turn of the assistant with weight 1", "delete this line: an expert has nothing to learn of it"
+        )
+    _check_between(observations[1:])
+    tools = tuple(_tool(schema) for schema in row.get("tools") or ())
+    if "prompt" not in row:
+        head = [{"role": turn["role"], "content": turn["content"]} for turn in observations[0]]
+        return EpisodeRow(prompt=head, observations=((), *observations[1:]), turns=turns, tools=tools, asks=False)
+    prompt = read_row(row).prompt
+    _refuse_twice(prompt, messages[0])
+    return EpisodeRow(prompt=prompt, observations=observations, turns=turns, tools=tools)
+
+
+def _split(messages: Sequence[Turn]) -> tuple[tuple[tuple[Turn, ...], ...], tuple[Turn, ...]]:
+    """What stands before each turn of the assistant, and these turns. What follows the last one nobody answers."""
+    places = [place for place, turn in enumerate(messages) if turn["role"] == "assistant"]
+    starts = [0, *(place + 1 for place in places)]
+    before = tuple(tuple(islice(messages, start, place)) for start, place in zip(starts, places, strict=False))
+    return before, tuple(messages[place] for place in places)
+
+
+def _turn_problem(turn: Any) -> str:
+    """What is wrong with one message; nothing if it can be learned or read."""
+    if not isinstance(turn, dict):
+        return f"{turn!r:.60}"
+    if turn.get("tool_calls") or turn.get("function_call"):
+        return "a call beside the text; write it into `content`, as the student's chat template has it"
+    odd = next((key for key in ("role", "content") if not isinstance(turn.get(key), str)), "")
+    if odd:
+        return f"`{odd}` is no text: {turn.get(odd)!r:.60}"
+    if not turn["role"]:
+        return "an empty `role`"
+    if "weight" in turn and turn["role"] != "assistant":
+        return f"a `weight`, but the role is {turn['role']!r:.60}: only turns of the assistant are learned"
+    weight = turn.get("weight", 1)
+    return "" if type(weight) is int and weight in (0, 1) else f"the `weight` {weight!r:.60}, wanted 0 or 1"
+
+
+def _check_between(observations: Sequence[Sequence[Turn]]) -> None:
+    """Raises: BrokenRow unless each is one message, or the results of a turn's calls."""
+    for found in observations:
+        if len(found) != 1 and {turn["role"] for turn in found} != {"tool"}:
+            roles = " and ".join(turn["role"] for turn in found) or "nothing"
+            raise BrokenRow(
+                f"{roles} between two turns of the assistant",
+                "put one message of the user there, or one of the role `tool` for each call of the turn before",
+            )
+
+
+def _refuse_twice(prompt: str | Messages, first: Turn) -> None:
+    """Raises: BrokenRow if `messages` begin with the prompt once more, as in some public data sets."""
+    asked = prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
+    if first["role"] != "assistant" and asked.strip() and first["content"] == asked:
+        raise BrokenRow("`messages` that begin with the prompt once more", "delete the column `prompt`")
+
+
+def _tool(schema: Any) -> Tool:
+    """Raises: BrokenRow."""
+    told = schema.get("function") if isinstance(schema, dict) else None
+    if not isinstance(told, dict) or not isinstance(told.get("name"), str):
+        raise BrokenRow(f"the tool {schema!r:.60}", 'give tools as {"type": "function", "function": {"name": ...}}')
+    parameters = {"parameters": told["parameters"]} if isinstance(told.get("parameters"), dict) else {}
+    return Tool(name=told["name"], description=str(told.get("description", "")), **parameters)

@@ -1,0 +1,51 @@
+"""Games of many turns that a character model of a million parameters learns in a minute or two each.
+
+    hanoi       hanoi aabca=     bc   aacca=     ...        the Towers of Hanoi with five disks, up to 31 moves
+    maze        maze b a1d4=     r    b1d4=      ...        one of two mazes that the prompt does not show
+    sorting     sorting 51432=   1    15432=     ...        digits into order by swaps of neighbours
+    mastermind  mastermind 3d abb:1.0=   aac   aac:2.0=     a code of three letters out of four
+
+A row is a task of an environment with an episode that its solver plays, with mistakes on purpose, in `messages`. The prompt
+and the metadata are for a merge and its exams, the messages for the training of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import Any
+
+from experts.episodes.play import Play, play_tasks
+from opd.environments import find
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentDomain:
+    """Tasks of one environment, and how long they are played."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the environment's tasks are like."""
+    max_turns: int
+    """Longest episode: a solver needs fewer turns, but mistakes take turns too."""
+    tasks: int = 20000
+    """Different tasks at most; some domains have few states."""
+    held_out: int = 200
+    """The first so many tasks come once. Further episodes, when all tasks are there, are of the others again."""
+
+
+DOMAINS: dict[str, AgentDomain] = {
+    "hanoi": AgentDomain(options={"disks": 5}, max_turns=48, tasks=242, held_out=100),
+    "maze": AgentDomain(options={"size": 7, "mazes": 2}, max_turns=40, tasks=1600),
+    "sorting": AgentDomain(options={"digits": 6}, max_turns=32),
+    "mastermind": AgentDomain(options={"length": 3, "letters": 4}, max_turns=10, tasks=400, held_out=120),
+}
+"""Each domain has the name of its environment."""
+
+
+def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """`count` rows, the same for the same arguments; their prompts differ until all tasks of the domain are there."""
+    chosen = DOMAINS[domain]
+    tasks = find(domain, "domain").tasks(min(count, chosen.tasks), seed, **chosen.options)
+    again = islice(cycle(tasks[chosen.held_out :]), count - len(tasks))
+    return play_tasks(domain, [*tasks, *again], Play(max_turns=chosen.max_turns, seed=seed))

@@ -1,0 +1,183 @@
+"""The black box: an agent's program runs each episode, and asks the policy over HTTP.
+
+    task ─→ program ── requests ─→ endpoint ─→ session ─→ engine
+               └─ result ─→ reward                └─ trace ─→ rollouts
+
+Whatever a program does ends its own episode at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opd import leftovers
+from opd.evaluation.verifiers import build_verifier
+from opd.interfaces import TokenEngine
+from opd.rollouts.endpoint.dialogue import ChatMessages, Dialogue, PlainMessages
+from opd.rollouts.endpoint.options import AgentOptions
+from opd.rollouts.endpoint.program import Ran, environment, run_program
+from opd.rollouts.endpoint.server import Endpoint
+from opd.rollouts.endpoint.session import Session, Terms
+from opd.rollouts.episodes.runner import Dialogues, EpisodeEnd, run_episodes
+from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.trace import Trace
+from opd.text import one_line
+
+SHOWN = 200
+"""Characters of what a program said that are shown."""
+
+
+async def play(
+    requests: Sequence[EpisodeRequest], engine: TokenEngine, dialogues: Dialogues, context: int, version: int
+) -> list[EpisodeResult]:
+    """Run all episodes at once, those of agents' programs and those of environments.
+
+    `context` is the engine's, `version` the policy's. Raises: RunError, ModelError.
+    """
+    theirs = [request for request in requests if isinstance(request.options, AgentOptions)]
+    if not theirs:
+        return await run_episodes(requests, engine, dialogues, context, version)
+    ours = [request for request in requests if not isinstance(request.options, AgentOptions)]
+    agents = [_Agent(request, engine, dialogues, context, version) for request in theirs]
+    slots = {agent.domain: asyncio.Semaphore(agent.parallel) for agent in agents}
+    try:
+        async with Endpoint() as endpoint, asyncio.TaskGroup() as group:
+            white = group.create_task(run_episodes(ours, engine, dialogues, context, version))
+            black = [group.create_task(agent.run(endpoint, slots[agent.domain])) for agent in agents]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    done = zip([*ours, *theirs], [*white.result(), *(task.result() for task in black)], strict=True)
+    found = {request.sample.sample_id: result for request, result in done}
+    return [found[request.sample.sample_id] for request in requests]
+
+
+class _Agent:
+    """One episode while its program runs."""
+
+    def __init__(
+        self, request: EpisodeRequest, engine: TokenEngine, dialogues: Dialogues, context: int, version: int
+    ) -> None:
+        assert isinstance(request.options, AgentOptions)
+        self._request, self._options = request, request.options
+        self.domain, self.parallel = request.prompt.domain, request.options.parallel
+        self._trace = Trace(version, request.masked)
+        terms = Terms(
+            max_new_tokens=self._options.max_turn_tokens,
+            max_model_len=context,
+            max_calls=self._options.max_calls,
+            max_tokens=self._options.max_tokens,
+            seed=f"{request.seed}/{request.sample.sample_id}",
+        )
+        self._session = Session(self._trace, engine, _dialogue(dialogues, self._options), terms)
+
+    async def run(self, endpoint: Endpoint, slots: asyncio.Semaphore) -> EpisodeResult:
+        """Run the program to its end. Raises: RunError if the engine fails."""
+        reward: float | None = None
+        try:
+            async with slots:
+                ran = await self._program(endpoint)
+            end = self._end(ran)
+            if end.reason not in ("foreign", "agent", "silent"):
+                reward = await self._reward(ran)
+        except EpisodeEnd as wrong:
+            end = wrong
+        session = self._session
+        return EpisodeResult(
+            rollouts=tuple(self._trace.rollouts(self._request.sample, end.reason, reward)),
+            stop_reason=end.reason,
+            reward=reward,
+            audit=session.audit,
+            invalid_calls=session.invalid_calls,
+            error=f"{self._request.sample.sample_id}: {end.error}" if end.error else "",
+            text="\n".join([*session.said, *_told(session)]),
+        )
+
+    async def _program(self, endpoint: Endpoint) -> Ran:
+        """Raises: EpisodeEnd if the program cannot be started, RunError if the engine fails meanwhile."""
+        options, session = self._options, self._session
+        found = endpoint.open(session)
+        try:
+            with tempfile.TemporaryDirectory(prefix=f"{leftovers.prefix()}agent-", ignore_cleanup_errors=True) as name:
+                folder = Path(name)
+                (folder / "task.json").write_text(json.dumps(self._task()), "utf-8")
+                environ = environment(folder, {**options.env, **found}, options.inherit)
+                ran = await run_program(options.command, folder, environ, session.ended, options.timeout_s)
+        except OSError as error:
+            raise EpisodeEnd("agent", f"the program cannot be started: {error}") from None
+        finally:
+            endpoint.close(session)
+        if session.failure is not None:
+            raise session.failure
+        return ran
+
+    def _task(self) -> dict[str, Any]:
+        """What the program is told. The answer is not in it."""
+        prompt = self._request.prompt
+        return {
+            "id": self._request.sample.sample_id,
+            "prompt": prompt.text,
+            "metadata": {key: prompt.metadata[key] for key in self._options.metadata if key in prompt.metadata},
+        }
+
+    def _end(self, ran: Ran) -> EpisodeEnd:
+        """Why the episode ended."""
+        session, last = self._session, ran.err.strip().splitlines()[-1:]
+        if session.why == "foreign":
+            return EpisodeEnd("foreign", "the program used its key for another episode's session")
+        if session.why == "turns" or session.why == "tokens":
+            return EpisodeEnd(session.why)
+        if ran.code is None:
+            return EpisodeEnd("timeout", f"the program did not end within {self._options.timeout_s:g} s")
+        if ran.code and session.too_long:
+            return EpisodeEnd("context")
+        if ran.code:
+            said = one_line(last[0], SHOWN) if last else "it said nothing"
+            return EpisodeEnd("agent", f"the program ended with exit status {ran.code}: {said}")
+        if not session.audit.turns:
+            return EpisodeEnd("silent", "the program ended without one reply of the policy")
+        return EpisodeEnd("done")
+
+    async def _reward(self, ran: Ran) -> float | None:
+        """What the verifier gives, or the program's result. Raises: EpisodeEnd for a result that cannot be read."""
+        result = ran.result if isinstance(ran.result, Mapping) else {}
+        if self._options.verifier is not None:
+            given = result.get("answer", self._session.last_text)
+            return await asyncio.to_thread(self._judged, given if isinstance(given, str) else json.dumps(given))
+        reward = result.get("reward")
+        if reward is None or (_is_number(reward) and math.isfinite(reward)):
+            return None if reward is None else float(reward)
+        raise EpisodeEnd("agent", f"the program's result has the reward {reward!r:.40}, wanted a finite number or null")
+
+    def _judged(self, answer: str) -> float:
+        """Raises: EpisodeEnd if the verifier raises."""
+        assert self._options.verifier is not None
+        prompt = self._request.prompt
+        try:
+            return build_verifier(self._options.verifier)(answer, prompt.answer, prompt.metadata)
+        except Exception as error:  # noqa: BLE001 a verifier may be anybody's code
+            raised = traceback.format_exception_only(error)[-1].strip()
+            raise EpisodeEnd("raised", f"the verifier: {one_line(raised, SHOWN)}") from None
+
+
+def _dialogue(dialogues: Dialogues, options: AgentOptions) -> Dialogue:
+    """How the student reads messages. Raises: ModelError if its chat template cannot append."""
+    if not options.through_template(dialogues.tokenizer):
+        return PlainMessages(dialogues.tokenizer)
+    return ChatMessages(dialogues.appender(options.template_date), dialogues.tokenizer, dialogues.stops)
+
+
+def _told(session: Session) -> list[str]:
+    """What a reader of the episode should know about its requests."""
+    given = ", ".join(f"{name} ({count} requests)" for name, count in session.overridden.items())
+    return [f"settings that the agent gave and the training decides: {given}"] if given else []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

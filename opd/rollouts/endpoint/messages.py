@@ -1,0 +1,144 @@
+"""A chat request and its reply in one form. The wire formats are read into it and written from it; a session knows no other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Literal
+
+from opd.environments.records import Tool
+
+Role = Literal["system", "user", "assistant", "tool"]
+Finish = Literal["stop", "length", "tool_calls"]
+"""Why a reply ended: with an end token or a stop string, at a token limit, or with calls of tools."""
+
+
+Problem = Literal["invalid", "context", "authentication", "permission", "not_found", "too_large", "engine"]
+
+
+class ApiError(Exception):
+    """A request that gets no reply. Each wire format writes it in its API's own words."""
+
+    def __init__(self, status: int, kind: Problem, message: str) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.message = status, kind, message
+
+
+def refused(message: str) -> ApiError:
+    """The error for a request that is wrong in itself, so that sending it again would not help."""
+    return ApiError(400, "invalid", message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a tool that the policy asks for."""
+
+    id: str
+    """Made by the endpoint, so that the tool's result can name the call."""
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation."""
+
+    role: Role
+    text: str = ""
+    calls: tuple[Call, ...] = ()
+    """Only of the assistant."""
+    answers: str = ""
+    """Only of a tool: the id of the call whose result this is."""
+
+    @property
+    def key(self) -> str:
+        """What has to be equal for two messages to count as the same one.
+
+        A client sends back what it was sent in its own writing: white space around the text may be gone, the arguments of a
+        call may have their keys in another order, and some clients give calls ids of their own.
+        """
+        calls = [[call.name, call.arguments] for call in self.calls]
+        return canonical([self.role, self.text.strip(), calls])
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it."""
+        found: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+                for call in self.calls
+            ]
+        if self.role == "tool":
+            found["tool_call_id"] = self.answers
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a client asks for."""
+
+    model: str
+    """Whatever name the client gave; the reply repeats it."""
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    max_tokens: int | None = None
+    """The client's limit, which may only lower that of the training."""
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    stream_usage: bool = False
+    """Whether a stream of OpenAI's form ends with the numbers of tokens."""
+    overridden: tuple[str, ...] = ()
+    """Settings that the client gave and that the training decides."""
+    identity: str
+    """Equal for two requests if they are the same but for `stream`: then the second is a retry."""
+
+    @property
+    def context(self) -> str:
+        """What has to be equal, beside the messages, for a request to continue another one's conversation."""
+        return canonical([tool.schema() for tool in self.tools])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the policy answered."""
+
+    id: str
+    """Unique in the session; a retry gets the same."""
+    text: str
+    """What the client reads: without special tokens, calls and what follows a stop string."""
+    calls: tuple[Call, ...] = ()
+    finish: Finish
+    stopped_by: str | None = None
+    """The stop string at which the reply was cut."""
+    prompt_tokens: int
+    completion_tokens: int
+    created: int
+    """Seconds since 1970."""
+
+    @property
+    def message(self) -> Message:
+        """The reply as the client will send it back."""
+        return Message(role="assistant", text=self.text, calls=self.calls)
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys: equal for equal values."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=dict)
+
+
+def identity(body: Mapping[str, Any]) -> str:
+    """Hash of a request's body without the settings that decide how the reply is sent alone."""
+    asked = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+    return sha256(canonical(asked).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def given(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the names to which the body gives a value."""
+    return tuple(name for name in names if body.get(name) is not None)
+
+
+def pieces(text: str, size: int = 64) -> Iterable[str]:
+    """The text in the parts in which a stream sends it."""
+    return (text[start : start + size] for start in range(0, len(text), size))

@@ -1,0 +1,169 @@
+"""OpenAI's chat completions: requests with tools, replies whole and as server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from opd.environments.records import Tool
+from opd.rollouts.endpoint import reading
+from opd.rollouts.endpoint.messages import (
+    ApiError,
+    Call,
+    Message,
+    Problem,
+    Reply,
+    Request,
+    Role,
+    given,
+    identity,
+    pieces,
+    refused,
+)
+
+DECIDED = (
+    "temperature", "top_p", "top_k", "min_p", "n", "seed", "logprobs", "top_logprobs", "logit_bias", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "response_format", "reasoning_effort", "parallel_tool_calls",
+)  # fmt: skip
+"""Settings that the training decides, whatever the client gives."""
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+CODES: dict[Problem, str] = {
+    "authentication": "invalid_api_key",
+    "context": "context_length_exceeded",
+    "permission": "permission_denied",
+    "not_found": "not_found",
+    "too_large": "request_too_large",
+}
+WAITING = b": the policy is writing\n\n"
+"""A comment, which clients skip; it keeps the connection in use."""
+
+
+def parse(body: Mapping[str, Any]) -> Request:
+    """Read a request. Raises: ApiError."""
+    choice = body.get("tool_choice")
+    stop = body.get("stop")
+    stops = [stop] if isinstance(stop, str) else reading.listed(stop, "stop")
+    limits = [reading.whole(body.get(key), key) for key in ("max_completion_tokens", "max_tokens")]
+    options = reading.mapping(body.get("stream_options") or {}, "stream_options")
+    forced = () if choice in (None, "auto", "none") else ("tool_choice",)
+    return Request(
+        model=reading.text(body.get("model", ""), "model"),
+        messages=tuple(_messages(body)),
+        tools=() if choice == "none" else tuple(_tools(body)),
+        max_tokens=min((limit for limit in limits if limit is not None), default=None),
+        stop=tuple(reading.text(one, "stop") for one in stops if one != ""),
+        stream=bool(body.get("stream")),
+        stream_usage=bool(options.get("include_usage")),
+        overridden=given(body, DECIDED) + forced,
+        identity=identity(body),
+    )
+
+
+def _messages(body: Mapping[str, Any]) -> Iterator[Message]:
+    for number, data in enumerate(reading.listed(body.get("messages"), "messages")):
+        where = f"messages[{number}]"
+        message = reading.mapping(data, where)
+        role = ROLES.get(str(message.get("role")))
+        if role is None:
+            raise refused(f"{where}.role: expected one of {', '.join(ROLES)}, found {message.get('role')!r:.40}")
+        calls = reading.listed(message.get("tool_calls"), f"{where}.tool_calls") if role == "assistant" else []
+        answers = reading.text(message.get("tool_call_id"), f"{where}.tool_call_id") if role == "tool" else ""
+        yield Message(
+            role=role,
+            text=reading.parts(message.get("content"), f"{where}.content"),
+            calls=tuple(_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)),
+            answers=answers,
+        )
+
+
+def _call(data: Any, where: str) -> Call:
+    call = reading.mapping(data, where)
+    function = reading.mapping(call.get("function"), f"{where}.function")
+    return Call(
+        id=reading.text(call.get("id"), f"{where}.id"),
+        name=reading.text(function.get("name"), f"{where}.function.name"),
+        arguments=reading.arguments(function.get("arguments"), f"{where}.function.arguments"),
+    )
+
+
+def _tools(body: Mapping[str, Any]) -> Iterator[Tool]:
+    for number, data in enumerate(reading.listed(body.get("tools"), "tools")):
+        where = f"tools[{number}]"
+        tool = reading.mapping(data, where)
+        if tool.get("type") != "function":
+            raise refused(f"{where}.type: expected function, found {tool.get('type')!r:.40}")
+        function = reading.mapping(tool.get("function"), f"{where}.function")
+        yield reading.tool(function, "parameters", f"{where}.function")
+
+
+def body(reply: Reply, model: str) -> dict[str, Any]:
+    """The whole reply."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text or None if reply.calls else reply.text}
+    if reply.calls:
+        message["tool_calls"] = [_call_body(call) for call in reply.calls]
+    choice = {"index": 0, "message": message, "finish_reason": reply.finish, "logprobs": None}
+    return _head(reply, model, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+
+
+def opening(reply_id: str, model: str, created: int) -> bytes:
+    """The first event of a stream, which is sent before the policy has written anything."""
+    return _event(_chunk(reply_id, model, created, {"role": "assistant", "content": ""}, None))
+
+
+def rest(reply: Reply, request: Request) -> Iterator[bytes]:
+    """The further events of a stream."""
+    about = (reply.id, request.model, reply.created)
+    for piece in pieces(reply.text):
+        yield _event(_chunk(*about, {"content": piece}, None))
+    for index, call in enumerate(reply.calls):
+        whole = {"index": index, **_call_body(call)}
+        named = whole | {"function": {"name": call.name, "arguments": ""}}
+        yield _event(_chunk(*about, {"tool_calls": [named]}, None))
+        for piece in pieces(whole["function"]["arguments"]):
+            yield _event(_chunk(*about, {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}, None))
+    yield _event(_chunk(*about, {}, reply.finish))
+    if request.stream_usage:
+        head = _head(reply, request.model, "chat.completion.chunk")
+        yield _event(head | {"choices": [], "usage": _usage(reply)})
+    yield b"data: [DONE]\n\n"
+
+
+def error(problem: ApiError) -> dict[str, Any]:
+    """The body of a refusal."""
+    kind = "invalid_request_error" if problem.status < 500 else "server_error"
+    return {"error": {"message": problem.message, "type": kind, "param": None, "code": CODES.get(problem.kind)}}
+
+
+def error_event(problem: ApiError) -> bytes:
+    """The last event of a stream that breaks off."""
+    return _event(error(problem))
+
+
+def _head(reply: Reply, model: str, kind: str) -> dict[str, Any]:
+    return {"id": reply.id, "object": kind, "created": reply.created, "model": model}
+
+
+def _chunk(reply_id: str, model: str, created: int, delta: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+    return {"id": reply_id, "object": "chat.completion.chunk", "created": created, "model": model, "choices": [choice]}
+
+
+def _call_body(call: Call) -> dict[str, Any]:
+    written = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": written}}
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    asked, written = reply.prompt_tokens, reply.completion_tokens
+    return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"

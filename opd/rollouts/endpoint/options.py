@@ -1,0 +1,45 @@
+"""How an agent's program runs; plain values that cross process boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any, Literal
+
+from opd.config.verifiers import VerifierConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    """How the episodes of one domain run whose agent is a program."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the program."""
+    inherit: tuple[str, ...] = ()
+    """Names of variables that the program gets from the environment of `opd`."""
+    render: Literal["template", "text"] | None = None
+    """How the student reads messages; None: through its chat template, if it has one."""
+    metadata: tuple[str, ...] = ()
+    """Keys of a prompt's metadata that the program may see."""
+    verifier: VerifierConfig | None = None
+    """Judges the program's answer; None: its own result says the reward."""
+    timeout_s: float
+    """Deadline of an episode."""
+    parallel: int
+    """Most programs at a time for one engine."""
+    max_calls: int
+    """Requests of one program."""
+    max_tokens: int | None = None
+    """Tokens that the policy may sample in an episode; None: as many as it is asked for."""
+    max_turn_tokens: int
+    """Tokens that the policy may sample in a turn."""
+    max_broken: float
+    """Largest share of a step's episodes that may break; one always may."""
+    template_date: date | None = None
+    """The day for a chat template that asks for a date."""
+
+    def through_template(self, tokenizer: Any) -> bool:
+        """Whether the student reads messages through its chat template."""
+        return self.render == "template" or (self.render is None and tokenizer.chat_template is not None)

@@ -1,0 +1,155 @@
+"""Runs an agent's program: a command of the user's, in a directory and a process group of its own, with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd import leftovers
+
+INHERITED = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", leftovers.VARIABLE)
+"""Variables that a program gets from us beside PATH and those that the pipeline names; no key of ours is among them."""
+TASK, RESULT = "OPD_TASK", "OPD_RESULT"
+"""Variables with the paths of the file that has the task and of the file in which the program may leave its result."""
+KEPT_BYTES = 64 << 10
+"""The end of what a program prints that is kept."""
+MAX_RESULT_BYTES = 1 << 20
+GRACE_S = 2.0
+"""Time between the request to end and the kill, and for the last output to arrive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """How a program ended."""
+
+    code: int | None
+    """Exit status, negative for a signal; None if it had to be ended."""
+    err: str
+    """The end of what it said on standard error."""
+    result: Any = None
+    """The JSON of its result: of the file, else of the last line that it printed; None without either."""
+
+
+async def run_program(
+    command: Sequence[str], folder: Path, environ: Mapping[str, str], ended: asyncio.Event, timeout_s: float
+) -> Ran:
+    """Run a command in a folder that has its task until it exits, `ended` is set, or the time is over.
+
+    Whatever it started in its process group is gone afterwards. Raises: OSError if it cannot be started.
+    """
+    async with (
+        _pipe() as (out, printed),
+        _pipe() as (err, said),
+        _started(command, folder, environ, out, err) as process,
+    ):
+        readers = [asyncio.ensure_future(_tail(stream)) for stream in (printed, said)]
+        waits = [asyncio.ensure_future(wait) for wait in (process.wait(), ended.wait())]
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            code = process.returncode
+            await _end(process)
+            await asyncio.wait(readers, timeout=GRACE_S)  # a process outside of the group may hold the pipes open
+            texts = [reader.result() if reader.done() else "" for reader in readers]
+        finally:
+            for task in (*waits, *readers):
+                task.cancel()
+    return Ran(code=code, err=texts[1], result=_result(folder / "result.json", texts[0]))
+
+
+def environment(folder: Path, given: Mapping[str, str], inherit: Sequence[str]) -> dict[str, str]:
+    """All variables of a program: few of ours, those that the pipeline names, the paths of its files."""
+    ours = {name: os.environ[name] for name in (*INHERITED, *inherit) if name in os.environ}
+    base = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": search_path()}
+    return (
+        base
+        | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        | ours
+        | dict(given)
+        | {TASK: str(folder / "task.json"), RESULT: str(folder / "result.json")}
+    )
+
+
+def search_path() -> str:
+    """Our PATH, with the Python that runs us first, as for somebody who activated its environment."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+@asynccontextmanager
+async def _pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
+    """The end of a pipe that a program writes to, for the program to have, and a reader of the other end.
+
+    With a pipe of asyncio's own, a wait for the program would be one for all that hold the pipe.
+    """
+    reading, writing = os.pipe()
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(reading, "rb", 0))
+    try:
+        yield writing, reader
+    finally:
+        transport.close()
+
+
+@asynccontextmanager
+async def _started(
+    command: Sequence[str], folder: Path, environ: Mapping[str, str], out: int, err: int
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process whose standard input is the task; killed at the end, also if we are cancelled. Takes `out` and `err`."""
+    try:
+        with (folder / "task.json").open("rb") as task:
+            process = await asyncio.create_subprocess_exec(
+                *command, cwd=folder, env=dict(environ), stdin=task, stdout=out, stderr=err, start_new_session=True
+            )
+    finally:
+        os.close(out)
+        os.close(err)
+    try:
+        yield process
+    finally:
+        _signal(process, signal.SIGKILL)
+        await process.wait()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ask the group to end, then kill it."""
+    if process.returncode is None:
+        _signal(process, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), GRACE_S)
+    _signal(process, signal.SIGKILL)
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """Read to the end, and keep the last part."""
+    kept = b""
+    while data := await stream.read(KEPT_BYTES):
+        kept = (kept + data)[-KEPT_BYTES:]
+    return kept.decode("utf-8", "replace")
+
+
+def _result(file: Path, out: str) -> Any:
+    """JSON of the result file; without one, of the last printed line."""
+    if file.is_file() and file.stat().st_size <= MAX_RESULT_BYTES:
+        return _json(file.read_text("utf-8", "replace"))
+    return _json(next((line for line in reversed(out.splitlines()) if line.strip()), ""))
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,176 @@
+"""The HTTP server: finds the session of a request, checks its secret, and leaves the rest to session and wire format.
+
+agent ── POST /s/SESSION/v1/chat/completions ─→ openai    ┐
+      ── POST /s/SESSION/v1/messages ─────────→ anthropic ┴─ Request → Session → Reply ─→ whole, or as events
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from aiohttp import web
+
+from opd.rollouts.endpoint import anthropic, openai
+from opd.rollouts.endpoint.messages import ApiError, Reply, Request, refused
+from opd.rollouts.endpoint.session import Session, Turn
+
+LOOPBACK = "127.0.0.1"
+MODEL = "policy"
+"""The one model that there is; requests may call it what they like."""
+MAX_BODY_BYTES = 16 << 20
+KEEP_ALIVE_S = 5.0
+"""How often a stream says that the policy is still writing."""
+SHUTDOWN_S = 5.0
+
+
+class Codec(Protocol):
+    """One wire format."""
+
+    WAITING: bytes
+
+    def parse(self, body: Mapping[str, Any]) -> Request: ...
+    def body(self, reply: Reply, model: str) -> dict[str, Any]: ...
+    def opening(self, reply_id: str, model: str, created: int) -> bytes: ...
+    def rest(self, reply: Reply, request: Request) -> Iterator[bytes]: ...
+    def error(self, problem: ApiError) -> dict[str, Any]: ...
+    def error_event(self, problem: ApiError) -> bytes: ...
+
+
+CODECS: dict[str, Codec] = {"chat/completions": openai, "messages": anthropic}
+"""Last part of the URL -> wire format."""
+
+
+class Endpoint:
+    """Serves open sessions within `async with`, on a free port of this machine's loopback address."""
+
+    def __init__(self, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[_in_the_apis_form])
+        for path in CODECS:
+            app.router.add_post(f"/s/{{session}}/v1/{path}", self._chat)
+        app.router.add_get("/s/{session}/v1/models", self._models)
+        # A handler whose client has gone is cancelled, and with it the request to the engine.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        self._sessions: dict[str, Session] = {}
+        self._port = 0
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, LOOPBACK, 0).start()
+        self._port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._runner.cleanup()
+
+    def open(self, session: Session) -> Mapping[str, str]:
+        """Serve a session. Returns the environment variables by which the stock clients of both APIs find it."""
+        name = secrets.token_urlsafe(16)
+        self._sessions[name] = session
+        base = f"http://{LOOPBACK}:{self._port}/s/{name}"
+        return {
+            "OPENAI_BASE_URL": f"{base}/v1",
+            "OPENAI_API_KEY": session.secret,
+            "ANTHROPIC_BASE_URL": base,
+            "ANTHROPIC_API_KEY": session.secret,
+        }
+
+    def close(self, session: Session) -> None:
+        """Serve a session no more; what it is waiting for is cancelled."""
+        self._sessions = {name: one for name, one in self._sessions.items() if one is not session}
+        session.close()
+
+    def _session(self, http: web.Request) -> Session:
+        """The session that the URL names. Raises: ApiError if there is none, or the secret is not its own."""
+        session = self._sessions.get(http.match_info["session"])
+        if session is None:
+            raise ApiError(404, "not_found", "there is no such session, or its episode has ended")
+        kind, _, token = http.headers.get("Authorization", "").partition(" ")
+        shown = token if kind.lower() == "bearer" else http.headers.get("x-api-key", "")
+        if not _equal(shown, session.secret):
+            for other in self._sessions.values():
+                if _equal(shown, other.secret):
+                    other.end("foreign")
+            raise ApiError(401, "authentication", "the key is not that of this session")
+        return session
+
+    async def _models(self, http: web.Request) -> web.StreamResponse:
+        self._session(http)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "opd"}
+        model |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
+        page = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
+        return web.json_response({"object": "list", "data": [model]} | page)
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        codec, session = _codec(http), self._session(http)
+        try:
+            request = codec.parse(await _body(http))
+        except RecursionError:
+            raise refused("the body is nested too deeply") from None
+        turn = session.accept(request)
+        if request.stream:
+            return await _stream(http, codec, request, turn)
+        return web.json_response(codec.body(await turn.reply(), request.model))
+
+
+def _equal(one: str, other: str) -> bool:
+    """Compares in a time that does not tell how much is right."""
+    return hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode())
+
+
+def _codec(http: web.BaseRequest) -> Codec:
+    """The wire format of a URL; OpenAI's for one that has none."""
+    return next((codec for path, codec in CODECS.items() if http.path.endswith(f"/v1/{path}")), openai)
+
+
+async def _body(http: web.Request) -> Mapping[str, Any]:
+    """The request's JSON. Raises: ApiError, or HTTPRequestEntityTooLarge."""
+    data = await http.read()
+    try:
+        found = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise refused(f"the body is not JSON: {error!s:.100}") from None
+    if not isinstance(found, dict):
+        raise refused("the body is not a JSON object")
+    return found
+
+
+@web.middleware
+async def _in_the_apis_form(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Write every refusal in the form of the API that was asked."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        problem = error
+    except web.HTTPRequestEntityTooLarge:
+        problem = ApiError(413, "too_large", f"the body has more than {request.client_max_size >> 20} MiB")
+    except web.HTTPException as error:  # no such URL, or another method
+        problem = ApiError(error.status, "not_found", f"{request.method} {request.path:.100}: {error.reason}")
+    return web.json_response(_codec(request).error(problem), status=problem.status)
+
+
+async def _stream(http: web.Request, codec: Codec, request: Request, turn: Turn) -> web.StreamResponse:
+    """Send a reply as events. The first one goes out at once, so that the client sees that the policy is at work."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(http)
+    await response.write(codec.opening(turn.reply_id, request.model, turn.created))
+    writing = asyncio.ensure_future(turn.reply())
+    try:
+        while not (await asyncio.wait({writing}, timeout=KEEP_ALIVE_S))[0]:
+            await response.write(codec.WAITING)
+        for event in codec.rest(await writing, request):
+            await response.write(event)
+    except ApiError as problem:  # the status has been sent: what went wrong is an event
+        await response.write(codec.error_event(problem))
+    finally:
+        writing.cancel()
+    return response

@@ -1,0 +1,277 @@
+"""One episode as its agent sees it: requests come in, turns of the policy go out, and every turn is kept in the trace.
+
+A request that continues what was sent keeps the sampled tokens: the messages up to the last reply are looked up, and only
+those after it are rendered and appended. Any other request begins a new segment, a fork.
+
+    request   system  user   assistant  tool              assistant is looked up by what it says, however it is written
+    tokens    ─── segment up to the end of that reply ───┤ new: tool ├─→ the engine samples what follows
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Literal
+
+from opd.errors import RunError
+from opd.interfaces import TokenEngine
+from opd.rollouts.endpoint.dialogue import Dialogue, Unreadable
+from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, refused
+from opd.rollouts.episodes.runner import seed_of
+from opd.rollouts.episodes.tools import BadCall
+from opd.rollouts.episodes.trace import Audit, Segment, Trace
+from opd.types import Sampled
+
+End = Literal["closed", "turns", "tokens", "foreign", "engine"]
+"""Why a session takes no more requests: its episode is over; it had as many requests, or sampled as many tokens, as it may;
+its agent asked in the name of another session; the engine failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a session may do, whatever its requests say."""
+
+    max_new_tokens: int
+    """Longest turn; a request may ask for a shorter one."""
+    max_model_len: int
+    """Longest sequence, prompt and turn together."""
+    max_calls: int
+    """Most requests of the session, retries included."""
+    max_tokens: int | None = None
+    """Most tokens that are sampled for the session; None: as many as there are."""
+    seed: str
+    """Decides what is sampled, together with the number of the turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The end of a reply in the trace."""
+
+    segment: Segment
+    begin: int
+    """Where the reply's tokens begin in the segment."""
+    end: int
+
+    @property
+    def last(self) -> bool:
+        return self.end == len(self.segment.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request that was accepted, and the reply that it gets."""
+
+    session: Session
+    request: Request
+    ids: Sequence[int]
+    """Everything that comes before the reply."""
+    max_tokens: int
+    reply_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    recorded: Reply | None = None
+    """The reply of the same request, if that was sent before."""
+
+    async def reply(self) -> Reply:
+        """The policy's answer. Raises: ApiError if the engine fails or the session ends meanwhile."""
+        return self.recorded or await self.session.sample(self)
+
+
+class Session:
+    """The requests of one episode's agent."""
+
+    def __init__(self, trace: Trace, engine: TokenEngine, dialogue: Dialogue, terms: Terms) -> None:
+        self.secret = secrets.token_urlsafe(24)
+        self.ended = asyncio.Event()
+        """Set when the session takes no more requests; `why` says why."""
+        self.why: End | None = None
+        self.failure: Exception | None = None
+        """What the engine raised."""
+        self.calls = 0
+        self.overridden: Counter[str] = Counter()
+        """Setting -> requests that gave it although the training decides it."""
+        self.last_text = ""
+        """Text of the newest turn."""
+        self.said: list[str] = []
+        """The dialogue for people: for each turn the message before it and the turn."""
+        self.invalid_calls = 0
+        """Turns with a call that could not be read; their agent gets the text as it is."""
+        self.too_long = False
+        """Whether a request was refused because it left no room in the context."""
+        self._trace, self._engine, self._dialogue, self._terms = trace, engine, dialogue, terms
+        self._places: dict[str, list[_Place]] = {}
+        """Digest of a conversation up to a reply -> where such replies end."""
+        self._answered: dict[str, Reply] = {}
+        self._drawn: Counter[int] = Counter()
+        """Number of a turn in its conversation -> how many such turns were asked for."""
+        self._running: set[asyncio.Task[Sampled]] = set()
+        self._begun = self._kept = 0
+        """Turns that the engine was asked for, and those that are in the trace."""
+
+    @property
+    def audit(self) -> Audit:
+        """What became of the tokens that were sampled for this session, once it is closed."""
+        return self._trace.audit + Audit(lost_turns=self._begun - self._kept)
+
+    def end(self, why: End) -> None:
+        """Take no more requests. The first reason stays."""
+        self.why = self.why or why
+        self.ended.set()
+
+    def close(self) -> None:
+        """End the session and whatever it is still waiting for."""
+        self.end("closed")
+        for task in self._running:
+            task.cancel()
+
+    def accept(self, request: Request) -> Turn:
+        """Take a request: everything that can be wrong with it is found here. Raises: ApiError."""
+        self._count(request)
+        recorded = self._answered.get(request.identity)
+        if recorded is not None:
+            return Turn(self, request, (), 0, recorded.id, recorded.created, recorded)
+        ids = self._tokens(request)
+        return Turn(self, request, ids, min(self._room(ids), request.max_tokens or self._terms.max_new_tokens))
+
+    async def sample(self, turn: Turn) -> Reply:
+        """Have the engine write a turn. Only a turn that is complete gets into the trace. Raises: ApiError."""
+        number = sum(message.role == "assistant" for message in turn.request.messages)
+        asked = self._engine.generate(turn.ids, max_tokens=turn.max_tokens, seed=self._seed(number))
+        task = asyncio.ensure_future(asked)
+        self._running.add(task)
+        self._begun += 1
+        try:
+            sampled = await task
+            self._refuse_if_ended()
+            return self._commit(turn, sampled)
+        except asyncio.CancelledError:  # the client has gone, or the episode is over
+            self._drawn[number] -= 1
+            raise
+        except RunError as error:
+            self.failure = error
+            self.end("engine")
+            raise ApiError(500, "engine", "the engine failed, and with it this episode") from None
+        finally:
+            self._running.discard(task)
+
+    def _count(self, request: Request) -> None:
+        """Raises: ApiError if the session takes no more requests."""
+        self._refuse_if_ended()
+        if self.calls == self._terms.max_calls:
+            self.end("turns")
+            self._refuse_if_ended()
+        self.calls += 1
+        self.overridden.update(request.overridden)
+
+    def _refuse_if_ended(self) -> None:
+        if self.why is not None:
+            raise ApiError(403, "permission", f"this episode takes no more requests ({self.why})")
+
+    def _tokens(self, request: Request) -> Sequence[int]:
+        """Everything that comes before the reply. Raises: ApiError."""
+        messages = request.messages
+        if not messages or messages[-1].role not in ("user", "tool"):
+            raise refused("messages: expected the last one to be of the user or of a tool")
+        digests = list(_digests(request.context, messages))
+        for number in range(len(messages) - 1, 0, -1):
+            places, new = self._places.get(digests[number - 1]), messages[number:]
+            if messages[number - 1].role == "assistant" and places and all(m.role != "assistant" for m in new):
+                place = next((one for one in places if one.last), places[-1])
+                before = place.segment.ids[: place.end]
+                with suppress(Unreadable):  # then all of it is rendered anew, which the trace counts as a fork
+                    return [*before, *self._dialogue.after(before[place.begin :], new, request.tools)]
+        try:
+            ids = self._dialogue.whole(messages, request.tools)
+        except Unreadable as error:
+            raise refused(f"messages: the model's chat template refuses them: {error!s:.200}") from None
+        if not ids:
+            raise refused("messages: expected some text, found none")
+        return ids
+
+    def _room(self, ids: Sequence[int]) -> int:
+        """Tokens of the next turn at most. Raises: ApiError if there are none."""
+        room = self._terms.max_model_len - len(ids)
+        if room < 1:
+            self.too_long = True
+            limit = self._terms.max_model_len - 1
+            raise ApiError(400, "context", f"prompt is too long: {len(ids)} tokens > {limit} maximum")
+        if self._terms.max_tokens is None:
+            return min(room, self._terms.max_new_tokens)
+        left = self._terms.max_tokens - self._trace.audit.sampled
+        if left < 1:
+            self.end("tokens")
+            self._refuse_if_ended()
+        return min(room, left, self._terms.max_new_tokens)
+
+    def _seed(self, number: int) -> int:
+        """That of the white box for the first turn with this number; others like it are those of parallel conversations."""
+        self._drawn[number] += 1
+        again = (self._drawn[number],) if self._drawn[number] > 1 else ()
+        return seed_of(self._terms.seed, "turn", number, *again)
+
+    def _commit(self, turn: Turn, sampled: Sampled) -> Reply:
+        """Put a turn into the trace and on record. Nothing is awaited here, so no other turn comes between."""
+        request = turn.request
+        sampled, stopped_by = self._cut(sampled, request)
+        segment = self._trace.continue_or_fork(turn.ids)
+        segment.sampled(sampled)
+        self._kept += 1
+        written = self._dialogue.text(sampled.token_ids)
+        text, calls = self._read(written if stopped_by is None else written.partition(stopped_by)[0], request)
+        reply = Reply(
+            id=turn.reply_id,
+            text=text,
+            calls=calls,
+            finish="tool_calls" if calls else sampled.stop_reason,
+            stopped_by=stopped_by,
+            prompt_tokens=len(turn.ids),
+            completion_tokens=len(sampled.token_ids),
+            created=turn.created,
+        )
+        *_, digest = _digests(request.context, (*request.messages, reply.message))
+        end = len(segment.ids)
+        self._places.setdefault(digest, []).append(_Place(segment, end - len(sampled.token_ids), end))
+        self._answered[request.identity] = reply
+        self.last_text = reply.text
+        self.said += [f"{request.messages[-1].role}: {request.messages[-1].text}", f"policy: {written}"]
+        return reply
+
+    def _read(self, written: str, request: Request) -> tuple[str, tuple[Call, ...]]:
+        """Text and calls of a turn; all of it is text if a call cannot be read."""
+        try:
+            return self._dialogue.calls(written, request.tools)
+        except BadCall:
+            self.invalid_calls += 1
+            return written, ()
+
+    def _cut(self, sampled: Sampled, request: Request) -> tuple[Sampled, str | None]:
+        """Cut a turn after the token with which the first of the client's stop strings is there.
+
+        What was sampled after it is in no sequence. Where it is cut depends on the tokens before the cut alone, so those that
+        are left are still a sample of the policy.
+        """
+        ids = sampled.token_ids
+
+        def stops(count: int) -> list[str]:
+            text = self._dialogue.text(ids[:count])
+            return sorted((stop for stop in request.stop if stop in text), key=text.index)
+
+        if not request.stop or not stops(len(ids)):
+            return sampled, None
+        count = 1 + bisect_left(range(1, len(ids)), True, key=lambda number: bool(stops(number)))
+        cut = replace(sampled, token_ids=ids[:count], logprobs=sampled.logprobs[:count], stop_reason="stop")
+        return cut, stops(count)[0]
+
+
+def _digests(context: str, messages: Sequence[Message]) -> Iterator[str]:
+    """A digest of the conversation up to each message."""
+    digest = sha256(context.encode("utf-8", "surrogatepass")).hexdigest()
+    for message in messages:
+        digest = sha256(f"{digest}{message.key}".encode("utf-8", "surrogatepass")).hexdigest()
+        yield digest

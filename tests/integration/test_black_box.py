@@ -1,0 +1,143 @@
+"""Agents' programs with the stock clients through the real engines: the white box's tokens, and a merge to its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd import cluster
+from opd.config import PipelineConfig
+from opd.config.sections import ClusterConfig
+from opd.rollouts.vllm import VLLMRolloutEngine
+from opd.settings import validate
+from opd.types import Prompt, RolloutBatch
+from pipelines.specs import rollout_spec
+from tests.integration.test_agents import largest_gap_by_turn
+from tests.integration.test_merge import opd, records, write
+
+# What tests/integration/corridor.py does, as a program. Its last argument says which client, and whether it streams.
+PROGRAM = """
+import json, os, sys
+task, client, stream = json.load(sys.stdin), sys.argv[1], "stream" in sys.argv
+length, vowels, turns, chat = task["metadata"]["length"], 0, 0, []
+
+def ask_openai():
+    import openai
+    with openai.OpenAI() as made:
+        reply = made.chat.completions.create(model="any", messages=chat, temperature=0.1, max_tokens=99, stream=stream)
+        if stream:
+            return "".join(chunk.choices[0].delta.content or "" for chunk in reply)
+        return reply.choices[0].message.content
+
+def ask_anthropic():
+    import anthropic
+    asked = {"model": "any", "messages": chat, "max_tokens": 99, "extra_body": {"temperature": 0.1}}
+    with anthropic.Anthropic() as made:
+        if not stream:
+            return made.messages.create(**asked).content[0].text
+        with made.messages.stream(**asked) as events:
+            return events.get_final_message().content[0].text
+
+chat.append({"role": "user", "content": f"{task['prompt']} {length}-"})
+while turns < length:
+    text = ask_openai() if client == "openai" else ask_anthropic()
+    turns += 1
+    vowels += sum(map(text.lower().count, "aeiou"))
+    chat += [{"role": "assistant", "content": text}, {"role": "user", "content": f" {vowels}-"}]
+if "rewrites" in sys.argv:
+    chat[:] = [{"role": "user", "content": f"all {vowels}-"}]
+    ask_openai() if client == "openai" else ask_anthropic()
+print(json.dumps({"reward": 0.1 * vowels}))
+"""
+
+
+def pipeline_with(domain: dict[str, Any], student: Path) -> PipelineConfig:
+    return validate(
+        PipelineConfig,
+        {
+            "name": "test",
+            "student": {"model": student},
+            "experts": {"left": {"model": student, "domain": "left"}},
+            "domains": {"left": domain},
+            "rollout": {"max_new_tokens": 8, "max_model_len": 96},
+            "trainer": {"steps": 1, "samples_per_step": 6},
+        },
+        "test",
+    )
+
+
+def test_the_same_tokens_in_white_and_in_black(tmp_path: Path, make_model_dir: Callable[..., Path]) -> None:
+    from transformers import AutoTokenizer
+
+    student = make_model_dir(tmp_path / "student", seed=3)
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = ["python", str(tmp_path / "program.py")]
+    ways: dict[str, dict[str, Any]] = {"white": {"environment": {"name": "tests.integration.corridor:Corridor"}}}
+    for client in (["openai"], ["openai", "stream"], ["anthropic"], ["anthropic", "stream"]):
+        agent = {"command": [*command, *client], "render": "text", "metadata": ["length"], "parallel": 2}
+        ways[" ".join(client)] = {"agent": agent}
+    prompts = [
+        Prompt(
+            id=f"left/{n}", domain="left", token_ids=tuple(tokenizer(f"go {n}")["input_ids"]), text=f"go {n}",
+            metadata={"length": 1 + n},
+        )
+        for n in range(4)
+    ]  # fmt: skip
+    batches: dict[str, RolloutBatch] = {}
+    greedy: dict[str, Any] = {}
+    with cluster.ray_session(ClusterConfig(), 8):
+        specs = {
+            name: rollout_spec(pipeline_with(domain, student), student, len(tokenizer), (tokenizer.eos_token_id,))
+            for name, domain in ways.items()
+        }
+        engine = VLLMRolloutEngine(specs["white"], tokenizer)
+        engine.wait_ready()
+        for name, spec in specs.items():
+            engine._spec = spec
+            batches[name] = engine.generate(prompts, step=1, policy_version=0)
+            greedy[name] = [completion.episode.rollouts for completion in engine.answer(prompts)]  # type: ignore[union-attr]
+    white = batches.pop("white")
+    gaps = largest_gap_by_turn(list(white.rollouts), str(student))
+    assert len(gaps) >= 4 and max(gaps.values()) < 1e-3
+    for name, batch in batches.items():
+        assert batch.episodes["left"].stop_reasons == {"done": 4}, (name, batch.episodes)
+        assert batch.episodes["left"].audit == white.episodes["left"].audit, name
+        for found, wanted in zip(
+            [*batch.rollouts, *(r for rs in greedy[name] for r in rs)],
+            [*white.rollouts, *(r for rs in greedy["white"] for r in rs)],
+            strict=True,
+        ):
+            same = ("sample_id", "prompt_ids", "response_ids", "spans", "stop_reason")
+            assert all(getattr(found, key) == getattr(wanted, key) for key in same), name
+            assert found.reward == pytest.approx(wanted.reward)
+            assert found.behaviour_logprobs == pytest.approx(wanted.behaviour_logprobs, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_stock_clients_drive_a_merge_to_its_end(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    for name, client in (("left", ["openai", "stream", "rewrites"]), ("right", ["anthropic"])):
+        for file, lengths in ((name, range(1, 5)), (f"{name}-eval", [2])):
+            rows = [{"prompt": f"go {file}{n}", "metadata": {"length": n}} for n in lengths]
+            (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        agent = {"command": ["python", "program.py", *client], "render": "text", "metadata": ["length"], "parallel": 2}
+        pipeline["domains"][f"{name}-domain"]["agent"] = agent
+    pipeline["rollout"] = {"max_new_tokens": 8, "max_model_len": 96}
+    pipeline["trainer"] |= {"steps": 1, "samples_per_step": 4}
+    del pipeline["domains"]["right-domain"]["eval"]
+    run = tmp_path / "run"
+    done = opd("merge", write(tmp_path, pipeline), "--run-dir", run, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for record in records(run):
+        for name, forks in (("left", 2), ("right", 0)):
+            found = record["episodes"][f"{name}-domain"]
+            assert (found["episodes"], found["trained"], found["forks"], found["broken"]) == (2, 1.0, forks, 0), found
+            assert found["stop_reasons"] == {"done": 2} and found["reward"] is not None
+            assert record["domains"][f"{name}-domain"]["tokens"] == found["tokens"]
+        assert record["logprob_gap"] < 1e-3 and record["probe_gap"] < 1e-3
+    assert json.loads((run / "evaluation" / "after.json").read_text())["scores"]["left-domain"]["turns"] == 3

@@ -1,0 +1,148 @@
+"""An episode that an expert learns has exactly the tokens of a rollout with the same turns, and the same tokens count."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from experts.episodes.encode import EpisodeEncoder
+from experts.episodes.rows import episode_row
+from experts.sft import IGNORED, collate, encode_lines
+from experts.suites.letters import build_tokenizer
+from opd.environments.records import Action, Outcome, Tool
+from opd.errors import ModelError, PromptError
+from opd.prompts import PromptLine
+from opd.types import Rollout
+from tests.chatml import CHATML, LAST_ONLY, WITH_TOOLS, chat_tokenizer
+from tests.spoken import spoken
+
+ADD = Tool(
+    name="add",
+    description="Add one.",
+    parameters={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+)
+Script = list[tuple[str, tuple[str, ...]]]
+"""What the policy says in each turn, and what the environment answers: a text for each call, one without calls."""
+
+
+class Scripted:
+    """Answers as its prompt's metadata say."""
+
+    def __init__(self, tools: bool = False) -> None:
+        self.tools = (ADD,) if tools else ()
+
+    def reset(self, metadata: Mapping[str, Any], seed: int) -> Any:
+        self.answers = list(metadata["answers"])
+        return metadata["first"]
+
+    def step(self, action: Action) -> Outcome:
+        texts = self.answers.pop(0)
+        return Outcome(observation=tuple(texts) if action.calls else texts[0], done=not self.answers)
+
+    def close(self) -> None:
+        pass
+
+
+def rollout(tokenizer: Any, prompt: Any, first: Any, script: Script, *, tools: bool = False) -> Rollout:
+    task = {"prompt": prompt, "metadata": {"first": first, "answers": [texts for _, texts in script]}}
+    found = spoken(tokenizer, f"{__name__}:Scripted", task, [said for said, _ in script], tools=tools)
+    assert (found.error, found.audit.turns, found.audit.forks) == ("", len(script), 0)
+    (only,) = found.rollouts
+    return only
+
+
+def messages(first: str, script: Script, weights: Sequence[int] = ()) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [{"role": "user", "content": first}] if first else []
+    for number, (said, texts) in enumerate(script):
+        weight = {"weight": weights[number]} if weights else {}
+        rows.append({"role": "assistant", "content": said} | weight)
+        role = "tool" if "add" in said else "user"
+        rows += [{"role": role, "content": text} for text in texts]
+    return rows
+
+
+def words(rng: random.Random, letters: str) -> str:
+    return "".join(rng.choices(letters, k=rng.randint(1, 8)))
+
+
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("kind", ["letters", "bytes", "chat", "chat with tools"])
+def test_a_row_has_the_tokens_and_the_mask_of_a_rollout(kind: str, tools: bool) -> None:
+    """200 random episodes in all: turns, observations, calls and first observations of any length."""
+    templates = {"bytes": None, "chat": CHATML, "chat with tools": WITH_TOOLS}
+    tokenizer = build_tokenizer() if kind == "letters" else chat_tokenizer(templates[kind])
+    encoder, rng = EpisodeEncoder(tokenizer), random.Random(kind)
+    for _ in range(25):
+        prompt: Any = words(rng, "abc \n")
+        if kind.startswith("chat"):
+            prompt = [{"role": "user", "content": prompt}]
+        first = words(rng, "xyz:\n") if rng.random() < 0.7 else ""
+        script = [turn(rng, kind, tools and rng.random() < 0.5) for _ in range(rng.randint(1, 5))]
+        said = messages(first, script)
+        row = {"prompt": prompt, "messages": said} | ({"tools": [ADD.schema()]} if tools else {})
+        ids, learned = encoder.encode(episode_row(json.loads(json.dumps(row))))
+        wanted = rollout(tokenizer, prompt, first, script, tools=tools)
+        assert ids == [*wanted.prompt_ids, *wanted.response_ids]
+        assert learned == [False] * len(wanted.prompt_ids) + list(wanted.loss_mask)
+
+
+def turn(rng: random.Random, kind: str, calls: bool) -> tuple[str, tuple[str, ...]]:
+    if not calls:
+        return words(rng, "stu 12"), (words(rng, "xyz:\n"),)
+    if not kind.startswith("chat"):
+        return f"add {rng.randint(0, 99)}", (words(rng, "xyz:\n"),)
+    number = rng.randint(1, 3)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    return "So: " + call * number, tuple(words(rng, "xyz") for _ in range(number))
+
+
+def test_a_mistake_is_read_and_not_learned() -> None:
+    tokenizer = build_tokenizer()
+    row = {"prompt": "maze\n", "messages": messages("b3:", [("N", ("b2:",)), ("S", ("b3:",)), ("E", ())], [1, 0, 1])}
+    (example,) = encode_lines(tokenizer, [episode_row(row)], max_length=64)
+    assert tokenizer.decode(example["input_ids"]) == "maze\nb3:N<eos>b2:S<eos>b3:E<eos>"
+    shown = [tokenizer.decode([label]) if label != IGNORED else "_" for label in example["labels"]]
+    assert "".join(shown) == "_" * len("maze\nb3:") + "N<eos>" + "_" * len("b2:S.b3:") + "E<eos>"
+
+
+def test_episodes_and_single_turns_share_a_batch() -> None:
+    tokenizer = build_tokenizer()
+    lines = [
+        PromptLine(prompt="rev ab=", completion="ba"),
+        episode_row({"prompt": "maze\n", "messages": messages("b3:", [("N", ("b2:",)), ("S", ())])}),
+    ]
+    batch = collate(encode_lines(tokenizer, lines, max_length=64))
+    labels = batch["labels"]
+    assert not isinstance(labels, int)
+    assert [tokenizer.decode(row[row != IGNORED]) for row in labels] == ["ba<eos>", "N<eos>S<eos>"]
+
+
+def test_a_conversation_without_a_prompt_is_openais_format() -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": "4", "weight": 0},
+        {"role": "user", "content": "No."},
+        {"role": "assistant", "content": "3", "weight": 1},
+    ]
+    row = episode_row({"messages": talk})
+    ids, learned = EpisodeEncoder(tokenizer).encode(row)
+    plain = [{"role": str(m["role"]), "content": str(m["content"])} for m in talk]
+    whole = tokenizer.apply_chat_template(plain, tokenize=False).removesuffix("\n")
+    assert tokenizer.decode(ids) == whole
+    assert tokenizer.decode([i for i, learn in zip(ids, learned, strict=True) if learn]) == "3<|im_end|>"
+    assert not row.asks
+
+
+def test_a_template_that_cannot_append_and_an_observation_nobody_can_read_are_refused() -> None:
+    row = episode_row({"prompt": [{"role": "user", "content": "a"}], "messages": messages("", [("b", ())])})
+    with pytest.raises(ModelError, match="changes what stands before a turn"):
+        EpisodeEncoder(chat_tokenizer(LAST_ONLY)).encode(row)
+    odd = episode_row({"prompt": "a", "messages": messages("b", [("c", ("\x07",)), ("d", ())])})
+    with pytest.raises(PromptError, match="control character"):
+        EpisodeEncoder(build_tokenizer()).encode(odd)
