@@ -120,7 +120,7 @@ class Parser(Reader):
         bodies: tuple[Script, ...] | None = None
         if reserved in ("if", "while", "until", "{"):
             bodies = self._bodies(reserved)
-        elif self.peek(2) == "((":
+        elif self.peek(2) == "((" and self.arithmetic_end(self.at) > 0:
             self._skip_arithmetic()
             bodies = ()
         elif self.peek() == "(":
@@ -156,7 +156,7 @@ class Parser(Reader):
         return tuple(bodies)
 
     def _skip_arithmetic(self) -> None:
-        end = self.text.find("))", self.at)
+        end = self.arithmetic_end(self.at)
         if end < 0:
             raise Unreadable("(( is not closed")
         self.at = end + 2

@@ -172,7 +172,7 @@ class Reader:
             body = re.sub(r"\\([$`\\])", r"\1", self.text[self.at + 1 : end])
             self.at = end + 1
             parts.append(Substitution(self.inner(body).script(""), quoted))
-        elif self.peek(3) == "$((" and (end := self._arithmetic_end()) > 0:
+        elif self.peek(3) == "$((" and (end := self.arithmetic_end(self.at + 1)) > 0:
             parts.append(Arithmetic(self.inner(self.text[self.at + 3 : end]).expanded_text()))
             self.at = end + 2
         elif self.peek(2) == "$(":
@@ -194,10 +194,10 @@ class Reader:
             parts.append(Literal("$", True))
             self.at += 1
 
-    def _arithmetic_end(self) -> int:
-        """Where the `))` of a `$((` stands; -1 if this is a substitution that begins with a subshell."""
+    def arithmetic_end(self, start: int) -> int:
+        """Where the `))` of the `((` at `start` stands; -1 if this is no arithmetic but a subshell in another one."""
         depth = 0
-        for index in range(self.at + 1, len(self.text)):
+        for index in range(start, len(self.text)):
             depth += {"(": 1, ")": -1}.get(self.text[index], 0)
             if depth == 1 and self.text[index] == ")":
                 return index if self.text[index + 1 : index + 2] == ")" else -1

@@ -234,6 +234,8 @@ def test_nothing_that_a_policy_writes_raises() -> None:
         "\ud800",
         "é",
         "[[",
+        "[z-a]",
+        "/*e*/",
     ]
     guard = Guard(RULES)
     for _ in range(3000):

@@ -57,6 +57,7 @@ def test_evasions_of_the_development_half(command: str) -> None:
         "cat${IFS}/tests/test_outputs.py",
         "{cat,/tests/test_outputs.py}",
         "cat /tes[t]s/test_outputs.py",
+        "cat /*t*e*s*t*s*/*t*e*s*t*_*o*u*t*p*u*t*s*",
         "X=/tes; Y=ts; cat $X$Y/a",
         "echo Y2F0IC90ZXN0cy9hCg== | base64 -d | sh",
         'sh -c "$(echo Y2F0IC90ZXN0cy9hCg== | base64 -d)"',
