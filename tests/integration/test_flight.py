@@ -37,7 +37,7 @@ def merge(file: Path, run: Path, token: str | None = None) -> subprocess.Complet
 
 def without_times(run: Path) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if k != "phase_s"} for record in records]
+    return [{k: v for k, v in record.items() if k not in ("phase_s", "busy_s")} for record in records]
 
 
 def first_line(stream: IO[str], timeout_s: float) -> str:
