@@ -87,6 +87,12 @@ class RunReporter:
                 self._shown.say(
                     f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
                 )
+            unanswered = found.guard.unanswered if found.guard else 0
+            if unanswered:
+                self._shown.say(
+                    f"warning: step {record.step}: the guard's judge did not answer about {unanswered} calls of domain "
+                    f"{domain}; guard.on_failure decided"
+                )
         for alarm in record.alarms:
             if alarm.since == record.step:
                 self._shown.say(f"warning: step {record.step}: {sentence(alarm)}; {signal_of(alarm).advice}")

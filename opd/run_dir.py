@@ -4,6 +4,7 @@
       pipeline.yaml   manifest.json             what the merge is, by name and by content
       metrics.jsonl   layouts.json              how it went
       targets/        checkpoints/              what a resume needs
+      judged.jsonl                              what the guard's judge said, so that nobody asks it twice
       evaluation/     NAME.json each            before, expert, after, step-NNNNNN; matrix, lm-eval
       monitors/       step-NNNNNN.json each     what a monitor saw when it acted, with samples
       model/          adapter/                  what came out
@@ -75,6 +76,11 @@ class RunPaths:
     @property
     def targets(self) -> Path:
         return self.root / "targets"
+
+    @property
+    def judged(self) -> Path:
+        """What the guard's judge answered in this run."""
+        return self.root / "judged.jsonl"
 
     @property
     def checkpoints(self) -> Path:

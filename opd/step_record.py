@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
+from opd.guard.events import GuardRecord
 from opd.monitors.tails import loops
 from opd.staleness import ages
 from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport, TurnStats
@@ -109,6 +110,8 @@ class EpisodesRecord:
     """What broke the first that broke."""
     by_turn: tuple[TurnRecord, ...] = ()
     """The first turn, the second, and so on."""
+    guard: GuardRecord | None = None
+    """What the guard saw; None where none looks on."""
 
     @classmethod
     def of(cls, stats: EpisodeStats, turns: Mapping[int, TurnStats]) -> Self:
@@ -128,13 +131,19 @@ class EpisodesRecord:
             broken=stats.broken,
             error=stats.error,
             by_turn=tuple(_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
+            guard=None if stats.guard is None else GuardRecord.of(stats.guard),
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """Its part of a line of `metrics.jsonl`."""
+        return {key: value for key, value in asdict(self).items() if key != "guard" or value is not None}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`; keys of a newer release are ignored."""
+        """Inverse of `to_json`; keys of a newer release are ignored."""
         read = _known(cls, data)
-        return cls(**read | {"by_turn": tuple(TurnRecord(**turn) for turn in read.get("by_turn", ()))})
+        guard = GuardRecord.from_json(read["guard"]) if read.get("guard") else None
+        return cls(**read | {"by_turn": tuple(TurnRecord(**turn) for turn in read.get("by_turn", ())), "guard": guard})
 
 
 def _turn(stats: TurnStats | None) -> TurnRecord:
@@ -258,6 +267,7 @@ class StepRecord:
         """A line of `metrics.jsonl`, without the fields that this step does not have."""
         data = asdict(self)
         data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
+        data["episodes"] = {name: found.to_json() for name, found in self.episodes.items()}
         optional = ("looping_by_domain", "episodes", "restarted", "accuracy", "replayed", "checkpoint", "alarms")
         return {key: value for key, value in data.items() if value or key not in optional}
 

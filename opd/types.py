@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from opd.rollouts.episodes.spec import EpisodeResult, EpisodeStats
 
-Origin = Literal["policy", "masked", "environment"]
+Origin = Literal["policy", "masked", "environment", "blocked"]
 """Why a response token is there, and whether it is trained: see `Span`."""
 TurnStop = Literal["stop", "length"]
 """vLLM's words for a response that ended with an end token, and for one that reached the token limit."""
@@ -58,15 +58,16 @@ class Span:
     length: int
     """Tokens in the run; the lengths of a rollout's spans add up to its response length."""
     origin: Origin
-    """`policy`: the student sampled the tokens, and they are trained. `masked`: the student sampled them, but
-    `teachers.mask_tokens` keeps them out of the loss. `environment`: a tool or an environment wrote them."""
+    """`policy`: the student sampled the tokens, and they are trained; `blocked`: the same, and rewards count against them, because
+    the guard blocked the turn. `masked`: it sampled them, but `teachers.mask_tokens` or the guard keeps them out of the loss.
+    `environment`: a tool or an environment wrote them."""
     policy_version: int
     """Number of weight pushes that the engine had received when the span was written, whoever wrote it."""
 
     @property
     def trained(self) -> bool:
         """True if the tokens carry loss, so that teachers have to score them."""
-        return self.origin == "policy"
+        return self.origin in ("policy", "blocked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

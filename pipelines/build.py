@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from opd.checkpoints import CheckpointStore
@@ -67,7 +68,7 @@ def build(
 
     Raises: RunError if a worker does not come up.
     """
-    engine, trainer, pool = _start_workers(config, inputs)
+    engine, trainer, pool = _start_workers(config, inputs, paths)
     metrics = MetricsFile(paths.metrics)
     prompts = prompt_source(config, inputs, metrics)
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
@@ -107,11 +108,15 @@ def _sync(
 
 
 def start_rollouts(
-    config: PipelineConfig, inputs: Inputs, untrained: Mapping[str, frozenset[int]] | None = None
+    config: PipelineConfig,
+    inputs: Inputs,
+    untrained: Mapping[str, frozenset[int]] | None = None,
+    judged: Path | None = None,
 ) -> VLLMRolloutEngine:
-    """Start rollout engines with the student; returns before they are ready. `untrained` is explained at `Inputs.untrained`."""
+    """Start rollout engines with the student; returns before they are ready. `untrained` is explained at `Inputs.untrained`,
+    `judged` at `rollout_spec`."""
     student = inputs.student
-    spec = rollout_spec(config, config.student.model, student.vocab_size, student.eos_token_ids, untrained)
+    spec = rollout_spec(config, config.student.model, student.vocab_size, student.eos_token_ids, untrained, judged)
     return rollout_engine(config)(spec, inputs.tokenizer)
 
 
@@ -125,7 +130,7 @@ def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMR
 
 
 def _start_workers(
-    config: PipelineConfig, inputs: Inputs
+    config: PipelineConfig, inputs: Inputs, paths: RunPaths
 ) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, Pool | FlightPool]:
     """Start all workers side by side, except for those that must be ready before the others start. Raises: RunError."""
 
@@ -135,7 +140,7 @@ def _start_workers(
     elsewhere = None if config.teachers.scoring_workers else start_pool()
     if elsewhere is not None:
         elsewhere.wait_ready()  # costs no core here, and a wrong token should show before anything else starts
-    engine = start_rollouts(config, inputs, inputs.untrained)
+    engine = start_rollouts(config, inputs, inputs.untrained, paths.judged.absolute())
     if 0 < config.cluster.rollout_gpus < 1:
         engine.wait_ready()  # vLLM measures its GPU at the start, and counts memory that others take meanwhile as its own
     pool = elsewhere or start_pool()

@@ -32,8 +32,10 @@ def rollout_spec(
     vocab_size: int,
     stop_token_ids: Sequence[int],
     untrained: Mapping[str, frozenset[int]] | None = None,
+    judged: Path | None = None,
 ) -> RolloutSpec:
-    """Spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's."""
+    """Spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's, `judged` the run's file
+    of what the guard's judge answered."""
     rollout = config.rollout
     return RolloutSpec(
         engine=EngineOptions(
@@ -48,7 +50,7 @@ def rollout_spec(
         ),
         stop_token_ids=tuple(stop_token_ids),
         untrained=untrained or {},
-        episodes=episode_options(config),
+        episodes=episode_options(config, judged),
         workers=rollout.workers,
         gpus=config.cluster.rollout_gpus,
         kv_cache_gib=rollout.kv_cache_gib,

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
 from opd.config.prompts import Prompts
-from opd.config.strict import Name, Strict, text_or_more
+from opd.config.strict import Name, Strict, flag_or_mapping, text_or_more
 from opd.config.verifiers import VerifierConfig
 
 
@@ -124,6 +124,14 @@ class DomainConfig(Strict):
     agent: AgentConfig | None = None
     """Instead of `environment`: a program of yours is the agent of each episode, and asks the student over HTTP; see
     docs/agents-black-box.md."""
+    guard: (
+        Annotated[
+            Annotated[bool, Tag("~flag")] | Annotated[dict[str, Any], Tag("~mapping")], Discriminator(flag_or_mapping)
+        ]
+        | None
+    ) = None
+    """`false`: the section `guard` does not hold here. A mapping: the keys of the section that differ in this domain. Default: the
+    section as it stands."""
     eval: DomainEvalConfig | None = None
     """How the domain is measured; without it the domain is trained but not scored."""
     teachers: (

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from opd.config.balance import BalanceConfig, SamplesBalance
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
 from opd.config.evaluate import EvaluateConfig
+from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
 from opd.config.objectives import AnyObjective, default_objective
 from opd.config.sections import (
@@ -73,6 +74,8 @@ class PipelineConfig(Strict):
     schedule: ScheduleConfig = ScheduleConfig()
     sync: SyncConfig = SyncConfig()
     monitors: MonitorsConfig = MonitorsConfig()
+    guard: GuardConfig | None = None
+    """What is checked before a tool call of an episode runs, see docs/guard.md; default: nothing."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -166,6 +169,11 @@ class PipelineConfig(Strict):
                 "with a GPU's memory; set schedule.mode to sync to share it",
                 {"where": "rollout.sleep", "found": "true with schedule.mode one_step_off"},
             )
+        return self
+
+    @model_validator(mode="after")
+    def _guard_has_something_to_look_at(self) -> PipelineConfig:
+        refuse_useless_guard(self.guard, self.domains, rewarded=False)
         return self
 
     @model_validator(mode="after")

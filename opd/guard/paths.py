@@ -66,6 +66,15 @@ def glob_source(glob: str) -> str:
     return "".join(found)
 
 
+def compiles(glob: str) -> bool:
+    """Whether a glob can be compared with paths at all."""
+    try:
+        re.compile(glob_source(glob))
+    except re.error:  # a brace without the other one
+        return False
+    return True
+
+
 class PathGlobs:
     """Many globs as one question: is a path one of them, or may it be, once the shell has expanded its own globs?"""
 

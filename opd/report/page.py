@@ -31,6 +31,7 @@ OPTIONAL = (
     "mean_headroom_interval",
     "command",
     "curves",
+    "guard",
     "rounds",
     "stale",
     "unfinished",
@@ -149,7 +150,18 @@ def _plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[Plot]]:
         "time": _time_plots(report),
         "matrix": [_matrix_plot(run)] if run.matrix else [],
         "baselines": _baseline_plots(report),
+        "guard": _guard_plot(report),
     }
+
+
+def _guard_plot(report: Mapping[str, Any]) -> list[Plot]:
+    if "guard" not in report:
+        return []
+    step, known = report["guard"]["course"]["step"], report["guard"]["course"]["blocked"]
+    reached = dict(zip(report["curves"]["step"], report["curves"]["tokens"], strict=True))
+    curves = {name: known.get(name, [None] * len(step)) for name in _curve_domains(report)}
+    title = "Turns of an episode in which the guard blocked something"
+    return [figures.by_domain("guard-course", title, step, [reached[one] for one in step], curves, label="turns")]
 
 
 def _rounds_plot(report: Mapping[str, Any]) -> list[Plot]:

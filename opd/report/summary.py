@@ -9,6 +9,7 @@ from typing import Any
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.report.alarms import alarm_rows
+from opd.report.guard import guard_report
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
 from opd.report.roles import token_ages, utilisation
 from opd.report.run import STORED, RunFiles
@@ -84,7 +85,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
 
     It has the keys of `build_report`. It also has the intervals of `_add_intervals` if the evaluations' files are there,
     `curves` if there are records, `evaluations`, `models`, `baselines` and `command` if the files have them, `alarms`
-    of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
+    of the monitors, `guard` if one looked on, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
     """
     before, expert, after = _accuracies(run)
     report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
@@ -112,6 +113,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["rounds"] = [_round(run, index) for index in range(len(run.rounds))]
     if alarms := alarm_rows(run):
         report["alarms"] = alarms
+    if guarded := guard_report(run):
+        report["guard"] = guarded
     if outdated := notices(run):
         report["stale"] = outdated
     if going_on := unfinished(run):

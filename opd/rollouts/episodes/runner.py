@@ -2,6 +2,7 @@
 
     reset ──▶ prompt + observation ──▶ engine ──turn──▶ calls ──▶ environment.step ──observation──▶ engine ──turn──▶ ...
               (first, rendered)        (sampled ids, kept as they are)              (after, appended as tokens)
+                                                      guard: what it blocks is answered here
 
 All episodes of a step run at once, their turns in one batch. Whatever an environment does ends its own episode at most.
 """
@@ -18,16 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from opd.config.context import PLACE
 from opd.environments import find
-from opd.environments.records import Action, Outcome, Tool
+from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.guard.build import shared_guard
+from opd.guard.watch import Looked, Watch
 from opd.interfaces import Environment, TokenEngine, TurnTokenizer
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import Compactor
-from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, readable
+from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
-from opd.text import one_line
+from opd.text import one_line, readable
 from opd.types import Sampled, StopReason
 
 if TYPE_CHECKING:
@@ -134,6 +137,7 @@ class _Episode:
         self._thread = OwnThread(request.options.step_timeout_s)
         self._environment: Environment | None = None
         self._compactor = Compactor(request.options.compaction)
+        self._watch = watch_of(request)
         self._rewards: list[float] = []
         self._invalid = 0
         self._said: list[str] = []
@@ -155,6 +159,7 @@ class _Episode:
             invalid_calls=self._invalid,
             error=one_line(f"{self._request.sample.sample_id}: {end.error}", MAX_ERROR) if end.error else "",
             text="\n".join(self._said),
+            guard=None if self._watch is None else self._watch.stats,
         )
 
     async def _ending(self, part: Callable[[], Any]) -> EpisodeEnd:
@@ -261,21 +266,46 @@ class _Episode:
             self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
         text = self._dialogues.tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
         self._said.append(f"policy: {text}")
-        assert self._environment is not None
         try:
             calls = dialogue.calls(text)
         except BadCall as error:
             self._invalid += 1
             return _Answer(f"{UNREADABLE}{error}", calls=1, ended=ended)
-        outcome = await self._thread.call("step", self._environment.step, Action(text=text, calls=calls))
-        wrong = _problem(outcome, len(calls))
+        looked = await self._looked(segment, sampled, text, calls)
+        if looked.stops:
+            return _Answer(looked.instead, calls=len(calls), ended=ended)
+        outcome = await self._step(Action(text=text, calls=looked.allowed))
+        return _Answer(looked.woven(outcome.observation), calls=len(calls), ended=ended)
+
+    async def _looked(self, segment: Segment, sampled: Sampled, text: str, calls: tuple[ToolCall, ...]) -> Looked:
+        """What the guard says of the turn that was sampled last; its verdicts are on record."""
+        if self._watch is None:
+            return Looked(calls=calls)
+        looked = await self._watch.look(self._trace.audit.turns - 1, text, calls)
+        self._watch.keep(looked)
+        self._said += [event.line for event in looked.seen.events]
+        if looked.blocked:
+            segment.mark(sampled, self._watch.mark)
+        return looked
+
+    async def _step(self, action: Action) -> Outcome:
+        """What the environment answers. Raises: EpisodeEnd, Failed, Overdue."""
+        assert self._environment is not None
+        outcome = await self._thread.call("step", self._environment.step, action)
+        wrong = _problem(outcome, len(action.calls))
         if wrong:
             raise EpisodeEnd("raised", f"step returned {wrong}")
         if outcome.reward is not None:
             self._rewards.append(float(outcome.reward))
         if outcome.done:
             raise EpisodeEnd("done")
-        return _Answer(outcome.observation, calls=len(calls), ended=ended)
+        return outcome
+
+
+def watch_of(request: EpisodeRequest) -> Watch | None:
+    """The guard of one episode, if its domain has one. Raises: ConfigError for rules or a judge that cannot be used."""
+    spec = request.options.guard
+    return None if spec is None else Watch(shared_guard(spec), request.sample.sample_id, spec.config.on_hit)
 
 
 def _is_first_observation(found: Any) -> bool:

@@ -10,6 +10,8 @@ from datetime import date
 from typing import Any, Self, get_args
 
 from opd.errors import RunError
+from opd.guard.build import GuardSpec
+from opd.guard.events import GuardStats
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.trace import Audit, Sample
@@ -41,6 +43,8 @@ class EpisodeOptions:
     """The day for a chat template that asks for a date."""
     compaction: CompactionOptions | None = None
     """What is done about an episode that grows too long; None: it ends where the context does."""
+    guard: GuardSpec | None = None
+    """What checks the policy's calls before the environment gets them; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,8 @@ class EpisodeResult:
     """What broke it."""
     text: str = ""
     """The turns as text, for people."""
+    guard: GuardStats | None = None
+    """What the guard saw; None where none looked on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +94,8 @@ class EpisodeStats:
     """Why the episodes ended -> how many."""
     error: str = ""
     """What broke the first that broke."""
+    guard: GuardStats | None = None
+    """What the guard saw; None where none looked on. The step's log has it, so that a replay asks no judge."""
 
     @property
     def broken(self) -> int:
@@ -106,12 +114,14 @@ class EpisodeStats:
             reward_sum=math.fsum(r.reward for r in found if r.reward is not None),
             stop_reasons=dict(Counter(r.stop_reason for r in found)),
             error=next((r.error for r in found if r.error), ""),
+            guard=GuardStats.total(r.guard for r in found),
         )
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`."""
-        return cls(**{**data, "audit": Audit(**data["audit"])})
+        guard = None if data.get("guard") is None else GuardStats.from_json(data["guard"])
+        return cls(**{**data, "audit": Audit(**data["audit"]), "guard": guard})
 
 
 def refuse_many_broken(domain: str, stats: EpisodeStats, max_share: float) -> None:

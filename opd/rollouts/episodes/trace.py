@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 
 from opd.errors import RunError
@@ -93,6 +93,15 @@ class Segment:
         self.busy = False
         for masked, run in groupby(turn.token_ids, self.masked.__contains__):
             self._span(len(list(run)), "masked" if masked else "policy")
+
+    def mark(self, turn: Sampled, origin: Origin) -> None:
+        """Give the trained tokens of the turn that was added last another origin."""
+        left, place = len(turn.token_ids), len(self.spans)
+        while left > 0:
+            place -= 1
+            left -= self.spans[place].length
+        marked = [replace(s, origin=origin) if s.origin == "policy" else s for s in self.spans[place:]]
+        self.spans[place:] = marked
 
     def _span(self, length: int, origin: Origin) -> None:
         if length:
