@@ -160,6 +160,11 @@ class Rollout:
         return tuple(found)
 
     @property
+    def blocked(self) -> tuple[bool, ...]:
+        """[N] whether the guard blocked the turn of each trained token, and rewards count against it."""
+        return tuple(span.origin == "blocked" for span in self.spans if span.trained for _ in range(span.length))
+
+    @property
     def trained_ids(self) -> tuple[int, ...]:
         """[N] the trained tokens."""
         return tuple(self.response_ids[place] for place in self.trained)

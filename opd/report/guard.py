@@ -7,21 +7,20 @@ from dataclasses import asdict
 from typing import Any
 
 from opd.guard.events import RuleRecord
-from opd.report.run import RunFiles
 from opd.step_record import EpisodesRecord, StepRecord
 
-MOST_POINTS = 60
 
+def guard_report(points: Sequence[Sequence[StepRecord]]) -> dict[str, Any] | None:
+    """None where no guard looked on. `points` are the steps of a merge, those of a point of its curves together.
 
-def guard_report(run: RunFiles) -> dict[str, Any] | None:
-    """None where no guard looked on. `domains`: episodes, checked calls, turns with something blocked; `rules`: a row for each
-    domain and rule with hits, blocked, who decided, and examples; `course`: blocked turns an episode, against the steps."""
-    names = dict.fromkeys(n for record in run.records for n, found in record.episodes.items() if found.guard)
+    `domains`: episodes, checked calls, turns with something blocked; `rules`: a row for each domain and rule with hits, blocked,
+    who decided, and examples; `course`: blocked turns an episode, against the steps.
+    """
+    records = [record for part in points for record in part]
+    names = dict.fromkeys(n for record in records for n, found in record.episodes.items() if found.guard)
     if not names:
         return None
-    whole = {name: _of(run.records, name) for name in names}
-    width = -(-len(run.records) // MOST_POINTS)
-    points = [run.records[start : start + width] for start in range(0, len(run.records), width)]
+    whole = {name: _of(records, name) for name in names}
     return {
         "domains": {name: _sums(found) for name, found in whole.items()},
         "rules": [row for name, found in whole.items() for row in _rules(name, found)],

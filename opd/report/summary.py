@@ -113,7 +113,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["rounds"] = [_round(run, index) for index in range(len(run.rounds))]
     if alarms := alarm_rows(run):
         report["alarms"] = alarms
-    if guarded := guard_report(run):
+    if run.records and (guarded := guard_report(list(_cut(run.records, POINTS)))):
         report["guard"] = guarded
     if outdated := notices(run):
         report["stale"] = outdated

@@ -191,10 +191,10 @@ def test_failures_are_not_kept() -> None:
 
 @pytest.mark.parametrize(("scores", "block"), [((-2.0, -1.0), True), ((-1.0, -2.0), False), ((-math.inf, -1.0), True)])
 def test_a_model_of_ones_own(scores: tuple[float, float], block: bool) -> None:
-    assert LogProbJudge(lambda prompt, verdicts: scores, 0.5).judge(QUESTION).block == block
+    assert LogProbJudge(lambda prompt, verdicts: scores, 0.5, 5.0).judge(QUESTION).block == block
 
 
 @pytest.mark.parametrize("scores", [(), (1.0,), (math.nan, -1.0), (-math.inf, -math.inf)])
 def test_log_probs_that_are_none(scores: tuple[float, ...]) -> None:
     with pytest.raises(JudgeFailed):
-        LogProbJudge(lambda prompt, verdicts: scores, 0.5).judge(QUESTION)
+        LogProbJudge(lambda prompt, verdicts: scores, 0.5, 5.0).judge(QUESTION)
