@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from opd.reward.records import PolicyReport
     from opd.rollouts.episodes.spec import EpisodeResult, EpisodeStats
 
 Origin = Literal["policy", "masked", "environment"]
@@ -343,6 +344,8 @@ class StepReport:
     """Seconds in which no rank had a micro-batch, because its rows were not scored yet."""
     peak_bytes: int = 0
     """Most bytes of parts that had come and were not yet trained."""
+    policy: PolicyReport | None = None
+    """The policy gradient's numbers; None without a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

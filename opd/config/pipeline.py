@@ -92,6 +92,13 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _rewards_come_from_somewhere(self) -> PipelineConfig:
+        problem = _reward_problem(self)
+        if problem is not None:
+            raise problem
+        return self
+
+    @model_validator(mode="after")
     def _every_expert_has_a_server(self) -> PipelineConfig:
         named = self.experts.use if isinstance(self.experts, RegisteredExperts) else list(self.experts)
         if not isinstance(self.teachers, OpenAITeachers) or named == "all":  # the registry's names are not known here
@@ -190,6 +197,29 @@ class PipelineConfig(Strict):
                 found = {"wanted": error["msg"], "found": found_in(error), "where": where}
                 raise PydanticCustomError(error["type"], "{wanted}", {**context, **found}) from None
         return self
+
+
+def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
+    """Why `objective.reward` has nothing to train on; None if it has, or is not there."""
+    reward = config.objective.reward
+    judged = "an environment, an agent, or an eval whose verifier judges the responses"
+    for name, domain in config.domains.items():
+        if domain.reward is True and not domain.can_be_rewarded:
+            return _unrewarded(f"domains.{name}.reward", "true, and nothing gives a reward", judged)
+        if domain.reward is True and reward is None:
+            return _unrewarded(f"domains.{name}.reward", "true without objective.reward", "objective.reward as well")
+    if reward is None:
+        return None
+    if not any(domain.rewarded for domain in config.domains.values()):
+        return _unrewarded("objective.reward", "no domain that gives a reward", f"at least one domain with {judged}")
+    if reward.baseline.kind == "group" and config.rollout.n < 2:
+        found = "group with rollout.n 1: every advantage would be 0"
+        return _unrewarded("objective.reward.baseline", found, "leave_one_out or ema, or rollout.n of 2 or more")
+    return None
+
+
+def _unrewarded(where: str, found: str, wanted: str) -> PydanticCustomError:
+    return PydanticCustomError("reward", "{wanted}", {"wanted": wanted, "where": where, "found": found})
 
 
 def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:

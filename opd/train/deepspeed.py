@@ -6,6 +6,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -15,11 +17,13 @@ from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.layouts import prove_layout
 from opd.packing import SHARED
+from opd.reward.records import PolicyReport, PolicyStats, RewardStep
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
 from opd.train.plan import plan_micro_batches, row_sizes
+from opd.train.policy import RankPolicy, policy_work
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import LearningRate
 from opd.train.totals import mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
@@ -99,21 +103,26 @@ class DeepSpeedTrainer:
         return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
     def train_step(
-        self, step: int, rollouts: Sequence[Rollout], targets: TargetStream, stale: frozenset[str] = frozenset()
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        targets: TargetStream,
+        stale: frozenset[str] = frozenset(),
+        reward: RewardStep | None = None,
     ) -> StepReport:
         """Take one optimiser step over all rows; skip it, and report that, if no token is trained.
 
         Weights are those of all rollouts, so training can begin before we know which are quarantined. These give no
         gradient; the optimiser divides by the share that was scored. Raises: RunError if a rank fails or the step is broken.
         """
-        lr = self._spec.rate.at(step)
+        whole = self._work(step, rollouts, stale, reward)
+        lr, weights = whole.lr, whole.weights
         skipped = StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
-        weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights)
         if not weights:
             targets.collect()
             return skipped
         plan = self._plan(rollouts)
-        self._begin(_works(step, lr, plan, weights, self._baselines(targets), stale), targets)
+        self._begin(replace(whole, baselines=self._baselines(targets)), plan, targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         running: deque[tuple[int, list[Pending[None]]]] = deque()
 
@@ -139,14 +148,24 @@ class DeepSpeedTrainer:
         self._refuse_broken(report)
         return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
 
+    def _work(
+        self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
+    ) -> RankWork:
+        """The work of all ranks, not cut into micro-batches yet; without weights if no token is trained."""
+        policy = policy_work(reward, rollouts, self._spec.domain_weights)
+        teaches = policy is not None or self._objective.HAS_DIVERGENCE
+        weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
+        lr = self._spec.rate.at(step)
+        return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, stale=stale, policy=policy)
+
     def _baselines(self, targets: TargetStream) -> dict[str, float] | None:
         """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""
         return whole_step_baselines(targets) if self._objective.wants_baseline else None
 
-    def _begin(self, works: Sequence[RankWork], targets: TargetStream) -> None:
-        """Tell each rank what it does in this step."""
-        for rank, work in zip(self._ranks, works, strict=True):
-            rank.submit(TrainerRank.begin_step, work, dict(targets.heads))
+    def _begin(self, whole: RankWork, plan: Sequence[Sequence[Sequence[str]]], targets: TargetStream) -> None:
+        """Tell each rank what it does in this step; `whole` is the work of all ranks, without micro-batches."""
+        for rank, part in zip(self._ranks, plan, strict=True):
+            rank.submit(TrainerRank.begin_step, whole.of(part), dict(targets.heads))
 
     def _accumulate(
         self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
@@ -203,28 +222,6 @@ class DeepSpeedTrainer:
         return cluster.wait(self._submit(method, *args, **kwargs), timeout_s=self._timeout_s)
 
 
-def _works(
-    step: int,
-    lr: float,
-    plan: Sequence[Sequence[Sequence[str]]],
-    weights: Mapping[str, float],
-    baselines: Mapping[str, float] | None,
-    stale: frozenset[str],
-) -> list[RankWork]:
-    """Each rank's part of the step, with the weights and baselines of its own samples only."""
-    return [
-        RankWork(
-            step=step,
-            lr=lr,
-            micro_batches=tuple(map(tuple, part)),
-            stale=stale.intersection(i for ids in part for i in ids),
-            weights={i: weights[i] for ids in part for i in ids},
-            baselines=None if baselines is None else {i: baselines[i] for ids in part for i in ids if i in baselines},
-        )
-        for part in plan
-    ]
-
-
 def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
     """Sample id -> `leave_one_out` baseline over the samples of all ranks, so that it does not depend on their number.
 
@@ -263,4 +260,21 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
         domains=dict(sorted(domains.items())),
         positions=dict(sorted(positions.items())),
         turns=dict(sorted(turns.items())),
+        policy=_policy_report([r.policy for r in results if r.policy is not None]),
+    )
+
+
+def _policy_report(results: Sequence[RankPolicy]) -> PolicyReport | None:
+    """The policy gradient's numbers of all ranks; None without one."""
+    if not results:
+        return None
+    domains: dict[str, PolicyStats] = {}
+    for name, stats in (item for result in results for item in result.domains.items()):
+        domains[name] = domains[name] + stats if name in domains else stats
+    compared = [result.compared for result in results if result.compared is not None]
+    weight = sum(result.weight for result in results)
+    return PolicyReport(
+        loss=sum(result.loss for result in results) / weight if weight else 0.0,
+        domains=dict(sorted(domains.items())),
+        compared=reduce(add, compared) if compared else None,
     )
