@@ -27,7 +27,8 @@ StopReason = Literal[TurnStop, "done", "turns", "tokens", "context", "template",
 """Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
 of `turns`, of `tokens`, or the model's `context`; `template`: the chat template cannot append the next message."""
 SegmentOrigin = Literal["main", "summary", "sub_agent"]
-"""What a segment of an episode is: the dialogue itself, a summary of what went before, an episode that a tool started."""
+"""What a segment of an episode begins with: the dialogue itself, a summary of the segment before it, or the task that a tool
+gives an episode of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,12 @@ class Rollout:
     """Why the response ended, or the episode that it belongs to."""
     reward: float | None = None
     """What a verifier or an environment gave for the response; None: nobody was asked."""
+    origin: SegmentOrigin = "main"
+    parent: str | None = None
+    """Sample id of the segment of the same episode that this one was forked from, whose summary it begins with, or that started
+    it; None for the first."""
+    next: str | None = None
+    """Sample id of the segment that begins with the summary at the end of this one; None where there is none."""
 
     @classmethod
     def to_score(
