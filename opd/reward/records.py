@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from math import sqrt
 from typing import TYPE_CHECKING, Any, Self
 
+from opd.sums import Sums
+
 if TYPE_CHECKING:
     from opd.credit.interfaces import Floats
 
@@ -24,7 +26,7 @@ class RewardStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyStats:
+class PolicyStats(Sums):
     """Sums over one domain's trained tokens that have an advantage."""
 
     tokens: int
@@ -33,21 +35,15 @@ class PolicyStats:
     masked: int
     """Tokens outside of the band."""
 
-    def __add__(self, other: PolicyStats) -> PolicyStats:
-        return PolicyStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class Compared(Sums):
     """Sums over the parameters, or over a part of them, of two gradients as the optimiser adds them up."""
 
     divergence_sq: float
     policy_sq: float
     """With its weight."""
     dot: float
-
-    def __add__(self, other: Compared) -> Compared:
-        return Compared(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

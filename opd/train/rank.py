@@ -27,7 +27,7 @@ from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
 from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
-from opd.train.zero import ZeroEngine, ZeroOptions, gathered
+from opd.train.zero import ModelOptions, ZeroEngine, gathered
 from opd.types import DomainStats, PositionStats, TurnStats
 
 
@@ -76,11 +76,9 @@ class RankResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions(ZeroOptions):
+class RankOptions(ModelOptions):
     """What a rank of the distilling trainer is started with."""
 
-    model_dir: Path
-    """Hugging Face directory of the student."""
     objective: ObjectiveConfig
     """What is minimised."""
     temperature: float

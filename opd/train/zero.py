@@ -63,6 +63,14 @@ class ZeroOptions:
     """Return the GPU memory that torch caches after each step, because an engine on that GPU wakes up next."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions(ZeroOptions):
+    """The same for an engine whose model comes from a directory."""
+
+    model_dir: Path
+    """Hugging Face directory that the weights are read from."""
+
+
 class ZeroEngine:
     """Holds a shard of a model and of AdamW's state, and trains it by the loss of the module around it."""
 
