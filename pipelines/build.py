@@ -25,8 +25,9 @@ from opd.sync import SYNCS
 from opd.sync.shared_memory import SharedMemorySync, probe_sequences
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.read import Inputs, users_engine
-from pipelines.specs import flight_spec, pool_spec, rollout_spec, trainer_spec
+from pipelines.specs import flight_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
+from teachers.nobody import NobodyPool
 from teachers.pool import Pool, Routes
 
 ROLLOUT_ENGINES = {"vllm": VLLMRolloutEngine}
@@ -41,11 +42,17 @@ def _served_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> Fli
     return FlightPool(flight_spec(config, vocab_size), routes)
 
 
-POOLS: dict[str, Callable[[PipelineConfig, Routes, int], Pool | FlightPool]] = {
+def _nobodys_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> NobodyPool:
+    return NobodyPool(nobody_spec(config))
+
+
+AnyPool = Pool | FlightPool | NobodyPool
+POOLS: dict[str, Callable[[PipelineConfig, Routes, int], AnyPool]] = {
     "transformers": _own_pool,
     "vllm": _own_pool,
     "openai": _own_pool,
     "flight": _served_pool,
+    "none": _nobodys_pool,
 }
 """`teachers.engine` -> function that starts the pool."""
 
@@ -124,12 +131,10 @@ def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMR
     return made
 
 
-def _start_workers(
-    config: PipelineConfig, inputs: Inputs
-) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, Pool | FlightPool]:
+def _start_workers(config: PipelineConfig, inputs: Inputs) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, AnyPool]:
     """Start all workers side by side, except for those that must be ready before the others start. Raises: RunError."""
 
-    def start_pool() -> Pool | FlightPool:
+    def start_pool() -> AnyPool:
         return POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
 
     elsewhere = None if config.teachers.scoring_workers else start_pool()
