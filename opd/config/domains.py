@@ -70,8 +70,7 @@ def _experts_kind(value: Any) -> str:
 
 
 ExpertsConfig = Annotated[
-    Annotated[RegisteredExperts, Tag("~registered")]
-    | Annotated[dict[Name, ExpertConfig], Field(min_length=1), Tag("~inline")],
+    Annotated[RegisteredExperts, Tag("~registered")] | Annotated[dict[Name, ExpertConfig], Tag("~inline")],
     Discriminator(_experts_kind),
 ]
 
