@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -118,19 +118,22 @@ def guard_of(section: GuardConfig | None, own: bool | Mapping[str, Any] | None) 
     return GuardConfig.model_validate({**section.model_dump(), **own}) if isinstance(own, Mapping) else section
 
 
-def refuse_useless_guard(section: GuardConfig | None, domains: Mapping[str, DomainConfig], rewarded: bool) -> None:
-    """Raises: PydanticCustomError for a guard that has nothing to look at, keys without a section, or `negative` without a reward."""
+def refuse_useless_guard(
+    section: GuardConfig | None, domains: Mapping[str, DomainConfig], rewarded: Collection[str]
+) -> None:
+    """`rewarded` are the domains that train on rewards. Raises: PydanticCustomError for a guard that has nothing to look at, keys
+    without a section, or `negative` without a reward."""
     found = {name: _guard_here(section, name, domain) for name, domain in domains.items()}
     if section is not None and not any(found.values()):
         raise _refused(
             "guard", "a guard for no domain", "a domain with `environment` or `agent` that the guard holds for"
         )
     for name, guard in found.items():
-        if guard is not None and guard.on_hit == "negative" and not rewarded:
+        if guard is not None and guard.on_hit == "negative" and name not in rewarded:
             raise _refused(
                 "guard.on_hit" if section == guard else f"domains.{name}.guard.on_hit",
-                "negative without objective.reward",
-                "keep or mask: tokens are trained against by the stream of rewards alone; or set objective.reward",
+                f"negative, and domain {name} trains on no reward",
+                "keep or mask, or objective.reward in this domain: the stream of rewards is what trains against tokens",
             )
 
 
