@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Strict
 from opd.environments.asking import hermes
@@ -66,7 +67,14 @@ class Setting(Limits):
     """Path of a file, in the directory of the task, that has the mended function: something to cheat with, for experiments with
     the guard."""
     log: Path | None = None
-    """File that gets a line for each command that runs."""
+    """Absolute path of a file that gets a line for each command that runs."""
+
+    @field_validator("log")
+    @classmethod
+    def _absolute(cls, log: Path | None) -> Path | None:
+        if log is not None and not log.is_absolute():  # workers run in a directory of their own
+            raise PydanticCustomError("path", "an absolute path")
+        return log
 
 
 class SandboxOptions(Strict):
