@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Strict
@@ -57,13 +58,22 @@ class EndpointJudge(Strict):
 
 
 class LocalJudge(Strict):
-    """A model of your own, asked for the log-probs of the two verdicts."""
+    """A model in the rollout worker, asked for the log-probs of the two verdicts."""
 
     kind: Literal["local"]
-    scorer: Annotated[str, AfterValidator(_place)]
-    """`module:name` of what is called as `scorer(prompt, verdicts)` and returns a log-prob for each verdict."""
+    model: Path | None = None
+    """Hugging Face directory of a model, which runs on the worker's CPU cores."""
+    scorer: Annotated[str, AfterValidator(_place)] | None = None
+    """Instead of `model`: `module:name` of what is called as `scorer(prompt, verdicts)` and returns a log-prob for each verdict."""
     threshold: float = Field(0.5, gt=0, lt=1)
     """Block from this probability of `block` on."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> LocalJudge:
+        if (self.model is None) == (self.scorer is None):
+            found = "neither" if self.model is None else "both"
+            raise PydanticCustomError("local_judge", "either `model` or `scorer`", {"found": found})
+        return self
 
 
 def _kind(value: Any) -> str:

@@ -11,7 +11,7 @@ from threading import Lock
 from opd.config.guard import EndpointJudge as EndpointConfig
 from opd.config.guard import GuardConfig, JudgeConfig
 from opd.guard.guard import Guard, GuardOptions
-from opd.guard.judge import CachedJudge, EndpointJudge, LogProbJudge
+from opd.guard.judge import CachedJudge, EndpointJudge, LogProbJudge, Scorer
 from opd.guard.judged import StoredJudge
 from opd.guard.records import Judge
 from opd.guard.rules import RuleFile, RuleSet, read_rules
@@ -42,7 +42,8 @@ _LOCK = Lock()
 
 
 def shared_guard(spec: GuardSpec) -> Guard:
-    """The one guard of this process that a spec describes, with all that its judge has answered. Raises: as `build_guard`."""
+    """The one guard of this process that a spec describes, with all that its judge has answered. The first call builds it, and
+    loads a judge's model: from the main thread. Raises: as `build_guard`."""
     with _LOCK:
         if spec.digest not in _SHARED:
             _SHARED[spec.digest] = _build(spec.config, spec.rules, spec.judged)
@@ -80,11 +81,21 @@ def _judge(config: JudgeConfig, deadline_s: float) -> Judge:
             threshold=config.threshold,
             deadline_s=deadline_s,
         )
-    scorer = users(config.scorer, "guard.judge.scorer", "a function of prompt and verdicts")
-    return LogProbJudge(scorer, config.threshold, deadline_s)
+    if config.model is not None:
+        from opd.guard.scorer import ModelScorer  # it needs torch, which a check of rules does not
+
+        return LogProbJudge(ModelScorer(config.model), config.threshold, deadline_s)
+    assert config.scorer is not None
+    return LogProbJudge(users_scorer(config.scorer), config.threshold, deadline_s)
+
+
+def users_scorer(place: str) -> Scorer:
+    """Import the user's scorer. Raises: ConfigError if it cannot be imported."""
+    found: Scorer = users(place, "guard.judge.scorer", "a function of prompt and verdicts")
+    return found
 
 
 def _who(config: JudgeConfig) -> str:
     """Names a judge in the file of its answers. The same model at another address is the same judge."""
-    model = config.model if isinstance(config, EndpointConfig) else config.scorer
+    model = config.model if isinstance(config, EndpointConfig) else config.model or config.scorer
     return f"{config.kind}/{model}/{config.threshold}"

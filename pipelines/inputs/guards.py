@@ -8,12 +8,12 @@ from pathlib import Path
 
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
-from opd.config.guard import EndpointJudge, guard_of
+from opd.config.guard import EndpointJudge, LocalJudge, guard_of
 from opd.environments.records import Tool
 from opd.errors import ConfigError
-from opd.guard.build import GuardSpec, guard_spec, shared_guard
+from opd.guard.build import GuardSpec, guard_spec, users_scorer
 from opd.guard.examples import refuse_wrong_examples
-from opd.guard.rules import SHIPPED
+from opd.guard.rules import SHIPPED, RuleSet
 
 
 def guard_of_domain(config: PipelineConfig, domain: DomainConfig, judged: Path | None) -> GuardSpec | None:
@@ -24,7 +24,7 @@ def guard_of_domain(config: PipelineConfig, domain: DomainConfig, judged: Path |
 
 
 def check_guards(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[Tool]]) -> None:
-    """Build the guard of each domain once. `tools` are those of the domains with an environment; a program's are not known.
+    """Compile the rules of each domain, and find its judge. `tools` are those of the domains with an environment; a program's are not known.
 
     Raises: ConfigError.
     """
@@ -33,7 +33,8 @@ def check_guards(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[T
         for name, rules in zip(spec.config.rules, spec.rules, strict=True):
             if name != SHIPPED:
                 refuse_wrong_examples(name, rules)
-        shared_guard(spec)
+        RuleSet(spec.rules, spec.config.protected)
+        _refuse_missing_model(spec)
     if all(domain in tools for domain in guards):
         _refuse_unknown_tools(guards, tools)
         _refuse_nothing_to_check(guards, tools)
@@ -47,6 +48,21 @@ def _refuse_missing_key(domain: str, spec: GuardSpec) -> None:
             found=f"the environment variable {judge.api_key_env} is empty",
             wanted=f"the key of {judge.base_url}, which judges domain {domain}",
             fix=f"export {judge.api_key_env}, or leave the key out",
+        )
+
+
+def _refuse_missing_model(spec: GuardSpec) -> None:
+    judge = spec.config.judge
+    if not isinstance(judge, LocalJudge):
+        return
+    if judge.scorer is not None:
+        users_scorer(judge.scorer)
+    elif judge.model is not None and not (judge.model / "config.json").is_file():
+        raise ConfigError.at(
+            "guard.judge.model",
+            found=f"no config.json in {judge.model}",
+            wanted="the Hugging Face directory of a model: config, tokenizer, safetensors",
+            fix="correct the path",
         )
 
 

@@ -65,6 +65,7 @@ SAME_WEIGHTS = (
     "domains.*.eval.prompts",
     "domains.*.eval.prompts.path",
     "guard.rules",
+    "guard.judge.model",
     "domains.*.guard.rules",
 )
 """Keys that may be changed because the weights do not depend on them."""

@@ -19,7 +19,7 @@ from experts.registry import default_root
 from opd import __version__
 from opd.config import PipelineConfig
 from opd.config.domains import RegisteredExperts
-from opd.config.guard import guard_of
+from opd.config.guard import GuardConfig, LocalJudge, guard_of
 from opd.config.prompts import PromptsConfig
 from opd.errors import RunDirError
 from opd.evaluation.harness import is_task_file
@@ -124,13 +124,22 @@ def _find_rules(guard: Any) -> None:
 
 
 def _rule_hashes(config: PipelineConfig) -> dict[str, dict[str, str]]:
-    """Domain with a guard -> a file's place among its rules -> content hash. Shipped rules belong to the release."""
+    """Domain with a guard -> a file's place among its rules, or name in its judge's model -> content hash. Shipped rules belong
+    to the release."""
     guards = {name: guard_of(config.guard, domain.guard) for name, domain in config.domains.items() if domain.acts}
     return {
         name: {str(i): blake3_file(Path(rules)) for i, rules in enumerate(guard.rules) if rules != SHIPPED}
+        | _judge_hashes(guard)
         for name, guard in guards.items()
         if guard is not None
     }
+
+
+def _judge_hashes(guard: GuardConfig) -> dict[str, str]:
+    judge = guard.judge
+    if not isinstance(judge, LocalJudge) or judge.model is None:
+        return {}
+    return file_hashes(judge.model, (*STUDENT_FILES, "*.safetensors"))
 
 
 def _keep_hub_name(data: dict[str, Any], prompts: Path | PromptsConfig | None) -> None:

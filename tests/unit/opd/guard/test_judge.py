@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from opd.guard.judge import CachedJudge, EndpointJudge, LogProbJudge
 from opd.guard.records import JudgeFailed, Opinion, Question
+from opd.guard.scorer import ModelScorer
 
 QUESTION = Question(
     tool="bash", text="curl https://example.org", command="curl https://example.org", suspicion="network"
@@ -198,3 +200,25 @@ def test_a_model_of_ones_own(scores: tuple[float, float], block: bool) -> None:
 def test_log_probs_that_are_none(scores: tuple[float, ...]) -> None:
     with pytest.raises(JudgeFailed):
         LogProbJudge(lambda prompt, verdicts: scores, 0.5, 5.0).judge(QUESTION)
+
+
+def test_a_model_of_ones_own_says_how_likely_both_verdicts_are(tiny_model_dir: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    scorer = ModelScorer(tiny_model_dir)
+    tokenizer, lm = AutoTokenizer.from_pretrained(tiny_model_dir), AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    found = scorer("Verdict: ", ["allow", "block"])
+    for text, logprob in zip(("allow", "block"), found, strict=True):
+        asked, said = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("Verdict: ", text))
+        logp = lm.float()(torch.tensor([asked + said])).logits[0].log_softmax(-1)
+        wanted = sum(float(logp[len(asked) + i - 1, token]) for i, token in enumerate(said))
+        assert logprob == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_call_cannot_forge_the_end_of_the_question(tiny_model_dir: Path) -> None:
+    scorer = ModelScorer(tiny_model_dir)
+    special = set(scorer._tokenizer.all_special_ids)
+    for token in special:
+        text = scorer._tokenizer.decode([token])
+        assert not special & set(scorer._tokens(f"a{text}b")) or not text
