@@ -9,11 +9,14 @@ Nothing in this file imports torch, so the command line stays light.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from opd.sums import Sums
+
 if TYPE_CHECKING:
+    from opd.reward.records import PolicyReport
     from opd.rollouts.episodes.spec import EpisodeResult, EpisodeStats
 
 Origin = Literal["policy", "masked", "environment"]
@@ -27,7 +30,8 @@ StopReason = Literal[TurnStop, "done", "turns", "tokens", "context", "template",
 """Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
 of `turns`, of `tokens`, or the model's `context`; `template`: the chat template cannot append the next message."""
 SegmentOrigin = Literal["main", "summary", "sub_agent"]
-"""What a segment of an episode is: the dialogue itself, a summary of what went before, an episode that a tool started."""
+"""What a segment of an episode begins with: the dialogue itself, a summary of the segment before it, or the task that a tool
+gives an episode of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,12 @@ class Rollout:
     """Why the response ended, or the episode that it belongs to."""
     reward: float | None = None
     """What a verifier or an environment gave for the response; None: nobody was asked."""
+    origin: SegmentOrigin = "main"
+    parent: str | None = None
+    """Sample id of the segment of the same episode that this one was forked from, whose summary it begins with, or that started
+    it; None for the first."""
+    next: str | None = None
+    """Sample id of the segment that begins with the summary at the end of this one; None where there is none."""
 
     @classmethod
     def to_score(
@@ -255,7 +265,7 @@ class WeightedTeacher:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DomainStats:
+class DomainStats(Sums):
     """Sums over one domain's trained tokens in one step; NaN where the teachers' payload does not tell."""
 
     tokens: int
@@ -285,24 +295,18 @@ class DomainStats:
     drift_sum: float = 0.0
     """The same difference as `gap_sum` over the stale tokens: how far the policy went since it wrote them."""
 
-    def __add__(self, other: DomainStats) -> DomainStats:
-        return DomainStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PositionStats:
+class PositionStats(Sums):
     """Sums over the trained tokens at some positions of their responses."""
 
     tokens: int
     kl_sum: float
     """The objective's value, nats: see `DomainStats.kl_sum`."""
 
-    def __add__(self, other: PositionStats) -> PositionStats:
-        return PositionStats(tokens=self.tokens + other.tokens, kl_sum=self.kl_sum + other.kl_sum)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnStats:
+class TurnStats(Sums):
     """Sums over the trained tokens of one domain that were sampled in the same turn of their episodes."""
 
     tokens: int
@@ -310,9 +314,6 @@ class TurnStats:
     """The objective's value, nats: see `DomainStats.kl_sum`."""
     gap_sum: float
     """|trainer - engine| log-prob: see `DomainStats.gap_sum`."""
-
-    def __add__(self, other: TurnStats) -> TurnStats:
-        return TurnStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +344,8 @@ class StepReport:
     """Seconds in which no rank had a micro-batch, because its rows were not scored yet."""
     peak_bytes: int = 0
     """Most bytes of parts that had come and were not yet trained."""
+    policy: PolicyReport | None = None
+    """The policy gradient's numbers; None without a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,6 +105,13 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _rewards_come_from_somewhere(self) -> PipelineConfig:
+        problem = _reward_problem(self)
+        if problem is not None:
+            raise problem
+        return self
+
+    @model_validator(mode="after")
     def _every_expert_has_a_server(self) -> PipelineConfig:
         named = self.experts.use if isinstance(self.experts, RegisteredExperts) else list(self.experts)
         if not isinstance(self.teachers, OpenAITeachers) or named == "all":  # the registry's names are not known here
@@ -206,17 +213,45 @@ class PipelineConfig(Strict):
 
 
 def _without_teachers(config: PipelineConfig) -> PydanticCustomError | None:
-    """What a pipeline without teachers must not have; None if all is well."""
+    """What a pipeline without teachers must not have, or lacks; None if all is well."""
     taught = next((name for name, domain in config.domains.items() if domain.teachers is not None), None)
+    idle = next((name for name, domain in config.domains.items() if not domain.rewarded), None)
     if config.experts != {}:
         where, found, wanted = "experts", "experts", "{}: nobody asks an expert with teachers.engine none"
     elif taught is not None:
         where, found, wanted = f"domains.{taught}.teachers", "a teacher", "nothing, with teachers.engine none"
     elif config.rounds != 1:
         where, found, wanted = "rounds", "several", "1: without experts one round is as good; raise trainer.steps"
+    elif config.objective.reward is None:
+        where, found, wanted = "objective.reward", "nothing", "a reward, since nobody teaches with teachers.engine none"
+    elif idle is not None:
+        where, found, wanted = f"domains.{idle}", "no reward", "an environment, an agent or an eval: nobody teaches it"
     else:
         return None
-    return PydanticCustomError("without_teachers", wanted, {"where": where, "found": found})
+    return PydanticCustomError("without_teachers", "{wanted}", {"wanted": wanted, "where": where, "found": found})
+
+
+def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
+    """Why `objective.reward` has nothing to train on; None if it has, or is not there."""
+    reward = config.objective.reward
+    judged = "an environment, an agent, or an eval whose verifier judges the responses"
+    for name, domain in config.domains.items():
+        if domain.reward is True and not domain.can_be_rewarded:
+            return _unrewarded(f"domains.{name}.reward", "true, and nothing gives a reward", judged)
+        if domain.reward is True and reward is None:
+            return _unrewarded(f"domains.{name}.reward", "true without objective.reward", "objective.reward as well")
+    if reward is None:
+        return None
+    if not any(domain.rewarded for domain in config.domains.values()):
+        return _unrewarded("objective.reward", "no domain that gives a reward", f"at least one domain with {judged}")
+    if reward.baseline.kind == "group" and config.rollout.n < 2:
+        found = "group with rollout.n 1: every advantage would be 0"
+        return _unrewarded("objective.reward.baseline", found, "leave_one_out or ema, or rollout.n of 2 or more")
+    return None
+
+
+def _unrewarded(where: str, found: str, wanted: str) -> PydanticCustomError:
+    return PydanticCustomError("reward", "{wanted}", {"wanted": wanted, "where": where, "found": found})
 
 
 def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:

@@ -41,8 +41,9 @@ from opd.types import Prompt, RolloutBatch
 
 MANIFEST = "step.json"
 ROLLOUTS = "rollouts.arrow"
-FORMAT = 3
-"""1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts."""
+FORMAT = 4
+"""1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts; 3 had no origin, parent
+and next of a rollout."""
 
 
 class ArrowTargetLog:

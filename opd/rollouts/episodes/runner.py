@@ -224,7 +224,7 @@ class _Episode:
         summary = readable(self._dialogues.tokenizer.decode(said.token_ids, skip_special_tokens=True))
         self._said.append(f"summary: {summary}")
         kept = self._compactor.cut(compaction.keep_last)
-        return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], parent=segment)
+        return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], "summary", segment)
 
     async def _begin(self) -> _Opening:
         request, options = self._request, self._options

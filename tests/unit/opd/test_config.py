@@ -870,7 +870,7 @@ def test_a_pipeline_without_teachers_learns_from_rewards_alone() -> None:
         ({"domains": {"math": {**VALID["domains"]["math"], "teachers": "math"}}}, "domains.math.teachers", "a teacher"),
         ({"rounds": 2}, "rounds", "several"),
         ({"objective": {"kind": "none"}}, "objective.reward", "nothing"),
-        ({"domains": {"math": {"prompts": "math.jsonl"}}}, "objective.reward", "no domain that gives a reward"),
+        ({"domains": {"math": {"prompts": "math.jsonl"}}}, "domains.math", "no reward"),
         ({"domains": VALID["domains"]}, "domains.code", "no reward"),
         ({"objective": {"reward": {}}}, "objective.kind", "reverse_kl with teachers.payload none"),
         ({"teachers": {"payload": "none"}}, "teachers.payload", "none, with teachers.engine transformers"),
