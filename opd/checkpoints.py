@@ -14,19 +14,18 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from blake3 import blake3
 
 from opd.config.sections import CheckpointConfig
 from opd.errors import RunDirError, RunError
 from opd.files import blake3_file, replace_dir, storing
-from opd.interfaces import Trainer
 from opd.run_dir import step_name, step_of
-from opd.types import SavedCheckpoint
+from opd.types import SavedCheckpoint, WrittenFile
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2
@@ -47,6 +46,16 @@ class Checkpoint:
     """What it was trained from, by hashes, as given to `CheckpointStore`."""
 
 
+class Saves(Protocol):
+    """What has a state to save; `opd.interfaces.Trainer` explains the methods."""
+
+    def begin_save(self, path: Path) -> None: ...
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None: ...
+
+    def load(self, path: Path) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Writing:
     """A checkpoint whose files are being written."""
@@ -65,7 +74,7 @@ class CheckpointStore:
     def __init__(
         self,
         root: Path,
-        trainer: Trainer,
+        trainer: Saves,
         keep: CheckpointConfig,
         *,
         world_size: int,
