@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from opd.checkpoints import CheckpointStore
+from opd.checkpoints import CheckpointStore, Saves, SavesBeside
 from opd.config import PipelineConfig, max_staleness, sync_tolerance
 from opd.config.balance import SamplesBalance
+from opd.config.reward import BaselineConfig, EmaBaseline, GroupBaseline
 from opd.config.strict import DTYPE_BYTES
+from opd.credit import CREDITS
+from opd.credit.ema import Ema, EmaSpec
+from opd.credit.group import Group, GroupSpec
+from opd.credit.interfaces import Credit
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Display, Sink
 from opd.loop import Parts
 from opd.metrics import MetricsFile
 from opd.monitors.acting import RunMonitors
+from opd.named import imported
 from opd.progress import RunReporter
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, split_samples
+from opd.reward.stream import CREDIT, RewardStream
+from opd.reward.verified import VerifiedRewards
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run_dir import RunPaths
 from opd.schedules import SCHEDULES
@@ -79,6 +87,7 @@ def build(
     prompts = prompt_source(config, inputs, metrics)
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
+    credit = _credit(config)
     log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say)
     bound, timeout_s = max_staleness(config), config.cluster.phase_timeout_s
     spec = ScheduleSpec(prompts=prompts, engine=engine, log=log, max_staleness=bound, timeout_s=timeout_s)
@@ -92,9 +101,38 @@ def build(
         sync=_sync(config, inputs, trainer, engine, shown),
         evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
         monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
-        checkpoints=_checkpoints(config, paths, trainer, identity),
+        checkpoints=_checkpoints(config, paths, SavesBeside(trainer, credit, CREDIT) if credit else trainer, identity),
         reporter=RunReporter(metrics, paths, shown, sinks),
+        rewards=_rewards(config, inputs, credit) if credit else None,
     )
+
+
+def _credit(config: PipelineConfig) -> Credit | None:
+    """What turns rewards into advantages, ready; None without `objective.reward`. Raises: RunError."""
+    if config.objective.reward is None:
+        return None
+    credit = credit_of(config.objective.reward.baseline)
+    credit.wait_ready()
+    return credit
+
+
+def credit_of(baseline: BaselineConfig) -> Credit:
+    """The credit of `objective.reward.baseline`."""
+    if isinstance(baseline, EmaBaseline):
+        return Ema(EmaSpec(decay=baseline.decay))
+    if isinstance(baseline, GroupBaseline):
+        return Group(GroupSpec(divide_by_std=baseline.divide_by_std))
+    plain: Credit = imported(CREDITS[baseline.kind])()
+    return plain
+
+
+def _rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardStream:
+    """The reward's part of each step."""
+    reward = config.objective.reward
+    assert reward is not None
+    rewarded = [name for name, domain in config.domains.items() if domain.rewarded]
+    verifiers = {name: inputs.exams[name].verifier for name in rewarded if not config.domains[name].acts}
+    return RewardStream(reward, rewarded, VerifiedRewards(verifiers, inputs.tokenizer, reward.timeout_s), credit)
 
 
 def _sync(
@@ -152,7 +190,7 @@ def _start_workers(config: PipelineConfig, inputs: Inputs) -> tuple[VLLMRolloutE
 
 
 def _checkpoints(
-    config: PipelineConfig, paths: RunPaths, trainer: DeepSpeedTrainer, identity: Mapping[str, Any]
+    config: PipelineConfig, paths: RunPaths, trainer: Saves, identity: Mapping[str, Any]
 ) -> CheckpointStore:
     return CheckpointStore(
         paths.checkpoints,

@@ -212,25 +212,6 @@ class PipelineConfig(Strict):
         return self
 
 
-def _without_teachers(config: PipelineConfig) -> PydanticCustomError | None:
-    """What a pipeline without teachers must not have, or lacks; None if all is well."""
-    taught = next((name for name, domain in config.domains.items() if domain.teachers is not None), None)
-    idle = next((name for name, domain in config.domains.items() if not domain.rewarded), None)
-    if config.experts != {}:
-        where, found, wanted = "experts", "experts", "{}: nobody asks an expert with teachers.engine none"
-    elif taught is not None:
-        where, found, wanted = f"domains.{taught}.teachers", "a teacher", "nothing, with teachers.engine none"
-    elif config.rounds != 1:
-        where, found, wanted = "rounds", "several", "1: without experts one round is as good; raise trainer.steps"
-    elif config.objective.reward is None:
-        where, found, wanted = "objective.reward", "nothing", "a reward, since nobody teaches with teachers.engine none"
-    elif idle is not None:
-        where, found, wanted = f"domains.{idle}", "no reward", "an environment, an agent or an eval: nobody teaches it"
-    else:
-        return None
-    return PydanticCustomError("without_teachers", "{wanted}", {"wanted": wanted, "where": where, "found": found})
-
-
 def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
     """Why `objective.reward` has nothing to train on; None if it has, or is not there."""
     reward = config.objective.reward
@@ -240,6 +221,10 @@ def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
             return _unrewarded(f"domains.{name}.reward", "true, and nothing gives a reward", judged)
         if domain.reward is True and reward is None:
             return _unrewarded(f"domains.{name}.reward", "true without objective.reward", "objective.reward as well")
+    if reward is None and not config.objective.HAS_DIVERGENCE:
+        return _unrewarded(
+            "objective.kind", "none without objective.reward", "objective.reward: else nothing is trained"
+        )
     if reward is None:
         return None
     if not any(domain.rewarded for domain in config.domains.values()):
@@ -252,6 +237,23 @@ def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
 
 def _unrewarded(where: str, found: str, wanted: str) -> PydanticCustomError:
     return PydanticCustomError("reward", "{wanted}", {"wanted": wanted, "where": where, "found": found})
+
+
+def _without_teachers(config: PipelineConfig) -> PydanticCustomError | None:
+    """What a pipeline without teachers must not have, or lacks; None if all is well."""
+    taught = next((name for name, domain in config.domains.items() if domain.teachers is not None), None)
+    idle = next((name for name, domain in config.domains.items() if not domain.rewarded), None)
+    if config.experts != {}:
+        where, found, wanted = "experts", "experts", "{}: nobody asks an expert with teachers.engine none"
+    elif taught is not None:
+        where, found, wanted = f"domains.{taught}.teachers", "a teacher", "nothing, with teachers.engine none"
+    elif config.rounds != 1:
+        where, found, wanted = "rounds", "several", "1: without experts one round is as good; raise trainer.steps"
+    elif config.objective.reward is not None and idle is not None:
+        where, found, wanted = f"domains.{idle}", "no reward", "an environment, an agent or an eval: nobody teaches it"
+    else:
+        return None
+    return PydanticCustomError("without_teachers", "{wanted}", {"wanted": wanted, "where": where, "found": found})
 
 
 def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:

@@ -22,6 +22,7 @@ class NoDivergence:
 class NoDivergenceConfig(ObjectiveConfig):
     OBJECTIVE: ClassVar[type[Any]] = NoDivergence
     PAYLOADS: ClassVar[tuple[str, ...]] = ("none",)
+    HAS_DIVERGENCE: ClassVar[bool] = False
 
     kind: Literal["none"]
     """No teacher and no divergence: the student learns from `objective.reward` alone."""

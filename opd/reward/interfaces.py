@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -25,5 +26,9 @@ class Rewards(Protocol):
         ...
 
     def record(self, rollouts: Sequence[Rollout], trained: PolicyReport | None) -> RewardRecord:
-        """The last step's record; `trained` is None if the optimiser took no step."""
+        """The last step's record; `trained` is None if no token was trained on a reward."""
+        ...
+
+    def load(self, checkpoint: Path) -> None:
+        """Restore what it had learned when the checkpoint in this directory was begun."""
         ...

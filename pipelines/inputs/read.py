@@ -36,6 +36,7 @@ from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorabl
 from pipelines.inputs.environments import check_environments
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
+from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import Expert, route_domains
 from pipelines.inputs.template_date import dated
 from teachers.flight.access import read_roots, read_token
@@ -155,6 +156,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         _refuse_all_too_long(asking, config.rollout.max_model_len)
         prompts[domain] = asking
     check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
+    refuse_unrewardable(config, prompts, exams)
     return Inputs(
         student=teaching.student,
         experts={a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned},

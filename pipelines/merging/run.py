@@ -285,6 +285,8 @@ def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display)
     parts.log.prune(checkpoint.step)  # a run that was killed between commit and prune still has these
     parts.log.bring_back(checkpoint.step + 1, checkpoint.path)
     parts.trainer.load(checkpoint.path.absolute())
+    if parts.rewards is not None:
+        parts.rewards.load(checkpoint.path.absolute())
     pushed = parts.sync.push(checkpoint.policy_version)
     shown.say(f"resumed from step {checkpoint.step}, engine and trainer agree to {pushed.gap:.1e} nats")
     if checkpoint.world_size != ranks:

@@ -869,7 +869,7 @@ def test_a_pipeline_without_teachers_learns_from_rewards_alone() -> None:
         ({"experts": VALID["experts"]}, "experts", "experts"),
         ({"domains": {"math": {**VALID["domains"]["math"], "teachers": "math"}}}, "domains.math.teachers", "a teacher"),
         ({"rounds": 2}, "rounds", "several"),
-        ({"objective": {"kind": "none"}}, "objective.reward", "nothing"),
+        ({"objective": {"kind": "none"}}, "objective.kind", "none without objective.reward"),
         ({"domains": {"math": {"prompts": "math.jsonl"}}}, "domains.math", "no reward"),
         ({"domains": VALID["domains"]}, "domains.code", "no reward"),
         ({"objective": {"reward": {}}}, "objective.kind", "reverse_kl with teachers.payload none"),
