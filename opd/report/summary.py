@@ -10,6 +10,7 @@ from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.report.alarms import alarm_rows
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
+from opd.report.rewards import reward_curves
 from opd.report.roles import token_ages, utilisation
 from opd.report.run import STORED, RunFiles
 from opd.report.shares import shares
@@ -242,6 +243,7 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     sample_share, token_share: of the steps' prompts and of their trained tokens.
     by places in the response: positions (loss, mean a token).
     of all domains: truncated (share of the responses), tokens_per_s.
+    with rewards: those of `opd.report.rewards.reward_curves`.
     """
     points = [list(part) for part in _cut(records, POINTS)]
     domains = sorted({name for record in records for name in record.domains})
@@ -258,7 +260,7 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     found["positions"] = _positions(points)
     found["truncated"] = [_truncated(part) for part in points]
     found["tokens_per_s"] = [_rate(part) for part in points]
-    return found
+    return found | reward_curves(points, domains)
 
 
 def _cut(records: Sequence[StepRecord], most: int) -> Iterable[Sequence[StepRecord]]:
