@@ -2,7 +2,7 @@
 
     checkpoints/step-000050/  rank-0.safetensors  rank-1.safetensors  trainer.json  checkpoint.json
 
-Files that the schedule gives lie beside them: what the weights do not imply.
+Files that the schedule gives lie beside them: what the weights do not imply. With rewards, `credit/` has the credit's state.
 
 The trainer's ranks copy their state and write it while the run goes on. Some steps later the driver writes `checkpoint.json`
 (what the checkpoint belongs to, BLAKE3 and size of every file) and renames the directory: from then on it is a checkpoint.
@@ -15,7 +15,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,16 +46,6 @@ class Checkpoint:
     """What it was trained from, by hashes, as given to `CheckpointStore`."""
 
 
-class Saves(Protocol):
-    """What has a state to save; `opd.interfaces.Trainer` explains the methods."""
-
-    def begin_save(self, path: Path) -> None: ...
-
-    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None: ...
-
-    def load(self, path: Path) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Writing:
     """A checkpoint whose files are being written."""
@@ -66,6 +56,40 @@ class _Writing:
     deadline: float
     carried: Mapping[str, Mapping[str, Any]]
     """Name -> BLAKE3 and size of the files that are no rank's."""
+
+
+class Saves(Protocol):
+    """The part of a trainer that a checkpoint needs; see `opd.interfaces.Trainer`."""
+
+    def begin_save(self, path: Path) -> None: ...
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None: ...
+
+
+class SavesBeside:
+    """Saves a trainer, and something else in a directory of its own beside the trainer's files."""
+
+    def __init__(self, trainer: Saves, other: Saves, directory: str) -> None:
+        self._trainer = trainer
+        self._other = other
+        self._directory = directory
+
+    def begin_save(self, path: Path) -> None:
+        """Let both copy their states. Raises: StorageError."""
+        own = path / self._directory
+        with storing(own):
+            own.mkdir()
+        self._trainer.begin_save(path)
+        self._other.begin_save(own)
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
+        """The files of both; None if they are not all written after `wait_s`. Raises: StorageError."""
+        deadline = time.monotonic() + wait_s
+        files = self._trainer.saved(wait_s)
+        others = None if files is None else self._other.saved(max(0.0, deadline - time.monotonic()))
+        if files is None or others is None:
+            return None
+        return [*files, *(replace(file, name=f"{self._directory}/{file.name}") for file in others)]
 
 
 class CheckpointStore:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from opd.losses.objective import Slope, StudentChunk
     from opd.losses.rule import LogitRule
     from opd.prompts.line import Messages
+    from opd.reward.records import RewardStep
     from opd.stream.heads import HeadFile, HeadSource
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
@@ -190,7 +191,12 @@ class Trainer(Protocol):
     """How the student's rows share a forward pass, once the trainer is ready."""
 
     def train_step(
-        self, step: int, rollouts: Sequence[Rollout], targets: TargetStream, stale: frozenset[str] = frozenset()
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        targets: TargetStream,
+        stale: frozenset[str] = frozenset(),
+        reward: RewardStep | None = None,
     ) -> StepReport:
         """One optimiser step over the rows of all rollouts that are not quarantined; takes every part of `targets`. `stale` are
         the samples that older weights wrote: their log-probs differ from the engine's without a fault."""

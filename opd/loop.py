@@ -9,15 +9,16 @@ The schedule says when the student writes (`opd.schedules`): `sync` has every sa
 it, `one_step_off` has the next step's written meanwhile. Scored rows stream to the trainer, which with `overlap` begins
 before the last teacher is done; without, these two take turns on the same cores. Either way it is the same arithmetic.
 Prompts and seeds are functions of (seed, step); with `balance`, prompts also depend on the records of steps before. The
-only state of a run is the trainer's weights and optimiser, the step, the policy version, and what was written ahead.
+only state of a run is the trainer's weights and optimiser, the step, the policy version, what was written ahead, and, with
+rewards, what a baseline has learned.
 
-    each step:     take → generate → score → log → train → push
+    each step:     take → generate (→ reward) → score → log (→ credit) → train → push
     every K steps: checkpoint, written beside the next step; every E steps: evaluate
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,10 +36,11 @@ from opd.interfaces import (
     WeightSync,
 )
 from opd.metrics import PhaseClock
+from opd.reward.interfaces import Rewards
 from opd.run_dir import step_name
 from opd.staleness import refuse_stale, stale_samples
 from opd.step_record import seconds_at_work, step_record
-from opd.types import RolloutBatch, SavedCheckpoint
+from opd.types import Prompt, RolloutBatch, SavedCheckpoint, StepReport
 
 if TYPE_CHECKING:
     from opd.stream.targets import TargetStream
@@ -59,6 +61,8 @@ class Parts:
     monitors: Monitors
     checkpoints: Checkpoints
     reporter: Reporter
+    rewards: Rewards | None = None
+    """What is trained on beside the divergence; None without `objective.reward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +82,7 @@ class Plan:
 
 def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> int:
     """Take the plan's steps; after each, `stop()` may ask to checkpoint and leave. Returns the last step taken."""
-    version = plan.policy_version
-    clock = PhaseClock()
+    version, clock = plan.policy_version, PhaseClock()
     saved: SavedCheckpoint | None = None
     step = plan.first_step - 1
     for step in range(plan.first_step, plan.last_step + 1):
@@ -89,8 +92,7 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         if not plan.overlap:
             with clock("score"):
                 scored.targets.collect()
-        with clock("train"):
-            trained = parts.trainer.train_step(step, scored.batch.rollouts, scored.targets, scored.stale)
+        trained = _train(parts, step, scored, clock)
         with clock("rollout"):
             parts.schedule.finish_writing()
         with clock("sync"):
@@ -98,6 +100,8 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
             pushed = parts.sync.push(version)
 
         record = step_record(scored.batch, scored.targets, trained, pushed)
+        if parts.rewards is not None:
+            record = replace(record, reward=parts.rewards.record(scored.batch.rollouts, trained.policy))
         accuracy = _evaluate(parts, step, clock) if plan.evaluate_every and step % plan.evaluate_every == 0 else {}
         record = replace(record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take())
         record = replace(record, busy_s=seconds_at_work(record, parts.schedule.take_busy_s(), scored.targets, trained))
@@ -136,7 +140,7 @@ def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -
     with clock("rollout"):
         prompts = parts.prompts.take(step)
         logged = parts.log.replay(step, version, prompts)
-        batch = logged[0] if logged else parts.schedule.rollouts(step, version, prompts)
+        batch = logged[0] if logged else _written(parts, step, version, prompts)
         refuse_stale(batch.rollouts, version, parts.schedule.max_staleness)
         stale = stale_samples(batch.rollouts, version)
     if logged:
@@ -145,6 +149,22 @@ def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -
         targets = parts.teachers.score(batch.rollouts)
         parts.log.record(step, version, prompts, batch, targets)
     return _Scored(batch=batch, targets=targets, stale=stale, replayed=False)
+
+
+def _written(parts: Parts, step: int, version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
+    """What the student wrote for the step, with its rewards."""
+    batch = parts.schedule.rollouts(step, version, prompts)
+    return batch if parts.rewards is None else parts.rewards.judged(batch, prompts)
+
+
+def _train(parts: Parts, step: int, scored: _Scored, clock: PhaseClock) -> StepReport:
+    """Take the optimiser step; what rewards say of its tokens is known before."""
+    reward = None
+    if parts.rewards is not None:
+        with clock("credit"):
+            reward = parts.rewards.step(step, scored.batch.rollouts)
+    with clock("train"):
+        return parts.trainer.train_step(step, scored.batch.rollouts, scored.targets, scored.stale, reward)
 
 
 def _evaluate(parts: Parts, step: int, clock: PhaseClock) -> dict[str, float]:

@@ -9,11 +9,14 @@ Nothing in this file imports torch, so the command line stays light.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from opd.sums import Sums
+
 if TYPE_CHECKING:
+    from opd.reward.records import PolicyReport
     from opd.rollouts.episodes.spec import EpisodeResult, EpisodeStats
 
 Origin = Literal["policy", "masked", "environment"]
@@ -262,7 +265,7 @@ class WeightedTeacher:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DomainStats:
+class DomainStats(Sums):
     """Sums over one domain's trained tokens in one step; NaN where the teachers' payload does not tell."""
 
     tokens: int
@@ -292,24 +295,18 @@ class DomainStats:
     drift_sum: float = 0.0
     """The same difference as `gap_sum` over the stale tokens: how far the policy went since it wrote them."""
 
-    def __add__(self, other: DomainStats) -> DomainStats:
-        return DomainStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PositionStats:
+class PositionStats(Sums):
     """Sums over the trained tokens at some positions of their responses."""
 
     tokens: int
     kl_sum: float
     """The objective's value, nats: see `DomainStats.kl_sum`."""
 
-    def __add__(self, other: PositionStats) -> PositionStats:
-        return PositionStats(tokens=self.tokens + other.tokens, kl_sum=self.kl_sum + other.kl_sum)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnStats:
+class TurnStats(Sums):
     """Sums over the trained tokens of one domain that were sampled in the same turn of their episodes."""
 
     tokens: int
@@ -317,9 +314,6 @@ class TurnStats:
     """The objective's value, nats: see `DomainStats.kl_sum`."""
     gap_sum: float
     """|trainer - engine| log-prob: see `DomainStats.gap_sum`."""
-
-    def __add__(self, other: TurnStats) -> TurnStats:
-        return TurnStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +344,8 @@ class StepReport:
     """Seconds in which no rank had a micro-batch, because its rows were not scored yet."""
     peak_bytes: int = 0
     """Most bytes of parts that had come and were not yet trained."""
+    policy: PolicyReport | None = None
+    """The policy gradient's numbers; None without a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import pyarrow as pa
 
 from opd import cluster
 from opd.cluster import Pending
+from opd.reward.records import PolicyReport, PolicyStats, RewardStep
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
+from opd.train.policy import RankPolicy, policy_work
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
@@ -48,22 +52,42 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         self._objective = spec.rank.objective
 
     def train_step(
-        self, step: int, rollouts: Sequence[Rollout], targets: TargetStream, stale: frozenset[str] = frozenset()
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        targets: TargetStream,
+        stale: frozenset[str] = frozenset(),
+        reward: RewardStep | None = None,
     ) -> StepReport:
         """Take one optimiser step over all rows; skip it, and report that, if no token is trained.
 
         Weights are those of all rollouts, so training can begin before we know which are quarantined. These give no
         gradient; the optimiser divides by the share that was scored. Raises: RunError if a rank fails or the step is broken.
         """
-        lr = self._spec.rate.at(step)
-        skipped = StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
-        weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights)
-        if not weights:
+        whole = self._work(step, rollouts, stale, reward)
+        skipped = StepReport(
+            step=step, loss=0.0, grad_norm=0.0, lr=whole.lr, logprob_gap=0.0, domains={}, skipped=True
+        )  # fmt: skip
+        if not whole.weights:
             targets.collect()
             return skipped
         plan = self.plan(rollouts)
-        self._begin(_works(step, lr, plan, weights, self._baselines(targets), stale), targets)
+        self._begin(replace(whole, baselines=self._baselines(targets)), plan, targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
+        scored_share = partial(_scored_share, rollouts, whole.weights)
+        if not self._accumulate_all(feed, len(plan[0]), targets, scored_share):
+            return skipped
+        report = _report(step, whole.lr, self._call(TrainerRank.finish_step, scored_share(targets.quarantined)))
+        self._refuse_broken(report)
+        return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
+
+    def _accumulate_all(
+        self, feed: Feed, rounds: int, targets: TargetStream, scored_share: Callable[[Collection[str]], float]
+    ) -> bool:
+        """Have the ranks take every round of micro-batches. False, before the last one, if nothing could be scored.
+
+        `scored_share` is told who was left out. Raises: RunError if a rank fails.
+        """
         running: deque[tuple[int, list[Pending[None]]]] = deque()
 
         def finish_oldest() -> bool:
@@ -75,27 +99,34 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             return True
 
         # Rounds run while this loop fetches more rows: only a full queue (`Feed.parts`) and the end of the step wait.
-        for index in range(len(plan[0])):
+        for index in range(rounds):
             handles = feed.parts(index, finish_oldest)
             left_out = frozenset(targets.quarantined)
-            if index == len(plan[0]) - 1 and not _scored_share(rollouts, weights, left_out):
-                return skipped
+            if index == rounds - 1 and not scored_share(left_out):
+                return False
             running.append((index, self._accumulate(index, left_out, handles)))
         while finish_oldest():
             pass
-        share = _scored_share(rollouts, weights, targets.quarantined)
-        report = _report(step, lr, self._call(TrainerRank.finish_step, share))
-        self._refuse_broken(report)
-        return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
+        return True
+
+    def _work(
+        self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
+    ) -> RankWork:
+        """The work of all ranks, not cut into micro-batches yet; without weights if no token is trained."""
+        policy = policy_work(reward, rollouts, self._spec.domain_weights)
+        teaches = policy is not None or self._objective.HAS_DIVERGENCE
+        weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
+        lr = self._spec.rate.at(step)
+        return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, stale=stale, policy=policy)
 
     def _baselines(self, targets: TargetStream) -> dict[str, float] | None:
         """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""
         return whole_step_baselines(targets) if self._objective.wants_baseline else None
 
-    def _begin(self, works: Sequence[RankWork], targets: TargetStream) -> None:
-        """Tell each rank what it does in this step."""
-        for rank, work in zip(self._ranks, works, strict=True):
-            rank.submit(TrainerRank.begin_step, work, dict(targets.heads))
+    def _begin(self, whole: RankWork, plan: Sequence[Sequence[Sequence[str]]], targets: TargetStream) -> None:
+        """Tell each rank what it does in this step; `whole` is the work of all ranks, without micro-batches."""
+        for rank, part in zip(self._ranks, plan, strict=True):
+            rank.submit(TrainerRank.begin_step, whole.of(part), dict(targets.heads))
 
     def _accumulate(
         self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
@@ -124,28 +155,6 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
 
     def export_adapter(self, path: Path) -> None:
         self._call(TrainerRank.export_adapter, path)
-
-
-def _works(
-    step: int,
-    lr: float,
-    plan: Sequence[Sequence[Sequence[str]]],
-    weights: Mapping[str, float],
-    baselines: Mapping[str, float] | None,
-    stale: frozenset[str],
-) -> list[RankWork]:
-    """Each rank's part of the step, with the weights and baselines of its own samples only."""
-    return [
-        RankWork(
-            step=step,
-            lr=lr,
-            micro_batches=tuple(map(tuple, part)),
-            stale=stale.intersection(i for ids in part for i in ids),
-            weights={i: weights[i] for ids in part for i in ids},
-            baselines=None if baselines is None else {i: baselines[i] for ids in part for i in ids if i in baselines},
-        )
-        for part in plan
-    ]
 
 
 def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
@@ -186,4 +195,21 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
         domains=dict(sorted(domains.items())),
         positions=dict(sorted(positions.items())),
         turns=dict(sorted(turns.items())),
+        policy=_policy_report([r.policy for r in results if r.policy is not None]),
+    )
+
+
+def _policy_report(results: Sequence[RankPolicy]) -> PolicyReport | None:
+    """The policy gradient's numbers of all ranks; None without one."""
+    if not results:
+        return None
+    domains: dict[str, PolicyStats] = {}
+    for name, stats in (item for result in results for item in result.domains.items()):
+        domains[name] = domains[name] + stats if name in domains else stats
+    compared = [result.compared for result in results if result.compared is not None]
+    weight = sum(result.weight for result in results)
+    return PolicyReport(
+        loss=sum(result.loss for result in results) / weight if weight else 0.0,
+        domains=dict(sorted(domains.items())),
+        compared=reduce(add, compared) if compared else None,
     )

@@ -147,6 +147,12 @@ class ZeroEngine:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
 
+    def local_gradients(self) -> list[Tensor]:
+        """Copies of this rank's part of the gradients that were added since the last step, by parameter."""
+        from deepspeed.utils import safe_get_local_grad
+
+        return [safe_get_local_grad(param).clone() for _, param in self._trained()]
+
     def take_step(self, step: int, lr: float, share: float = 1.0) -> float:
         """Take an optimiser step with the sum of the gradients, divided by `share`; returns their norm.
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from opd.checkpoints import SavesBeside
 from opd.credit import critic
 from opd.credit.critic import CriticCredit, CriticSpec, WarmUp, explained_variance
 from opd.credit.gae import GaeSpec
-from opd.credit.saving import SavedTogether
 from opd.errors import RunError
 from opd.types import Rollout, WrittenFile
 from tests.credit import segment
@@ -138,18 +138,13 @@ def test_the_warm_up_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_checkpoint_holds_the_trainer_and_the_critic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both name their files alike, so each has a directory."""
     credit, engine = made(monkeypatch, knows)
-    trainer = Engine(None, written=True)
-    together = SavedTogether(trainer, credit)
+    together = SavesBeside(Engine(None, written=True), credit, "credit")
     together.begin_save(tmp_path)
     assert together.saved(0.0) is None
     engine.written = True
     names = [f.name for f in together.saved(0.0) or ()]
     assert names == ["rank-0.safetensors", "credit/rank-0.safetensors", "credit/credit.json"]
     assert all((tmp_path / name).is_file() for name in names)
-    trainer.written = False
-    assert together.saved(0.0) is None
-    together.load(tmp_path)
-    assert ("load", "weights") in trainer.calls and ("load", "weights") in engine.calls
 
 
 def test_explained_variance_is_about_differences_and_not_about_the_mean() -> None:
