@@ -84,13 +84,13 @@ class CriticRank(ZeroEngine):
 
     def update(self, work: UpdateWork) -> UpdateResult:
         """Take an optimiser step on all micro-batches. Raises: RunError on a non-finite gradient."""
-        total = 0.0
+        total, ranks = 0.0, self._options.world_size
         for index, rollouts in enumerate(self._micro_batches):
-            batch = value_batch(rollouts, work.returns, work.values, work.weight, self._layout)
-            loss = self.model(to_device(batch, self._device))
-            total += float(loss.detach())
             # DeepSpeed averages gradients over ranks; the weight makes a sum over all ranks a mean.
-            self.add_gradients(loss * self._options.world_size, last=index == len(self._micro_batches) - 1)
+            batch = value_batch(rollouts, work.returns, work.values, work.weight * ranks, self._layout)
+            loss = self.model(to_device(batch, self._device))
+            total += float(loss.detach()) / ranks
+            self.add_gradients(loss, last=index == len(self._micro_batches) - 1)
         return UpdateResult(loss=total, grad_norm=self.take_step(work.step, work.lr))
 
 
