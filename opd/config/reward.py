@@ -61,6 +61,9 @@ class CriticBaseline(Strict):
     """Lambda of the advantages; default: 1 - 1 / (1.5 l) for an episode of l trained tokens."""
     critic_lambda: float = Field(1.0, ge=0, le=1)
     """Lambda of the returns that the critic learns; 1: the outcome itself."""
+    bootstrap: bool = True
+    """An episode that was cut from outside, at a limit of tokens for instance, and earned nothing is worth what the critic says of
+    its end. False: it earned 0; for tasks where the limit is part of the task, so that rambling on is a mistake."""
     value_clip: float | None = Field(None, gt=0)
     """Distance from its value at the start of the step from which on the critic is not drawn any further; default: none."""
     freeze_attention: bool = False

@@ -47,7 +47,9 @@ def test_what_is_added_can_be_read_again(registry: Registry, model: Path, prompt
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"method": "ppo", "base": {"seed": 0}}'])
-def test_the_manifest_has_what_the_model_says_of_its_training(text: str | None, registry: Registry, model: Path) -> None:
+def test_the_manifest_has_what_the_model_says_of_its_training(
+    text: str | None, registry: Registry, model: Path
+) -> None:
     if text is not None:
         (model / "training.json").write_text(text)
     known = {"method": "ppo", "base": {"seed": 0}} if text and "ppo" in text else None
