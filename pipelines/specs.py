@@ -13,7 +13,7 @@ from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec, WarmUp
-from opd.credit.gae import GaeSpec
+from opd.credit.gae import CUT, GaeSpec
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.train.critic import CriticEngineSpec
@@ -109,7 +109,12 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
     )
     return CriticSpec(
         engine=engine,
-        gae=GaeSpec(gamma=baseline.gamma, policy_lambda=baseline.policy_lambda, critic_lambda=baseline.critic_lambda),
+        gae=GaeSpec(
+            gamma=baseline.gamma,
+            policy_lambda=baseline.policy_lambda,
+            critic_lambda=baseline.critic_lambda,
+            bootstrap=CUT if baseline.bootstrap else frozenset(),
+        ),
         updates=baseline.updates,
         warm_up=WarmUp(**baseline.warm_up.model_dump()),
     )
