@@ -15,6 +15,7 @@ from opd.credit.gae import GaeSpec
 from opd.credit.interfaces import Assigned
 from opd.train.critic import CriticEngineSpec
 from opd.train.schedule import LearningRate
+from opd.train.shards import Shards
 from opd.types import Rollout
 from tests.credit import chain, critic_options
 from tests.integration.test_engines import stop
@@ -77,7 +78,16 @@ def test_two_ranks_equal_one_and_a_resume_goes_on_bit_for_bit(
     stop(resumed._engine)
 
     two = start(model_dir, ranks=2)
-    for one, other in zip(run(two, 1, STEPS), expected, strict=True):
+    both = run(two, 1, STEPS)
+    (tmp_path / "by two").mkdir()
+    two.begin_save(tmp_path / "by two")
+    assert two.saved(60)
+    with Shards(
+        tmp_path / "by two"
+    ) as shards:  # any number of ranks can read them: also the bias, which one rank holds
+        assert shards.part("param/lm_head.bias", 1, 0, 1).item() != 0
+        assert shards.part("param/lm_head.weight", 64, 0, 64).abs().min() > 0
+    for one, other in zip(both, expected, strict=True):
         assert one.readings == pytest.approx(other.readings, rel=1e-3, abs=1e-5)
         for name, advantage_N in other.advantages.items():
             assert one.advantages[name] == pytest.approx(advantage_N, abs=1e-4)
