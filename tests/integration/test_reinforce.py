@@ -106,6 +106,7 @@ def kill_in(spec: Path, logged: Path) -> None:
 
 
 @pytest.mark.slow  # five runs
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("method", ["ppo", "grpo"])
 def test_experts_killed_and_resumed_are_the_same_bit_for_bit(
     method: str, tmp_path: Path, pipeline: dict[str, Any]
@@ -157,6 +158,7 @@ def test_two_ranks_equal_one(tmp_path: Path, pipeline: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow  # ten minutes on two cores
+@pytest.mark.timeout(4000)
 def test_ppo_lifts_the_easiest_domain(tmp_path: Path) -> None:
     made = opd(
         "prompts", "make", "rewards", "--output", "prompts/rewards", "--train", 1500, "--eval", 100, cwd=tmp_path
