@@ -39,10 +39,11 @@ from opd.metrics import PhaseClock
 from opd.reward.interfaces import Rewards
 from opd.run_dir import step_name
 from opd.staleness import refuse_stale, stale_samples
-from opd.step_record import seconds_at_work, step_record
-from opd.types import Prompt, RolloutBatch, SavedCheckpoint, StepReport
+from opd.step_record import StepRecord, seconds_at_work, step_record
+from opd.types import Prompt, PushReport, RolloutBatch, SavedCheckpoint, StepReport
 
 if TYPE_CHECKING:
+    from opd.reward.records import RewardStep
     from opd.stream.targets import TargetStream
 
 
@@ -92,16 +93,16 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         if not plan.overlap:
             with clock("score"):
                 scored.targets.collect()
-        trained = _train(parts, step, scored, clock)
+        reward = _reward(parts, step, scored, clock)
+        with clock("train"):
+            trained = parts.trainer.train_step(step, scored.batch.rollouts, scored.targets, scored.stale, reward)
         with clock("rollout"):
             parts.schedule.finish_writing()
         with clock("sync"):
             version += 1
             pushed = parts.sync.push(version)
 
-        record = step_record(scored.batch, scored.targets, trained, pushed)
-        if parts.rewards is not None:
-            record = replace(record, reward=parts.rewards.record(scored.batch.rollouts, trained.policy))
+        record = _record(parts, scored, trained, pushed)
         accuracy = _evaluate(parts, step, clock) if plan.evaluate_every and step % plan.evaluate_every == 0 else {}
         record = replace(record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take())
         record = replace(record, busy_s=seconds_at_work(record, parts.schedule.take_busy_s(), scored.targets, trained))
@@ -157,14 +158,20 @@ def _written(parts: Parts, step: int, version: int, prompts: Sequence[Prompt]) -
     return batch if parts.rewards is None else parts.rewards.judged(batch, prompts)
 
 
-def _train(parts: Parts, step: int, scored: _Scored, clock: PhaseClock) -> StepReport:
-    """Take the optimiser step; what rewards say of its tokens is known before."""
-    reward = None
-    if parts.rewards is not None:
-        with clock("credit"):
-            reward = parts.rewards.step(step, scored.batch.rollouts)
-    with clock("train"):
-        return parts.trainer.train_step(step, scored.batch.rollouts, scored.targets, scored.stale, reward)
+def _reward(parts: Parts, step: int, scored: _Scored, clock: PhaseClock) -> RewardStep | None:
+    """What rewards ask of the optimiser step; None without rewards."""
+    if parts.rewards is None:
+        return None
+    with clock("credit"):
+        return parts.rewards.step(step, scored.batch.rollouts)
+
+
+def _record(parts: Parts, scored: _Scored, trained: StepReport, pushed: PushReport) -> StepRecord:
+    """The step's record as far as it is known after the push."""
+    record = step_record(scored.batch, scored.targets, trained, pushed)
+    if parts.rewards is None:
+        return record
+    return replace(record, reward=parts.rewards.record(scored.batch.rollouts, trained.policy))
 
 
 def _evaluate(parts: Parts, step: int, clock: PhaseClock) -> dict[str, float]:

@@ -7,10 +7,11 @@ A, v and f(r) carry no gradient. With d log p(y) / dz_u = [u = y] - p_u the grad
 
     dL/dz_u = -v f(r) A ([u = y] - p_u)
 
-Inside of the band that is also the gradient of the surrogate -v A r, since dr = r d log p. Over y ~ mu its mean is that of
-A d log p over y ~ p wherever nothing is masked: the exact policy gradient, whatever policy mu sampled. Outside of the band a
-token gives nothing. It is masked and not clipped, so no older policy has to be kept or run, and the share of masked tokens
-says when mu has become too old (direct importance sampling: SAO, arXiv 2607.07508).
+Inside of the band that is also the gradient of the surrogate -v A r, since dr = r d log p. Where mu is the student, r = 1 and
+the mean of the gradient over responses is the exact policy gradient. Where mu is older, r makes up for the choice of y at its
+state: sum_y mu(y) r A d log p(y) = sum_y p(y) A d log p(y). That other states are visited is left as it is, as in the
+divergence. Outside of the band a token gives nothing. It is masked and not clipped, so no older policy has to be kept or run,
+and the share of masked tokens says when mu has become too old (direct importance sampling: SAO, arXiv 2607.07508).
 
 Shapes: C tokens of a chunk, V vocabulary rows.
 """
