@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experts.rl.spec import ReinforceSpec, merged
+from experts.rl.spec import ReinforcedExpert, ReinforceSpec, merged
 from opd.config import PipelineConfig
 from opd.settings import validate
 
@@ -37,15 +37,22 @@ def pipeline_of(spec: ReinforceSpec, name: str) -> PipelineConfig:
     reward = merged({"baseline": BASELINES[spec.method]}, sections.pop("reward"))
     if kl:
         sections["trainer"] = _clipped_alike(sections["trainer"], kl)
+    guarded = spec.guard is not None and expert.guard is not False and expert.environment is not None
     data = {
         "name": f"{name}-{spec.method}",
         "seed": spec.seed,
         "student": {"model": spec.base_dir},
-        "domains": {expert.domain: expert.model_dump(include={"prompts", "environment", "eval"}, exclude_none=True)},
+        "domains": {expert.domain: _domain(expert, guarded)},
+        **({"guard": spec.guard} if guarded else {}),
         **(_beside_base(spec.base_dir, expert.domain, reward, kl) if kl else _reward_alone(reward)),
         **merged(_defaults(spec.method), sections),
     }
     return validate(PipelineConfig, data, f"experts.{name}")
+
+
+def _domain(expert: ReinforcedExpert, guarded: bool) -> dict[str, Any]:
+    keys = {"prompts", "environment", "eval", *(["guard"] if guarded else [])}
+    return expert.model_dump(include=keys, exclude_none=True)
 
 
 def _defaults(method: str) -> dict[str, Any]:
@@ -75,7 +82,15 @@ def _clipped_alike(trainer: dict[str, Any], kl: float) -> dict[str, Any]:
 
 def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
     """Everything that decides the expert's weights: `base` is what made the base, `prompts` the hash of the tasks."""
-    decides = {"domains", "rollout", "teachers", "objective", "trainer", "schedule"}
+    decides = {
+        "domains",
+        "rollout",
+        "teachers",
+        "objective",
+        "trainer",
+        "schedule",
+        *(["guard"] if config.guard else []),
+    }
     found = config.model_dump(mode="json", include=decides)
     for domain in found["domains"].values():
         del domain["prompts"], domain["eval"]["prompts"]  # paths; of the tasks the contents are hashed

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from experts.spec import ExpertsSpec, FromBase
 from opd.config.domains import DomainEvalConfig, EnvironmentConfig
+from opd.config.guard import GuardConfig
 from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict
 from opd.errors import ConfigError
@@ -52,6 +53,8 @@ class ReinforcedExpert(Sections):
     """The key of a pipeline's domain: the expert takes turns with it, and is rewarded by it."""
     eval: DomainEvalConfig
     """The held-out tasks; without an environment also the verifier that rewards."""
+    guard: bool | dict[str, Any] | None = None
+    """The key of a pipeline's domain: `false`, or the keys of the spec's `guard` that differ here."""
     kl_to_base: float | None = Field(None, ge=0, allow_inf_nan=False)
     """For this expert; default: the spec's."""
 
@@ -65,6 +68,8 @@ class ReinforceSpec(FromBase, Sections):
     """`ppo`: one response a prompt and a critic; `grpo` and `rloo`: several responses a prompt, compared with each other."""
     kl_to_base: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of the exact KL(expert || base) beside the reward; 0: the base is no teacher."""
+    guard: GuardConfig | None = None
+    """What keeps the experts' rewards from being earned by cheating; default: nothing."""
     experts: dict[Name, ReinforcedExpert] = Field(..., min_length=1)
 
     @model_validator(mode="after")
