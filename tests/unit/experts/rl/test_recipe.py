@@ -12,6 +12,7 @@ import yaml
 from experts.rl.recipe import pipeline_of, record_of
 from experts.rl.spec import ReinforceSpec, load_training
 from experts.spec import ExpertsSpec
+from opd.config.guard import guard_of
 from opd.config.reward import CriticBaseline, GroupBaseline, LeaveOneOutBaseline
 from opd.errors import ConfigError
 from opd.settings import validate
@@ -161,3 +162,20 @@ def test_the_method_decides_which_spec_it_is(tmp_path: Path) -> None:
     assert isinstance(load_training(file), ExpertsSpec)
     with pytest.raises(ConfigError, match="one of: full, lora, ppo, grpo, rloo"):
         load_training(file, ["method=dpo"])
+
+
+def test_a_guard_holds_for_experts_with_an_environment_unless_they_switch_it_off() -> None:
+    experts = copy.deepcopy(VALID["experts"])
+    spec = spec_of(guard={"answers": True}, experts=experts)
+    config = pipeline_of(spec, "guess")
+    assert config.guard is not None and config.guard.answers and config.domains["number"].guard is None
+    assert pipeline_of(spec, "answer").guard is None, "it has no episodes"
+    experts["guess"]["guard"] = {"workdir": "/box", "on_hit": "negative"}
+    config = pipeline_of(spec_of(guard={}, experts=experts), "guess")
+    found = guard_of(config.guard, config.domains["number"].guard)
+    assert found is not None and (found.workdir, found.on_hit) == ("/box", "negative")
+    assert "guard" in record_of(config, spec, {}, "hash") and "guard" not in record_of(
+        pipeline_of(spec_of(), "guess"), spec, {}, "hash"
+    )
+    experts["guess"]["guard"] = False
+    assert pipeline_of(spec_of(guard={}, experts=experts), "guess").guard is None
