@@ -67,7 +67,7 @@ def test_negative_is_for_domains_with_a_reward() -> None:
         ({}, {"code": ACTING | {"guard": {"on_hit": "negative"}}}, ["domains.code.guard.on_hit", "objective.reward"]),
         ({"judge": {"kind": "endpoint", "model": "j"}}, None, ["guard.judge.base_url", "nothing", "required"]),
         ({"judge": {"kind": "endpoint", "model": "j", "base_url": "localhost"}}, None, ["guard.judge.base_url", "http://HOST:PORT/v1"]),
-        ({"judge": {"kind": "local"}}, None, ["guard.judge.scorer", "nothing"]),
+        ({"judge": {"kind": "local"}}, None, ["guard.judge", "neither", "either `model` or `scorer`"]),
         ({"judge": {"model": "j"}}, None, ["guard.judge", "`kind: endpoint` or `kind: local`"]),
         ({"rules": []}, None, ["guard.rules"]),
         ({"only_tools": []}, None, ["guard.only_tools"]),

@@ -42,7 +42,8 @@ def test_a_run_that_goes_on_does_not_ask_again(tmp_path: Path) -> None:
     said = StoredJudge(first, tmp_path / "judged.jsonl", "j").judge(question())
     again = StoredJudge(second, tmp_path / "judged.jsonl", "j")
     assert again.judge(question()) == said == again.judge(question()) and second.asked == 0
-    assert again.judge(question("other")) != said and second.asked == 1
+    again.judge(question("other"))
+    assert second.asked == 1
     StoredJudge(second, tmp_path / "judged.jsonl", "another judge").judge(question())
     assert second.asked == 2
 

@@ -115,9 +115,10 @@ class Speaker:
         self.asked.append((tuple(token_ids), seed))
         before = self.tokenizer.decode(list(token_ids)).count("<|im_start|>assistant") - 1
         said = self.tokenizer(self.turns[before], add_special_tokens=False)["input_ids"]
-        ids = (*said, self.tokenizer.eos_token_id)
+        ids = (*said, self.tokenizer.eos_token_id)[:max_tokens]
         logprobs = tuple(-0.01 * (1 + (seed + place) % 97) for place in range(len(ids)))
-        return Sampled(token_ids=ids, logprobs=logprobs, stop_reason="stop", policy_version=2)
+        stop = "stop" if len(ids) > len(said) else "length"
+        return Sampled(token_ids=ids, logprobs=logprobs, stop_reason=stop, policy_version=2)
 
 
 def call(*commands: str) -> str:
@@ -193,14 +194,20 @@ def test_no_blocked_call_runs_and_the_episode_goes_on() -> None:
     assert lines[place + 2] == f"environment: {NO_FILE.format('b')}"
 
 
-@pytest.mark.parametrize("template", [CHATML, WITH_TOOLS])
-@pytest.mark.parametrize("client", [BARE, STOCK, ANTHROPIC])
-@pytest.mark.parametrize("on_hit", ["keep", "mask", "negative"])
+@pytest.mark.parametrize(
+    ("client", "template", "on_hit"),
+    [
+        (BARE, CHATML, "keep"),
+        (BARE, WITH_TOOLS, "mask"),
+        (BARE, WITH_TOOLS, "negative"),
+        (STOCK, WITH_TOOLS, "keep"),
+        (ANTHROPIC, CHATML, "keep"),
+        (ANTHROPIC, WITH_TOOLS, "keep"),
+    ],
+)
 def test_the_same_guarded_dialogue_in_white_and_in_black(
     client: str, template: str, on_hit: Any, tmp_path: Path
 ) -> None:
-    if on_hit != "keep" and client is not BARE:
-        pytest.skip("the client does not matter there")
     guard = GuardConfig(on_hit=on_hit)
     wanted, reference = run(white(guard), MIXED, template)
     assert RAN == ["ls", "pwd"]
@@ -250,8 +257,8 @@ def test_a_policy_that_only_cheats_meets_the_limits_of_its_episode(tmp_path: Pat
     assert (found.stop_reason, found.audit.turns, RAN) == ("turns", 5, [])
     found, _ = run(black(GuardConfig(), BARE, tmp_path, max_calls=5), cheats)
     assert (found.stop_reason, found.audit.turns) == ("turns", 5) and not (tmp_path / "ran.json").exists()
-    found, _ = run(black(GuardConfig(), BARE, tmp_path, max_tokens=200), cheats)
-    assert found.stop_reason == "tokens" and found.audit.sampled == 200
+    found, _ = run(black(GuardConfig(), BARE, tmp_path, max_tokens=190), cheats)
+    assert found.stop_reason == "tokens" and found.audit.turns == 2 and found.audit.sampled == 190
     found, _ = run(black(GuardConfig(), BARE, tmp_path, max_calls=99), [call("cat /tests/" + "a" * 300)] * 30)
     assert found.stop_reason == "context" and found.audit.turns > 5
 
