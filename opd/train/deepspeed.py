@@ -17,6 +17,7 @@ from opd.layouts import prove_layout
 from opd.packing import SHARED
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
+from opd.traces.choose import watched
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
 from opd.train.plan import plan_micro_batches, row_sizes
@@ -145,8 +146,9 @@ class DeepSpeedTrainer:
 
     def _begin(self, works: Sequence[RankWork], targets: TargetStream) -> None:
         """Tell each rank what it does in this step."""
+        shown = watched(targets.asked.rollouts)
         for rank, work in zip(self._ranks, works, strict=True):
-            rank.submit(TrainerRank.begin_step, work, dict(targets.heads))
+            rank.submit(TrainerRank.begin_step, replace(work, watched=shown), dict(targets.heads))
 
     def _accumulate(
         self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
@@ -263,4 +265,5 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
         domains=dict(sorted(domains.items())),
         positions=dict(sorted(positions.items())),
         turns=dict(sorted(turns.items())),
+        token_losses={i: losses for result in results for i, losses in result.token_losses.items()},
     )

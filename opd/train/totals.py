@@ -113,6 +113,8 @@ class Totals:
         self.domains: dict[str, DomainStats] = {}
         self.positions: dict[int, PositionStats] = {}
         self.turns: dict[tuple[str, int], TurnStats] = {}
+        self.token_losses: dict[str, tuple[float, ...]] = {}
+        """Sample id -> the objective's value at each trained token, of the samples that were asked for."""
 
     def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats, stale: frozenset[int] = frozenset()) -> None:
         """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks. `stale` are the places of
@@ -139,6 +141,12 @@ class Totals:
             self.domains[domain] = self.domains[domain] + row if domain in self.domains else row
         self._add_positions(batch, stats.kl_N)
         self._add_turns(batch, stats.kl_N, columns["gap_sum"])
+
+    def keep(self, batch: MicroBatch, stats: TokenStats, samples: Mapping[int, str]) -> None:
+        """Keep the losses of single tokens; `samples`: place of a row in the batch -> its sample id."""
+        if samples:
+            rows = stats.kl_N.split(list(batch.row_lengths))
+            self.token_losses |= {sample_id: tuple(rows[place].tolist()) for place, sample_id in samples.items()}
 
     def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:
         bits_N = torch.frexp(batch.place_N.double()).exponent  # of an integer: its number of bits
