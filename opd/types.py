@@ -307,13 +307,12 @@ class PositionStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnStats:
-    """Sums over the trained tokens of one domain that were sampled in the same turn of their episodes."""
+    """Sums over the trained tokens of one domain that were sampled in the same turn; fields as those of `DomainStats`."""
 
     tokens: int
     kl_sum: float
-    """The objective's value, nats: see `DomainStats.kl_sum`."""
     gap_sum: float
-    """|trainer - engine| log-prob: see `DomainStats.gap_sum`."""
+    stale_tokens: int = 0
 
     def __add__(self, other: TurnStats) -> TurnStats:
         return TurnStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from opd.errors import RunDirError
 from opd.files import atomic_write_text
 from opd.traces.choose import Why
 from opd.types import Origin, SegmentOrigin, StopReason
@@ -117,6 +118,22 @@ class StepTraces:
         return cls(step=data["step"], episodes=tuple(map(_episode, data["episodes"])))
 
 
+def read_traces(path: Path) -> StepTraces:
+    """The episodes of a file. Raises: RunDirError if it is damaged or another release wrote it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {data['format']}")
+        return StepTraces.from_json(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunDirError.at(
+            path,
+            found=f"{type(error).__name__}: {error}",
+            wanted=f"episodes of format {FORMAT}, as this release of opd writes them",
+            fix="move the file away: the others are then shown without it",
+        ) from None
+
+
 def _episode(data: Mapping[str, Any]) -> EpisodeTrace:
     segments = tuple(
         SegmentTrace(**{**segment, "pieces": tuple(map(_piece, segment["pieces"]))}) for segment in data["segments"]
@@ -126,9 +143,3 @@ def _episode(data: Mapping[str, Any]) -> EpisodeTrace:
 
 def _piece(data: Mapping[str, Any]) -> Piece:
     return Piece(**{**data, "texts": tuple(data["texts"]), "losses": tuple(data["losses"])})
-
-
-def in_order(episodes: Sequence[EpisodeTrace]) -> list[EpisodeTrace]:
-    """By domain, as the domains come first."""
-    domains = list(dict.fromkeys(episode.domain for episode in episodes))
-    return sorted(episodes, key=lambda episode: domains.index(episode.domain))
