@@ -114,7 +114,7 @@ class DeepSpeedTrainer:
             targets.collect()
             return skipped
         plan = self._plan(rollouts)
-        self._begin(_works(step, lr, plan, weights, self._baselines(targets), stale), targets)
+        self._begin(_works(step, lr, plan, weights, self._baselines(targets), stale), targets, watched(rollouts))
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         running: deque[tuple[int, list[Pending[None]]]] = deque()
 
@@ -144,9 +144,8 @@ class DeepSpeedTrainer:
         """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""
         return whole_step_baselines(targets) if self._objective.wants_baseline else None
 
-    def _begin(self, works: Sequence[RankWork], targets: TargetStream) -> None:
-        """Tell each rank what it does in this step."""
-        shown = watched(targets.asked.rollouts)
+    def _begin(self, works: Sequence[RankWork], targets: TargetStream, shown: frozenset[str]) -> None:
+        """Tell each rank what it does in this step, and of which samples the losses are `shown` token by token."""
         for rank, work in zip(self._ranks, works, strict=True):
             rank.submit(TrainerRank.begin_step, replace(work, watched=shown), dict(targets.heads))
 
