@@ -110,7 +110,7 @@ def test_the_audit_is_in_the_json_and_on_the_page(run_dir: Path) -> None:
 
 @pytest.mark.usefixtures("no_plots")
 def test_a_run_without_agents_has_neither(run_dir: Path) -> None:
-    text, page = written(run_dir)
+    _, page = written(run_dir)
     report = json.loads((run_dir / "report.json").read_text())
     assert not {"agents", "traces"} & set(page.ids()) and "episodes" not in report and "reward" not in report["curves"]
 
@@ -126,7 +126,7 @@ def sections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("sections")
 def test_an_episode_turn_by_turn(run_dir: Path) -> None:
-    text, page = written(add_agents(run_dir, FAMILY))
+    text, _ = written(add_agents(run_dir, FAMILY))
     shown = text[text.index('<section id="traces">') :]
     assert "letters, step 4: best, first, reward 1, done after 6 turns" in shown
     assert "letters, step 1: first, turns after 1 turns" in shown and shown.count("<details") - 2 == 2
