@@ -147,10 +147,10 @@ def test_no_token_of_a_session_is_in_another_of_sixty_four() -> None:
                     if span.origin == "policy":
                         assert engine.wrote[tuple(segment.ids[:at])] > 0, "sampled after these very tokens"
                         engine.wrote[tuple(segment.ids[:at])] -= 1
-        lost = sum(served.session.audit.lost_turns for served in every.values())
-        assert sum(engine.wrote.values()) + engine.cancelled == lost, (
-            "each turn is in one segment, or is counted as lost"
-        )
-        assert sum(served.session.audit.forks for served in every.values()) > 20
+        audits = [served.session.audit for served in every.values()]
+        unread = sum(engine.wrote.values())
+        assert sum(audit.turns for audit in audits) == engine.finished - unread, "each turn once"
+        assert unread + engine.cancelled <= sum(audit.lost_turns for audit in audits) < engine.started / 2
+        assert sum(audit.forks for audit in audits) > 20
 
     in_a_loop(work)
