@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +66,15 @@ FAMILY = episode(
 
 def add_agents(run_dir: Path, *episodes: EpisodeTrace) -> Path:
     """Make `letters` a domain of agents, with these episodes of its last step and one of its first."""
-    lines = [record(n, episodes={"letters": json.loads(json.dumps(audit(n), default=vars_of))}) for n in range(1, 5)]
+    lines = [record(n, episodes={"letters": json.loads(json.dumps(audit(n), default=asdict))}) for n in range(1, 5)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run_dir / "traces").mkdir()
     first = episode(
         segment(wrote("began")), why=("first",), episode="000001/letters/0", reward=None, stop_reason="turns"
     )
-    StepTraces(step=1, episodes=(first, FAMILY)).save(run_dir / "traces" / "step-000001.json")
+    StepTraces(step=1, episodes=(first, replace(FAMILY, why=("best",)))).save(run_dir / "traces" / "step-000001.json")
     StepTraces(step=4, episodes=episodes).save(run_dir / "traces" / "step-000004.json")
     return run_dir
-
-
-def vars_of(found: Any) -> Any:
-    from dataclasses import asdict
-
-    return asdict(found)
 
 
 def records(*found: EpisodesRecord) -> list[StepRecord]:
@@ -128,8 +123,8 @@ def sections(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_episode_turn_by_turn(run_dir: Path) -> None:
     text, _ = written(add_agents(run_dir, FAMILY))
     shown = text[text.index('<section id="traces">') :]
-    assert "letters, step 4: best, first, reward 1, done after 6 turns" in shown
-    assert "letters, step 1: first, turns after 1 turns" in shown and shown.count("<details") - 2 == 2
+    assert "letters, step 4: best, first, reward 1, done after 5 turns" in shown
+    assert "letters, step 1: first, turns after 1 turn<" in shown and shown.count("<details") - 2 == 2
     assert '<span class="loss0" title="0.01">left</span><span class="loss5" title="2.5">&lt;|end|&gt;</span>' in shown
     assert '<span class="no-loss">kept</span>' in shown and '<span class="no-loss">forked</span>' in shown
     assert "⏎" in shown and "a wall " in shown
