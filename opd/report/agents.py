@@ -84,7 +84,8 @@ def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     episodes = report.get("episodes")
     if not episodes:
         return []
-    found, curves = [], report["curves"]
+    found: list[Plot] = []
+    curves = report["curves"]
     for key, title in (("reward", "Reward of an episode"), ("turns", "Turns of an episode")):
         values = {name: curves[key].get(name, [None] * len(curves["step"])) for name in names}
         if any(value is not None for curve in values.values() for value in curve):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from opd.report import write_report
+from opd.report import agent_rows, write_report
 from opd.report.agents import MOST_CHARACTERS, episode_rows, level
 from opd.step_record import EpisodesRecord, StepRecord, TurnRecord
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces
@@ -101,6 +101,13 @@ def test_the_audit_is_in_the_json_and_on_the_page(run_dir: Path) -> None:
     assert report["curves"]["reward"]["letters"] == [0.25, 0.5, 0.75, 1.0] and "sums" not in report["curves"]["turns"]
     assert {f"plot-agents-{key}" for key in ("reward", "turns", "loss", "logprob_gap")} <= set(page.ids())
     assert "done 12, turns 4" in text and "100.0 %" in text
+
+
+def test_the_audit_as_a_table() -> None:
+    report = {"episodes": episode_rows(records(audit(1), audit(2, forks=3)))}
+    assert agent_rows(report) == [("maze", "8", "2.0", "0.375", "100 %", "3", "0", "0", "2.0e-06")]
+    nobody = {"episodes": episode_rows(records(audit(1, reward=None, tokens=0, by_turn=())))}
+    assert agent_rows(nobody) == [("maze", "4", "2.0", "-", "-", "0", "0", "0", "-")] and agent_rows({}) == []
 
 
 @pytest.mark.usefixtures("no_plots")
