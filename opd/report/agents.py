@@ -67,7 +67,8 @@ def _mean(found: Sequence[Any], key: str, weight: str) -> float | None:
 
 
 def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str, list[float | None]]]:
-    """`reward` and `turns` of an episode, by domain, a value for each point, which is a group of steps; empty without agents."""
+    """Curves `episode_reward` and `episode_turns` by domain: means of an episode with a value for each point, which is a group
+    of steps; empty without agents."""
     domains = sorted({domain for part in points for record in part for domain in record.episodes})
     if not domains:
         return {}
@@ -76,7 +77,7 @@ def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str
         parts = ([record.episodes[domain] for record in part if domain in record.episodes] for part in points)
         return [_mean(part, key, "episodes") for part in parts]
 
-    return {key: {domain: curve(domain, key) for domain in domains} for key in ("reward", "turns")}
+    return {f"episode_{key}": {d: curve(d, key) for d in domains} for key in ("reward", "turns")}
 
 
 def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
@@ -87,7 +88,7 @@ def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     found: list[Plot] = []
     curves = report["curves"]
     for key, title in (("reward", "Reward of an episode"), ("turns", "Turns of an episode")):
-        values = {name: curves[key].get(name, [None] * len(curves["step"])) for name in names}
+        values = {name: curves[f"episode_{key}"].get(name, [None] * len(curves["step"])) for name in names}
         if any(value is not None for curve in values.values() for value in curve):
             found.append(figures.by_domain(f"agents-{key}", title, curves["step"], curves["tokens"], values))
     for key, title in (("loss", "Loss by turn"), ("logprob_gap", "Gap between engine and trainer by turn")):

@@ -98,7 +98,10 @@ def test_the_audit_is_in_the_json_and_on_the_page(run_dir: Path) -> None:
     text, page = written(add_agents(run_dir, FAMILY))
     report = json.loads((run_dir / "report.json").read_text())
     assert report["episodes"]["letters"]["trained"] == 1.0 and report["episodes"]["letters"]["episodes"] == 16
-    assert report["curves"]["reward"]["letters"] == [0.25, 0.5, 0.75, 1.0] and "sums" not in report["curves"]["turns"]
+    assert (
+        report["curves"]["episode_reward"]["letters"] == [0.25, 0.5, 0.75, 1.0]
+        and "sums" not in report["curves"]["episode_turns"]
+    )
     assert {f"plot-agents-{key}" for key in ("reward", "turns", "loss", "logprob_gap")} <= set(page.ids())
     assert "done 12, turns 4" in text and "100.0 %" in text
 
@@ -114,7 +117,11 @@ def test_the_audit_as_a_table() -> None:
 def test_a_run_without_agents_has_neither(run_dir: Path) -> None:
     _, page = written(run_dir)
     report = json.loads((run_dir / "report.json").read_text())
-    assert not {"agents", "traces"} & set(page.ids()) and "episodes" not in report and "reward" not in report["curves"]
+    assert (
+        not {"agents", "traces"} & set(page.ids())
+        and "episodes" not in report
+        and "episode_reward" not in report["curves"]
+    )
 
 
 @pytest.fixture
