@@ -100,8 +100,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["utilisation"] = utilisation(run.records)
         report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
-        if episodes := episode_rows(run.records):
-            report["episodes"] = episodes
+        report |= {"episodes": found} if (found := episode_rows(run.records)) else {}
         report["largest_probe_gap"] = max(record.probe_gap for record in run.records)
     points = _evaluations(run)
     if points:
