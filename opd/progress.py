@@ -87,6 +87,8 @@ class RunReporter:
                 self._shown.say(
                     f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
                 )
+            elif found.error:
+                self._shown.say(f"step {record.step}: a sub-agent of domain {domain} broke: {found.error}")
         for alarm in record.alarms:
             if alarm.since == record.step:
                 self._shown.say(f"warning: step {record.step}: {sentence(alarm)}; {signal_of(alarm).advice}")
