@@ -272,6 +272,12 @@ class Monitors(Protocol):
         ...
 
 
+class Traces(Protocol):
+    def keep(self, step: int, rollouts: Sequence[Rollout], trained: StepReport) -> None:
+        """Store some episodes of a step for people, with what the trainer says of them. Raises: StorageError."""
+        ...
+
+
 class Objective(Protocol):
     """One way to measure how far the student is from the teacher."""
 

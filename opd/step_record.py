@@ -78,7 +78,7 @@ class TurnRecord:
     tokens: int
     loss: float
     logprob_gap: float
-    """|trainer - engine| log-prob."""
+    """|trainer - engine| log-prob, without stale tokens; 0 if all are stale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,8 @@ class EpisodesRecord:
 def _turn(stats: TurnStats | None) -> TurnRecord:
     if stats is None:
         return TurnRecord(tokens=0, loss=0.0, logprob_gap=0.0)
-    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=stats.gap_sum / stats.tokens)
+    gap = stats.gap_sum / max(1, stats.tokens - stats.stale_tokens)
+    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,7 @@
 """The records that the parts hand to each other. Everything about one trained sequence is one record.
 
-Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row,
-N trained response tokens of a rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response
-tokens.
+Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row, N trained response tokens of a
+rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response tokens.
 Nothing in this file imports torch, so the command line stays light.
 """
 
@@ -27,7 +26,7 @@ StopReason = Literal[TurnStop, "done", "turns", "tokens", "context", "template",
 """Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
 of `turns`, of `tokens`, or the model's `context`; `template`: the chat template cannot append the next message."""
 SegmentOrigin = Literal["main", "summary", "sub_agent"]
-"""What a segment of an episode is: the dialogue itself, a summary of what went before, an episode that a tool started."""
+"""What a segment of an episode begins with: the dialogue, a summary of the segment before it, or what a tool was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +101,11 @@ class Rollout:
     """Why the response ended, or the episode that it belongs to."""
     reward: float | None = None
     """What a verifier or an environment gave for the response; None: nobody was asked."""
+    origin: SegmentOrigin = "main"
+    parent: str | None = None
+    """Sample id of the segment that this one was forked from, whose summary it begins with, or that started it; or None."""
+    next: str | None = None
+    """Sample id of the segment that begins with the summary at the end of this one, or None."""
 
     @classmethod
     def to_score(
@@ -303,13 +307,12 @@ class PositionStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnStats:
-    """Sums over the trained tokens of one domain that were sampled in the same turn of their episodes."""
+    """Sums over the trained tokens of one domain that were sampled in the same turn; fields as those of `DomainStats`."""
 
     tokens: int
     kl_sum: float
-    """The objective's value, nats: see `DomainStats.kl_sum`."""
     gap_sum: float
-    """|trainer - engine| log-prob: see `DomainStats.gap_sum`."""
+    stale_tokens: int = 0
 
     def __add__(self, other: TurnStats) -> TurnStats:
         return TurnStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -333,6 +336,8 @@ class StepReport:
     """Key: number of bits of the token's place in its response. 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
     """Key: domain, and number of the turn from 0."""
+    token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Sample id -> the objective's value at each trained token, nats; of the samples that `opd.traces.choose` watches."""
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
     drift: float = 0.0

@@ -17,6 +17,7 @@ from opd.layouts import prove_layout
 from opd.packing import SHARED
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
+from opd.traces.choose import watched
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
 from opd.train.plan import plan_micro_batches, row_sizes
@@ -113,7 +114,7 @@ class DeepSpeedTrainer:
             targets.collect()
             return skipped
         plan = self._plan(rollouts)
-        self._begin(_works(step, lr, plan, weights, self._baselines(targets), stale), targets)
+        self._begin(_works(step, lr, plan, weights, self._baselines(targets), stale), targets, watched(rollouts))
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         running: deque[tuple[int, list[Pending[None]]]] = deque()
 
@@ -143,10 +144,10 @@ class DeepSpeedTrainer:
         """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""
         return whole_step_baselines(targets) if self._objective.wants_baseline else None
 
-    def _begin(self, works: Sequence[RankWork], targets: TargetStream) -> None:
-        """Tell each rank what it does in this step."""
+    def _begin(self, works: Sequence[RankWork], targets: TargetStream, shown: frozenset[str]) -> None:
+        """Tell each rank what it does in this step, and of which samples the losses are `shown` token by token."""
         for rank, work in zip(self._ranks, works, strict=True):
-            rank.submit(TrainerRank.begin_step, work, dict(targets.heads))
+            rank.submit(TrainerRank.begin_step, replace(work, watched=shown), dict(targets.heads))
 
     def _accumulate(
         self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
@@ -263,4 +264,5 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
         domains=dict(sorted(domains.items())),
         positions=dict(sorted(positions.items())),
         turns=dict(sorted(turns.items())),
+        token_losses={i: losses for result in results for i, losses in result.token_losses.items()},
     )

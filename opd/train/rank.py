@@ -42,6 +42,8 @@ class RankWork:
     without a baseline."""
     stale: frozenset[str] = frozenset()
     """Samples that older weights than the trainer's wrote."""
+    watched: frozenset[str] = frozenset()
+    """Samples whose loss is reported token by token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class RankResult:
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats]
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
+    token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +109,9 @@ class TrainerRank(ZeroEngine):
         loss, stats = self.model(to_device(batch, self._device), heads, scaled_N)
         self.add_gradients(loss, last=last)
         stale = frozenset(place for place, i in enumerate(ids) if i in step.work.stale)
-        step.totals.add(batch, weight_N, to_device(stats, torch.device("cpu")), stale)
+        found = to_device(stats, torch.device("cpu"))
+        step.totals.add(batch, weight_N, found, stale)
+        step.totals.keep(batch, found, {place: i for place, i in enumerate(ids) if i in step.work.watched})
 
     def finish_step(self, share: float) -> RankResult:
         """Step the optimiser with the accumulated gradients, divided by the share of the weights that was scored.
@@ -122,6 +127,7 @@ class TrainerRank(ZeroEngine):
             domains=totals.domains,
             positions=totals.positions,
             turns=totals.turns,
+            token_losses=totals.token_losses,
         )
 
     def export_adapter(self, path: Path) -> None:

@@ -244,9 +244,7 @@ class _Agent:
         summary = readable(self._decoded(said))
         self._said.append(f"summary: {summary}")
         kept = self._compactor.cut(compaction.keep_last)
-        return self._trace.begin(
-            [*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], self._origin, parent=segment
-        )
+        return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], "summary", segment)
 
     async def _begin(self) -> _Opening:
         request = self._request
