@@ -19,6 +19,7 @@ from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult, EpisodeStats, refuse_many_broken
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.tools import OPEN
+from opd.rollouts.episodes.trace import Trace
 from opd.types import Rollout, Sampled
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.unit.opd.rollouts.episodes.test_runner import CONTEXT, EOS, TOKENIZER, Policy, Speaker, play, request
@@ -120,7 +121,11 @@ def test_answers_come_back_in_order_and_every_token_is_trained_once_where_it_was
     assert TOKENIZER.decode(two.prompt_ids) == (
         f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n2+3<|im_end|>\n<|im_start|>assistant\n"
     ), "a context of its own, and no tools at this depth"
-    assert [r.sample_id for r in found.rollouts] == ["s0", "s0+1", "s0+2"]
+    assert [(r.sample_id, r.origin, r.parent, r.next) for r in found.rollouts] == [
+        ("s0", "main", None, None),
+        ("s0+1", "sub_agent", "s0", None),
+        ("s0+2", "sub_agent", "s0", None),
+    ]
     assert {(r.episode, r.group, r.domain, r.reward, r.stop_reason) for r in found.rollouts} == {
         ("s0", "s0", "d", 1.25, "done")
     }
@@ -231,41 +236,34 @@ def test_a_sub_agent_of_the_last_level_has_no_such_tool() -> None:
 
 
 def test_segments_say_who_started_them() -> None:
-    from opd.rollouts.episodes.trace import Trace
-
     trace, inner, innermost = Trace(), Trace(domain="math"), Trace(domain="text")
     first = trace.begin([1])
-    second = trace.begin([1], parent=first)
+    second = trace.begin([1], "summary", first)
     child = inner.begin([2], "sub_agent")
-    inner.adopt(_one(innermost), child)
-    inner.begin([2], "sub_agent", parent=child)
+    innermost.begin([3], "sub_agent")
+    inner.adopt(innermost, child)
+    inner.begin([2], "summary", child)
     trace.adopt(inner, second)
     assert [s.number for s in trace.segments] == [0, 1, 2, 3, 4]
     assert [s.parent for s in trace.segments] == [None, 0, 1, 2, 2]
+    assert [s.next for s in trace.segments] == [1, None, 4, None, None]
     assert [s.domain for s in trace.segments] == ["", "", "math", "text", "math"]
-    assert [s.origin for s in trace.segments] == ["main", "main", "sub_agent", "sub_agent", "sub_agent"]
-
-
-def _one(trace: Any) -> Any:
-    trace.begin([3], "sub_agent")
-    return trace
+    assert [s.origin for s in trace.segments] == ["main", "summary", "sub_agent", "sub_agent", "summary"]
 
 
 OWN = {"environment": f"{__name__}:Desk"}
 
 
 def test_an_environment_of_its_own_is_told_the_task() -> None:
-    helper = policy(call("mark", a=3), "it is 3").__call__
+    def helper(text: str) -> str:
+        return call("mark", a=3) if turns_of(text) == 0 else "it is 3"
 
-    def says(text: str) -> str:
-        return helper(text.replace(SYSTEM, "")) if SYSTEM in text else policy(ask("mark 3"))(text)
-
-    results, _ = run(asking(4, **OWN), says=says)
+    results, _ = run(asking(4, **OWN), says=policy(ask("mark 3"), helper=helper))
     main, its = Desk.made
     assert its.metadata == {"i": 4, "task": "mark 3"} and its.marks == [3, -1] and main.marks == [-1]
     assert its.seed != main.seed
     assert results[0].reward == 1.0, "what it earned in its own environment is not the episode's"
-    assert results_in(results[0].rollouts[0]) == ["over"], "its last turn"
+    assert results_in(results[0].rollouts[0]) == ["it is 3"]
 
 
 @pytest.mark.parametrize(
@@ -347,7 +345,7 @@ def test_a_long_sub_agent_is_compacted() -> None:
     (found,), _ = run(asking(**OWN, options={"compaction": compaction}), says=policy(ask("1+1"), helper=helper))
     assert found.sub_agents == {"done": 1} and len(found.rollouts) > 2
     assert sum(r.num_trained for r in found.rollouts) == found.audit.sampled
-    assert {r.domain for r in found.rollouts} == {"d"} and found.audit.forks == 0
+    assert [r.origin for r in found.rollouts[:3]] == ["main", "sub_agent", "summary"] and found.audit.forks == 0
 
 
 def test_an_engine_that_fails_in_a_sub_agent_ends_the_run() -> None:
