@@ -108,7 +108,7 @@ class EpisodesRecord:
     error: str = ""
     """What broke the first that broke, else the first sub-agent that broke."""
     sub_agents: Mapping[str, int] = field(default_factory=dict)
-    """Why sub-agents ended -> how many; not there without any. `refused`: calls beyond the number that an episode may start."""
+    """Why sub-agents ended -> how many; not there without any. `refused`: calls that started none."""
     by_turn: tuple[TurnRecord, ...] = ()
     """The first turn, the second, and so on."""
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from opd.prompts.line import Messages
 
 NO_MORE = "error: no more agents can be started"
-"""What the policy reads after a call beyond the number of sub-agents that an episode may start."""
+"""What the policy reads after a call beyond the number of sub-agents that an episode may start. Nobody reads it after one
+whose environment was over before it could begin."""
 NO_ANSWER = "error: {name} stopped before it had an answer"
 """What it reads of a sub-agent that ran into a limit, or whose environment failed."""
 
@@ -61,8 +62,6 @@ class Delegation:
         assert self._options.sub_agents is not None
         left = self._options.sub_agents.at_most - sum(self.ends.values()) + self.ends[REFUSED]
         started = calls[:left]
-        if len(started) < len(calls):
-            self.ends[REFUSED] += len(calls) - len(started)
         if not started:
             return [None] * len(calls)
         # Equal shares, fixed before they run: who samples first must not decide what another one may still write.
@@ -70,6 +69,11 @@ class Delegation:
         inner = (left - len(started)) // len(started)
         found = [self._request_of(call, share, inner) for call in started]
         return [*found, *[None] * (len(calls) - len(started))]
+
+    def refuse(self) -> str:
+        """What the agent reads of a call that started nothing."""
+        self.ends[REFUSED] += 1
+        return NO_MORE
 
     def answer(self, call: ToolCall, end: EpisodeEnd, said: str, inner: Delegation) -> str:
         """What the agent reads of a sub-agent that ended so, with `said` as its last turn and `inner` its own sub-agents."""

@@ -22,7 +22,7 @@ from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.interfaces import TokenEngine, TurnTokenizer
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.compaction import Compactor
-from opd.rollouts.episodes.delegation import NO_MORE, Delegation, in_order
+from opd.rollouts.episodes.delegation import Delegation, in_order
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, readable
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.tools import BadCall
@@ -293,26 +293,25 @@ class _Agent:
 
     async def _delegated(self, calls: Sequence[ToolCall], segment: Segment) -> list[str]:
         """What sub-agents answer to these calls of a turn. Raises: EpisodeEnd if the environment is over then."""
-        requests = self._delegation.requests(calls, self._left())
         agents = [
             None if request is None else _Agent(request, self._site, self, self._delegation.shares(call))
-            for call, request in zip(calls, requests, strict=True)
+            for call, request in zip(calls, self._delegation.requests(calls, self._left()), strict=True)
         ]
-        ends = iter(await _at_once(self._started(agent) for agent in agents if agent is not None))
+        ends = await _at_once(self._end_of(agent) for agent in agents)
         answers = [
-            NO_MORE if agent is None else self._taken_over(call, agent, next(ends), segment)
-            for call, agent in zip(calls, agents, strict=True)
+            self._delegation.refuse() if agent is None or end is None else self._taken_over(call, agent, end, segment)
+            for call, agent, end in zip(calls, agents, ends, strict=True)
         ]
         if self._world.over is not None:
             raise self._world.over
         return answers
 
-    async def _started(self, agent: _Agent) -> EpisodeEnd:
-        """Why a sub-agent ended. Those that act on this agent's environment take turns, in the order of their calls."""
-        if not agent._shares:
-            return await agent.play()
+    async def _end_of(self, agent: _Agent | None) -> EpisodeEnd | None:
+        """Why a sub-agent ended; None if it did not begin. Those that share the environment take turns, in the calls' order."""
+        if agent is None or not agent._shares:
+            return agent and await agent.play()
         async with self._lent:
-            return self._world.over or await agent.play()
+            return None if self._world.over else await agent.play()
 
     def _taken_over(self, call: ToolCall, agent: _Agent, end: EpisodeEnd, segment: Segment) -> str:
         """What the policy reads of a sub-agent that has ended; its tokens are this episode's."""

@@ -87,7 +87,7 @@ class EpisodeResult:
     text: str = ""
     """The turns as text, for people."""
     sub_agents: Mapping[str, int] = field(default_factory=dict)
-    """Why its sub-agents ended -> how many. `refused`: a call beyond the number that an episode may start."""
+    """Why its sub-agents ended -> how many. `refused`: a call that started none."""
     sub_agent_error: str = ""
     """What broke the first sub-agent that broke."""
 

@@ -10,7 +10,8 @@ from opd.config.sub_agents import ANSWER, TASK
 from opd.environments.records import Tool
 
 REFUSED = "refused"
-"""Counted beside the stop reasons of sub-agents: a call beyond the number that an episode may start."""
+"""Counted beside the stop reasons of sub-agents: a call that started none, because there were as many as an episode may start,
+or the environment that they share was over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

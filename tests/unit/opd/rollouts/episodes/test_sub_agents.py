@@ -20,6 +20,7 @@ from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult, EpisodeSta
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.tools import OPEN
 from opd.rollouts.episodes.trace import Trace
+from opd.train.totals import row_weights
 from opd.types import Rollout, Sampled
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.unit.opd.rollouts.episodes.test_runner import CONTEXT, EOS, TOKENIZER, Policy, Speaker, play, request
@@ -168,6 +169,15 @@ def test_the_row_goes_to_the_domain_that_the_tool_names_with_the_tokens_that_its
     assert {r.domain for r in own.rollouts} == {"d"} and five not in own.rollouts[1].trained_ids
 
 
+def test_the_mean_of_the_loss_is_over_all_tokens_of_all_of_them() -> None:
+    (found,), _ = run(asking(domain="math"), says=policy(ask("22+33")))
+    weights = row_weights(found.rollouts, "token_mean", {})
+    assert set(weights.values()) == {1 / found.audit.sampled}
+    weights = row_weights(found.rollouts, "token_mean", {"math": 3.0})
+    assert weights["s0+1"] == 3 * weights["s0"] and found.rollouts[1].num_trained == 3
+    assert sum(weights[r.sample_id] * r.num_trained for r in found.rollouts) == pytest.approx(1)
+
+
 class Timed(Speaker):
     """Sub-agents take their time; `order` says which of them are quick."""
 
@@ -312,7 +322,7 @@ def test_who_ends_the_callers_environment_ends_the_episode(odd: Mapping[str, Any
     says = policy(ask("1") + ask("2"), helper=lambda text: call("mark", a=int(last_user(text)[0])))
     (found,), _ = run(asking(shares=True, options={"options": odd}), says=says)
     assert found.stop_reason == reason and Desk.made[0].marks == [1, -1], "the second had nothing to act on"
-    assert [len(wrote(r)) for r in found.rollouts] == [1, 1] and found.sub_agents == {reason: 1, "done": 1}
+    assert [len(wrote(r)) for r in found.rollouts] == [1, 1] and found.sub_agents == {reason: 1, "refused": 1}
     assert ("desk" in found.error) == (reason == "raised")
 
 
