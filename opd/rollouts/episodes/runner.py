@@ -308,8 +308,10 @@ class _Agent:
 
     async def _end_of(self, agent: _Agent | None) -> EpisodeEnd | None:
         """Why a sub-agent ended; None if it did not begin. Those that share the environment take turns, in the calls' order."""
-        if agent is None or not agent._shares:
-            return agent and await agent.play()
+        if agent is None:
+            return None
+        if not agent._shares:
+            return await agent.play()
         async with self._lent:
             return None if self._world.over else await agent.play()
 
