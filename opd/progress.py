@@ -87,6 +87,8 @@ class RunReporter:
                 self._shown.say(
                     f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
                 )
+            elif found.error:
+                self._shown.say(f"step {record.step}: a sub-agent of domain {domain} broke: {found.error}")
         for domain, judged in record.reward.domains.items() if record.reward else ():
             if judged.failed:
                 self._shown.say(

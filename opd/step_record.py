@@ -107,7 +107,9 @@ class EpisodesRecord:
     broken: int = 0
     """Episodes that ended because an environment or an agent's program failed."""
     error: str = ""
-    """What broke the first that broke."""
+    """What broke the first that broke, else the first sub-agent that broke."""
+    sub_agents: Mapping[str, int] = field(default_factory=dict)
+    """Why sub-agents ended -> how many; not there without any. `refused`: calls that started none."""
     by_turn: tuple[TurnRecord, ...] = ()
     """The first turn, the second, and so on."""
 
@@ -127,7 +129,8 @@ class EpisodesRecord:
             invalid_calls=stats.invalid_calls,
             stop_reasons=dict(stats.stop_reasons),
             broken=stats.broken,
-            error=stats.error,
+            error=stats.error or stats.sub_agent_error,
+            sub_agents=dict(stats.sub_agents),
             by_turn=tuple(_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
         )
 
@@ -136,6 +139,10 @@ class EpisodesRecord:
         """Inverse of `dataclasses.asdict`; keys of a newer release are ignored."""
         read = _known(cls, data)
         return cls(**read | {"by_turn": tuple(TurnRecord(**turn) for turn in read.get("by_turn", ()))})
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that these episodes have, by name."""
+        return {name: value for name, value in asdict(self).items() if value or name != "sub_agents"}
 
 
 def _turn(stats: TurnStats | None) -> TurnRecord:
@@ -262,6 +269,7 @@ class StepRecord:
         """A line of `metrics.jsonl`, without the fields that this step does not have."""
         data = asdict(self)
         data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
+        data["episodes"] = {name: found.to_json() for name, found in self.episodes.items()}
         if self.reward is not None:
             data["reward"] = self.reward.to_json()
         optional = (
@@ -367,9 +375,11 @@ def seconds_at_work(
 
 
 def _prompts(batch: RolloutBatch) -> dict[str, int]:
-    """Domain -> prompts. An episode of several segments is one of them."""
-    episodes = dict.fromkeys((rollout.domain, rollout.episode) for rollout in batch.rollouts)
-    return dict(Counter(domain for domain, _ in episodes) + Counter(q.domain for q in batch.quarantined))
+    """Domain -> prompts. An episode is one of them, whatever segments it has; the first is of the prompt's domain."""
+    episodes: dict[str, str] = {}
+    for rollout in batch.rollouts:
+        episodes.setdefault(rollout.episode, rollout.domain)
+    return dict(Counter(episodes.values()) + Counter(q.domain for q in batch.quarantined))
 
 
 def _places(bits: int) -> str:
