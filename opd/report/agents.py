@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from opd.report import figures
@@ -35,19 +35,25 @@ def episode_rows(records: Sequence[StepRecord]) -> dict[str, dict[str, Any]]:
 
 def _row(found: Sequence[EpisodesRecord]) -> dict[str, Any]:
     sums = {key: sum(getattr(one, key) for one in found) for key in COUNTS}
-    stop_reasons: Counter[str] = Counter()
-    for one in found:
-        stop_reasons.update(one.stop_reasons)
     return sums | {
         "turns": _mean(found, "turns", "episodes"),
         "reward": _mean(found, "reward", "episodes"),
         "trained": _mean(found, "trained", "tokens"),
-        "stop_reasons": dict(stop_reasons.most_common()),
+        "stop_reasons": _sums(one.stop_reasons for one in found),
+        "sub_agents": _sums(one.sub_agents for one in found),
         "error": next((one.error for one in found if one.error), ""),
         "by_turn": [
             _turn([one.by_turn[n] for one in found if n < len(one.by_turn)]) for n in range(_most_turns(found))
         ],
     }
+
+
+def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The most frequent first."""
+    found: Counter[str] = Counter()
+    for one in counts:
+        found.update(one)
+    return dict(found.most_common())
 
 
 def _most_turns(found: Sequence[EpisodesRecord]) -> int:

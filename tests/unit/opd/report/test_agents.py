@@ -82,11 +82,22 @@ def records(*found: EpisodesRecord) -> list[StepRecord]:
 
 
 def test_the_audit_of_a_whole_run() -> None:
-    last = audit(2, episodes=12, trained=0.5, tokens=120, forks=2, lost_turns=1, broken=1, error="s3: it fell")
+    last = audit(
+        2,
+        episodes=12,
+        trained=0.5,
+        tokens=120,
+        forks=2,
+        lost_turns=1,
+        broken=1,
+        error="s3: it fell",
+        sub_agents={"done": 2},
+    )
     row = episode_rows(records(audit(1), last))["maze"]
     assert (row["episodes"], row["tokens"], row["forks"], row["lost_turns"], row["broken"]) == (16, 160, 2, 1, 1)
     assert row["trained"] == pytest.approx((40 + 60) / 160) and row["reward"] == pytest.approx((0.25 + 3 * 0.5) / 4)
     assert (row["stop_reasons"], row["error"]) == ({"done": 6, "turns": 2}, "s3: it fell")
+    assert row["sub_agents"] == {"done": 2}
     assert [turn["tokens"] for turn in row["by_turn"]] == [20, 30]
     assert [turn["logprob_gap"] for turn in row["by_turn"]] == [pytest.approx(1e-6), pytest.approx(2e-6)]
     assert episode_rows([StepRecord(step=1)]) == {}
