@@ -132,10 +132,8 @@ class TargetLog(Protocol):
     def record(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
     ) -> None:
-        """Store a step's parts on disk as they pass, all or none: before the last row is trained, all are there.
-
-        Taking parts raises: StorageError.
-        """
+        """Store a step's parts on disk as they pass, all or none: before the last row is trained, all are there. Taking parts
+        raises: StorageError."""
         ...
 
     def prune(self, step: int) -> None:
@@ -224,10 +222,7 @@ class Trainer(Protocol):
         ...
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
-        """The files of the last `begin_save`, synced; None if they are not all written after `wait_s`.
-
-        Raises: StorageError.
-        """
+        """The files of the last `begin_save`, synced; None if they are not all written after `wait_s`. Raises: StorageError."""
         ...
 
     def load(self, path: Path) -> None:
@@ -254,10 +249,8 @@ class Checkpoints(Protocol):
         ...
 
     def committed(self, wait: bool) -> SavedCheckpoint | None:
-        """The newest checkpoint that was committed since the last call, of one under way only if it `wait`s.
-
-        Raises: StorageError; RunError past the deadline.
-        """
+        """The newest checkpoint that was committed since the last call, of one under way only if it `wait`s. Raises:
+        StorageError; RunError past the deadline."""
         ...
 
 
@@ -275,6 +268,12 @@ class Monitors(Protocol):
 
     def verdict(self) -> RunError | None:
         """Why the run ends after the step that was judged last; None if it goes on."""
+        ...
+
+
+class Traces(Protocol):
+    def keep(self, step: int, rollouts: Sequence[Rollout], trained: StepReport) -> None:
+        """Store some episodes of a step for people, with what the trainer says of them. Raises: StorageError."""
         ...
 
 

@@ -87,6 +87,8 @@ class RunReporter:
                 self._shown.say(
                     f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
                 )
+            elif found.error:
+                self._shown.say(f"step {record.step}: a sub-agent of domain {domain} broke: {found.error}")
             unanswered = found.guard.unanswered if found.guard else 0
             if unanswered:
                 self._shown.say(

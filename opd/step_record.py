@@ -80,7 +80,7 @@ class TurnRecord:
     tokens: int
     loss: float
     logprob_gap: float
-    """|trainer - engine| log-prob."""
+    """|trainer - engine| log-prob, without stale tokens; 0 if all are stale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,9 @@ class EpisodesRecord:
     broken: int = 0
     """Episodes that ended because an environment or an agent's program failed."""
     error: str = ""
-    """What broke the first that broke."""
+    """What broke the first that broke, else the first sub-agent that broke."""
+    sub_agents: Mapping[str, int] = field(default_factory=dict)
+    """Why sub-agents ended -> how many; not there without any. `refused`: calls that started none."""
     by_turn: tuple[TurnRecord, ...] = ()
     """The first turn, the second, and so on."""
     guard: GuardRecord | None = None
@@ -130,7 +132,8 @@ class EpisodesRecord:
             invalid_calls=stats.invalid_calls,
             stop_reasons=dict(stats.stop_reasons),
             broken=stats.broken,
-            error=stats.error,
+            error=stats.error or stats.sub_agent_error,
+            sub_agents=dict(stats.sub_agents),
             by_turn=tuple(_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
             guard=None if stats.guard is None else GuardRecord.of(stats.guard),
         )
@@ -146,11 +149,16 @@ class EpisodesRecord:
         guard = GuardRecord.from_json(read["guard"]) if read.get("guard") else None
         return cls(**read | {"by_turn": tuple(TurnRecord(**turn) for turn in read.get("by_turn", ())), "guard": guard})
 
+    def to_json(self) -> dict[str, Any]:
+        """The fields that these episodes have, by name."""
+        return {name: value for name, value in asdict(self).items() if value or name != "sub_agents"}
+
 
 def _turn(stats: TurnStats | None) -> TurnRecord:
     if stats is None:
         return TurnRecord(tokens=0, loss=0.0, logprob_gap=0.0)
-    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=stats.gap_sum / stats.tokens)
+    gap = stats.gap_sum / max(1, stats.tokens - stats.stale_tokens)
+    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,9 +384,11 @@ def seconds_at_work(
 
 
 def _prompts(batch: RolloutBatch) -> dict[str, int]:
-    """Domain -> prompts. An episode of several segments is one of them."""
-    episodes = dict.fromkeys((rollout.domain, rollout.episode) for rollout in batch.rollouts)
-    return dict(Counter(domain for domain, _ in episodes) + Counter(q.domain for q in batch.quarantined))
+    """Domain -> prompts. An episode is one of them, whatever segments it has; the first is of the prompt's domain."""
+    episodes: dict[str, str] = {}
+    for rollout in batch.rollouts:
+        episodes.setdefault(rollout.episode, rollout.domain)
+    return dict(Counter(episodes.values()) + Counter(q.domain for q in batch.quarantined))
 
 
 def _places(bits: int) -> str:

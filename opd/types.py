@@ -1,8 +1,7 @@
 """The records that the parts hand to each other. Everything about one trained sequence is one record.
 
-Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row,
-N trained response tokens of a rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response
-tokens.
+Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row, N trained response tokens of a
+rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response tokens.
 Nothing in this file imports torch, so the command line stays light.
 """
 
@@ -30,8 +29,7 @@ StopReason = Literal[TurnStop, "done", "turns", "tokens", "context", "template",
 """Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
 of `turns`, of `tokens`, or the model's `context`; `template`: the chat template cannot append the next message."""
 SegmentOrigin = Literal["main", "summary", "sub_agent"]
-"""What a segment of an episode begins with: the dialogue itself, a summary of the segment before it, or the task that a tool
-gives an episode of its own."""
+"""What a segment of an episode begins with: the dialogue, a summary of the segment before it, or what a tool was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +107,9 @@ class Rollout:
     """What a verifier or an environment gave for the response; None: nobody was asked."""
     origin: SegmentOrigin = "main"
     parent: str | None = None
-    """Sample id of the segment of the same episode that this one was forked from, whose summary it begins with, or that started
-    it; None for the first."""
+    """Sample id of the segment that this one was forked from, whose summary it begins with, or that started it; or None."""
     next: str | None = None
-    """Sample id of the segment that begins with the summary at the end of this one; None where there is none."""
+    """Sample id of the segment that begins with the summary at the end of this one, or None."""
 
     @classmethod
     def to_score(
@@ -308,13 +305,12 @@ class PositionStats(Sums):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnStats(Sums):
-    """Sums over the trained tokens of one domain that were sampled in the same turn of their episodes."""
+    """Sums over the trained tokens of one domain that were sampled in the same turn; fields as those of `DomainStats`."""
 
     tokens: int
     kl_sum: float
-    """The objective's value, nats: see `DomainStats.kl_sum`."""
     gap_sum: float
-    """|trainer - engine| log-prob: see `DomainStats.gap_sum`."""
+    stale_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +331,8 @@ class StepReport:
     """Key: number of bits of the token's place in its response. 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
     """Key: domain, and number of the turn from 0."""
+    token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Sample id -> the objective's value at each trained token, nats; of the samples that `opd.traces.choose` watches."""
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
     drift: float = 0.0

@@ -33,6 +33,7 @@ from opd.schedules.spec import ScheduleSpec
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
 from opd.sync.shared_memory import SharedMemorySync, probe_sequences
+from opd.traces.keeping import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.read import Inputs, users_engine
 from pipelines.specs import critic_spec, flight_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
@@ -104,6 +105,7 @@ def build(
         sync=_sync(config, inputs, trainer, engine, shown),
         evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
         monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
+        traces=TraceFiles(paths, inputs.tokenizer, config.checkpoint.every, config.trainer.steps),
         checkpoints=_checkpoints(config, paths, SavesBeside(trainer, credit, CREDIT) if credit else trainer, identity),
         reporter=RunReporter(metrics, paths, shown, sinks),
         rewards=_rewards(config, inputs, credit) if credit else None,

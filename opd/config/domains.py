@@ -14,6 +14,7 @@ from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
 from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict, flag_or_mapping, text_or_more
+from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.verifiers import VerifierConfig
 
 
@@ -106,6 +107,12 @@ class EnvironmentConfig(Strict):
     """Tokens that the student may write in an episode; default: as many as `rollout.max_model_len` holds."""
     context: ContextConfig | None = None
     """What is done about an episode that outgrows the model's context; default: it ends there."""
+    sub_agents: dict[ToolName, SubAgentConfig] = {}
+    """Name of a tool -> the sub-agent that a call of it starts: the student in an episode of its own; see docs/agents.md."""
+    max_sub_agents: int = Field(8, ge=1)
+    """Sub-agents of an episode, those that sub-agents start among them; further calls are refused."""
+    max_depth: int = Field(1, ge=1, le=8)
+    """1: sub-agents start none themselves. 2: those of the episode may, but theirs may not, and so on."""
     step_timeout_s: float = Field(30, gt=0)
     """Deadline of each call of the environment: an episode whose environment is not back in time ends."""
     max_broken: float = Field(0.1, ge=0, le=1)

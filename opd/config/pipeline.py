@@ -133,6 +133,26 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _every_sub_agent_has_a_domain(self) -> PipelineConfig:
+        for name, domain in self.domains.items():
+            for tool, agent in (domain.environment.sub_agents if domain.environment else {}).items():
+                own = agent.domain or name
+                wanted = [d for d, found in self.domains.items() if found.environment or agent.environment != "domain"]
+                if own not in wanted:
+                    has = "a domain with an environment" if agent.environment == "domain" else "a domain"
+                    raise PydanticCustomError(
+                        "sub_agent",
+                        "{has} of this pipeline: {wanted}",
+                        {
+                            "has": has,
+                            "wanted": ", ".join(wanted),
+                            "found": own,
+                            "where": f"domains.{name}.environment.sub_agents.{tool}.domain",
+                        },
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _whole_groups_in_every_step(self) -> PipelineConfig:
         total, n = self.trainer.samples_per_step, self.rollout.n
         if total % n:

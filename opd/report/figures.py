@@ -142,6 +142,21 @@ def by_domain(
     return plot(name, title, draw, note=options.get("note", ""))
 
 
+def by_turn(name: str, title: str, values: Mapping[str, Curve]) -> Plot:
+    """A line for each domain over the turns of its episodes, as many as it has."""
+
+    def draw(axes: Axes) -> None:
+        for index, curve in enumerate(values.values()):
+            points = [np.nan if value is None else value for value in curve]
+            turns = range(1, 1 + len(points))
+            axes.plot(turns, points, gid=f"domain-{index}", marker="o", markersize=3.5, **domain_style(index))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        axes.set_xlabel("turn of the episode")
+        _y_axis(axes, {"label": "nats a token"})
+
+    return plot(name, title, draw, note="All steps of the run, weighted by tokens.")
+
+
 def lines(
     name: str,
     title: str,

@@ -8,6 +8,7 @@ from typing import Any
 
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
+from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.guard import guard_report
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
@@ -85,8 +86,9 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """The report from all files of a run directory; for a merge that goes on, the report so far.
 
     It has the keys of `build_report`. It also has the intervals of `_add_intervals` if the evaluations' files are there,
-    `curves` if there are records, `evaluations`, `models`, `baselines` and `command` if the files have them, `alarms`
-    of the monitors, `guard` if one looked on, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
+    `curves` if there are records, `episodes` if there are agents, `evaluations`, `models`, `baselines` and `command` if the files
+    have them, `alarms` of the monitors, `guard` if one looked on, `stale` with the results that are out of date, and `unfinished`
+    if the merge goes on.
     """
     before, expert, after = _accuracies(run)
     report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
@@ -100,6 +102,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["utilisation"] = utilisation(run.records)
         report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
+        report |= {"episodes": found} if (found := episode_rows(run.records)) else {}
         report["largest_probe_gap"] = max(record.probe_gap for record in run.records)
     points = _evaluations(run)
     if points:
@@ -246,7 +249,7 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     sample_share, token_share: of the steps' prompts and of their trained tokens.
     by places in the response: positions (loss, mean a token).
     of all domains: truncated (share of the responses), tokens_per_s.
-    with rewards: those of `opd.report.rewards.reward_curves`.
+    with rewards: those of `opd.report.rewards.reward_curves`; with agents those of `opd.report.agents.episode_curves`.
     """
     points = [list(part) for part in _cut(records, POINTS)]
     domains = sorted({name for record in records for name in record.domains})
@@ -263,7 +266,7 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     found["positions"] = _positions(points)
     found["truncated"] = [_truncated(part) for part in points]
     found["tokens_per_s"] = [_rate(part) for part in points]
-    return found | reward_curves(points, domains)
+    return found | reward_curves(points, domains) | episode_curves(points)
 
 
 def _cut(records: Sequence[StepRecord], most: int) -> Iterable[Sequence[StepRecord]]:

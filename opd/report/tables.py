@@ -63,6 +63,26 @@ def _baseline_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def agent_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Domain, episodes, mean turns and reward, share of the sampled tokens that carried loss, forks, turns lost, broken
+    episodes, and the largest mean gap of a turn: one row for each domain of agents."""
+    return [(name, *_agent_row(row)) for name, row in report.get("episodes", {}).items()]
+
+
+def _agent_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    gaps = [turn["logprob_gap"] for turn in row["by_turn"] if turn["logprob_gap"] is not None]
+    return (
+        str(row["episodes"]),
+        "-" if row["turns"] is None else f"{row['turns']:.1f}",
+        "-" if row["reward"] is None else f"{row['reward']:.3f}",
+        share_text(row["trained"]),
+        str(row["forks"]),
+        str(row["lost_turns"]),
+        str(row["broken"]),
+        f"{max(gaps):.1e}" if gaps else "-",
+    )
+
+
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first column is text, the others are numbers."""
     lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]

@@ -17,6 +17,7 @@ from opd.cluster import Pending
 from opd.reward.records import PolicyReport, PolicyStats, RewardStep
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
+from opd.traces.choose import watched
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
 from opd.train.policy import RankPolicy, policy_work
@@ -117,7 +118,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         teaches = policy is not None or self._objective.HAS_DIVERGENCE
         weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
         lr = self._spec.rate.at(step)
-        return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, stale=stale, policy=policy)
+        known: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched(rollouts)}
+        return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, **known)
 
     def _baselines(self, targets: TargetStream) -> dict[str, float] | None:
         """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""
@@ -195,6 +197,7 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
         domains=dict(sorted(domains.items())),
         positions=dict(sorted(positions.items())),
         turns=dict(sorted(turns.items())),
+        token_losses={i: losses for result in results for i, losses in result.token_losses.items()},
         policy=_policy_report([r.policy for r in results if r.policy is not None]),
     )
 

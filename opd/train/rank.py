@@ -46,6 +46,8 @@ class RankWork:
     without a baseline."""
     stale: frozenset[str] = frozenset()
     """Samples that older weights than the trainer's wrote."""
+    watched: frozenset[str] = frozenset()
+    """Samples whose loss is reported token by token."""
     policy: PolicyWork | None = None
     """The policy gradient; None without a reward."""
 
@@ -58,6 +60,7 @@ class RankWork:
             weights={i: self.weights[i] for i in mine},
             baselines=self.baselines and {i: self.baselines[i] for i in mine if i in self.baselines},
             stale=self.stale.intersection(mine),
+            watched=self.watched.intersection(mine),
             policy=self.policy and self.policy.of(mine),
         )
 
@@ -72,6 +75,7 @@ class RankResult:
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats]
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
+    token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
     policy: RankPolicy | None = None
 
 
@@ -124,6 +128,7 @@ class TrainerRank(ZeroEngine):
         stats = to_device(self._backward(inputs, policy, index), torch.device("cpu"))
         stale = frozenset(place for place, i in enumerate(ids) if i in step.work.stale)
         step.totals.add(batch, weight_N, stats, stale)
+        step.totals.keep(batch, stats, {place: i for place, i in enumerate(ids) if i in step.work.watched})
         if policy:
             step.policy_totals.add(batch, policy[1], stats)
 
@@ -164,6 +169,7 @@ class TrainerRank(ZeroEngine):
             domains=totals.domains,
             positions=totals.positions,
             turns=totals.turns,
+            token_losses=totals.token_losses,
             policy=policy,
         )
 

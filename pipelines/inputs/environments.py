@@ -23,6 +23,7 @@ from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from pipelines.inputs.guards import check_guards, guard_of_domain
+from pipelines.inputs.sub_agents import check_sub_agents, sub_agents_options
 
 
 def episode_options(config: PipelineConfig, judged: Path | None = None) -> dict[str, EpisodeOptions | AgentOptions]:
@@ -53,6 +54,7 @@ def _environment_options(
         template_date=config.student.template_date,
         compaction=_compaction(config, environment.context),
         guard=guard_of_domain(config, domain, judged),
+        sub_agents=sub_agents_options(config, domain, environment),
     )
 
 
@@ -91,13 +93,14 @@ def check_environments(
     tokenizer: Any,
     stop_token_ids: Sequence[int],
 ) -> None:
-    """Make and close one environment of each domain, look for the agents' programs, build the guards, and prove the chat
-    template where a domain's prompts are messages or an agent's program sends some.
+    """Make and close one environment of each domain, look for the agents' programs, find the guards' rules and judges, and prove
+    the chat template where a domain's prompts are messages or an agent's program sends some. Sub-agents have to fit their
+    environments and prompts.
 
     Raises: ConfigError; ModelError if the template cannot append.
     """
     episodes = episode_options(config)
-    tools: dict[str, Sequence[Tool]] = {}
+    tools: dict[str, list[str]] = {}
     for name, options in episodes.items():
         if isinstance(options, AgentOptions):
             _refuse_missing(name, options)
@@ -106,8 +109,13 @@ def check_environments(
             _refuse_late_compaction(name, options, config.rollout.max_model_len)
             tools[name] = asyncio.run(_try(name, options))
     check_guards({name: options.guard for name, options in episodes.items() if options.guard is not None}, tools)
+    appender = None
     if any(_needs_template(options, prompts[name], tokenizer) for name, options in episodes.items()):
-        ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
+        appender = ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
+    for name, domain in config.domains.items():
+        if domain.environment is not None and domain.environment.sub_agents:
+            chat = None if isinstance(prompts[name][0].text, str) else appender
+            check_sub_agents(name, domain.environment, tools, chat)
 
 
 def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:
@@ -156,8 +164,9 @@ def _refuse_late_compaction(domain: str, options: EpisodeOptions, context: int) 
         )
 
 
-async def _try(domain: str, options: EpisodeOptions) -> Sequence[Tool]:
-    """The environment's tools. Raises: ConfigError if it cannot be made with its options, or if its tools are none."""
+async def _try(domain: str, options: EpisodeOptions) -> list[str]:
+    """The names of its tools. Raises: ConfigError for an environment that cannot be made with its options, or whose tools are
+    none."""
     make = find(options.environment, f"domains.{domain}.environment.name")
     thread = OwnThread(options.step_timeout_s)
     try:
@@ -180,4 +189,4 @@ async def _try(domain: str, options: EpisodeOptions) -> Sequence[Tool]:
             wanted="a tuple of opd.environments.records.Tool, empty if there are none",
             fix=f"correct {options.environment}",
         )
-    return tools
+    return [tool.name for tool in tools]

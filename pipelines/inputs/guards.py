@@ -9,7 +9,6 @@ from pathlib import Path
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
 from opd.config.guard import EndpointJudge, LocalJudge, guard_of
-from opd.environments.records import Tool
 from opd.errors import ConfigError
 from opd.guard.build import GuardSpec, guard_spec, users_scorer
 from opd.guard.examples import refuse_wrong_examples
@@ -23,8 +22,8 @@ def guard_of_domain(config: PipelineConfig, domain: DomainConfig, judged: Path |
     return None if section is None else guard_spec(section, judged)
 
 
-def check_guards(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[Tool]]) -> None:
-    """Compile the rules of each domain, and find its judge. `tools` are those of the domains with an environment; a program's are not known.
+def check_guards(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[str]]) -> None:
+    """Compile the rules of each domain, and find its judge. `tools` are the names of those of the domains with an environment; a program's are not known.
 
     Raises: ConfigError.
     """
@@ -66,9 +65,9 @@ def _refuse_missing_model(spec: GuardSpec) -> None:
         )
 
 
-def _refuse_unknown_tools(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[Tool]]) -> None:
+def _refuse_unknown_tools(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[str]]) -> None:
     """A misspelt name would leave a tool without a guard."""
-    known = {tool.name for domain in guards for tool in tools[domain]}
+    known = {tool for domain in guards for tool in tools[domain]}
     for spec in guards.values():
         for key, names in (("only_tools", spec.config.only_tools or ()), ("tools", spec.config.tools)):
             strange = next((name for name in names if name not in known), None)
@@ -81,7 +80,7 @@ def _refuse_unknown_tools(guards: Mapping[str, GuardSpec], tools: Mapping[str, S
                 )
 
 
-def _refuse_nothing_to_check(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[Tool]]) -> None:
+def _refuse_nothing_to_check(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[str]]) -> None:
     if guards and not any(tools[domain] or spec.config.answers for domain, spec in guards.items()):
         raise ConfigError.at(
             "guard",

@@ -68,6 +68,8 @@ class Segment:
     first."""
     next: int | None = None
     """Number of the segment that begins with the summary at the end of this one."""
+    domain: str = ""
+    """Domain whose experts score it; empty: the episode's."""
     logprobs: list[float] = field(default_factory=list)
     """[R] of each token after the prompt; 0 where the policy did not sample it."""
     spans: list[Span] = field(default_factory=list)
@@ -124,11 +126,13 @@ class Segment:
 class Trace:
     """The segments of one episode."""
 
-    def __init__(self, policy_version: int = 0, masked: frozenset[int] = frozenset()) -> None:
-        """`policy_version` is the engine's as the episode begins; tokens in `masked` carry no loss."""
+    def __init__(self, policy_version: int = 0, masked: frozenset[int] = frozenset(), domain: str = "") -> None:
+        """`policy_version` is the engine's as the episode begins; tokens in `masked` carry no loss; `domain` has the experts
+        that score the segments, empty: the episode's."""
         self.segments: list[Segment] = []
         self._version = policy_version
         self._masked = masked
+        self._domain = domain
         self._forks = 0
         self._lost_turns = 0
 
@@ -144,11 +148,21 @@ class Trace:
             masked=self._masked,
             origin=origin,
             parent=None if parent is None else parent.number,
+            domain=self._domain,
         )
         self.segments.append(made)
         if parent is not None and origin == "summary":
             parent.next = made.number
         return made
+
+    def adopt(self, other: Trace, caller: Segment) -> None:
+        """Take over the segments of a sub-agent that a turn of `caller` started."""
+        before = len(self.segments)
+        for segment in other.segments:
+            segment.number += before
+            segment.parent = caller.number if segment.parent is None else segment.parent + before
+            segment.next = None if segment.next is None else segment.next + before
+        self.segments += other.segments
 
     def continue_or_fork(self, ids: Sequence[int]) -> Segment:
         """The segment after which the turn for this whole history is sampled, busy until the turn is there.
@@ -224,7 +238,7 @@ def _rollout(segment: Segment, sample: Sample, stop_reason: StopReason, reward: 
         group=sample.group,
         episode=sample.sample_id,
         step=sample.step,
-        domain=sample.domain,
+        domain=segment.domain or sample.domain,
         prompt_ids=tuple(segment.ids[: segment.prompt_len]),
         response_ids=tuple(segment.ids[segment.prompt_len : segment.prompt_len + length]),
         behaviour_logprobs=tuple(segment.logprobs[:length]),

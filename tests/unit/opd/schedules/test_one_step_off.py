@@ -134,7 +134,7 @@ class Merge:
         )  # fmt: skip
         others: dict[str, Any] = {
             "sync": SimpleNamespace(push=push), "reporter": SimpleNamespace(step=report), "evaluator": None,
-            "monitors": SimpleNamespace(judge=lambda *_: ()),
+            "monitors": SimpleNamespace(judge=lambda *_: ()), "traces": SimpleNamespace(keep=lambda *_: None),
         }  # fmt: skip
         return Parts(
             prompts=prompts, schedule=schedule, engine=engine, teachers=pool, log=log, trainer=student,  # type: ignore[arg-type]
