@@ -272,7 +272,7 @@ class Monitors(Protocol):
 
 
 class Traces(Protocol):
-    def keep(self, step: int, rollouts: Sequence[Rollout], trained: StepReport) -> None:
+    def keep(self, step: int, batch: RolloutBatch, trained: StepReport) -> None:
         """Store some episodes of a step for people, with what the trainer says of them. Raises: StorageError."""
         ...
 

@@ -110,7 +110,7 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         record = replace(record, busy_s=seconds_at_work(record, parts.schedule.take_busy_s(), scored.targets, trained))
         record = replace(record, alarms=parts.monitors.judge(record, scored.batch.rollouts))
         parts.reporter.step(record)
-        parts.traces.keep(step, scored.batch.rollouts, trained)
+        parts.traces.keep(step, scored.batch, trained)
         leaving = stop() or step == plan.last_step or record.ends_run
         with clock("checkpoint"):
             # Commit after the record: a run that is killed in between resumes from the checkpoint before and rewinds the records.

@@ -138,10 +138,6 @@ class EpisodesRecord:
             guard=None if stats.guard is None else GuardRecord.of(stats.guard),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Its part of a line of `metrics.jsonl`."""
-        return {key: value for key, value in asdict(self).items() if key != "guard" or value is not None}
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`; keys of a newer release are ignored."""
@@ -151,7 +147,7 @@ class EpisodesRecord:
 
     def to_json(self) -> dict[str, Any]:
         """The fields that these episodes have, by name."""
-        return {name: value for name, value in asdict(self).items() if value or name != "sub_agents"}
+        return {name: value for name, value in asdict(self).items() if value or name not in ("sub_agents", "guard")}
 
 
 def _turn(stats: TurnStats | None) -> TurnRecord:

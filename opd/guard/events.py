@@ -46,6 +46,11 @@ class GuardEvent:
         done = "let pass" if self.verdict.allowed else "blocked"
         return f"guard: {done} by {DECIDED[self.verdict.stage]}, {self.rule}: {self.verdict.reason}"
 
+    @property
+    def told(self) -> str:
+        """The same with the turn, from 1, and the call."""
+        return f"turn {self.turn + 1}, {self.line}\n{self.tool or 'answer'}: {self.text[:MAX_EXAMPLE]}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardStats:

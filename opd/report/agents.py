@@ -156,7 +156,7 @@ def _title(segment: SegmentTrace, domain: str) -> str:
 
 def _piece(turn: int, piece: Piece) -> dict[str, Any]:
     """Who wrote it, and its tokens with level and loss; the level is -1 where a token carries none."""
-    policy = piece.origin == "policy"
+    policy = piece.origin in ("policy", "blocked")
     known = policy and bool(piece.losses)
     mean = sum(piece.losses) / len(piece.losses) if known else None
     losses = piece.losses if known else (None,) * len(piece.texts)

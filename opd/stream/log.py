@@ -23,6 +23,7 @@ from opd import cluster
 from opd.errors import StorageError
 from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
+from opd.rollouts.episodes.spec import EpisodeStats
 from opd.run_dir import step_name, step_of
 from opd.stream.rollouts import read_file, write_file
 from opd.stream.schema import PartRecord, StreamError
@@ -189,3 +190,10 @@ def logged_steps(root: Path) -> list[int]:
 def logged_rollouts(root: Path, step: int, vocab_size: int) -> list[Rollout]:
     """The rollouts of a step that a log has. Raises: RolloutError if another release wrote them, or they are damaged; OSError."""
     return read_file((root / step_name(step) / ROLLOUTS).read_bytes(), vocab_size)
+
+
+def logged_episodes(root: Path, step: int) -> dict[str, EpisodeStats]:
+    """Domain -> what became of its episodes in a step that a log has. Raises: OSError, ValueError, KeyError or TypeError for a
+    damaged file."""
+    manifest = json.loads((root / step_name(step) / MANIFEST).read_text(encoding="utf-8"))
+    return {domain: EpisodeStats.from_json(data) for domain, data in manifest.get("episodes", {}).items()}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from opd.files import storing
 from opd.interfaces import Decoder
 from opd.run_dir import RunPaths
 from opd.traces.choose import chosen, episodes_of
-from opd.traces.making import trace_of
+from opd.traces.making import guard_events, trace_of
 from opd.traces.record import StepTraces
-from opd.types import Rollout, StepReport
+from opd.types import RolloutBatch, StepReport
 
 
 class TraceFiles:
@@ -27,13 +25,13 @@ class TraceFiles:
         self._every = every
         self._last = last
 
-    def keep(self, step: int, rollouts: Sequence[Rollout], trained: StepReport) -> None:
+    def keep(self, step: int, batch: RolloutBatch, trained: StepReport) -> None:
         """Store the chosen episodes of a step that is kept. Raises: StorageError."""
         if not (_stays(step) or step % self._every == 0 or step == self._last):
             return
-        episodes = episodes_of(rollouts)
+        episodes, seen = episodes_of(batch.rollouts), guard_events(batch.episodes.values())
         kept = [
-            trace_of(episodes[name], why, trained.token_losses, self._tokenizer)
+            trace_of(episodes[name], why, trained.token_losses, self._tokenizer, seen)
             for name, why in chosen(episodes).items()
         ]
         if not kept:

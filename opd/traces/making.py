@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from opd.guard.events import GuardEvent
 from opd.interfaces import Decoder
+from opd.rollouts.episodes.spec import EpisodeStats
 from opd.traces.choose import Why
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
 from opd.traces.texts import token_texts
@@ -21,9 +23,21 @@ Losses = Mapping[str, Sequence[float]]
 """Sample id -> the loss of each of its trained tokens, nats."""
 
 
-def trace_of(segments: Sequence[Rollout], why: tuple[Why, ...], losses: Losses, tokenizer: Decoder) -> EpisodeTrace:
-    """One episode; segments without an entry in `losses` have none."""
+def guard_events(stats: Iterable[EpisodeStats]) -> list[GuardEvent]:
+    """What the guard saw in a step, of all domains."""
+    return [event for found in stats if found.guard is not None for event in found.guard.events]
+
+
+def trace_of(
+    segments: Sequence[Rollout],
+    why: tuple[Why, ...],
+    losses: Losses,
+    tokenizer: Decoder,
+    seen: Iterable[GuardEvent] = (),
+) -> EpisodeTrace:
+    """One episode; segments without an entry in `losses` have none. `seen` is what the guard saw in the step."""
     first = segments[0]
+    place = f"{first.episode}/"  # sub-agents have names of their own below it
     return EpisodeTrace(
         episode=first.episode,
         domain=first.domain,
@@ -31,6 +45,7 @@ def trace_of(segments: Sequence[Rollout], why: tuple[Why, ...], losses: Losses, 
         stop_reason=first.stop_reason,
         reward=first.reward,
         segments=tuple(_segment(rollout, losses.get(rollout.sample_id, ()), tokenizer) for rollout in segments),
+        guard=tuple(event.told for event in seen if f"{event.episode}/".startswith(place)),
     )
 
 

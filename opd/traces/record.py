@@ -71,6 +71,8 @@ class EpisodeTrace:
     reward: float | None
     segments: tuple[SegmentTrace, ...]
     """In the order in which they began."""
+    guard: tuple[str, ...] = ()
+    """What the guard said of its calls, in their order."""
 
     @property
     def num_turns(self) -> int:
@@ -85,7 +87,7 @@ class EpisodeTrace:
     @property
     def trained(self) -> int:
         """Those of them that carry loss."""
-        return sum(p.length for s in self.segments for p in s.pieces if p.origin == "policy")
+        return sum(p.length for s in self.segments for p in s.pieces if p.origin in ("policy", "blocked"))
 
     @property
     def tree(self) -> Iterator[tuple[int, SegmentTrace]]:
@@ -138,7 +140,9 @@ def _episode(data: Mapping[str, Any]) -> EpisodeTrace:
     segments = tuple(
         SegmentTrace(**{**segment, "pieces": tuple(map(_piece, segment["pieces"]))}) for segment in data["segments"]
     )
-    return EpisodeTrace(**{**data, "why": tuple(data["why"]), "segments": segments})
+    return EpisodeTrace(
+        **{**data, "why": tuple(data["why"]), "segments": segments, "guard": tuple(data.get("guard", ()))}
+    )
 
 
 def _piece(data: Mapping[str, Any]) -> Piece:

@@ -9,9 +9,9 @@ from pathlib import Path
 from opd.config.pipeline import load_pipeline
 from opd.errors import RunDirError, RunError
 from opd.run_dir import RunPaths
-from opd.stream.log import logged_rollouts, logged_steps
+from opd.stream.log import logged_episodes, logged_rollouts, logged_steps
 from opd.traces.choose import episodes_of
-from opd.traces.making import trace_of
+from opd.traces.making import guard_events, trace_of
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces, read_traces
 from pipelines.inputs.read import load_tokenizer
 
@@ -65,7 +65,8 @@ def _of_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
     tokenizer = load_tokenizer(load_pipeline(paths.pipeline).student.model)
     try:
         rollouts = logged_rollouts(paths.targets, step, len(tokenizer))
-    except RunError as error:
+        seen = guard_events(logged_episodes(paths.targets, step).values())
+    except (RunError, ValueError, KeyError, TypeError) as error:
         raise RunDirError.at(
             paths.targets,
             found=str(error),
@@ -75,7 +76,9 @@ def _of_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
     why = {episode.episode: episode.why for episode in kept.episodes}
     segments = [segment for episode in kept.episodes for segment in episode.segments]
     losses = {s.sample_id: [loss for piece in s.pieces for loss in piece.losses] for s in segments}
-    return [trace_of(found, why.get(name, ()), losses, tokenizer) for name, found in episodes_of(rollouts).items()]
+    return [
+        trace_of(found, why.get(name, ()), losses, tokenizer, seen) for name, found in episodes_of(rollouts).items()
+    ]
 
 
 def tree_lines(trace: EpisodeTrace) -> Iterator[str]:
@@ -86,6 +89,7 @@ def tree_lines(trace: EpisodeTrace) -> Iterator[str]:
         f"== {trace.episode}: {trace.stop_reason}, {reward}, {trace.num_turns} turns, {len(trace.segments)} segments, "
         f"{trace.trained} of {trace.sampled} sampled tokens trained{why}"
     )
+    yield from trace.guard
     for depth, segment in trace.tree:
         for line in _segment_lines(segment):
             yield "  " * depth + line.replace("\n", "\n" + "  " * (depth + 2))
@@ -108,7 +112,7 @@ def _beside(piece: Piece) -> str:
     """What is said of a piece beside its length."""
     if piece.origin == "environment":
         return ""
-    masked = " without loss" if piece.origin == "masked" else ""
+    masked = {"masked": " without loss", "blocked": " counted against the student"}.get(piece.origin, "")
     loss = f", mean loss {sum(piece.losses) / len(piece.losses):.3f}" if piece.losses else ""
     cut = f", the last {piece.left_out} not shown" if piece.left_out else ""
     return f"{masked} by weights {piece.policy_version}{loss}{cut}"

@@ -2,6 +2,7 @@
 
     reset ──▶ prompt + observation ──▶ engine ──turn──▶ calls ──▶ environment.step ──observation──▶ engine ──turn──▶ ...
               (first, rendered)        (sampled ids, kept as they are)              (after, appended as tokens)
+                                                      guard: what it blocks is answered here
 
 All episodes of a step run at once, their turns in one batch. Whatever an environment does ends its own episode at most.
 """
@@ -12,24 +13,26 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
 from typing import Any, TypeVar
 
 from opd.config.context import PLACE
 from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.guard.build import shared_guard
+from opd.guard.watch import Looked, Watch
 from opd.interfaces import TokenEngine, TurnTokenizer
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.compaction import Compactor
 from opd.rollouts.episodes.delegation import Delegation, in_order
-from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, readable
+from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
 from opd.rollouts.episodes.turns import Answer, Opening
 from opd.rollouts.episodes.worlds import CallersEnvironment, NoEnvironment, OwnEnvironment, World
-from opd.text import one_line
+from opd.text import one_line, readable
 from opd.types import Sampled, SegmentOrigin
 
 T = TypeVar("T")
@@ -122,6 +125,7 @@ class _Agent:
         self._lent = asyncio.Lock()
         """Held by the sub-agent that acts on this agent's environment."""
         self._compactor = Compactor(request.options.compaction)
+        self._watch = caller._watch if caller and shares else watch_of(request)
         self._invalid = 0
         self._text = ""
         """The last turn."""
@@ -140,6 +144,7 @@ class _Agent:
             invalid_calls=self._invalid,
             error=self._told(end.error),
             text="\n".join(self._said),
+            guard=None if self._watch is None else self._watch.stats,
             sub_agents=dict(self._delegation.ends),
             sub_agent_error=self._delegation.error,
         )
@@ -249,13 +254,29 @@ class _Agent:
             self._invalid += 1
             return Answer(f"{UNREADABLE}{error}", calls=1, ended=ended)
         theirs = tuple(call for call, ours in zip(calls, delegated, strict=True) if not ours)
-        outcome = await self._world.step(Action(text=text, calls=theirs)) if theirs or not calls else Outcome()
+        outcome = (
+            await self._acted(segment, sampled, Action(text=text, calls=theirs)) if theirs or not calls else Outcome()
+        )
         if outcome.done:
             raise EpisodeEnd("done")
         if len(theirs) == len(calls):
             return Answer(outcome.observation, calls=len(calls), ended=ended)
         answers = await self._delegated([c for c, ours in zip(calls, delegated, strict=True) if ours], segment)
         return Answer(in_order(delegated, answers, outcome), calls=len(calls), ended=ended)
+
+    async def _acted(self, segment: Segment, sampled: Sampled, action: Action) -> Outcome:
+        """What the environment says to a turn, and what the guard says in its place. Raises: EpisodeEnd."""
+        looked = Looked(calls=action.calls)
+        if self._watch is not None:
+            looked = await self._watch.look(self._trace.audit.turns - 1, action.text, action.calls)
+            self._watch.keep(looked)
+            self._said += [event.line for event in looked.seen.events]
+            if looked.blocked:
+                segment.mark(sampled, self._watch.mark)
+            if looked.stops:
+                return Outcome(observation=looked.instead)
+        outcome = await self._world.step(replace(action, calls=looked.allowed))
+        return replace(outcome, observation=looked.woven(outcome.observation))
 
     async def _delegated(self, calls: Sequence[ToolCall], segment: Segment) -> list[str]:
         """What sub-agents answer to these calls of a turn. Raises: EpisodeEnd if the environment is over then."""
@@ -284,6 +305,8 @@ class _Agent:
     def _taken_over(self, call: ToolCall, agent: _Agent, end: EpisodeEnd, segment: Segment) -> str:
         """What the policy reads of a sub-agent that has ended; its tokens are this episode's."""
         self._trace.adopt(agent._trace, segment)
+        if self._watch is not None and agent._watch is not None and agent._watch is not self._watch:
+            self._watch.stats += agent._watch.stats
         self._invalid += agent._invalid
         self._said += [f"{call.name}: {line}" for line in agent._said]
         inner = agent._delegation
@@ -291,6 +314,12 @@ class _Agent:
 
     def _decoded(self, sampled: Sampled) -> str:
         return self._site.dialogues.tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
+
+
+def watch_of(request: EpisodeRequest) -> Watch | None:
+    """The guard of one episode, if its domain has one. Raises: ConfigError for rules or a judge that cannot be used."""
+    spec = request.options.guard
+    return None if spec is None else Watch(shared_guard(spec), request.sample.sample_id, spec.config.on_hit)
 
 
 def _world(request: EpisodeRequest, options: EpisodeOptions, lent: World | None) -> World:

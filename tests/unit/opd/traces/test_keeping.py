@@ -7,7 +7,7 @@ from pathlib import Path
 from opd.run_dir import RunPaths
 from opd.traces.keeping import TraceFiles
 from opd.traces.record import read_traces
-from opd.types import StepReport
+from opd.types import RolloutBatch, StepReport
 from pipelines.merging.results import take_back
 from tests.rows import make_rollout
 from tests.steps import Letters
@@ -19,7 +19,7 @@ def keep(files: TraceFiles, step: int, stop_reason: str = "done") -> None:
         stop_reason=stop_reason, reward=float(step),
     )  # fmt: skip
     report = StepReport(step=step, loss=0, grad_norm=0, lr=0, logprob_gap=0, domains={}, token_losses={rollout.sample_id: (0.5, step)})  # fmt: skip
-    files.keep(step, [rollout], report)
+    files.keep(step, RolloutBatch(rollouts=(rollout,), quarantined=()), report)
 
 
 def kept(paths: RunPaths) -> dict[int, str]:
