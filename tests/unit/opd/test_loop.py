@@ -131,7 +131,7 @@ class Events:
         self, step: int, rollouts: Sequence[Rollout], targets: Any, stale: frozenset[str], reward: Any = None
     ) -> StepReport:
         assert reward is None
-        assert [r.sample_id for r in batch.rollouts] == self.written
+        assert [r.sample_id for r in rollouts] == self.written
         assert targets is self.targets and self.step_of_targets == step
         self.seen.append(f"train {step}")
         targets.quarantined = self.quarantined  # known when all parts came
@@ -171,7 +171,7 @@ class Events:
         return SavedCheckpoint(step=step, background_s=0.25, size=9)
 
     def judge(self, record: StepRecord, rollouts: Sequence[Rollout]) -> tuple[AlarmRecord, ...]:
-        assert [r.sample_id for r in batch.rollouts] == self.written and record.alarms == ()
+        assert [r.sample_id for r in rollouts] == self.written and record.alarms == ()
         alarm = AlarmRecord(signal="gap", domain="", value=2, limit=1, action="stop", since=record.step)
         return (alarm,) if record.step == self.stopped_at else ()
 
