@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from opd.rollouts.endpoint.episode import play
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import Sample
+from opd.traces.making import trace_of
 from opd.types import Prompt, Sampled
+from pipelines.evaluation.step_traces import tree_lines
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 
 CONTEXT = 6000
@@ -121,9 +125,25 @@ class Speaker:
         return Sampled(token_ids=ids, logprobs=logprobs, stop_reason=stop, policy_version=2)
 
 
+class Several(Speaker):
+    """The same for several agents: each has turns of its own, and is known by a word that its dialogue begins with."""
+
+    def __init__(self, tokenizer: Any, turns: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(tokenizer, ())
+        self.by_word = turns
+
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+        begin = self.tokenizer.decode(list(token_ids)).partition("<|im_start|>assistant")[0]
+        self.turns = next(turns for word, turns in self.by_word.items() if f"{word}<|im_end|>" in begin)
+        return await super().generate(token_ids, max_tokens=max_tokens, seed=seed)
+
+
+def wanted(name: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
 def call(*commands: str) -> str:
-    said = (json.dumps({"name": "shell", "arguments": {"command": command}}) for command in commands)
-    return "Let me see. " + "".join(f"<tool_call>{one}</tool_call>" for one in said)
+    return "Let me see. " + "".join(wanted("shell", command=command) for command in commands)
 
 
 MIXED = [call("ls", "cat /tests/a", "pwd"), call("cat /tests/b"), call("cat /tests/c", "cat /tests/d"), "done"]
@@ -288,3 +308,43 @@ def test_a_program_that_asks_again_gets_the_same_reply_and_one_that_changes_its_
         and found.audit.forks == 1
         and json.loads((tmp_path / "ran.json").read_text()) == ["ls", "pwd"]
     )
+
+
+def test_sub_agents_are_guarded_too_and_those_that_share_a_shell_share_its_session() -> None:
+    kinds = {
+        "help": SubAgentOptions(description="Helps.", shares=True),
+        "alone": SubAgentOptions(description="Works alone.", environment=f"{__name__}:Shell"),
+    }
+    turns = {
+        "Go.": [
+            call("cd /"),
+            wanted("help", task="Read."),
+            call("cat /tests/b") + wanted("alone", task="Look."),
+            "done",
+        ],
+        "Read.": [call("cat tests/a"), "read"],
+        "Look.": [call("cat tests/a"), call("cat /tests/c"), "looked"],
+    }
+    RAN.clear()
+    tokenizer = chat_tokenizer(WITH_TOOLS)
+    asked = white(GuardConfig(on_hit="negative"), sub_agents=SubAgentsOptions(kinds=kinds, at_most=4))
+    speaker = Several(tokenizer, turns)
+    (found,) = asyncio.run(play([asked], speaker, Dialogues(tokenizer, [tokenizer.eos_token_id]), CONTEXT, 2))
+    assert (found.stop_reason, found.error) == ("done", ""), found.error
+    assert RAN == ["cd /", "cat tests/a"], (
+        "tests/a is hidden from the shell that stands in /, and not from the other one"
+    )
+    main, read, look = found.rollouts
+    text = tokenizer.decode(main.response_ids)
+    results = re.findall(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", text, re.S)
+    assert results == ["ran: cd /", "read", NO_FILE.format("b"), "looked"]
+    marks = [[span.origin for span in one.spans if span.origin != "environment"] for one in (main, read, look)]
+    assert marks == [["policy", "policy", "blocked", "policy"], ["blocked", "policy"], ["policy", "blocked", "policy"]]
+    assert found.guard is not None and (found.guard.checked, found.guard.blocked_turns) == (5, 3)
+    assert sorted(event.text for event in found.guard.events) == ["cat /tests/b", "cat /tests/c", "cat tests/a"]
+    kept = trace_of(
+        found.rollouts, (), {}, tokenizer, [*found.guard.events, replace(found.guard.events[0], episode="s01")]
+    )
+    assert len(kept.guard) == 3 and kept.sampled == kept.trained
+    assert any(line.startswith("turn 3, guard: blocked by the rules, hidden-tests: ") for line in kept.guard)
+    assert kept.guard[0] in "\n".join(tree_lines(kept))
