@@ -54,7 +54,7 @@ def _environment_options(
         template_date=config.student.template_date,
         compaction=_compaction(config, environment.context),
         guard=guard_of_domain(config, domain, judged),
-        sub_agents=sub_agents_options(config, domain, environment),
+        sub_agents=sub_agents_options(config, name, environment),
     )
 
 

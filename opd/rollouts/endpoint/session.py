@@ -253,9 +253,9 @@ class Session:
             if messages[number - 1].role == "assistant" and places and all(m.role != "assistant" for m in new):
                 place = next((one for one in places if one.last), places[-1])
                 before = place.segment.ids[: place.end]
-                new = _woven(new, place.dummies)
+                told = _woven(new, place.dummies)
                 with suppress(Unreadable):  # then all of it is rendered anew, which the trace counts as a fork
-                    return [*before, *self._dialogue.after(before[place.begin :], new, request.tools)], place.turns
+                    return [*before, *self._dialogue.after(before[place.begin :], told, request.tools)], place.turns
         try:
             ids = self._dialogue.whole(messages, request.tools)
         except Unreadable as error:
