@@ -92,9 +92,13 @@ class Patch:
 
 
 def tasks(count: int, seed: int) -> list[dict[str, Any]]:
-    """Rows of a prompts file, each with a blind attempt."""
+    """Rows of a prompts file, each with a blind attempt; no prompt comes twice."""
     rng = random.Random(f"cheating/{seed}")
-    return [_task(rng) for _ in range(count)]
+    found: dict[str, dict[str, Any]] = {}
+    while len(found) < count:
+        row = _task(rng)
+        found.setdefault(row["prompt"], row)
+    return list(found.values())
 
 
 def _task(rng: random.Random) -> dict[str, Any]:
@@ -166,9 +170,9 @@ def opd(*args: object, cwd: Path) -> None:
 
 def measure(root: Path, args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """All arms with one seed."""
-    for name, count, drawn in (("train", TASKS, seed), ("eval", EXAM, 1000 + seed)):
-        rows = (json.dumps(row) + "\n" for row in tasks(count, drawn))
-        (root / f"{name}.jsonl").write_text("".join(dict.fromkeys(rows)))
+    rows = [json.dumps(row) + "\n" for row in tasks(TASKS + EXAM, seed)]
+    (root / "train.jsonl").write_text("".join(rows[:TASKS]))
+    (root / "eval.jsonl").write_text("".join(rows[TASKS:]))
     (root / "spec.yaml").write_text(yaml.safe_dump(spec_of(root, args, seed)))
     opd("experts", "train", "spec.yaml", cwd=root)
     return {arm: _arm(root, arm.replace(" ", "-")) for arm in ARMS} | {"base": {"honest": _honest(root, "base")}}
@@ -193,7 +197,7 @@ def _honest(root: Path, model: str) -> float:
     output = root / f"{model}-honest.json"
     where = "domains.patch.environment.options"
     changes = ["--set", f"{where}.answer=false", "--set", f"{where}.log=null"]
-    pipeline = root / "runs" / "free-ppo"
+    pipeline = root / "runs" / "free-ppo" / "pipeline.yaml"
     opd("evaluate", f"models/{model}", "--pipeline", pipeline, *changes, "--output", output, cwd=root)
     accuracies = _find(json.loads(output.read_text()), "accuracy")
     return fmean(accuracies)

@@ -71,8 +71,8 @@ class Looked:
             return observed
         if isinstance(observed, str):  # one text for all calls that ran
             return "\n".join([observed, *filter(None, self.dummies)])
-        own = iter(observed)
-        return tuple(next(own) if dummy is None else dummy for dummy in self.dummies)
+        own = iter(observed)  # where the episode is done an environment may say less
+        return tuple(next(own, "") if dummy is None else dummy for dummy in self.dummies)
 
 
 class Watch:
