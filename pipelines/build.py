@@ -86,7 +86,7 @@ def build(
 
     Raises: RunError if a worker does not come up.
     """
-    engine, trainer, pool = _start_workers(config, inputs, paths)
+    engine, trainer, pool = _start_workers(config, inputs, paths.judged.absolute())
     metrics = MetricsFile(paths.metrics)
     prompts = prompt_source(config, inputs, metrics)
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
@@ -183,7 +183,7 @@ def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMR
 
 
 def _start_workers(
-    config: PipelineConfig, inputs: Inputs, paths: RunPaths
+    config: PipelineConfig, inputs: Inputs, judged: Path | None = None
 ) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, AnyPool]:
     """Start all workers side by side, except for those that must be ready before the others start. Raises: RunError."""
 
@@ -193,7 +193,7 @@ def _start_workers(
     elsewhere = None if config.teachers.scoring_workers else start_pool()
     if elsewhere is not None:
         elsewhere.wait_ready()  # costs no core here, and a wrong token should show before anything else starts
-    engine = start_rollouts(config, inputs, inputs.untrained, paths.judged.absolute())
+    engine = start_rollouts(config, inputs, inputs.untrained, judged)
     if 0 < config.cluster.rollout_gpus < 1:
         engine.wait_ready()  # vLLM measures its GPU at the start, and counts memory that others take meanwhile as its own
     pool = elsewhere or start_pool()

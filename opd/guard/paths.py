@@ -81,7 +81,7 @@ class PathGlobs:
     def __init__(self, globs: Iterable[str], such_as: Iterable[str] = ()) -> None:
         globs = list(globs)
         self._regex = re.compile("|".join(f"(?:{glob_source(g)})" for g in globs) or r"(?!)", re.IGNORECASE)
-        self._such_as = [name for name in such_as if self._regex.fullmatch(name if name[0] == "/" else "/" + name)]
+        self._such_as = [name for name in such_as if self._regex.fullmatch(name if name[0] in "/*" else "/" + name)]
 
     def holds(self, path: str, cwd: str) -> bool:
         """True if the absolute path is one of these, or a pattern that a well-known one of these fits."""
@@ -94,11 +94,29 @@ class PathGlobs:
             return False
         if text.count("*") > MAX_STARS:
             return bool(self._such_as)
-        try:
-            regex = re.compile(_pattern(text))
-        except re.error:  # a set such as [z-a], which fits nothing
-            return False
-        return any(regex.fullmatch(name if name[0] == "/" else f"{cwd.rstrip('/')}/{name}") for name in self._such_as)
+        names = [name if name.startswith(("/", "**/")) else f"{cwd.rstrip('/')}/{name}" for name in self._such_as]
+        return any(_leads_to(text, name) for name in names)
+
+
+def _leads_to(pattern: str, name: str) -> bool:
+    """Whether the shell may expand a pattern to a well-known path, or to something in a directory that is given as `NAME/**`."""
+    if not name.endswith("/**"):
+        return _expands(pattern, name)
+    directory = name.removesuffix("/**")
+    parts, depth = pattern.split("/"), directory.count("/") + 1
+    if not directory.startswith("**/"):
+        head = "/".join(parts[:depth])
+        return _says_something(head) and _expands(head, directory)
+    wanted = directory.removeprefix("**/")
+    windows = ("/".join(parts[start : start + depth - 1]) for start in range(1, len(parts)))
+    return any(_says_something(window) and _expands(window, wanted) for window in windows)
+
+
+def _expands(pattern: str, name: str) -> bool:
+    try:
+        return re.compile(_pattern(pattern)).fullmatch(name) is not None
+    except re.error:  # a set such as [z-a], which fits nothing
+        return False
 
 
 def _under(path: str, cwd: str) -> bool:

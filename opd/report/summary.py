@@ -85,10 +85,9 @@ def _gains(before: Mapping[str, float], expert: Mapping[str, float], after: Mapp
 def full_report(run: RunFiles) -> dict[str, Any]:
     """The report from all files of a run directory; for a merge that goes on, the report so far.
 
-    It has the keys of `build_report`. It also has the intervals of `_add_intervals` if the evaluations' files are there,
-    `curves` if there are records, `episodes` if there are agents, `evaluations`, `models`, `baselines` and `command` if the files
-    have them, `alarms` of the monitors, `guard` if one looked on, `stale` with the results that are out of date, and `unfinished`
-    if the merge goes on.
+    It has the keys of `build_report`, the intervals of `_add_intervals` if the evaluations' files are there, `curves` if there
+    are records, `episodes` of agents, `guard`, `evaluations`, `models`, `baselines` and `command` if the files have them, `alarms`
+    of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
     """
     before, expert, after = _accuracies(run)
     report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
@@ -103,9 +102,9 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
         report |= {"episodes": found} if (found := episode_rows(run.records)) else {}
+        report |= {"guard": seen} if (seen := guard_report(list(_cut(run.records, POINTS)))) else {}
         report["largest_probe_gap"] = max(record.probe_gap for record in run.records)
-    points = _evaluations(run)
-    if points:
+    if points := _evaluations(run):
         report["evaluations"] = points
     lengths = {name: found for name in EXAMS if (found := getattr(run, name))}
     if lengths:
@@ -117,8 +116,6 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["rounds"] = [_round(run, index) for index in range(len(run.rounds))]
     if alarms := alarm_rows(run):
         report["alarms"] = alarms
-    if run.records and (guarded := guard_report(list(_cut(run.records, POINTS)))):
-        report["guard"] = guarded
     if outdated := notices(run):
         report["stale"] = outdated
     if going_on := unfinished(run):

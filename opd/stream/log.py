@@ -193,7 +193,8 @@ def logged_rollouts(root: Path, step: int, vocab_size: int) -> list[Rollout]:
 
 
 def logged_episodes(root: Path, step: int) -> dict[str, EpisodeStats]:
-    """Domain -> what became of its episodes in a step that a log has. Raises: OSError, ValueError, KeyError or TypeError for a
-    damaged file."""
-    manifest = json.loads((root / step_name(step) / MANIFEST).read_text(encoding="utf-8"))
+    """Domain -> what became of its episodes in a step that a log has. Raises: ValueError, KeyError or TypeError for a damaged
+    file; OSError."""
+    file = root / step_name(step) / MANIFEST
+    manifest = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return {domain: EpisodeStats.from_json(data) for domain, data in manifest.get("episodes", {}).items()}

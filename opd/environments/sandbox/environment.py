@@ -69,6 +69,13 @@ class Setting(Limits):
     log: Path | None = None
     """Absolute path of a file that gets a line for each command that runs."""
 
+    @field_validator("answer_file")
+    @classmethod
+    def _inside(cls, path: str | None) -> str | None:
+        if path is not None and ".." in PurePosixPath(path).parts:
+            raise PydanticCustomError("path", "a path in the directory of the task")
+        return path
+
     @field_validator("log")
     @classmethod
     def _absolute(cls, log: Path | None) -> Path | None:

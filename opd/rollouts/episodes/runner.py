@@ -126,6 +126,7 @@ class _Agent:
         """Held by the sub-agent that acts on this agent's environment."""
         self._compactor = Compactor(request.options.compaction)
         self._watch: Watch | None = caller._watch if caller and shares else watch_of(request)
+        self._turns = 0
         self._invalid = 0
         self._text = ""
         """The last turn."""
@@ -245,6 +246,7 @@ class _Agent:
         ended = sampled.stop_reason == "stop"
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
             self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
+        self._turns += 1
         self._text = text = self._decoded(sampled)
         self._said.append(f"policy: {text}")
         try:
@@ -268,7 +270,7 @@ class _Agent:
         """What the environment says to a turn, and what the guard says in its place. Raises: EpisodeEnd."""
         looked = Looked(calls=action.calls)
         if self._watch is not None:
-            looked = await self._watch.look(self._trace.audit.turns - 1, action.text, action.calls)
+            looked = await self._watch.look(self._turns - 1, action.text, action.calls)
             self._watch.keep(looked)
             self._said += [event.line for event in looked.seen.events]
             if looked.blocked:

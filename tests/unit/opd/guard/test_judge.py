@@ -210,8 +210,10 @@ def test_a_model_of_ones_own_says_how_likely_both_verdicts_are(tiny_model_dir: P
     tokenizer, lm = AutoTokenizer.from_pretrained(tiny_model_dir), AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     found = scorer("Verdict: ", ["allow", "block"])
     for text, logprob in zip(("allow", "block"), found, strict=True):
-        asked, said = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("Verdict: ", text))
-        logp = lm.float()(torch.tensor([asked + said])).logits[0].log_softmax(-1)
+        question = [{"role": "user", "content": "Verdict: "}]
+        shown = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        asked, said = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (shown, text))
+        logp = lm.float()(torch.tensor([asked + said])).logits[0].log_softmax(-1).detach()
         wanted = sum(float(logp[len(asked) + i - 1, token]) for i, token in enumerate(said))
         assert logprob == pytest.approx(wanted, abs=1e-4)
 

@@ -58,7 +58,7 @@ def test_the_page_shows_them_and_what_a_policy_wrote_stays_text(run_dir: Path) -
     assert "plot-guard-course" in section and "<script>" not in section and "&lt;script&gt;" in section
 
 
-def test_nothing_where_no_guard_looks_on(run_dir: Path, no_plots: None) -> None:
+def test_nothing_where_no_guard_looks_on(run_dir: Path) -> None:
     plain = EpisodesRecord(episodes=4)
     assert "guard" not in plain.to_json()
     rewrite(run_dir, [{"letters": plain.to_json()}] * 4)
