@@ -9,6 +9,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
 from opd.monitors.tails import loops
+from opd.reward.records import RewardRecord
 from opd.staleness import ages
 from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport, TurnStats
 
@@ -216,6 +217,8 @@ class StepRecord:
     """Id of a prompt or sample -> why it was left out."""
     episodes: Mapping[str, EpisodesRecord] = field(default_factory=dict)
     """Domain with an environment -> record."""
+    reward: RewardRecord | None = None
+    """The policy gradient beside the divergence; None without `objective.reward`."""
     skipped: bool = False
     """True if no token was trained, so that there was no optimiser step."""
     restarted: tuple[str, ...] = ()
@@ -267,7 +270,18 @@ class StepRecord:
         data = asdict(self)
         data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
         data["episodes"] = {name: found.to_json() for name, found in self.episodes.items()}
-        optional = ("looping_by_domain", "episodes", "restarted", "accuracy", "replayed", "checkpoint", "alarms")
+        if self.reward is not None:
+            data["reward"] = self.reward.to_json()
+        optional = (
+            "reward",
+            "looping_by_domain",
+            "episodes",
+            "restarted",
+            "accuracy",
+            "replayed",
+            "checkpoint",
+            "alarms",
+        )
         return {key: value for key, value in data.items() if value or key not in optional}
 
     @classmethod
@@ -280,6 +294,8 @@ class StepRecord:
         read["restarted"] = tuple(read.get("restarted", ()))
         read["alarms"] = tuple(AlarmRecord(**_known(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
         read["stream"] = StreamRecord(**_known(StreamRecord, read.get("stream", {})))
+        if "reward" in read:
+            read["reward"] = RewardRecord.from_json(read["reward"])
         if "checkpoint" in read:
             read["checkpoint"] = SavedCheckpoint(**read["checkpoint"])
         return cls(**read)

@@ -8,11 +8,14 @@ Nothing in this file imports torch, so the command line stays light.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from opd.sums import Sums
+
 if TYPE_CHECKING:
+    from opd.reward.records import PolicyReport
     from opd.rollouts.episodes.spec import EpisodeResult, EpisodeStats
 
 Origin = Literal["policy", "masked", "environment"]
@@ -259,7 +262,7 @@ class WeightedTeacher:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DomainStats:
+class DomainStats(Sums):
     """Sums over one domain's trained tokens in one step; NaN where the teachers' payload does not tell."""
 
     tokens: int
@@ -289,33 +292,24 @@ class DomainStats:
     drift_sum: float = 0.0
     """The same difference as `gap_sum` over the stale tokens: how far the policy went since it wrote them."""
 
-    def __add__(self, other: DomainStats) -> DomainStats:
-        return DomainStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PositionStats:
+class PositionStats(Sums):
     """Sums over the trained tokens at some positions of their responses."""
 
     tokens: int
     kl_sum: float
     """The objective's value, nats: see `DomainStats.kl_sum`."""
 
-    def __add__(self, other: PositionStats) -> PositionStats:
-        return PositionStats(tokens=self.tokens + other.tokens, kl_sum=self.kl_sum + other.kl_sum)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnStats:
+class TurnStats(Sums):
     """Sums over the trained tokens of one domain that were sampled in the same turn; fields as those of `DomainStats`."""
 
     tokens: int
     kl_sum: float
     gap_sum: float
     stale_tokens: int = 0
-
-    def __add__(self, other: TurnStats) -> TurnStats:
-        return TurnStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,6 +342,8 @@ class StepReport:
     """Seconds in which no rank had a micro-batch, because its rows were not scored yet."""
     peak_bytes: int = 0
     """Most bytes of parts that had come and were not yet trained."""
+    policy: PolicyReport | None = None
+    """The policy gradient's numbers; None without a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

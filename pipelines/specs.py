@@ -19,6 +19,7 @@ from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
 from pipelines.inputs.environments import episode_options
 from teachers.flight.client import FlightSpec
+from teachers.nobody import NobodySpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
 
@@ -214,3 +215,8 @@ def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
     )
+
+
+def nobody_spec(config: PipelineConfig) -> NobodySpec:
+    """Spec of the pool without teachers."""
+    return NobodySpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)

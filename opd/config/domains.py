@@ -71,8 +71,7 @@ def _experts_kind(value: Any) -> str:
 
 
 ExpertsConfig = Annotated[
-    Annotated[RegisteredExperts, Tag("~registered")]
-    | Annotated[dict[Name, ExpertConfig], Field(min_length=1), Tag("~inline")],
+    Annotated[RegisteredExperts, Tag("~registered")] | Annotated[dict[Name, ExpertConfig], Tag("~inline")],
     Discriminator(_experts_kind),
 ]
 
@@ -152,11 +151,24 @@ class DomainConfig(Strict):
     """Share of each step's samples, or of what `balance` says; `auto` gives every domain the same."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """How much a token (or response) of this domain counts in the mean that is optimised."""
+    reward: Literal["auto"] | bool = "auto"
+    """Whether the domain's responses are rewarded under `objective.reward`: by its environment or agent, else by the verifier
+    of its `eval`. `auto`: where it has one of these."""
 
     @property
     def acts(self) -> bool:
         """Whether the domain has episodes, whose reward is the score of its exams."""
         return self.environment is not None or self.agent is not None
+
+    @property
+    def can_be_rewarded(self) -> bool:
+        """Whether anything can judge the domain's responses in training."""
+        return self.acts or self.eval is not None
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether the domain takes part in `objective.reward`."""
+        return self.can_be_rewarded if self.reward == "auto" else self.reward
 
     @model_validator(mode="after")
     def _one_kind_of_episode(self) -> DomainConfig:

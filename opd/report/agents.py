@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from opd.report import figures
@@ -35,19 +35,25 @@ def episode_rows(records: Sequence[StepRecord]) -> dict[str, dict[str, Any]]:
 
 def _row(found: Sequence[EpisodesRecord]) -> dict[str, Any]:
     sums = {key: sum(getattr(one, key) for one in found) for key in COUNTS}
-    stop_reasons: Counter[str] = Counter()
-    for one in found:
-        stop_reasons.update(one.stop_reasons)
     return sums | {
         "turns": _mean(found, "turns", "episodes"),
         "reward": _mean(found, "reward", "episodes"),
         "trained": _mean(found, "trained", "tokens"),
-        "stop_reasons": dict(stop_reasons.most_common()),
+        "stop_reasons": _sums(one.stop_reasons for one in found),
+        "sub_agents": _sums(one.sub_agents for one in found),
         "error": next((one.error for one in found if one.error), ""),
         "by_turn": [
             _turn([one.by_turn[n] for one in found if n < len(one.by_turn)]) for n in range(_most_turns(found))
         ],
     }
+
+
+def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The most frequent first."""
+    found: Counter[str] = Counter()
+    for one in counts:
+        found.update(one)
+    return dict(found.most_common())
 
 
 def _most_turns(found: Sequence[EpisodesRecord]) -> int:
@@ -67,7 +73,8 @@ def _mean(found: Sequence[Any], key: str, weight: str) -> float | None:
 
 
 def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str, list[float | None]]]:
-    """`reward` and `turns` of an episode, by domain, a value for each point, which is a group of steps; empty without agents."""
+    """Curves `episode_reward` and `episode_turns` by domain: means of an episode with a value for each point, which is a group
+    of steps; empty without agents."""
     domains = sorted({domain for part in points for record in part for domain in record.episodes})
     if not domains:
         return {}
@@ -76,7 +83,7 @@ def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str
         parts = ([record.episodes[domain] for record in part if domain in record.episodes] for part in points)
         return [_mean(part, key, "episodes") for part in parts]
 
-    return {key: {domain: curve(domain, key) for domain in domains} for key in ("reward", "turns")}
+    return {f"episode_{key}": {d: curve(d, key) for d in domains} for key in ("reward", "turns")}
 
 
 def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
@@ -84,9 +91,10 @@ def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     episodes = report.get("episodes")
     if not episodes:
         return []
-    found, curves = [], report["curves"]
+    found: list[Plot] = []
+    curves = report["curves"]
     for key, title in (("reward", "Reward of an episode"), ("turns", "Turns of an episode")):
-        values = {name: curves[key].get(name, [None] * len(curves["step"])) for name in names}
+        values = {name: curves[f"episode_{key}"].get(name, [None] * len(curves["step"])) for name in names}
         if any(value is not None for curve in values.values() for value in curve):
             found.append(figures.by_domain(f"agents-{key}", title, curves["step"], curves["tokens"], values))
     for key, title in (("loss", "Loss by turn"), ("logprob_gap", "Gap between engine and trainer by turn")):

@@ -24,11 +24,13 @@ ROW = 0.42
 
 
 def accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
-    """Bars: student before, merged, expert on every domain, with intervals where they are known."""
+    """Bars: student before, merged, expert on every domain, with intervals where they are known; no bar for experts that the
+    run does not have."""
+    bars = [(key, label) for key, label in BARS if all(d[key] is not None for d in domains.values())]
 
     def draw(axes: Axes) -> None:
         places = np.arange(len(domains))
-        for slot, (key, _) in enumerate(BARS):
+        for slot, (key, _) in enumerate(bars):
             values = [d[key] for d in domains.values()]
             colour = COLOURS[BAR_COLOURS[key]]
             axes.barh(places + (slot - 1) * 0.27, values, 0.25, color=colour)
@@ -40,7 +42,7 @@ def accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
         _percent(axes, "right answers")
         axes.set_xlim(0, 1.02)
 
-    legend = tuple((BAR_COLOURS[key], label) for key, label in BARS)
+    legend = tuple((BAR_COLOURS[key], label) for key, label in bars)
     return plot("accuracy", "Right answers by domain", draw, height=0.8 + ROW * len(domains), legend=legend)
 
 

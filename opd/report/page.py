@@ -17,6 +17,7 @@ from opd.evaluation.scores import Answer, Evaluation
 from opd.report import figures
 from opd.report.agents import LEVELS, agent_plots, shown_episodes
 from opd.report.drawing import DASHES, SERIES, Plot, thousands
+from opd.report.rewards import reward_plots
 from opd.report.run import RunFiles
 from opd.report.stale import stale_matrix
 
@@ -211,6 +212,7 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
         figures.by_domain("loss", "Loss", step, tokens, of("loss"), log=True, label="nats a token"),
         figures.by_domain("length", "Length of the student's responses", step, tokens, of("length"), label="tokens"),
         figures.lines("truncated", "Responses cut at the token limit", step, tokens, cut, percent=True),
+        *reward_plots(curves, names),
         *_share_plots(curves, names),
         *_entropy_plot(curves),
     ]

@@ -58,6 +58,11 @@ class RunFiles:
     """Steps of the whole merge; None where there is no pipeline."""
 
     @property
+    def without_teachers(self) -> bool:
+        """True if the run learns from rewards alone: then there are no experts to compare it with."""
+        return bool(self.pipeline) and self.pipeline.get("experts") == {}
+
+    @property
     def finished(self) -> bool:
         """True if the report covers all planned steps. After a resume with more steps it does not."""
         if self.stored is None:

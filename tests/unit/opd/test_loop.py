@@ -128,8 +128,9 @@ class Events:
         self.seen.append(f"prune {step}")
 
     def train_step(
-        self, step: int, rollouts: Sequence[Rollout], targets: Any, stale: frozenset[str] = frozenset()
+        self, step: int, rollouts: Sequence[Rollout], targets: Any, stale: frozenset[str], reward: Any = None
     ) -> StepReport:
+        assert reward is None
         assert [r.sample_id for r in rollouts] == self.written
         assert targets is self.targets and self.step_of_targets == step
         self.seen.append(f"train {step}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from opd.report import write_report
+from opd.report import agent_rows, write_report
 from opd.report.agents import MOST_CHARACTERS, episode_rows, level
 from opd.step_record import EpisodesRecord, StepRecord, TurnRecord
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces
@@ -65,21 +66,15 @@ FAMILY = episode(
 
 def add_agents(run_dir: Path, *episodes: EpisodeTrace) -> Path:
     """Make `letters` a domain of agents, with these episodes of its last step and one of its first."""
-    lines = [record(n, episodes={"letters": json.loads(json.dumps(audit(n), default=vars_of))}) for n in range(1, 5)]
+    lines = [record(n, episodes={"letters": json.loads(json.dumps(audit(n), default=asdict))}) for n in range(1, 5)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run_dir / "traces").mkdir()
     first = episode(
         segment(wrote("began")), why=("first",), episode="000001/letters/0", reward=None, stop_reason="turns"
     )
-    StepTraces(step=1, episodes=(first, FAMILY)).save(run_dir / "traces" / "step-000001.json")
+    StepTraces(step=1, episodes=(first, replace(FAMILY, why=("best",)))).save(run_dir / "traces" / "step-000001.json")
     StepTraces(step=4, episodes=episodes).save(run_dir / "traces" / "step-000004.json")
     return run_dir
-
-
-def vars_of(found: Any) -> Any:
-    from dataclasses import asdict
-
-    return asdict(found)
 
 
 def records(*found: EpisodesRecord) -> list[StepRecord]:
@@ -87,11 +82,22 @@ def records(*found: EpisodesRecord) -> list[StepRecord]:
 
 
 def test_the_audit_of_a_whole_run() -> None:
-    last = audit(2, episodes=12, trained=0.5, tokens=120, forks=2, lost_turns=1, broken=1, error="s3: it fell")
+    last = audit(
+        2,
+        episodes=12,
+        trained=0.5,
+        tokens=120,
+        forks=2,
+        lost_turns=1,
+        broken=1,
+        error="s3: it fell",
+        sub_agents={"done": 2},
+    )
     row = episode_rows(records(audit(1), last))["maze"]
     assert (row["episodes"], row["tokens"], row["forks"], row["lost_turns"], row["broken"]) == (16, 160, 2, 1, 1)
     assert row["trained"] == pytest.approx((40 + 60) / 160) and row["reward"] == pytest.approx((0.25 + 3 * 0.5) / 4)
     assert (row["stop_reasons"], row["error"]) == ({"done": 6, "turns": 2}, "s3: it fell")
+    assert row["sub_agents"] == {"done": 2}
     assert [turn["tokens"] for turn in row["by_turn"]] == [20, 30]
     assert [turn["logprob_gap"] for turn in row["by_turn"]] == [pytest.approx(1e-6), pytest.approx(2e-6)]
     assert episode_rows([StepRecord(step=1)]) == {}
@@ -103,16 +109,30 @@ def test_the_audit_is_in_the_json_and_on_the_page(run_dir: Path) -> None:
     text, page = written(add_agents(run_dir, FAMILY))
     report = json.loads((run_dir / "report.json").read_text())
     assert report["episodes"]["letters"]["trained"] == 1.0 and report["episodes"]["letters"]["episodes"] == 16
-    assert report["curves"]["reward"]["letters"] == [0.25, 0.5, 0.75, 1.0] and "sums" not in report["curves"]["turns"]
+    assert (
+        report["curves"]["episode_reward"]["letters"] == [0.25, 0.5, 0.75, 1.0]
+        and "sums" not in report["curves"]["episode_turns"]
+    )
     assert {f"plot-agents-{key}" for key in ("reward", "turns", "loss", "logprob_gap")} <= set(page.ids())
     assert "done 12, turns 4" in text and "100.0 %" in text
+
+
+def test_the_audit_as_a_table() -> None:
+    report = {"episodes": episode_rows(records(audit(1), audit(2, forks=3)))}
+    assert agent_rows(report) == [("maze", "8", "2.0", "0.375", "100 %", "3", "0", "0", "2.0e-06")]
+    nobody = {"episodes": episode_rows(records(audit(1, reward=None, tokens=0, by_turn=())))}
+    assert agent_rows(nobody) == [("maze", "4", "2.0", "-", "-", "0", "0", "0", "-")] and agent_rows({}) == []
 
 
 @pytest.mark.usefixtures("no_plots")
 def test_a_run_without_agents_has_neither(run_dir: Path) -> None:
     _, page = written(run_dir)
     report = json.loads((run_dir / "report.json").read_text())
-    assert not {"agents", "traces"} & set(page.ids()) and "episodes" not in report and "reward" not in report["curves"]
+    assert (
+        not {"agents", "traces"} & set(page.ids())
+        and "episodes" not in report
+        and "episode_reward" not in report["curves"]
+    )
 
 
 @pytest.fixture
@@ -128,8 +148,8 @@ def sections(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_episode_turn_by_turn(run_dir: Path) -> None:
     text, _ = written(add_agents(run_dir, FAMILY))
     shown = text[text.index('<section id="traces">') :]
-    assert "letters, step 4: best, first, reward 1, done after 6 turns" in shown
-    assert "letters, step 1: first, turns after 1 turns" in shown and shown.count("<details") - 2 == 2
+    assert "letters, step 4: best, first, reward 1, done after 5 turns" in shown
+    assert "letters, step 1: first, turns after 1 turn<" in shown and shown.count("<details") - 2 == 2
     assert '<span class="loss0" title="0.01">left</span><span class="loss5" title="2.5">&lt;|end|&gt;</span>' in shown
     assert '<span class="no-loss">kept</span>' in shown and '<span class="no-loss">forked</span>' in shown
     assert "⏎" in shown and "a wall " in shown

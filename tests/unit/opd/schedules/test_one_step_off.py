@@ -173,7 +173,9 @@ class Student:
         self._merge = merge
         self.weights = blake3(b"base").hexdigest()
 
-    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: Any, stale: frozenset[str]) -> StepReport:
+    def train_step(
+        self, step: int, rollouts: Sequence[Rollout], targets: Any, stale: frozenset[str], reward: Any = None
+    ) -> StepReport:
         self._merge.moment("train", step)
         said = blake3(self.weights.encode())
         while (part := targets.take()) is not None:

@@ -57,13 +57,13 @@ def test_the_tree_of_an_episode_from_the_log(run: RunPaths) -> None:
     code, out = traces(run.root, "--step", 3)
     assert code == 0, out
     assert out.count("== ") == 3
-    assert "== s0: done, reward 2.75, 11 turns, 3 segments" in out.replace("13 turns", "11 turns")
+    assert "== s0: done, reward 2.75, 13 turns, 3 segments" in out, "eleven turns and two summaries"
     lines = out.splitlines()
     assert "segment s0, main, goes on in s0+1" in lines
     assert "  segment s0+1, summary of s0, goes on in s0+2" in lines
     assert "    segment s0+2, summary of s0+1" in lines
     assert "  prompt, 8 tokens: count:0 " in lines
-    assert "    copied, 22 tokens: count:0 so far at 6 6<|im_end|> 6 " in lines
+    assert "    copied, 25 tokens: count:0 so far at 6 6<|im_end|> 6 " in lines
     assert "  turn 1, 2 tokens by weights 2, mean loss 1.500: 1<|im_end|>" in lines, (
         "the losses are those that were kept"
     )

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,28 +27,31 @@ from tests.unit.opd.rollouts.endpoint.fakes import FakeEngine, Served, decode, s
 from tests.unit.opd.rollouts.endpoint.test_episode import BARE, CONTEXT, Speaker, agent, counts, white
 
 ASKS = BARE + (
-    "import time\nopen('PID', 'w').write(str(os.getpid()))\n"
+    "import time\n"
     "for n in range(30):\n    ask([{'role': 'user', 'content': str(n)}])\n    time.sleep(0.05)\n"
+    "    if n == 2:\n        open(PID + '.tmp', 'w').write(str(os.getpid())); os.rename(PID + '.tmp', PID)\n"
 )
+"""Asks thirty times, and after the third says which process it is."""
 
 
-def asking(tmp_path: Path, i: int, **options: Any) -> tuple[EpisodeRequest, Path]:
-    """A program that asks thirty times, and the file that has its process id."""
+def asking(tmp_path: Path, i: int) -> tuple[EpisodeRequest, Path]:
+    """An episode of that program, and the file that has its process id."""
     pid = tmp_path / f"pid-{i}"
-    return agent(ASKS.replace("'PID'", repr(str(pid))), tmp_path, i, max_calls=99, **options), pid
+    return agent(f"PID = {str(pid)!r}\n{ASKS}", tmp_path, i, max_calls=99), pid
 
 
-def disturbed(requests: Sequence[EpisodeRequest], when: int, disturb: Any) -> list[EpisodeResult]:
-    """Play the requests, and call `disturb` once the policy was asked so often."""
+def disturbed(
+    requests: Sequence[EpisodeRequest], pids: Sequence[Path], disturb: Callable[[], Any]
+) -> list[EpisodeResult]:
+    """Play the requests, and call `disturb` once these programs are at work."""
     tokenizer = chat_tokenizer(CHATML)
     speaker = Speaker(counts, tokenizer, step_s=0.002)
+    dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
 
     async def work() -> list[EpisodeResult]:
-        playing = asyncio.ensure_future(
-            play(requests, speaker, Dialogues(tokenizer, [tokenizer.eos_token_id]), CONTEXT, 2)
-        )
+        playing = asyncio.ensure_future(play(requests, speaker, dialogues, CONTEXT, 2))
         async with asyncio.timeout(60):
-            while len(speaker.asked) < when:
+            while not all(pid.exists() for pid in pids):
                 await asyncio.sleep(0.01)
         found = disturb()
         if found is not None:
@@ -61,10 +64,10 @@ def disturbed(requests: Sequence[EpisodeRequest], when: int, disturb: Any) -> li
 def test_a_program_that_is_killed_ends_its_own_episode(tmp_path: Path) -> None:
     (killed, pid), (other, _) = asking(tmp_path, 1), asking(tmp_path, 2)
     dead, whole, beside = disturbed(
-        [killed, other, white("Counting")], 12, lambda: os.kill(int(pid.read_text()), signal.SIGKILL)
+        [killed, other, white("Counting")], [pid], lambda: os.kill(int(pid.read_text()), signal.SIGKILL)
     )
     assert dead.stop_reason == "agent" and "exit status -9" in dead.error
-    assert 0 < dead.audit.turns < 30 and len(dead.rollouts) == dead.audit.segments, "what it was sent stays"
+    assert 3 <= dead.audit.turns < 30 and len(dead.rollouts) == dead.audit.segments, "what it was sent stays"
     assert (whole.stop_reason, whole.audit.turns, whole.audit.lost_turns) == ("done", 30, 0)
     assert (beside.stop_reason, beside.audit.turns) == ("done", 3)
 
@@ -78,11 +81,11 @@ def test_an_endpoint_that_dies_ends_the_episodes_that_ask_it(tmp_path: Path, mon
             made.append(self)
 
     monkeypatch.setattr(episode, "Endpoint", Seen)
-    (one, _), (two, _) = asking(tmp_path, 1), asking(tmp_path, 2)
-    *theirs, ours = disturbed([one, two, white("Counting")], 16, lambda: made[0]._runner.cleanup())
+    (one, first), (two, second) = asking(tmp_path, 1), asking(tmp_path, 2)
+    *theirs, ours = disturbed([one, two, white("Counting")], [first, second], lambda: made[0]._runner.cleanup())
     for found in theirs:
         assert found.stop_reason == "agent" and "exit status 1" in found.error
-        assert 0 < found.audit.turns < 30 and sum(r.num_trained for r in found.rollouts) == found.audit.trained
+        assert 3 <= found.audit.turns < 30 and sum(r.num_trained for r in found.rollouts) == found.audit.trained
     assert (ours.stop_reason, ours.audit.turns) == ("done", 3)
 
 
@@ -147,10 +150,10 @@ def test_no_token_of_a_session_is_in_another_of_sixty_four() -> None:
                     if span.origin == "policy":
                         assert engine.wrote[tuple(segment.ids[:at])] > 0, "sampled after these very tokens"
                         engine.wrote[tuple(segment.ids[:at])] -= 1
-        lost = sum(served.session.audit.lost_turns for served in every.values())
-        assert sum(engine.wrote.values()) + engine.cancelled == lost, (
-            "each turn is in one segment, or is counted as lost"
-        )
-        assert sum(served.session.audit.forks for served in every.values()) > 20
+        audits = [served.session.audit for served in every.values()]
+        unread = sum(engine.wrote.values())
+        assert sum(audit.turns for audit in audits) == engine.finished - unread, "each turn once"
+        assert unread + engine.cancelled <= sum(audit.lost_turns for audit in audits) < engine.started / 2
+        assert sum(audit.forks for audit in audits) > 20
 
     in_a_loop(work)
