@@ -113,7 +113,7 @@ class RewardConfig(Strict):
     """How far the student may be from the engine's policy at a token."""
     compare_every: int = Field(0, ge=0)
     """Every so many steps the gradients of divergence and reward are computed one after the other, and their norms and their
-    cosine go into the metrics; 0: never. Such a step trains about twice as long, and needs a second gradient's memory."""
+    cosine go into the metrics; 0: never. Such a step trains about twice as long, and holds three more copies of the gradient."""
     timeout_s: float = Field(10, gt=0)
     """Deadline of a verifier for one response. A verifier that is late or raises gives 0, and is counted."""
 
