@@ -96,9 +96,9 @@ class WeightSchedule(Strict):
 
 class RatioConfig(Strict):
     low: float = Field(0.3, gt=0, le=1)
-    high: float = Field(5.0, gt=0)
-    """A token gives a gradient only while 1 - low < p / mu < 1 + high, the student's probability over the engine's: else it is
-    masked. Outside of the band the token is too far from what was sampled to say anything."""
+    """A token is masked, and gives no gradient, unless p / mu > 1 - low: the student's probability over the engine's."""
+    high: float = Field(5.0, gt=0, allow_inf_nan=False)
+    """And unless p / mu < 1 + high. Outside of the band the student is too far from what was sampled for the token to say anything."""
 
 
 class RewardConfig(Strict):
