@@ -138,7 +138,27 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
                 knobs="trainer.head_memory, trainer.ranks",
             )
         )
-    return needs
+    return [*needs, *_critic(config, inputs)]
+
+
+def _critic(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    """The critic computes while the student's trainer does not, so it adds what it keeps."""
+    if not config.objective.has_critic:
+        return []
+    return [
+        Need(
+            what="critic: weights, gradients, AdamW",
+            nbytes=critic_state_bytes(config, inputs),
+            knobs="student.model, trainer.grad_accum_dtype, objective.reward.baseline",
+        )
+    ]
+
+
+def critic_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
+    """Bytes that all ranks of the critic hold together: those of a student of which every weight is trained."""
+    trainer = config.trainer
+    copy, gradients = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[trainer.grad_accum_dtype]
+    return inputs.student.parameters * (copy + 4 + 8 + gradients)
 
 
 def trainer_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
@@ -293,7 +313,7 @@ def _processes(config: PipelineConfig, inputs: Inputs) -> Need:
         what="processes, Ray and prompts",
         nbytes=DRIVER_AND_RAY
         + prompts
-        + config.trainer.ranks * TRAINER_PROCESS
+        + config.trainer.ranks * TRAINER_PROCESS * (2 if config.objective.has_critic else 1)
         + config.rollout.workers * ROLLOUT_PROCESS
         + workers * TEACHER_PROCESS,
         knobs="trainer.ranks, rollout.workers, teachers.workers",
