@@ -131,9 +131,9 @@ class WeightSchedule(Strict):
 
 class RatioConfig(Strict):
     low: float = Field(0.3, gt=0, le=1)
-    high: float = Field(5.0, gt=0)
-    """A token gives a gradient only while 1 - low < p / mu < 1 + high, the student's probability over the engine's: else it is
-    masked. Outside of the band the token is too far from what was sampled to say anything."""
+    """A token is masked, and gives no gradient, unless p / mu > 1 - low: the student's probability over the engine's."""
+    high: float = Field(5.0, gt=0, allow_inf_nan=False)
+    """And unless p / mu < 1 + high. Outside of the band the student is too far from what was sampled for the token to say anything."""
 
 
 class RewardConfig(Strict):
@@ -148,7 +148,7 @@ class RewardConfig(Strict):
     """How far the student may be from the engine's policy at a token."""
     compare_every: int = Field(0, ge=0)
     """Every so many steps the gradients of divergence and reward are computed one after the other, and their norms and their
-    cosine go into the metrics; 0: never. Such a step trains about twice as long, and needs a second gradient's memory."""
+    cosine go into the metrics; 0: never. Such a step trains about twice as long, and holds three more copies of the gradient."""
     penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
     """What a token counts against the student in a turn that the guard blocked, with `guard.on_hit: negative`: its advantage is
     minus this, whatever the episode earned."""

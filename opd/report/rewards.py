@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from opd.report import figures
-from opd.report.drawing import Plot
 from opd.reward.records import RewardRecord
 from opd.step_record import StepRecord
+
+if TYPE_CHECKING:  # it needs matplotlib, which who writes report.json does not
+    from opd.report.drawing import Plot
 
 OF_THE_STEP = {"policy_loss": "loss", "masked": "masked", "reward_weight": "weight", "cosine": "cosine"}
 """Curve -> field of a step's reward record."""
@@ -44,6 +45,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     """Plots of the reward by domain, and of its stream beside the divergence."""
+    from opd.report import figures
+
     if "reward" not in curves:
         return []
     step, tokens, gap = curves["step"], curves["tokens"], [None] * len(curves["step"])
@@ -65,4 +68,6 @@ def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
 
 
 def _line(name: str, title: str, curves: Mapping[str, Any], key: str, **options: Any) -> Plot:
+    from opd.report import figures
+
     return figures.lines(name, title, curves["step"], curves["tokens"], {name: ("expert", curves[key])}, **options)

@@ -162,8 +162,8 @@ def critic_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
 
 
 def trainer_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
-    """Bytes that all ranks hold together: compute copy, float32 master, both moments, gradients in the type of their sum.
-    Weights that LoRA leaves alone have a compute copy only.
+    """Bytes that all ranks hold together: compute copy, float32 master, both moments, gradients in the type of their sum, and
+    three float32 copies of these in a run that compares gradients. Weights that LoRA leaves alone have a compute copy only.
 
     The optimiser also makes a float32 copy of the gradients. It is smaller than the memory for writing a checkpoint, which
     is counted, and exists at another time.
@@ -171,7 +171,9 @@ def trainer_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     trainer = config.trainer
     frozen = inputs.student.parameters if inputs.lora else 0
     copy, gradients = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[trainer.grad_accum_dtype]
-    return frozen * copy + inputs.trained * (copy + 4 + 8 + gradients)
+    reward = config.objective.reward
+    compared = 12 if reward is not None and reward.compare_every else 0
+    return frozen * copy + inputs.trained * (copy + 4 + 8 + gradients + compared)
 
 
 def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:

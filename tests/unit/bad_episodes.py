@@ -97,6 +97,10 @@ def played(b: Any, options: Any, tasks: Sequence[Any], policy: Policy = counts, 
         def __init__(self, *_: Any) -> None:
             pass
 
+        def generate(self, requests: Sequence[Any]) -> list[Any]:
+            assert not requests, "every prompt is a task"
+            return []
+
         def episodes(self, requests: Sequence[EpisodeRequest], temperature: float, version: int) -> Any:
             dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
             found = asyncio.run(play(requests, Speaker(policy, tokenizer), dialogues, CONTEXT, version))
@@ -247,6 +251,7 @@ def compaction_that_cannot_work(b: Any) -> None:
     b.refused("domains.upper.environment.context.compact_at", "at most 16", "raise rollout.max_model_len")
     environment["context"] = {"compact_at": 10, "resume": "go on"}
     b.refused("domains.upper.environment.context.resume", "{summary}")
+    del b.data["domains"]["upper"]["environment"]
     compaction = CompactionOptions(
         compact_at=30, keep_last=1, prompt="sum up: ", resume="so far {summary} ", max_tokens=9, max_compactions=2
     )
