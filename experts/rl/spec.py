@@ -86,9 +86,9 @@ def merged(first: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(first)
     for key, value in over.items():
         old = found.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        if both and value.get("kind", old.get("kind")) == old.get("kind"):
-            value = merged(old, value)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            of_one_kind = value.get("kind", old.get("kind")) == old.get("kind")
+            value = merged(old, value) if of_one_kind else value
         found[key] = value
     return found
 
@@ -104,4 +104,4 @@ def load_training(path: Path, overrides: list[str] | None = None) -> ExpertsSpec
             wanted=f"one of: {', '.join((*SFT_METHODS, *METHODS))}",
             fix="correct it, here or in --method",
         )
-    return validate(ReinforceSpec if method in METHODS else ExpertsSpec, data, path)
+    return validate(ReinforceSpec, data, path) if method in METHODS else validate(ExpertsSpec, data, path)
