@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from experts.rl.recipe import pipeline_of
 from experts.rl.spec import ReinforceSpec, load_training
 from experts.spec import find_spec, load_spec
 from experts.suites import DOMAINS, agents, rewards
@@ -15,6 +14,7 @@ from opd.config import load_pipeline
 from opd.config.domains import RegisteredExperts
 from opd.config.verifiers import PythonConfig
 from pipelines.catalog import find
+from pipelines.reinforce import pipeline_of
 
 MAKEFILE = Path(__file__).parents[3] / "Makefile"
 
