@@ -21,6 +21,8 @@ BASELINES: dict[str, dict[str, Any]] = {
     "rloo": {"kind": "leave_one_out"},
 }
 """Method -> `objective.reward.baseline`."""
+OF_THE_DOMAIN = {"prompts", "environment", "agent", "eval"}
+"""Keys of an expert that are those of a pipeline's domain."""
 GROUP = 8
 """Responses to a prompt, for the methods that compare them."""
 SAMPLES = 128
@@ -39,7 +41,7 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
         "name": f"{name}-{spec.method}",
         "seed": spec.seed,
         "student": {"model": spec.base_dir},
-        "domains": {expert.domain: expert.model_dump(include={"prompts", "environment", "eval"}, exclude_none=True)},
+        "domains": {expert.domain: expert.model_dump(include=OF_THE_DOMAIN, exclude_none=True)},
         **(_beside_base(spec.base_dir, expert.domain, reward, kl) if kl else _reward_alone(reward)),
         **merged(_defaults(spec.method), sections),
     }

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from experts.spec import ExpertsSpec, FromBase
+from opd.config.agents import AgentConfig
 from opd.config.domains import DomainEvalConfig, EnvironmentConfig
 from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict
@@ -50,8 +51,10 @@ class ReinforcedExpert(Sections):
     """The tasks; a completion that a row may have is not read."""
     environment: EnvironmentConfig | None = None
     """The key of a pipeline's domain: the expert takes turns with it, and is rewarded by it."""
+    agent: AgentConfig | None = None
+    """Instead of `environment`: a program of yours is the agent, and says what its episode earned."""
     eval: DomainEvalConfig
-    """The held-out tasks; without an environment also the verifier that rewards."""
+    """The held-out tasks; without environment and agent also the verifier that rewards."""
     kl_to_base: float | None = Field(None, ge=0, allow_inf_nan=False)
     """For this expert; default: the spec's."""
 
