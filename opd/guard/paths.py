@@ -90,10 +90,10 @@ class PathGlobs:
             return False
         if self._regex.fullmatch(text) or (not _under(text, cwd) and self._regex.fullmatch(OUTSIDE + text)):
             return True
-        if not has_glob(path) or UNKNOWN in path or not _says_something(text):
+        if not has_glob(path) or UNKNOWN in path:
             return False
         if text.count("*") > MAX_STARS:
-            return bool(self._such_as)
+            return bool(self._such_as) and _says_something(text)
         names = [name if name.startswith(("/", "**/")) else f"{cwd.rstrip('/')}/{name}" for name in self._such_as]
         return any(_leads_to(text, name) for name in names)
 
@@ -101,7 +101,7 @@ class PathGlobs:
 def _leads_to(pattern: str, name: str) -> bool:
     """Whether the shell may expand a pattern to a well-known path, or to something in a directory that is given as `NAME/**`."""
     if not name.endswith("/**"):
-        return _expands(pattern, name)
+        return _says_something(pattern) and _expands(pattern, name)
     directory = name.removesuffix("/**")
     parts, depth = pattern.split("/"), directory.count("/") + 1
     if not directory.startswith("**/"):
