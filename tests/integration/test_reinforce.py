@@ -161,7 +161,7 @@ def test_two_ranks_equal_one(tmp_path: Path, pipeline: dict[str, Any]) -> None:
 @pytest.mark.timeout(4000)
 def test_ppo_lifts_the_easiest_domain(tmp_path: Path) -> None:
     made = opd(
-        "prompts", "make", "rewards", "--output", "prompts/rewards", "--train", 1000, "--eval", 100, cwd=tmp_path
+        "prompts", "make", "rewards", "--output", "prompts/rewards", "--train", 4000, "--eval", 100, cwd=tmp_path
     )
     assert made.returncode == 0, made.stderr
     raw = yaml.safe_load((ROOT / "experts" / "rewards-experts.yaml").read_text())
