@@ -49,7 +49,7 @@ class ReinforcedExpert(Sections):
     prompts: Prompts
     """The tasks; a completion that a row may have is not read."""
     environment: EnvironmentConfig | None = None
-    """As in a domain of a pipeline: the expert takes turns with it, and the episode's reward is its own."""
+    """The key of a pipeline's domain: the expert takes turns with it, and is rewarded by it."""
     eval: DomainEvalConfig
     """The held-out tasks; without an environment also the verifier that rewards."""
     kl_to_base: float | None = Field(None, ge=0, allow_inf_nan=False)

@@ -133,7 +133,7 @@ def test_what_carries_no_weight_has_no_effect() -> None:
     assert advantage is not None and weight is not None
     advantage[2], weight[2] = torch.nan, 0.0
     broken = (torch.full((N, D), torch.nan, dtype=torch.float64), rand(V, D, seed=8))
-    loss, _ = run(tokens(advantage_N=advantage, policy_weight_N=weight), hidden, head, divergence=broken)
+    loss, _ = run(tokens(advantage_N=advantage, policy_weight_N=weight), hidden, head, divergence=broken, policy=WIDE)
     (grad,) = torch.autograd.grad(loss, hidden)
     assert torch.isfinite(grad).all() and not grad[2].any() and bool(grad[1].any())
     assert torch.isfinite(loss)
