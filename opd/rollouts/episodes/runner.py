@@ -117,7 +117,7 @@ class _Agent:
         self._shares = shares
         self._origin: SegmentOrigin = "main" if caller is None else "sub_agent"
         self._trace = Trace(site.version, request.masked, "" if caller is None else request.sample.domain)
-        self._world = _world(request, request.options, caller._world if caller and shares else None)
+        self._world: World = _world(request, request.options, caller._world if caller and shares else None)
         self._delegation = Delegation(request, request.options, site.dialogues.clean)
         self._lent = asyncio.Lock()
         """Held by the sub-agent that acts on this agent's environment."""
