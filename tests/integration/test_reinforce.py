@@ -72,20 +72,18 @@ def test_a_run_without_teachers_learns_from_a_verifier_and_an_environment(
     assert {d["expert"] for d in report["domains"].values()} == {None} and "reward" in report["curves"]
 
 
-def spec_of(root: Path, pipeline: dict[str, Any], **trainer: Any) -> Path:
-    """The two domains of `alone` as the tasks of two experts."""
+def spec_of(root: Path, pipeline: dict[str, Any], method: str) -> Path:
+    """The corridor of `alone` as the task of one expert."""
     data = alone(root, pipeline)
-    sections = {key: data[key] for key in ("rollout", "checkpoint", "evaluate")}
     raw = {
         "output_dir": str(root / "models"),
         "runs": str(root / "runs"),
         "registry": str(root / "registry"),
         "base": {"model": data["student"]["model"]},
-        "method": "ppo",
-        "trainer": data["trainer"] | trainer,
-        "reward": data["objective"]["reward"],
-        "experts": {d.removesuffix("-domain"): {"domain": d, **rest} for d, rest in data["domains"].items()},
-        **sections,
+        "method": method,
+        "reward": data["objective"]["reward"] if method == "ppo" else {},
+        "experts": {"right": {"domain": "right-domain", **data["domains"]["right-domain"]}},
+        **{key: data[key] for key in ("rollout", "trainer", "checkpoint", "evaluate")},
     }
     path = root / "spec.yaml"
     path.write_text(yaml.safe_dump(raw))
@@ -105,37 +103,33 @@ def kill_in(spec: Path, logged: Path) -> None:
     process.wait()
 
 
-@pytest.mark.slow  # five runs
-@pytest.mark.timeout(1800)
+@pytest.mark.slow  # three runs
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("method", ["ppo", "grpo"])
-def test_experts_killed_and_resumed_are_the_same_bit_for_bit(
+def test_an_expert_killed_and_resumed_is_the_same_bit_for_bit(
     method: str, tmp_path: Path, pipeline: dict[str, Any]
 ) -> None:
     import torch
 
-    spec = spec_of(tmp_path, pipeline, steps=5)
-    if method == "grpo":
-        spec.write_text(spec.read_text().replace("method: ppo", "method: grpo").replace("kind: critic", "kind: group"))
-        data = yaml.safe_load(spec.read_text())
-        data["reward"] = {}
-        spec.write_text(yaml.safe_dump(data))
+    spec = spec_of(tmp_path, pipeline, method)
     whole = opd("experts", "train", spec, cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     for name in ("models", "runs", "registry"):
         (tmp_path / name).rename(tmp_path / f"whole-{name}")
 
-    kill_in(spec, tmp_path / "runs" / f"left-{method}" / "targets" / "step-000003")
     kill_in(spec, tmp_path / "runs" / f"right-{method}" / "targets" / "step-000003")
     done = opd("experts", "train", spec, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "left: finished before, kept" in done.stderr and "right: going on" in done.stderr
-    for name in ("left", "right"):
-        ours, theirs = (weights(tmp_path / root / name) for root in ("models", "whole-models"))
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs), name
-        manifest = Registry(tmp_path / "registry").get(name)
-        assert manifest.training is not None and manifest.training["method"] == method
-        mine, other = (records(tmp_path / root / f"{name}-{method}") for root in ("runs", "whole-runs"))
-        assert [r["reward"] for r in mine] == [r["reward"] for r in other]
+    assert "right: going on" in done.stderr and "resumed from step 2" in done.stderr
+    ours, theirs = (weights(tmp_path / root / "right") for root in ("models", "whole-models"))
+    start = weights(Path(pipeline["student"]["model"]))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert any(not torch.equal(ours[key], start[key]) for key in start)
+    mine, other = (records(tmp_path / root / f"right-{method}") for root in ("runs", "whole-runs"))
+    assert [r["reward"] for r in mine] == [r["reward"] for r in other]
+    assert any("replayed" in r for r in mine)
+    manifest = Registry(tmp_path / "registry").get("right")
+    assert manifest.training is not None and manifest.training["method"] == method
 
 
 @pytest.mark.slow  # two runs
@@ -161,7 +155,7 @@ def test_two_ranks_equal_one(tmp_path: Path, pipeline: dict[str, Any]) -> None:
 @pytest.mark.timeout(4000)
 def test_ppo_lifts_the_easiest_domain(tmp_path: Path) -> None:
     made = opd(
-        "prompts", "make", "rewards", "--output", "prompts/rewards", "--train", 1500, "--eval", 100, cwd=tmp_path
+        "prompts", "make", "rewards", "--output", "prompts/rewards", "--train", 4000, "--eval", 100, cwd=tmp_path
     )
     assert made.returncode == 0, made.stderr
     raw = yaml.safe_load((ROOT / "experts" / "rewards-experts.yaml").read_text())

@@ -130,7 +130,11 @@ def test_reasoning_answers_score_one_and_a_wrong_one_zero(domain: str):
         assert judge(row["answer"], row["answer"], row["metadata"]) == 1.0
 
 
-@pytest.mark.parametrize(("suite", "domain"), [(suite, domain) for suite in DOMAINS for domain in DOMAINS[suite]])
+@pytest.mark.parametrize(
+    ("suite", "domain"),
+    # Where many answers are right there is no `answer`: test_no_answer_is_right_everywhere.
+    [(suite, domain) for suite in DOMAINS for domain in DOMAINS[suite] if domain not in rewards.SKILLS],
+)
 def test_no_domain_is_answered_by_saying_the_same_to_every_question(suite: str, domain: str):
     answers = Counter(str(row["answer"]) for row in SUITES[suite](domain, 200, 3))
     assert max(answers.values()) <= 0.6 * answers.total(), answers.most_common(2)

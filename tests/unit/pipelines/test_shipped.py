@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from experts.rl.recipe import pipeline_of
 from experts.rl.spec import ReinforceSpec, load_training
 from experts.spec import find_spec, load_spec
 from experts.suites import DOMAINS, agents, rewards
@@ -15,6 +14,7 @@ from opd.config import load_pipeline
 from opd.config.domains import RegisteredExperts
 from opd.config.verifiers import PythonConfig
 from pipelines.catalog import find
+from pipelines.reinforce import pipeline_of
 
 MAKEFILE = Path(__file__).parents[3] / "Makefile"
 
@@ -69,6 +69,19 @@ def test_the_suite_of_rewards_ships_a_spec_and_the_merge_of_its_experts():
                 kind="python", function=rewards.VERIFIER
             )
         pipeline_of(spec, name)
+
+
+def test_all_domains_at_once_have_the_responses_of_all_experts():
+    merged, alone = load_pipeline(find("rewards")), load_pipeline(find("rewards-at-once"))
+    spec = load_training(find_spec("rewards-experts"))
+    assert isinstance(spec, ReinforceSpec)
+
+    assert (alone.domains, alone.student, alone.experts) == (merged.domains, merged.student, {})
+    experts = [pipeline_of(spec, name) for name in spec.experts]
+    assert all(e.objective == alone.objective for e in experts)
+    assert sum(e.trainer.steps * e.trainer.samples_per_step for e in experts) == (
+        alone.trainer.steps * alone.trainer.samples_per_step
+    )
 
 
 def test_make_rl_holds_out_no_more_tasks_than_come_once():

@@ -210,7 +210,7 @@ def the_gradient_is_that_of_the_loss(loss: Loss) -> None:
     weight_D, step = torch.tensor([0.3, -0.2, 0.7], dtype=torch.float64), 1e-6
 
     def at(moved_D: Tensor) -> float:
-        return float(loss(HEAD @ moved_D, RETURNS, [4, 2]))
+        return float(loss(HEAD @ moved_D, RETURNS, [4, 2]).detach())
 
     differences = [(at(weight_D + e) - at(weight_D - e)) / (2 * step) for e in step * torch.eye(3, dtype=torch.float64)]
     assert gradient(loss, [4, 2]).tolist() == pytest.approx(differences, rel=1e-6)

@@ -33,7 +33,7 @@ CONTEXTS: list[Context] = [(), *product((A, B), (X, Y)), *((o, a, 0) for o, a in
 CHANCE_OF_X = {A: 0.75, B: 0.25}
 POLICY = dict(zip(CONTEXTS, (0.75, *[0.5] * 4, 0.25, 0.5, 0.75, 0.5), strict=True))
 """Probability of A: quarters, so that 128 episodes have every one as often as it is likely."""
-REWARD = {(X, A): (0.9, 0.1), (X, B): (0.2, 0.4), (Y, A): (0.0, 1.0), (Y, B): (0.6, 0.3)}
+REWARD = {(X, A): (0.9, 0.5), (X, B): (0.2, 0.4), (Y, A): (0.0, 0.4), (Y, B): (0.6, 1.0)}
 """By o and a2: with a3 = A, with a3 = B."""
 NUM = 128
 
@@ -178,15 +178,12 @@ def every_episode() -> list[tuple[Way, list[Rollout]]]:
     return found
 
 
-@pytest.mark.parametrize("freeze_attention", [False, True])
-def test_the_critic_learns_the_true_value_of_every_state(
-    freeze_attention: bool, tmp_path: Path, make_model_dir: Any, in_process: Any
-) -> None:
+def test_the_critic_learns_the_true_value_of_every_state(tmp_path: Path, make_model_dir: Any, in_process: Any) -> None:
     in_process.replace = PlainRank
     model_dir = make_model_dir(tmp_path / "base", hidden=32, heads=1, layers=2)
     engine = CriticEngineSpec(
-        rank=critic_options(model_dir, freeze_attention=freeze_attention),
-        rate=LearningRate(peak=3e-3, steps=60, decay="cosine"), micro_batch_tokens=2048, share_prompts=True,
+        rank=critic_options(model_dir),
+        rate=LearningRate(peak=3e-3, steps=40, decay="cosine"), micro_batch_tokens=2048, share_prompts=True,
         start_timeout_s=60.0,
     )  # fmt: skip
     made = CriticCredit(CriticSpec(engine=engine, updates=10))
@@ -194,7 +191,7 @@ def test_the_critic_learns_the_true_value_of_every_state(
     assert made._engine.layout.layout == "shared"
     step_of_all = every_episode()
     rollouts = [r for _, segments in step_of_all for r in segments]
-    found = [made.assign(step, rollouts) for step in range(1, 61)]
+    found = [made.assign(step, rollouts) for step in range(1, 41)]
     values = made._engine.values(rollouts)
     truth = true_values(POLICY)
     for way, (first, second) in step_of_all:

@@ -66,7 +66,7 @@ def test_a_critic_begins_at_zero_and_its_loss_is_the_mean_square_of_the_returns(
     assert losses[2] < losses[0]
 
 
-@pytest.mark.parametrize(("tokens", "share"), [(16, False), (48, False), (4096, True)])
+@pytest.mark.parametrize(("tokens", "share"), [(8, False), (24, False), (4096, True)])
 def test_values_and_updates_are_the_same_under_any_split(
     tokens: int, share: bool, tiny_model_dir: Path, in_process: Any
 ) -> None:

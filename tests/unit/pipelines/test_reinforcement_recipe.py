@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from experts.rl.recipe import pipeline_of, record_of
 from experts.rl.spec import ReinforceSpec, load_training
 from experts.spec import ExpertsSpec
 from opd.config.reward import CriticBaseline, GroupBaseline, LeaveOneOutBaseline
 from opd.errors import ConfigError
 from opd.settings import validate
+from pipelines.reinforce import pipeline_of, record_of
 
 VALID: dict[str, Any] = {
     "output_dir": "models",
