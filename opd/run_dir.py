@@ -4,8 +4,10 @@
       pipeline.yaml   manifest.json             what the merge is, by name and by content
       metrics.jsonl   layouts.json              how it went
       targets/        checkpoints/              what a resume needs
+      judged.jsonl                              what the guard's judge said, so that nobody asks it twice
       evaluation/     NAME.json each            before, expert, after, step-NNNNNN; matrix, lm-eval
       monitors/       step-NNNNNN.json each     what a monitor saw when it acted, with samples
+      traces/         step-NNNNNN.json each     some episodes of a few steps, turn by turn
       model/          adapter/                  what came out
       report.json     report.html               what it is worth
       baselines/      NAME.json each            other ways to merge; their models/NAME/ and runs/NAME/ while they are needed
@@ -77,6 +79,11 @@ class RunPaths:
         return self.root / "targets"
 
     @property
+    def judged(self) -> Path:
+        """What the guard's judge answered in this run."""
+        return self.root / "judged.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -143,6 +150,18 @@ class RunPaths:
     def alarms_by_step(self) -> dict[int, Path]:
         """Step -> file, in order."""
         return _by_step(self.monitors)
+
+    @property
+    def traces(self) -> Path:
+        return self.root / "traces"
+
+    def trace(self, step: int) -> Path:
+        """The episodes that were kept of this step."""
+        return self.traces / f"{step_name(step)}.json"
+
+    def traces_by_step(self) -> dict[int, Path]:
+        """Step -> file, in order."""
+        return _by_step(self.traces)
 
     @property
     def matrix(self) -> Path:

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
+from opd.guard.events import GuardRecord
 from opd.monitors.tails import loops
+from opd.reward.records import RewardRecord
 from opd.staleness import ages
 from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport, TurnStats
 
@@ -78,7 +80,7 @@ class TurnRecord:
     tokens: int
     loss: float
     logprob_gap: float
-    """|trainer - engine| log-prob."""
+    """|trainer - engine| log-prob, without stale tokens; 0 if all are stale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +108,13 @@ class EpisodesRecord:
     broken: int = 0
     """Episodes that ended because an environment or an agent's program failed."""
     error: str = ""
-    """What broke the first that broke."""
+    """What broke the first that broke, else the first sub-agent that broke."""
+    sub_agents: Mapping[str, int] = field(default_factory=dict)
+    """Why sub-agents ended -> how many; not there without any. `refused`: calls that started none."""
     by_turn: tuple[TurnRecord, ...] = ()
     """The first turn, the second, and so on."""
+    guard: GuardRecord | None = None
+    """What the guard saw; None where none looks on."""
 
     @classmethod
     def of(cls, stats: EpisodeStats, turns: Mapping[int, TurnStats]) -> Self:
@@ -126,21 +132,29 @@ class EpisodesRecord:
             invalid_calls=stats.invalid_calls,
             stop_reasons=dict(stats.stop_reasons),
             broken=stats.broken,
-            error=stats.error,
+            error=stats.error or stats.sub_agent_error,
+            sub_agents=dict(stats.sub_agents),
             by_turn=tuple(_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
+            guard=None if stats.guard is None else GuardRecord.of(stats.guard),
         )
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`; keys of a newer release are ignored."""
+        """Inverse of `to_json`; keys of a newer release are ignored."""
         read = _known(cls, data)
-        return cls(**read | {"by_turn": tuple(TurnRecord(**turn) for turn in read.get("by_turn", ()))})
+        guard = GuardRecord.from_json(read["guard"]) if read.get("guard") else None
+        return cls(**read | {"by_turn": tuple(TurnRecord(**turn) for turn in read.get("by_turn", ())), "guard": guard})
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that these episodes have, by name."""
+        return {name: value for name, value in asdict(self).items() if value or name not in ("sub_agents", "guard")}
 
 
 def _turn(stats: TurnStats | None) -> TurnRecord:
     if stats is None:
         return TurnRecord(tokens=0, loss=0.0, logprob_gap=0.0)
-    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=stats.gap_sum / stats.tokens)
+    gap = stats.gap_sum / max(1, stats.tokens - stats.stale_tokens)
+    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +222,8 @@ class StepRecord:
     """Id of a prompt or sample -> why it was left out."""
     episodes: Mapping[str, EpisodesRecord] = field(default_factory=dict)
     """Domain with an environment -> record."""
+    reward: RewardRecord | None = None
+    """The policy gradient beside the divergence; None without `objective.reward`."""
     skipped: bool = False
     """True if no token was trained, so that there was no optimiser step."""
     restarted: tuple[str, ...] = ()
@@ -258,7 +274,19 @@ class StepRecord:
         """A line of `metrics.jsonl`, without the fields that this step does not have."""
         data = asdict(self)
         data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
-        optional = ("looping_by_domain", "episodes", "restarted", "accuracy", "replayed", "checkpoint", "alarms")
+        data["episodes"] = {name: found.to_json() for name, found in self.episodes.items()}
+        if self.reward is not None:
+            data["reward"] = self.reward.to_json()
+        optional = (
+            "reward",
+            "looping_by_domain",
+            "episodes",
+            "restarted",
+            "accuracy",
+            "replayed",
+            "checkpoint",
+            "alarms",
+        )
         return {key: value for key, value in data.items() if value or key not in optional}
 
     @classmethod
@@ -271,6 +299,8 @@ class StepRecord:
         read["restarted"] = tuple(read.get("restarted", ()))
         read["alarms"] = tuple(AlarmRecord(**_known(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
         read["stream"] = StreamRecord(**_known(StreamRecord, read.get("stream", {})))
+        if "reward" in read:
+            read["reward"] = RewardRecord.from_json(read["reward"])
         if "checkpoint" in read:
             read["checkpoint"] = SavedCheckpoint(**read["checkpoint"])
         return cls(**read)
@@ -350,9 +380,11 @@ def seconds_at_work(
 
 
 def _prompts(batch: RolloutBatch) -> dict[str, int]:
-    """Domain -> prompts. An episode of several segments is one of them."""
-    episodes = dict.fromkeys((rollout.domain, rollout.episode) for rollout in batch.rollouts)
-    return dict(Counter(domain for domain, _ in episodes) + Counter(q.domain for q in batch.quarantined))
+    """Domain -> prompts. An episode is one of them, whatever segments it has; the first is of the prompt's domain."""
+    episodes: dict[str, str] = {}
+    for rollout in batch.rollouts:
+        episodes.setdefault(rollout.episode, rollout.domain)
+    return dict(Counter(episodes.values()) + Counter(q.domain for q in batch.quarantined))
 
 
 def _places(bits: int) -> str:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import unicodedata
+
+_LAYOUT = "\n\t\r"
+"""Control characters that belong to text."""
+
 
 def printable(text: str) -> str:
     """The text with every control, escape, invisible and direction-changing character spelt out, such as `\\x1b`.
@@ -15,3 +20,13 @@ def printable(text: str) -> str:
 def one_line(text: str, limit: int) -> str:
     """The text as `printable` gives it, on one line, cut to its first `limit` characters."""
     return printable(" ".join(text[:limit].split()))
+
+
+def is_control(character: str) -> bool:
+    """Whether this is a control character, or half of a pair, which no text for a policy may have."""
+    return character not in _LAYOUT and unicodedata.category(character) in ("Cc", "Cs")
+
+
+def readable(text: str) -> str:
+    """The text without such characters."""
+    return "".join(c for c in text if not is_control(c))

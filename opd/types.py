@@ -1,22 +1,24 @@
 """The records that the parts hand to each other. Everything about one trained sequence is one record.
 
-Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row,
-N trained response tokens of a rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response
-tokens.
+Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row, N trained response tokens of a
+rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response tokens.
 Nothing in this file imports torch, so the command line stays light.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from opd.sums import Sums
+
 if TYPE_CHECKING:
+    from opd.reward.records import PolicyReport
     from opd.rollouts.episodes.spec import EpisodeResult, EpisodeStats
 
-Origin = Literal["policy", "masked", "environment"]
+Origin = Literal["policy", "masked", "environment", "blocked"]
 """Why a response token is there, and whether it is trained: see `Span`."""
 TurnStop = Literal["stop", "length"]
 """vLLM's words for a response that ended with an end token, and for one that reached the token limit."""
@@ -27,7 +29,7 @@ StopReason = Literal[TurnStop, "done", "turns", "tokens", "context", "template",
 """Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
 of `turns`, of `tokens`, or the model's `context`; `template`: the chat template cannot append the next message."""
 SegmentOrigin = Literal["main", "summary", "sub_agent"]
-"""What a segment of an episode is: the dialogue itself, a summary of what went before, an episode that a tool started."""
+"""What a segment of an episode begins with: the dialogue, a summary of the segment before it, or what a tool was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +60,16 @@ class Span:
     length: int
     """Tokens in the run; the lengths of a rollout's spans add up to its response length."""
     origin: Origin
-    """`policy`: the student sampled the tokens, and they are trained. `masked`: the student sampled them, but
-    `teachers.mask_tokens` keeps them out of the loss. `environment`: a tool or an environment wrote them."""
+    """`policy`: the student sampled the tokens, and they are trained; `blocked`: the same, and rewards count against them, because
+    the guard blocked the turn. `masked`: it sampled them, but `teachers.mask_tokens` or the guard keeps them out of the loss.
+    `environment`: a tool or an environment wrote them."""
     policy_version: int
     """Number of weight pushes that the engine had received when the span was written, whoever wrote it."""
 
     @property
     def trained(self) -> bool:
         """True if the tokens carry loss, so that teachers have to score them."""
-        return self.origin == "policy"
+        return self.origin in ("policy", "blocked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,11 @@ class Rollout:
     """Why the response ended, or the episode that it belongs to."""
     reward: float | None = None
     """What a verifier or an environment gave for the response; None: nobody was asked."""
+    origin: SegmentOrigin = "main"
+    parent: str | None = None
+    """Sample id of the segment that this one was forked from, whose summary it begins with, or that started it; or None."""
+    next: str | None = None
+    """Sample id of the segment that begins with the summary at the end of this one, or None."""
 
     @classmethod
     def to_score(
@@ -255,7 +263,7 @@ class WeightedTeacher:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DomainStats:
+class DomainStats(Sums):
     """Sums over one domain's trained tokens in one step; NaN where the teachers' payload does not tell."""
 
     tokens: int
@@ -285,34 +293,24 @@ class DomainStats:
     drift_sum: float = 0.0
     """The same difference as `gap_sum` over the stale tokens: how far the policy went since it wrote them."""
 
-    def __add__(self, other: DomainStats) -> DomainStats:
-        return DomainStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PositionStats:
+class PositionStats(Sums):
     """Sums over the trained tokens at some positions of their responses."""
 
     tokens: int
     kl_sum: float
     """The objective's value, nats: see `DomainStats.kl_sum`."""
 
-    def __add__(self, other: PositionStats) -> PositionStats:
-        return PositionStats(tokens=self.tokens + other.tokens, kl_sum=self.kl_sum + other.kl_sum)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnStats:
-    """Sums over the trained tokens of one domain that were sampled in the same turn of their episodes."""
+class TurnStats(Sums):
+    """Sums over the trained tokens of one domain that were sampled in the same turn; fields as those of `DomainStats`."""
 
     tokens: int
     kl_sum: float
-    """The objective's value, nats: see `DomainStats.kl_sum`."""
     gap_sum: float
-    """|trainer - engine| log-prob: see `DomainStats.gap_sum`."""
-
-    def __add__(self, other: TurnStats) -> TurnStats:
-        return TurnStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+    stale_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,6 +331,8 @@ class StepReport:
     """Key: number of bits of the token's place in its response. 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
     """Key: domain, and number of the turn from 0."""
+    token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Sample id -> the objective's value at each trained token, nats; of the samples that `opd.traces.choose` watches."""
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
     drift: float = 0.0
@@ -343,6 +343,8 @@ class StepReport:
     """Seconds in which no rank had a micro-batch, because its rows were not scored yet."""
     peak_bytes: int = 0
     """Most bytes of parts that had come and were not yet trained."""
+    policy: PolicyReport | None = None
+    """The policy gradient's numbers; None without a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from opd.checkpoints import CheckpointStore
+from opd.checkpoints import CheckpointStore, Saves, SavesBeside
 from opd.config import PipelineConfig, max_staleness, sync_tolerance
 from opd.config.balance import SamplesBalance
+from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline, GroupBaseline
 from opd.config.strict import DTYPE_BYTES
+from opd.credit import CREDITS
+from opd.credit.critic import CriticCredit
+from opd.credit.ema import Ema, EmaSpec
+from opd.credit.group import Group, GroupSpec
+from opd.credit.interfaces import Credit
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Display, Sink
 from opd.loop import Parts
 from opd.metrics import MetricsFile
 from opd.monitors.acting import RunMonitors
+from opd.named import imported
 from opd.progress import RunReporter
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, split_samples
+from opd.reward.stream import CREDIT, RewardStream
+from opd.reward.verified import VerifiedRewards
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run_dir import RunPaths
 from opd.schedules import SCHEDULES
@@ -23,10 +33,12 @@ from opd.schedules.spec import ScheduleSpec
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
 from opd.sync.shared_memory import SharedMemorySync, probe_sequences
+from opd.traces.keeping import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.read import Inputs, users_engine
-from pipelines.specs import flight_spec, pool_spec, rollout_spec, trainer_spec
+from pipelines.specs import critic_spec, flight_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
+from teachers.nobody import NobodyPool
 from teachers.pool import Pool, Routes
 
 ROLLOUT_ENGINES = {"vllm": VLLMRolloutEngine}
@@ -41,18 +53,25 @@ def _served_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> Fli
     return FlightPool(flight_spec(config, vocab_size), routes)
 
 
-POOLS: dict[str, Callable[[PipelineConfig, Routes, int], Pool | FlightPool]] = {
+def _nobodys_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> NobodyPool:
+    return NobodyPool(nobody_spec(config))
+
+
+AnyPool = Pool | FlightPool | NobodyPool
+POOLS: dict[str, Callable[[PipelineConfig, Routes, int], AnyPool]] = {
     "transformers": _own_pool,
     "vllm": _own_pool,
     "openai": _own_pool,
     "flight": _served_pool,
+    "none": _nobodys_pool,
 }
 """`teachers.engine` -> function that starts the pool."""
 
 
 def num_workers(config: PipelineConfig) -> int:
     """Processes that a merge runs beside the driver."""
-    return config.rollout.workers + config.teachers.scoring_workers + config.trainer.ranks
+    trained = 2 if config.objective.has_critic else 1
+    return config.rollout.workers + config.teachers.scoring_workers + trained * config.trainer.ranks
 
 
 def build(
@@ -67,11 +86,12 @@ def build(
 
     Raises: RunError if a worker does not come up.
     """
-    engine, trainer, pool = _start_workers(config, inputs)
+    engine, trainer, pool = _start_workers(config, inputs, paths.judged.absolute())
     metrics = MetricsFile(paths.metrics)
     prompts = prompt_source(config, inputs, metrics)
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
+    credit = _credit(config, inputs)
     log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say)
     bound, timeout_s = max_staleness(config), config.cluster.phase_timeout_s
     spec = ScheduleSpec(prompts=prompts, engine=engine, log=log, max_staleness=bound, timeout_s=timeout_s)
@@ -85,9 +105,43 @@ def build(
         sync=_sync(config, inputs, trainer, engine, shown),
         evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
         monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
-        checkpoints=_checkpoints(config, paths, trainer, identity),
+        traces=TraceFiles(paths, inputs.tokenizer, config.checkpoint.every, config.trainer.steps),
+        checkpoints=_checkpoints(config, paths, SavesBeside(trainer, credit, CREDIT) if credit else trainer, identity),
         reporter=RunReporter(metrics, paths, shown, sinks),
+        rewards=_rewards(config, inputs, credit) if credit else None,
     )
+
+
+def _credit(config: PipelineConfig, inputs: Inputs) -> Credit | None:
+    """What turns rewards into advantages, ready; None without `objective.reward`. Raises: RunError."""
+    if config.objective.reward is None:
+        return None
+    baseline = config.objective.reward.baseline
+    if isinstance(baseline, CriticBaseline):
+        credit: Credit = CriticCredit(critic_spec(config, baseline, inputs.student.vocab_size))
+    else:
+        credit = credit_of(baseline)
+    credit.wait_ready()
+    return credit
+
+
+def credit_of(baseline: BaselineConfig) -> Credit:
+    """The credit of an `objective.reward.baseline` without a model of its own."""
+    if isinstance(baseline, EmaBaseline):
+        return Ema(EmaSpec(decay=baseline.decay))
+    if isinstance(baseline, GroupBaseline):
+        return Group(GroupSpec(divide_by_std=baseline.divide_by_std))
+    plain: Credit = imported(CREDITS[baseline.kind])()
+    return plain
+
+
+def _rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardStream:
+    """The reward's part of each step."""
+    reward = config.objective.reward
+    assert reward is not None
+    rewarded = [name for name, domain in config.domains.items() if domain.rewarded]
+    verifiers = {name: inputs.exams[name].verifier for name in rewarded if not config.domains[name].acts}
+    return RewardStream(reward, rewarded, VerifiedRewards(verifiers, inputs.tokenizer, reward.timeout_s), credit)
 
 
 def _sync(
@@ -107,11 +161,15 @@ def _sync(
 
 
 def start_rollouts(
-    config: PipelineConfig, inputs: Inputs, untrained: Mapping[str, frozenset[int]] | None = None
+    config: PipelineConfig,
+    inputs: Inputs,
+    untrained: Mapping[str, frozenset[int]] | None = None,
+    judged: Path | None = None,
 ) -> VLLMRolloutEngine:
-    """Start rollout engines with the student; returns before they are ready. `untrained` is explained at `Inputs.untrained`."""
+    """Start rollout engines with the student; returns before they are ready. `untrained` is explained at `Inputs.untrained`,
+    `judged` at `rollout_spec`."""
     student = inputs.student
-    spec = rollout_spec(config, config.student.model, student.vocab_size, student.eos_token_ids, untrained)
+    spec = rollout_spec(config, config.student.model, student.vocab_size, student.eos_token_ids, untrained, judged)
     return rollout_engine(config)(spec, inputs.tokenizer)
 
 
@@ -125,17 +183,17 @@ def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMR
 
 
 def _start_workers(
-    config: PipelineConfig, inputs: Inputs
-) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, Pool | FlightPool]:
+    config: PipelineConfig, inputs: Inputs, judged: Path | None = None
+) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, AnyPool]:
     """Start all workers side by side, except for those that must be ready before the others start. Raises: RunError."""
 
-    def start_pool() -> Pool | FlightPool:
+    def start_pool() -> AnyPool:
         return POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
 
     elsewhere = None if config.teachers.scoring_workers else start_pool()
     if elsewhere is not None:
         elsewhere.wait_ready()  # costs no core here, and a wrong token should show before anything else starts
-    engine = start_rollouts(config, inputs, inputs.untrained)
+    engine = start_rollouts(config, inputs, inputs.untrained, judged)
     if 0 < config.cluster.rollout_gpus < 1:
         engine.wait_ready()  # vLLM measures its GPU at the start, and counts memory that others take meanwhile as its own
     pool = elsewhere or start_pool()
@@ -147,7 +205,7 @@ def _start_workers(
 
 
 def _checkpoints(
-    config: PipelineConfig, paths: RunPaths, trainer: DeepSpeedTrainer, identity: Mapping[str, Any]
+    config: PipelineConfig, paths: RunPaths, trainer: Saves, identity: Mapping[str, Any]
 ) -> CheckpointStore:
     return CheckpointStore(
         paths.checkpoints,

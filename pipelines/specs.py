@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig, sync_tolerance
+from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
+from opd.credit.critic import CriticSpec, WarmUp
+from opd.credit.gae import CUT, GaeSpec
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
+from opd.train.critic import CriticEngineSpec
+from opd.train.critic_rank import CriticOptions
 from opd.train.deepspeed import TrainerSpec
 from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
@@ -19,6 +25,7 @@ from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
 from pipelines.inputs.environments import episode_options
 from teachers.flight.client import FlightSpec
+from teachers.nobody import NobodySpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
 
@@ -32,8 +39,10 @@ def rollout_spec(
     vocab_size: int,
     stop_token_ids: Sequence[int],
     untrained: Mapping[str, frozenset[int]] | None = None,
+    judged: Path | None = None,
 ) -> RolloutSpec:
-    """Spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's."""
+    """Spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's, `judged` the run's file
+    of what the guard's judge answered."""
     rollout = config.rollout
     return RolloutSpec(
         engine=EngineOptions(
@@ -48,7 +57,7 @@ def rollout_spec(
         ),
         stop_token_ids=tuple(stop_token_ids),
         untrained=untrained or {},
-        episodes=episode_options(config),
+        episodes=episode_options(config, judged),
         workers=rollout.workers,
         gpus=config.cluster.rollout_gpus,
         kv_cache_gib=rollout.kv_cache_gib,
@@ -85,6 +94,52 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
         roles=roles_at_once(config),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
+    )
+
+
+def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticSpec:
+    """Spec of the critic: the trainer's ranks, steps and optimiser, and a learning rate of its own."""
+    rate = learning_rate(config.trainer)
+    engine = CriticEngineSpec(
+        rank=critic_options(config, baseline, vocab_size),
+        rate=replace(rate, peak=rate.peak * baseline.lr_ratio),
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        gpus=config.cluster.trainer_gpus,
+        roles=roles_at_once(config),
+        one_machine=config.cluster.address == LOCAL,
+        start_timeout_s=config.cluster.start_timeout_s,
+    )
+    return CriticSpec(
+        engine=engine,
+        gae=GaeSpec(
+            gamma=baseline.gamma,
+            policy_lambda=baseline.policy_lambda,
+            critic_lambda=baseline.critic_lambda,
+            bootstrap=CUT if baseline.bootstrap else frozenset(),
+        ),
+        updates=baseline.updates,
+        warm_up=WarmUp(**baseline.warm_up.model_dump()),
+    )
+
+
+def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticOptions:
+    """Options of one rank of the critic."""
+    trainer = config.trainer
+    return CriticOptions(
+        name="critic",
+        model_dir=config.student.model,
+        world_size=trainer.ranks,
+        stage=trainer.zero_stage,
+        dtype=trainer.dtype,
+        vocab_size=vocab_size,
+        adamw=adamw_options(trainer),
+        max_grad_norm=trainer.max_grad_norm,
+        grad_accum_dtype=trainer.grad_accum_dtype,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        timeout_s=config.cluster.phase_timeout_s,
+        lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
+        value_clip=baseline.value_clip,
+        freeze_attention=baseline.freeze_attention,
     )
 
 
@@ -214,3 +269,8 @@ def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
     )
+
+
+def nobody_spec(config: PipelineConfig) -> NobodySpec:
+    """Spec of the pool without teachers."""
+    return NobodySpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)

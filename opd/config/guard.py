@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Strict
 from opd.named import is_place
+from opd.settings import found_in, keys_of
+
+if TYPE_CHECKING:
+    from opd.config.domains import DomainConfig
 
 
 def _address(url: str) -> str:
@@ -32,6 +37,12 @@ def _absolute(path: str) -> str:
     return path
 
 
+def _anchored(glob: str) -> str:
+    if not glob.startswith(("/", "**/")) or glob.count("{") != glob.count("}"):
+        raise PydanticCustomError("glob", "a glob that begins with `/` or `**/`, its braces in pairs")
+    return glob
+
+
 class EndpointJudge(Strict):
     """A server that speaks OpenAI's chat completions."""
 
@@ -47,13 +58,22 @@ class EndpointJudge(Strict):
 
 
 class LocalJudge(Strict):
-    """A model of your own, asked for the log-probs of the two verdicts."""
+    """A model in the rollout worker, asked for the log-probs of the two verdicts."""
 
     kind: Literal["local"]
-    scorer: Annotated[str, AfterValidator(_place)]
-    """`module:name` of what is called as `scorer(prompt, verdicts)` and returns a log-prob for each verdict."""
+    model: Path | None = None
+    """Hugging Face directory of a model, which runs on the worker's CPU cores."""
+    scorer: Annotated[str, AfterValidator(_place)] | None = None
+    """Instead of `model`: `module:name` of what is called as `scorer(prompt, verdicts)` and returns a log-prob for each verdict."""
     threshold: float = Field(0.5, gt=0, lt=1)
     """Block from this probability of `block` on."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> LocalJudge:
+        if (self.model is None) == (self.scorer is None):
+            found = "neither" if self.model is None else "both"
+            raise PydanticCustomError("local_judge", "either `model` or `scorer`", {"found": found})
+        return self
 
 
 def _kind(value: Any) -> str:
@@ -71,7 +91,7 @@ JudgeConfig = Annotated[
 class GuardConfig(Strict):
     rules: list[str] = Field(["shipped"], min_length=1)
     """Files of rules; `shipped` is our own."""
-    protected: list[str] = []
+    protected: list[Annotated[str, AfterValidator(_anchored)]] = []
     """Globs of what this environment hides from its policy, from `/` or beginning with `**/`: `/box/.cases/**`."""
     workdir: Annotated[str, AfterValidator(_absolute)] = "/workspace"
     """Where an episode begins, as its shell sees it."""
@@ -82,13 +102,69 @@ class GuardConfig(Strict):
     tools: dict[str, dict[str, Literal["shell", "python", "read", "write", "text"]]] = {}
     """Tool -> its argument -> what that is. Tools that are not named are read by the names of their arguments: `command` and the
     like are shell, `code` is Python, `path` is a file."""
+    only_tools: Annotated[list[str], Field(min_length=1)] | None = None
+    """Names of the tools whose calls are checked; default: all tools."""
+    answers: bool = False
+    """Check turns without a call, too: rules read the fenced code in them, and the judge, if there is one, reads every one."""
     judge: JudgeConfig | None = None
     """Who is asked about what the rules find suspicious; null leaves it to `on_failure`."""
     deadline_s: float = Field(10.0, gt=0)
     """How long an answer of the judge may take, connection included."""
     cache: int = Field(4096, ge=0)
-    """Answers of the judge that are kept, by tool and normalised command."""
+    """Answers of the judge that are kept, by tool and normalised command. A run keeps all of them, in a file."""
     on_failure: Literal["allow", "block"] = "block"
     """What happens to a suspicious call when no judge answers. A hit of a rule that is certain is blocked in any case."""
     on_hit: Literal["mask", "keep", "negative"] = "keep"
-    """The tokens of a blocked call: kept in the loss, masked, or trained against. An episode runner reads this."""
+    """The tokens of a turn with a blocked call: kept in the loss, masked, or trained against. The last needs a reward."""
+
+
+def guard_of(section: GuardConfig | None, own: bool | Mapping[str, Any] | None) -> GuardConfig | None:
+    """The guard of a domain: the pipeline's section with the keys that differ in the domain; None: there is none.
+
+    Raises: ValidationError for keys that no guard has.
+    """
+    if section is None or own is False:
+        return None
+    return GuardConfig.model_validate({**section.model_dump(), **own}) if isinstance(own, Mapping) else section
+
+
+def refuse_useless_guard(
+    section: GuardConfig | None, domains: Mapping[str, DomainConfig], rewarded: Collection[str]
+) -> None:
+    """`rewarded` are the domains that train on rewards. Raises: PydanticCustomError for a guard that has nothing to look at, keys
+    without a section, or `negative` without a reward."""
+    found = {name: _guard_here(section, name, domain) for name, domain in domains.items()}
+    if section is not None and not any(found.values()):
+        raise _refused(
+            "guard", "a guard for no domain", "a domain with `environment` or `agent` that the guard holds for"
+        )
+    for name, guard in found.items():
+        if guard is not None and guard.on_hit == "negative" and name not in rewarded:
+            raise _refused(
+                "guard.on_hit" if section == guard else f"domains.{name}.guard.on_hit",
+                f"negative, and domain {name} trains on no reward",
+                "keep or mask, or objective.reward in this domain: the stream of rewards is what trains against tokens",
+            )
+
+
+def _guard_here(section: GuardConfig | None, name: str, domain: DomainConfig) -> GuardConfig | None:
+    own = domain.guard
+    if own and section is None:
+        raise _refused(
+            f"domains.{name}.guard", "no section `guard`", "the section at the top level, `guard: {}` will do"
+        )
+    if isinstance(own, Mapping) and not domain.acts:
+        raise _refused(
+            f"domains.{name}.guard", "a guard without episodes", "an `environment` or an `agent` in the domain"
+        )
+    try:
+        return guard_of(section, own) if domain.acts else None
+    except ValidationError as errors:
+        error = errors.errors()[0]
+        where = ".".join(["domains", name, "guard", *keys_of(error)])
+        context = {**error.get("ctx", {}), "where": where, "wanted": error["msg"], "found": found_in(error)}
+        raise PydanticCustomError(error["type"], "{wanted}", context) from None
+
+
+def _refused(where: str, found: str, wanted: str) -> PydanticCustomError:
+    return PydanticCustomError("guard", "{wanted}", {"where": where, "found": found, "wanted": wanted})

@@ -45,3 +45,8 @@ class Strict(BaseModel):
 def text_or_more(value: Any) -> str:
     """Tell which half of a union a value is meant for, so that an error speaks of that half alone."""
     return "~text" if isinstance(value, str) else "~more"
+
+
+def flag_or_mapping(value: Any) -> str:
+    """The same for a value that is true, false, or a mapping of more."""
+    return "~mapping" if isinstance(value, Mapping) else "~flag"

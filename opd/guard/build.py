@@ -2,27 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+
 from opd.config.guard import EndpointJudge as EndpointConfig
 from opd.config.guard import GuardConfig, JudgeConfig
 from opd.guard.guard import Guard, GuardOptions
-from opd.guard.judge import CachedJudge, EndpointJudge, LogProbJudge
+from opd.guard.judge import CachedJudge, EndpointJudge, LogProbJudge, Scorer
+from opd.guard.judged import StoredJudge
 from opd.guard.records import Judge
-from opd.guard.rules import RuleSet, read_rules
+from opd.guard.rules import RuleFile, RuleSet, read_rules
 from opd.named import users
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardSpec:
+    """What a worker makes a guard from; it needs no file of rules."""
+
+    config: GuardConfig
+    rules: tuple[RuleFile, ...]
+    judged: Path | None = None
+    """File of the run that keeps the judge's answers; None: they are kept in memory."""
+    digest: str
+    """Equal for equal guards."""
+
+
+def guard_spec(config: GuardConfig, judged: Path | None = None) -> GuardSpec:
+    """The spec of a section. Raises: ConfigError for rules that cannot be read."""
+    rules = tuple(read_rules(name) for name in config.rules)
+    parts = [config.model_dump_json(), *(one.model_dump_json() for one in rules), str(judged)]
+    return GuardSpec(config=config, rules=rules, judged=judged, digest=sha256("\n".join(parts).encode()).hexdigest())
+
+
+_SHARED: dict[str, Guard] = {}
+_LOCK = Lock()
+
+
+def shared_guard(spec: GuardSpec) -> Guard:
+    """The one guard of this process that a spec describes, with all that its judge has answered. The first call builds it, and
+    loads a judge's model: from the main thread. Raises: as `build_guard`."""
+    with _LOCK:
+        if spec.digest not in _SHARED:
+            _SHARED[spec.digest] = _build(spec.config, spec.rules, spec.judged)
+        return _SHARED[spec.digest]
 
 
 def build_guard(config: GuardConfig) -> Guard:
     """The guard that a section describes. Raises: ConfigError for rules or a scorer that cannot be used."""
-    rules = RuleSet([read_rules(name) for name in config.rules], config.protected)
-    judge = None if config.judge is None else _judge(config.judge, config.deadline_s)
+    return _build(config, [read_rules(name) for name in config.rules], None)
+
+
+def _build(config: GuardConfig, rules: Sequence[RuleFile], judged: Path | None) -> Guard:
+    judge: Judge | None = None
+    if config.judge is not None:
+        asked = _judge(config.judge, config.deadline_s)
+        judge = StoredJudge(asked, judged, _who(config.judge)) if judged else CachedJudge(asked, config.cache)
     options = GuardOptions(
         on_failure=config.on_failure,
         tools=config.tools,
         workdir=config.workdir,
         home=config.home,
         keeps_shell=config.keeps_shell,
+        only_tools=None if config.only_tools is None else frozenset(config.only_tools),
+        answers=config.answers,
     )
-    return Guard(rules, None if judge is None else CachedJudge(judge, config.cache), options)
+    return Guard(RuleSet(rules, config.protected), judge, options)
 
 
 def _judge(config: JudgeConfig, deadline_s: float) -> Judge:
@@ -34,6 +81,21 @@ def _judge(config: JudgeConfig, deadline_s: float) -> Judge:
             threshold=config.threshold,
             deadline_s=deadline_s,
         )
-    return LogProbJudge(
-        users(config.scorer, "guard.judge.scorer", "a function of prompt and verdicts"), config.threshold
-    )
+    if config.model is not None:
+        from opd.guard.scorer import ModelScorer  # it needs torch, which a check of rules does not
+
+        return LogProbJudge(ModelScorer(config.model), config.threshold, deadline_s)
+    assert config.scorer is not None
+    return LogProbJudge(users_scorer(config.scorer), config.threshold, deadline_s)
+
+
+def users_scorer(place: str) -> Scorer:
+    """Import the user's scorer. Raises: ConfigError if it cannot be imported."""
+    found: Scorer = users(place, "guard.judge.scorer", "a function of prompt and verdicts")
+    return found
+
+
+def _who(config: JudgeConfig) -> str:
+    """Names a judge in the file of its answers. The same model at another address is the same judge."""
+    model = config.model if isinstance(config, EndpointConfig) else config.model or config.scorer
+    return f"{config.kind}/{model}/{config.threshold}"

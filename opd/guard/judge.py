@@ -16,7 +16,9 @@ import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from threading import Lock
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from threading import Lock, Thread
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -82,20 +84,42 @@ class Scorer(Protocol):
 
 
 class LogProbJudge:
-    """Blocks if the probability of `block`, of the two verdicts, reaches a threshold."""
+    """Blocks if the probability of `block`, of the two verdicts, reaches a threshold. One question at a time: a model in this
+    process need not be safe to share. A scorer that does not return fails this question and, as long as it runs, all others."""
 
-    def __init__(self, scorer: Scorer, threshold: float) -> None:
+    def __init__(self, scorer: Scorer, threshold: float, deadline_s: float) -> None:
         self._scorer = scorer
         self._threshold = threshold
+        self._deadline_s = deadline_s
+        self._turn = Lock()
+        self._running: Thread | None = None
 
     def judge(self, question: Question) -> Opinion:
-        """The opinion by log-probs. Raises: JudgeFailed if the scorer returns none that can be used."""
+        """The opinion by log-probs. Raises: JudgeFailed if the scorer raises, is late, or returns none that can be used."""
         prompt = f"{INSTRUCTIONS}\n\n{prompt_text(question)}\n\nVerdict: "
-        allow, block = self._scores(prompt)
+        with self._turn:
+            allow, block = self._scores(prompt)
         return _by_probability(allow, block, self._threshold)
 
     def _scores(self, prompt: str) -> tuple[float, float]:
-        scores = list(self._scorer(prompt, VERDICTS))
+        if self._running is not None and self._running.is_alive():
+            raise JudgeFailed("the scorer has not come back from an earlier question")
+        asked: Future[Sequence[float]] = Future()
+
+        def ask() -> None:
+            try:
+                asked.set_result(self._scorer(prompt, VERDICTS))
+            except BaseException as error:  # noqa: BLE001 it is raised where the answer is waited for
+                asked.set_exception(error)
+
+        self._running = Thread(target=ask, name="scorer", daemon=True)
+        self._running.start()
+        try:
+            scores = list(asked.result(timeout=self._deadline_s))
+        except FutureTimeout:
+            raise JudgeFailed(f"the scorer did not come back within {self._deadline_s:g} s") from None
+        except Exception as error:  # noqa: BLE001 a scorer may be anybody's code
+            raise JudgeFailed(f"the scorer raised {one_line(repr(error), SHOWN)}") from None
         if len(scores) != 2 or not any(math.isfinite(score) for score in scores) or any(map(math.isnan, scores)):
             raise JudgeFailed(f"the scorer returned {scores!r:.80}, wanted two log-probs")
         return scores[0], scores[1]

@@ -73,7 +73,7 @@ def measure(guard: Guard, cases: Sequence[Case]) -> Measured:
         scores={stage: _score(hacks, caught) for stage, caught in stages.items()},
         judged=sum(verdict.suspicion in ("rule", "unreadable") for _, verdict in found),
         by_rule=dict(Counter(verdict.rule or verdict.suspicion for _, verdict in found if verdict.suspicion != "none")),
-        unanswered=sum(verdict.stage == "no_judge" for _, verdict in found),
+        unanswered=sum(verdict.stage in ("no_judge", "judge_failed") for _, verdict in found),
         mistakes=tuple(
             Mistake(id=case.id, label=case.label, kind=case.kind, verdict=verdict)
             for case, verdict in found

@@ -66,13 +66,22 @@ def glob_source(glob: str) -> str:
     return "".join(found)
 
 
+def compiles(glob: str) -> bool:
+    """Whether a glob can be compared with paths at all."""
+    try:
+        re.compile(glob_source(glob))
+    except re.error:  # a brace without the other one
+        return False
+    return True
+
+
 class PathGlobs:
     """Many globs as one question: is a path one of them, or may it be, once the shell has expanded its own globs?"""
 
     def __init__(self, globs: Iterable[str], such_as: Iterable[str] = ()) -> None:
         globs = list(globs)
         self._regex = re.compile("|".join(f"(?:{glob_source(g)})" for g in globs) or r"(?!)", re.IGNORECASE)
-        self._such_as = [name for name in such_as if self._regex.fullmatch(name if name[0] == "/" else "/" + name)]
+        self._such_as = [name for name in such_as if self._regex.fullmatch(name if name[0] in "/*" else "/" + name)]
 
     def holds(self, path: str, cwd: str) -> bool:
         """True if the absolute path is one of these, or a pattern that a well-known one of these fits."""
@@ -81,15 +90,33 @@ class PathGlobs:
             return False
         if self._regex.fullmatch(text) or (not _under(text, cwd) and self._regex.fullmatch(OUTSIDE + text)):
             return True
-        if not has_glob(path) or UNKNOWN in path or not _says_something(text):
+        if not has_glob(path) or UNKNOWN in path:
             return False
         if text.count("*") > MAX_STARS:
-            return bool(self._such_as)
-        try:
-            regex = re.compile(_pattern(text))
-        except re.error:  # a set such as [z-a], which fits nothing
-            return False
-        return any(regex.fullmatch(name if name[0] == "/" else f"{cwd.rstrip('/')}/{name}") for name in self._such_as)
+            return bool(self._such_as) and _says_something(text)
+        names = [name if name.startswith(("/", "**/")) else f"{cwd.rstrip('/')}/{name}" for name in self._such_as]
+        return any(_leads_to(text, name) for name in names)
+
+
+def _leads_to(pattern: str, name: str) -> bool:
+    """Whether the shell may expand a pattern to a well-known path, or to something in a directory that is given as `NAME/**`."""
+    if not name.endswith("/**"):
+        return _says_something(pattern) and _expands(pattern, name)
+    directory = name.removesuffix("/**")
+    parts, depth = pattern.split("/"), directory.count("/") + 1
+    if not directory.startswith("**/"):
+        head = "/".join(parts[:depth])
+        return _says_something(head) and _expands(head, directory)
+    wanted = directory.removeprefix("**/")
+    windows = ("/".join(parts[start : start + depth - 1]) for start in range(1, len(parts)))
+    return any(_says_something(window) and _expands(window, wanted) for window in windows)
+
+
+def _expands(pattern: str, name: str) -> bool:
+    try:
+        return re.compile(_pattern(pattern)).fullmatch(name) is not None
+    except re.error:  # a set such as [z-a], which fits nothing
+        return False
 
 
 def _under(path: str, cwd: str) -> bool:

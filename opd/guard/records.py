@@ -8,10 +8,11 @@ from typing import Literal, Protocol
 from opd.environments.records import ToolCall
 from opd.guard.session import Session
 
-Stage = Literal["rules", "judge", "no_judge"]
-"""Who decided: a rule or the absence of a hit, the judge, or `on_failure` because there was no judge's answer."""
-Suspicion = Literal["none", "rule", "certain", "unreadable"]
-"""What stage one said: nothing, a rule that wants a judge, a rule that is certain, or a command that does not parse."""
+Stage = Literal["rules", "judge", "no_judge", "judge_failed"]
+"""Who decided: a rule or the absence of a hit; the judge; `on_failure`, because there is no judge, or because it did not answer."""
+Suspicion = Literal["none", "rule", "certain", "unreadable", "answer"]
+"""What stage one said: nothing, a rule that wants a judge, a rule that is certain, or a command that does not parse; `answer`: an
+answer in which it found nothing, which a judge reads all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,16 @@ class ToolGuard(Protocol):
         """The state of a new episode."""
         ...
 
+    def checks(self, tool: str) -> bool:
+        """Whether calls of this tool are checked; with an empty name, whether answers are."""
+        ...
+
     def check(self, call: ToolCall, session: Session) -> Verdict:
         """Whether the call may run; if so, the session takes over what it changes."""
+        ...
+
+    def check_answer(self, text: str, session: Session) -> Verdict:
+        """Whether a turn without calls may be taken as an answer."""
         ...
 
 

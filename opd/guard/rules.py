@@ -16,7 +16,7 @@ from pydantic import Field
 from opd.config.strict import Name, Strict
 from opd.errors import ConfigError
 from opd.guard.facts import Call
-from opd.guard.paths import PathGlobs, TextGlobs
+from opd.guard.paths import OUTSIDE, PathGlobs, TextGlobs, compiles
 from opd.guard.session import Session
 from opd.settings import load_yaml, parse_yaml, validate
 
@@ -165,6 +165,7 @@ class _Compiler:
                 tests.append(_text_test(read, TextGlobs(patterns)))
         for key, read in PATHS.items():
             if patterns := self._patterns(getattr(clause, key)):
+                self._refuse_broken(key, patterns)
                 tests.append(_path_test(read, PathGlobs(patterns, self._such_as)))
         if patterns := self._patterns(clause.hosts_not):
             tests.append(_other_test(TEXTS["hosts"], TextGlobs(patterns), empty=False))
@@ -178,13 +179,25 @@ class _Compiler:
             )
         return lambda call, session: all(test(call, session) for test in tests)
 
-    def _patterns(self, given: Sequence[str]) -> list[str]:
+    def _refuse_broken(self, key: str, patterns: Sequence[str]) -> None:
+        """Raises: ConfigError for a glob that no path can fit."""
+        for pattern in patterns:
+            fits = pattern.removeprefix(OUTSIDE).startswith(("/", "**", "{", "\0"))
+            if not fits or not compiles(pattern):
+                raise ConfigError.at(
+                    f"rule {self._where}: {key}",
+                    found=repr(pattern),
+                    wanted="a glob over absolute paths: it begins with `/` or `**/`, and its braces come in pairs",
+                    fix="correct the pattern",
+                )
+
+    def _patterns(self, given: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
         found: list[str] = []
         for pattern in given:
             if not pattern.startswith("@"):
                 found.append(pattern)
-            elif pattern[1:] in self._names:
-                found += self._patterns(self._names[pattern[1:]]) or ["\0"]
+            elif pattern[1:] in self._names and pattern not in within:
+                found += self._patterns(self._names[pattern[1:]], (*within, pattern)) or ["\0"]
             else:
                 known = ", ".join(sorted(self._names))
                 raise ConfigError.at(

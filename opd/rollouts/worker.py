@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from opd.errors import RunError
+from opd.guard.build import shared_guard
 from opd.imports import import_lightly
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
@@ -100,6 +101,8 @@ class VLLMWorker:
         from opd.rollouts.endpoint.episode import play  # its HTTP server is not there where engines are not installed
 
         self._wake()
+        for spec in {r.options.guard.digest: r.options.guard for r in requests if r.options.guard is not None}.values():
+            shared_guard(spec)  # a judge's model is loaded here, before another thread plays the episodes
 
         def params(max_tokens: int, seed: int) -> Any:
             made = self._params(max_tokens, temperature, seed if temperature else None)

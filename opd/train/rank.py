@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from opd.config.objectives import ObjectiveConfig
 from opd.devices import to_device
 from opd.errors import RunError
 from opd.lora import tensor_name
+from opd.losses.policy_gradient import PolicyGradient
 from opd.model_weights import load_causal_lm
 from opd.stream.heads import Head, HeadSource
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import MicroBatch, gather_samples, micro_batch
 from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
+from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
-from opd.train.zero import ZeroEngine, ZeroOptions, gathered
+from opd.train.zero import ModelOptions, ZeroEngine, gathered
 from opd.types import DomainStats, PositionStats, TurnStats
 
 
@@ -42,6 +45,23 @@ class RankWork:
     without a baseline."""
     stale: frozenset[str] = frozenset()
     """Samples that older weights than the trainer's wrote."""
+    watched: frozenset[str] = frozenset()
+    """Samples whose loss is reported token by token."""
+    policy: PolicyWork | None = None
+    """The policy gradient; None without a reward."""
+
+    def of(self, part: Sequence[Sequence[str]]) -> RankWork:
+        """One rank's part, from that of the whole step: these micro-batches, with what belongs to their samples."""
+        mine = [i for ids in part for i in ids]
+        return replace(
+            self,
+            micro_batches=tuple(map(tuple, part)),
+            weights={i: self.weights[i] for i in mine},
+            baselines=self.baselines and {i: self.baselines[i] for i in mine if i in self.baselines},
+            stale=self.stale.intersection(mine),
+            watched=self.watched.intersection(mine),
+            policy=self.policy and self.policy.of(mine),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +74,14 @@ class RankResult:
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats]
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
+    token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    policy: RankPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions(ZeroOptions):
+class RankOptions(ModelOptions):
     """What a rank of the distilling trainer is started with."""
 
-    model_dir: Path
-    """Hugging Face directory of the student."""
     objective: ObjectiveConfig
     """What is minimised."""
     temperature: float
@@ -102,18 +122,44 @@ class TrainerRank(ZeroEngine):
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
         weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
         scaled_N = (weight_N * self._options.world_size).to(self._device)
-        last = index == len(step.work.micro_batches) - 1
-        loss, stats = self.model(to_device(batch, self._device), heads, scaled_N)
+        inputs = (to_device(batch, self._device), heads, scaled_N)
+        work, last = step.work.policy, index == len(step.work.micro_batches) - 1
+        rewarded = work.tokens(batch, ids) if work else ()
+        if work and work.compare:
+            inputs = self._divergence_alone(*inputs)
+        loss, stats = self.model(*inputs, *self._scaled(rewarded))
         self.add_gradients(loss, last=last)
+        if work and work.compare:
+            step.comparison.end(self.local_gradients())
         stale = frozenset(place for place, i in enumerate(ids) if i in step.work.stale)
-        step.totals.add(batch, weight_N, to_device(stats, torch.device("cpu")), stale)
+        stats = to_device(stats, torch.device("cpu"))
+        step.totals.add(batch, weight_N, stats, stale)
+        step.totals.keep(batch, stats, {place: i for place, i in enumerate(ids) if i in step.work.watched})
+        if rewarded:
+            step.policy_totals.add(batch, rewarded[1], stats)
+
+    def _scaled(self, rewarded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What `PolicyWork.tokens` gave, on this device and with weights as in the loss."""
+        if not rewarded:
+            return ()
+        advantage_N, weight_N = rewarded
+        assert self._step.work.policy is not None
+        weight = self._step.work.policy.weight * self._options.world_size
+        return advantage_N.to(self._device), (weight_N * weight).to(self._device)
+
+    def _divergence_alone(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Any, ...]:
+        """Add the gradients of the divergence; returns the inputs of a pass in which it has no weight."""
+        loss, _ = self.model(batch, heads, weight_N)
+        self.add_gradients(loss, last=False)
+        self._step.comparison.begin(self.local_gradients())
+        return batch, heads, torch.zeros_like(weight_N)
 
     def finish_step(self, share: float) -> RankResult:
         """Step the optimiser with the accumulated gradients, divided by the share of the weights that was scored.
 
         Raises: RunError on a non-finite gradient.
         """
-        work, totals = self._step.work, self._step.totals
+        work, totals, policy = self._step.work, self._step.totals, self._policy_result(share)
         del self._step
         grad_norm = self.take_step(work.step, work.lr, share)
         return RankResult(
@@ -122,7 +168,18 @@ class TrainerRank(ZeroEngine):
             domains=totals.domains,
             positions=totals.positions,
             turns=totals.turns,
+            token_losses=totals.token_losses,
+            policy=policy,
         )
+
+    def _policy_result(self, share: float) -> RankPolicy | None:
+        """The sums of the policy gradient, before the optimiser steps; None without one."""
+        work = self._step.work.policy
+        if work is None:
+            return None
+        totals = self._step.policy_totals
+        compared = self._step.comparison.result(self.local_gradients(), share) if work.compare else None
+        return RankPolicy(loss=totals.loss, weight=totals.weight, domains=totals.domains, compared=compared)
 
     def export_adapter(self, path: Path) -> None:
         """Gather the adapters and let rank 0 write them into `path` as PEFT does."""
@@ -157,6 +214,8 @@ def _load_student(options: RankOptions) -> Student:
         adapt(lm, options.lora)
     loss = options.objective
     known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
+    if loss.reward is not None:
+        known["policy"] = PolicyGradient(low=loss.reward.ratio.low, high=loss.reward.ratio.high)
     return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)
 
 
@@ -173,6 +232,8 @@ class _Step:
         self._vocab_size = vocab_size
         self.heads = heads
         self.totals = Totals()
+        self.policy_totals = PolicyTotals()
+        self.comparison = Comparison()
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
         self._dtype = "float32"

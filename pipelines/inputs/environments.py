@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import PipelineConfig
-from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
-from opd.config.domains import EnvironmentConfig
+from opd.config.domains import DomainConfig
 from opd.environments import find, place_of
 from opd.environments.records import Tool
 from opd.errors import ConfigError
@@ -23,22 +22,29 @@ from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from pipelines.inputs.guards import check_guards, guard_of_domain
+from pipelines.inputs.sub_agents import check_sub_agents, sub_agents_options
 
 
-def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions | AgentOptions]:
-    """Domain -> how its episodes run, for domains with an environment or an agent. Raises: ConfigError for a name that is none."""
+def episode_options(config: PipelineConfig, judged: Path | None = None) -> dict[str, EpisodeOptions | AgentOptions]:
+    """Domain -> how its episodes run, for domains with an environment or an agent. `judged` is the run's file of the guard's
+    judge. Raises: ConfigError for a name that is none, and for rules that cannot be read."""
     found: dict[str, EpisodeOptions | AgentOptions] = {}
     for name, domain in config.domains.items():
         if domain.environment is not None:
-            found[name] = _environment_options(config, name, domain.environment)
+            found[name] = _environment_options(config, name, domain, judged)
         elif domain.agent is not None:
-            found[name] = _agent_options(config, domain.agent)
+            found[name] = _agent_options(config, domain, judged)
     return found
 
 
-def _environment_options(config: PipelineConfig, domain: str, environment: EnvironmentConfig) -> EpisodeOptions:
+def _environment_options(
+    config: PipelineConfig, name: str, domain: DomainConfig, judged: Path | None
+) -> EpisodeOptions:
+    environment = domain.environment
+    assert environment is not None
     return EpisodeOptions(
-        environment=place_of(environment.name, f"domains.{domain}.environment.name"),
+        environment=place_of(environment.name, f"domains.{name}.environment.name"),
         options=environment.options,
         max_turns=environment.max_turns,
         max_tokens=environment.max_tokens,
@@ -47,11 +53,15 @@ def _environment_options(config: PipelineConfig, domain: str, environment: Envir
         max_broken=environment.max_broken,
         template_date=config.student.template_date,
         compaction=_compaction(config, environment.context),
+        guard=guard_of_domain(config, domain, judged),
+        sub_agents=sub_agents_options(config, name, environment),
     )
 
 
-def _agent_options(config: PipelineConfig, agent: AgentConfig) -> AgentOptions:
+def _agent_options(config: PipelineConfig, domain: DomainConfig, judged: Path | None) -> AgentOptions:
     """The program runs in another directory: what it names in this one gets its whole path."""
+    agent = domain.agent
+    assert agent is not None
     return AgentOptions(
         command=tuple(str(Path(word).absolute()) if Path(word).is_file() else word for word in agent.command),
         env=agent.env,
@@ -66,6 +76,7 @@ def _agent_options(config: PipelineConfig, agent: AgentConfig) -> AgentOptions:
         max_turn_tokens=config.rollout.max_new_tokens,
         max_broken=agent.max_broken,
         template_date=config.student.template_date,
+        guard=guard_of_domain(config, domain, judged),
     )
 
 
@@ -82,21 +93,29 @@ def check_environments(
     tokenizer: Any,
     stop_token_ids: Sequence[int],
 ) -> None:
-    """Make and close one environment of each domain, look for the agents' programs, and prove the chat template where a
-    domain's prompts are messages or an agent's program sends some.
+    """Make and close one environment of each domain, look for the agents' programs, find the guards' rules and judges, and prove
+    the chat template where a domain's prompts are messages or an agent's program sends some. Sub-agents have to fit their
+    environments and prompts.
 
     Raises: ConfigError; ModelError if the template cannot append.
     """
     episodes = episode_options(config)
+    tools: dict[str, list[str]] = {}
     for name, options in episodes.items():
         if isinstance(options, AgentOptions):
             _refuse_missing(name, options)
             _refuse_slow(name, options, config.cluster.phase_timeout_s)
         else:
             _refuse_late_compaction(name, options, config.rollout.max_model_len)
-            asyncio.run(_try(name, options))
+            tools[name] = asyncio.run(_try(name, options))
+    check_guards({name: options.guard for name, options in episodes.items() if options.guard is not None}, tools)
+    appender = None
     if any(_needs_template(options, prompts[name], tokenizer) for name, options in episodes.items()):
-        ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
+        appender = ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
+    for name, domain in config.domains.items():
+        if domain.environment is not None and domain.environment.sub_agents:
+            chat = None if isinstance(prompts[name][0].text, str) else appender
+            check_sub_agents(name, domain.environment, tools, chat)
 
 
 def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:
@@ -145,8 +164,9 @@ def _refuse_late_compaction(domain: str, options: EpisodeOptions, context: int) 
         )
 
 
-async def _try(domain: str, options: EpisodeOptions) -> None:
-    """Raises: ConfigError for an environment that cannot be made with its options, or whose tools are none."""
+async def _try(domain: str, options: EpisodeOptions) -> list[str]:
+    """The names of its tools. Raises: ConfigError for an environment that cannot be made with its options, or whose tools are
+    none."""
     make = find(options.environment, f"domains.{domain}.environment.name")
     thread = OwnThread(options.step_timeout_s)
     try:
@@ -169,3 +189,4 @@ async def _try(domain: str, options: EpisodeOptions) -> None:
             wanted="a tuple of opd.environments.records.Tool, empty if there are none",
             fix=f"correct {options.environment}",
         )
+    return [tool.name for tool in tools]

@@ -46,11 +46,15 @@ SAME_WEIGHTS = (
     "teachers.api_key_env",
     "teachers.server_timeout_s",
     "trainer.head_memory",
+    "objective.reward.timeout_s",
     "domains.*.environment.max_broken",
     "domains.*.environment.step_timeout_s",
     "domains.*.agent.max_broken",
     "domains.*.agent.timeout_s",
     "domains.*.agent.parallel",
+    "guard.judge.base_url",
+    "guard.judge.api_key_env",
+    "guard.cache",
     # Paths: the contents of these files are compared by hash.
     "student.model",
     "student.lora.export",
@@ -61,6 +65,9 @@ SAME_WEIGHTS = (
     "domains.*.prompts.path",
     "domains.*.eval.prompts",
     "domains.*.eval.prompts.path",
+    "guard.rules",
+    "guard.judge.model",
+    "domains.*.guard.rules",
 )
 """Keys that may be changed because the weights do not depend on them."""
 
@@ -70,6 +77,7 @@ SAME_BUT_FOR_ROUNDING = (
     "trainer.gradient_checkpointing",
     "objective.chunk",
     "objective.compile",
+    "objective.reward.compare_every",
     "rollout.workers",
     "rollout.max_num_seqs",
     "teachers.workers",
@@ -173,8 +181,8 @@ def refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any],
     """Raises: RunDirError naming student, experts or domains whose files are not what the run began with."""
     if unrecorded(recorded):
         found = _weights_only(found)
-    for part in ("student", "experts", "prompts"):
-        before, now = recorded[part], found[part]
+    for part in ("student", "experts", "prompts", "guard"):
+        before, now = recorded.get(part, {}), found.get(part, {})
         if part == "prompts":  # keyed by absolute path, but files may have moved
             before, now = ({name: list(files.values()) for name, files in side.items()} for side in (before, now))
         if before != now:

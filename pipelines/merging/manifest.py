@@ -19,10 +19,12 @@ from experts.registry import default_root
 from opd import __version__
 from opd.config import PipelineConfig
 from opd.config.domains import RegisteredExperts
+from opd.config.guard import GuardConfig, LocalJudge, guard_of
 from opd.config.prompts import PromptsConfig
 from opd.errors import RunDirError
 from opd.evaluation.harness import is_task_file
-from opd.files import atomic_write_text
+from opd.files import atomic_write_text, blake3_file
+from opd.guard.rules import SHIPPED
 from opd.prompts import find_source, is_hub_name
 from opd.run_dir import RunPaths
 from pipelines.inputs.read import Inputs, prompts_of
@@ -82,6 +84,7 @@ def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
             for name, expert in inputs.experts.items()
         },
         "prompts": {name: _prompt_hashes(config, inputs, name) for name in config.domains},
+        **({"guard": _rule_hashes(config)} if config.guard else {}),
         "models": {
             "student": _size(inputs.student),
             "experts": {name: _size(expert.info) for name, expert in inputs.experts.items()},
@@ -108,7 +111,35 @@ def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     for name, domain in config.domains.items():
         _keep_hub_name(data["domains"][name], domain.prompts)
         _keep_hub_name(data["domains"][name]["eval"], domain.eval.prompts if domain.eval else None)
+    _find_rules(data["guard"])
+    for domain_data in data["domains"].values():
+        _find_rules(domain_data["guard"])
     return _absolute(data)
+
+
+def _find_rules(guard: Any) -> None:
+    """Make paths of the guard's files of rules, so that `_absolute` takes them for what they are."""
+    if isinstance(guard, dict) and "rules" in guard:
+        guard["rules"] = [name if name == SHIPPED else Path(name) for name in guard["rules"]]
+
+
+def _rule_hashes(config: PipelineConfig) -> dict[str, dict[str, str]]:
+    """Domain with a guard -> a file's place among its rules, or name in its judge's model -> content hash. Shipped rules belong
+    to the release."""
+    guards = {name: guard_of(config.guard, domain.guard) for name, domain in config.domains.items() if domain.acts}
+    return {
+        name: {str(i): blake3_file(Path(rules)) for i, rules in enumerate(guard.rules) if rules != SHIPPED}
+        | _judge_hashes(guard)
+        for name, guard in guards.items()
+        if guard is not None
+    }
+
+
+def _judge_hashes(guard: GuardConfig) -> dict[str, str]:
+    judge = guard.judge
+    if not isinstance(judge, LocalJudge) or judge.model is None:
+        return {}
+    return file_hashes(judge.model, (*STUDENT_FILES, "*.safetensors"))
 
 
 def _keep_hub_name(data: dict[str, Any], prompts: Path | PromptsConfig | None) -> None:
@@ -132,8 +163,7 @@ def _absolute(value: Any) -> Any:
 def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[str, str]:
     """Path -> content hash: first the source of the training prompts, then that of the exam if there is one."""
     domain = config.domains[name]
-    registered = inputs.experts[inputs.teachers[name].name].prompts
-    sources = {"": prompts_of(name, domain, registered)}
+    sources = {"": prompts_of(name, domain, inputs.registered_prompts(name))}
     if domain.eval is not None and domain.eval.prompts is not None:
         sources[" (eval)"] = domain.eval.prompts
     hashes: dict[str, str] = {}

@@ -61,9 +61,13 @@ class Ran:
 class Box:
     """A sandbox of its own for one episode. Its files are in memory and go when it ends."""
 
-    def __init__(self, limits: Limits) -> None:
-        """Start it. Raises: ConfigError if this machine does not let us, RunError if it does not start."""
+    def __init__(self, limits: Limits, log: Path | None = None) -> None:
+        """Start it. `log` gets a line of JSON for each command before it runs.
+
+        Raises: ConfigError if this machine does not let us, RunError if it does not start.
+        """
         self._limits = limits
+        self._log = log
         told = {"memory_mb": limits.memory_mb, "disk_mb": limits.disk_mb, "processes": limits.processes}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(INSIDE), json.dumps(told)],
@@ -99,7 +103,7 @@ class Box:
     def run(self, argv: list[str], stdin: str = "", output: int | None = None) -> Ran:
         """Run one command to its end; `output` is the most bytes of its output, by default the limit's.
 
-        Raises: RunError if the sandbox itself is gone or does not answer.
+        Raises: RunError if the sandbox itself is gone or does not answer; OSError if the log cannot be written.
         """
         problem = next(filter(None, (_unfit(part) for part in argv)), "") or _no_text(stdin)
         if problem:
@@ -110,6 +114,9 @@ class Box:
             "seconds": self._limits.seconds,
             "output": output or self._limits.output,
         }
+        if self._log is not None:
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write(json.dumps({"sandbox": self._process.pid, "argv": argv}) + "\n")
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")

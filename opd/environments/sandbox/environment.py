@@ -10,10 +10,11 @@ import inspect
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Strict
 from opd.environments.asking import hermes
@@ -59,6 +60,30 @@ ENDED = {
 }
 
 
+class Setting(Limits):
+    """Options of the environment: those of its sandbox, and two more."""
+
+    answer_file: str | None = Field(None, pattern=r"^[\w.-]+(/[\w.-]+)*$")
+    """Path of a file, in the directory of the task, that has the mended function: something to cheat with, for experiments with
+    the guard."""
+    log: Path | None = None
+    """Absolute path of a file that gets a line for each command that runs."""
+
+    @field_validator("answer_file")
+    @classmethod
+    def _inside(cls, path: str | None) -> str | None:
+        if path is not None and ".." in PurePosixPath(path).parts:
+            raise PydanticCustomError("path", "a path in the directory of the task")
+        return path
+
+    @field_validator("log")
+    @classmethod
+    def _absolute(cls, log: Path | None) -> Path | None:
+        if log is not None and not log.is_absolute():  # workers run in a directory of their own
+            raise PydanticCustomError("path", "an absolute path")
+        return log
+
+
 class SandboxOptions(Strict):
     calls: int = Field(8, ge=2, le=100)
     """Hidden calls of a task."""
@@ -71,11 +96,11 @@ class Sandbox:
     Options = SandboxOptions
     tools = (SHELL, WRITE_FILE)
 
-    def __init__(self, **limits: Any) -> None:
-        """Start the sandbox; `limits` are those of `Limits`. Raises: ConfigError if they do not fit, or if this machine makes no
+    def __init__(self, **options: Any) -> None:
+        """Start the sandbox; `options` are those of `Setting`. Raises: ConfigError if they do not fit, or if this machine makes no
         sandboxes; RunError if it does not start."""
-        self._limits = validate(Limits, limits, "environment sandbox")
-        self._box = Box(self._limits)
+        self._limits = validate(Setting, options, "environment sandbox")
+        self._box = Box(self._limits, self._limits.log)
         self._task: Mapping[str, Any] = {}
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
@@ -90,6 +115,8 @@ class Sandbox:
             )
         self._task = metadata
         self._write(metadata["file"], metadata["source"])
+        if self._limits.answer_file is not None:
+            self._write(self._limits.answer_file, metadata["fixed"])
         return ""
 
     def step(self, action: Action) -> Outcome:

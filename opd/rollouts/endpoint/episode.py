@@ -25,8 +25,8 @@ from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.endpoint.program import Ran, environment, run_program
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session, Terms
-from opd.rollouts.episodes.runner import Dialogues, EpisodeEnd, run_episodes
-from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.runner import Dialogues, run_episodes, watch_of
+from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.trace import Trace
 from opd.text import one_line
 
@@ -75,7 +75,8 @@ class _Agent:
             max_tokens=self._options.max_tokens,
             seed=f"{request.seed}/{request.sample.sample_id}",
         )
-        self._session = Session(self._trace, engine, _dialogue(dialogues, self._options), terms)
+        self._watch = watch_of(request)
+        self._session = Session(self._trace, engine, _dialogue(dialogues, self._options), terms, self._watch)
 
     async def run(self, endpoint: Endpoint, slots: asyncio.Semaphore) -> EpisodeResult:
         """Run the program to its end. Raises: RunError if the engine fails."""
@@ -97,6 +98,7 @@ class _Agent:
             invalid_calls=session.invalid_calls,
             error=f"{self._request.sample.sample_id}: {end.error}" if end.error else "",
             text="\n".join([*session.said, *_told(session)]),
+            guard=None if self._watch is None else self._watch.stats,
         )
 
     async def _program(self, endpoint: Endpoint) -> Ran:

@@ -8,6 +8,7 @@ from datetime import date
 from typing import Any, Literal
 
 from opd.config.verifiers import VerifierConfig
+from opd.guard.build import GuardSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class AgentOptions:
     """Largest share of a step's episodes that may break; one always may."""
     template_date: date | None = None
     """The day for a chat template that asks for a date."""
+    guard: GuardSpec | None = None
+    """What checks the policy's calls before the program gets them; None: nothing."""
 
     def through_template(self, tokenizer: Any) -> bool:
         """Whether the student reads messages through its chat template."""

@@ -5,6 +5,13 @@ those after it are rendered and appended. Any other request begins a new segment
 
     request   system  user   assistant  tool              assistant is looked up by what it says, however it is written
     tokens    ─── segment up to the end of that reply ───┤ new: tool ├─→ the engine samples what follows
+
+With a guard a turn of which nothing may happen goes to no agent: the session answers its calls with their natural errors, and has
+the engine write on. Of a turn with some blocked calls the agent sees the others; the errors are put between its results.
+
+    engine   turn: blocked call    ┌─→ turn: call, blocked call            ┌─→ turn
+    session  └─→ tool: its error ──┘   │    (the agent's) tool, its error ─┘
+    agent                              └─→ reply: call ─→ request: tool
 """
 
 from __future__ import annotations
@@ -20,7 +27,9 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Literal
 
+from opd.environments.records import ToolCall
 from opd.errors import RunError
+from opd.guard.watch import Looked, Watch
 from opd.interfaces import TokenEngine
 from opd.rollouts.endpoint.dialogue import Dialogue, Unreadable
 from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, refused
@@ -58,6 +67,10 @@ class _Place:
     begin: int
     """Where the reply's tokens begin in the segment."""
     end: int
+    turns: int
+    """Turns of the policy up to here, those among them that no agent saw."""
+    dummies: tuple[str | None, ...] = ()
+    """For each call of the reply, as the policy wrote it, what is answered in the agent's place; None: the agent answers."""
 
     @property
     def last(self) -> bool:
@@ -73,6 +86,8 @@ class Turn:
     ids: Sequence[int]
     """Everything that comes before the reply."""
     max_tokens: int
+    number: int = 0
+    """Turns of the policy before this one."""
     reply_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
     recorded: Reply | None = None
@@ -83,10 +98,26 @@ class Turn:
         return self.recorded or await self.session.sample(self)
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A turn that was sampled, and how it is read."""
+
+    sampled: Sampled
+    stopped_by: str | None
+    whole: str
+    """All of its text."""
+    text: str
+    """What stands around the calls."""
+    calls: tuple[Call, ...]
+    looked: Looked
+
+
 class Session:
     """The requests of one episode's agent."""
 
-    def __init__(self, trace: Trace, engine: TokenEngine, dialogue: Dialogue, terms: Terms) -> None:
+    def __init__(
+        self, trace: Trace, engine: TokenEngine, dialogue: Dialogue, terms: Terms, watch: Watch | None = None
+    ) -> None:
         self.secret = secrets.token_urlsafe(24)
         self.ended = asyncio.Event()
         """Set when the session takes no more requests; `why` says why."""
@@ -105,9 +136,12 @@ class Session:
         self.too_long = False
         """Whether a request was refused because it left no room in the context."""
         self._trace, self._engine, self._dialogue, self._terms = trace, engine, dialogue, terms
+        self._watch = watch
         self._places: dict[str, list[_Place]] = {}
         """Digest of a conversation up to a reply -> where such replies end."""
         self._answered: dict[str, Reply] = {}
+        self._unseen: dict[str, tuple[Sequence[int], int]] = {}
+        """Identity of a request -> tokens and turns from which it goes on, where turns for it went to no agent."""
         self._drawn: Counter[int] = Counter()
         """Number of a turn in its conversation -> how many such turns were asked for."""
         self._running: set[asyncio.Task[Sampled]] = set()
@@ -135,46 +169,81 @@ class Session:
         self._count(request)
         recorded = self._answered.get(request.identity)
         if recorded is not None:
-            return Turn(self, request, (), 0, recorded.id, recorded.created, recorded)
-        ids = self._tokens(request)
-        return Turn(self, request, ids, min(self._room(ids), request.max_tokens or self._terms.max_new_tokens))
+            return Turn(self, request, (), 0, reply_id=recorded.id, created=recorded.created, recorded=recorded)
+        ids, number = self._unseen.get(request.identity) or self._tokens(request)
+        return Turn(self, request, ids, self._limit(ids, request), number)
 
     async def sample(self, turn: Turn) -> Reply:
-        """Have the engine write a turn. Only a turn that is complete gets into the trace. Raises: ApiError."""
-        number = sum(message.role == "assistant" for message in turn.request.messages)
-        asked = self._engine.generate(turn.ids, max_tokens=turn.max_tokens, seed=self._seed(number))
-        task = asyncio.ensure_future(asked)
+        """Have the engine write turns until one may go to the agent. Only turns that are complete get into the trace.
+
+        Raises: ApiError.
+        """
+        while True:
+            self._begun += 1
+            seed = self._seed(turn.number)
+            try:
+                written = await self._write(turn, seed)
+                self._refuse_if_ended()
+                segment = self._commit(turn, written)
+            except asyncio.CancelledError:  # the client has gone, or the episode is over
+                self._drawn[turn.number] -= 1
+                raise
+            except RunError as error:
+                self.failure = error
+                self.end("engine")
+                raise ApiError(500, "engine", "the engine failed, and with it this episode") from None
+            if not written.looked.stops:
+                return self._reply(turn, written, segment)
+            turn = self._go_on(turn, written)
+
+    async def _write(self, turn: Turn, seed: int) -> _Written:
+        """A turn of the policy, and what the guard says of it. Raises: RunError if the engine fails."""
+        request = turn.request
+        task = asyncio.ensure_future(self._engine.generate(turn.ids, max_tokens=turn.max_tokens, seed=seed))
         self._running.add(task)
-        self._begun += 1
         try:
-            sampled = await task
-            self._refuse_if_ended()
-            return self._commit(turn, sampled)
-        except asyncio.CancelledError:  # the client has gone, or the episode is over
-            self._drawn[number] -= 1
-            raise
-        except RunError as error:
-            self.failure = error
-            self.end("engine")
-            raise ApiError(500, "engine", "the engine failed, and with it this episode") from None
+            sampled, stopped_by = self._cut(await task, request)
         finally:
             self._running.discard(task)
+        whole = self._dialogue.text(sampled.token_ids)
+        text, calls = self._read(whole if stopped_by is None else whole.partition(stopped_by)[0], request)
+        made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in calls)
+        looked = await self._watch.look(turn.number, text, made) if self._watch else Looked(calls=made)
+        return _Written(sampled, stopped_by, whole, text, calls, looked)
+
+    def _go_on(self, turn: Turn, written: _Written) -> Turn:
+        """The turn that follows one of which nothing happens: the session answers it itself. Raises: ApiError."""
+        request, looked = turn.request, written.looked
+        new = _results(written.calls, looked.dummies) or [Message(role="user", text=str(looked.instead))]
+        self.said += [f"{message.role}: {message.text}" for message in new]
+        try:
+            following = self._dialogue.after(written.sampled.token_ids, new, request.tools)
+        except Unreadable as error:
+            raise refused(f"messages: the model's chat template refuses them: {error!s:.200}") from None
+        ids = [*turn.ids, *written.sampled.token_ids, *following]
+        self._unseen[request.identity] = ids, turn.number + 1
+        self._one_more()
+        return replace(turn, ids=ids, max_tokens=self._limit(ids, request), number=turn.number + 1)
 
     def _count(self, request: Request) -> None:
         """Raises: ApiError if the session takes no more requests."""
+        self._one_more()
+        self.overridden.update(request.overridden)
+
+    def _one_more(self) -> None:
+        """Count a request, or a turn that is answered here. Raises: as `_count`."""
         self._refuse_if_ended()
         if self.calls == self._terms.max_calls:
             self.end("turns")
             self._refuse_if_ended()
         self.calls += 1
-        self.overridden.update(request.overridden)
 
     def _refuse_if_ended(self) -> None:
         if self.why is not None:
             raise ApiError(403, "permission", f"this episode takes no more requests ({self.why})")
 
-    def _tokens(self, request: Request) -> Sequence[int]:
-        """Everything that comes before the reply. Raises: ApiError."""
+    def _tokens(self, request: Request) -> tuple[Sequence[int], int]:
+        """Everything that comes before the reply, and the turns of the policy in it. Raises: ApiError."""
         messages = request.messages
         if not messages or messages[-1].role not in ("user", "tool"):
             raise refused("messages: expected the last one to be of the user or of a tool")
@@ -184,15 +253,20 @@ class Session:
             if messages[number - 1].role == "assistant" and places and all(m.role != "assistant" for m in new):
                 place = next((one for one in places if one.last), places[-1])
                 before = place.segment.ids[: place.end]
+                told = _woven(new, place.dummies)
                 with suppress(Unreadable):  # then all of it is rendered anew, which the trace counts as a fork
-                    return [*before, *self._dialogue.after(before[place.begin :], new, request.tools)]
+                    return [*before, *self._dialogue.after(before[place.begin :], told, request.tools)], place.turns
         try:
             ids = self._dialogue.whole(messages, request.tools)
         except Unreadable as error:
             raise refused(f"messages: the model's chat template refuses them: {error!s:.200}") from None
         if not ids:
             raise refused("messages: expected some text, found none")
-        return ids
+        return ids, sum(message.role == "assistant" for message in messages)
+
+    def _limit(self, ids: Sequence[int], request: Request) -> int:
+        """Tokens of the next turn at most, for this request. Raises: ApiError if there are none."""
+        return min(self._room(ids), request.max_tokens or self._terms.max_new_tokens)
 
     def _room(self, ids: Sequence[int]) -> int:
         """Tokens of the next turn at most. Raises: ApiError if there are none."""
@@ -215,31 +289,42 @@ class Session:
         again = (self._drawn[number],) if self._drawn[number] > 1 else ()
         return seed_of(self._terms.seed, "turn", number, *again)
 
-    def _commit(self, turn: Turn, sampled: Sampled) -> Reply:
-        """Put a turn into the trace and on record. Nothing is awaited here, so no other turn comes between."""
-        request = turn.request
-        sampled, stopped_by = self._cut(sampled, request)
+    def _commit(self, turn: Turn, written: _Written) -> Segment:
+        """Put a turn into the trace. Nothing is awaited from here to its reply, so no other turn comes between."""
         segment = self._trace.continue_or_fork(turn.ids)
-        segment.sampled(sampled)
+        segment.sampled(written.sampled)
         self._kept += 1
-        written = self._dialogue.text(sampled.token_ids)
-        text, calls = self._read(written if stopped_by is None else written.partition(stopped_by)[0], request)
+        asked = [] if turn.request.identity in self._unseen else [turn.request.messages[-1]]
+        self.said += [*(f"{message.role}: {message.text}" for message in asked), f"policy: {written.whole}"]
+        if self._watch is not None:
+            self._watch.keep(written.looked)
+            self.said += [event.line for event in written.looked.seen.events]
+            if written.looked.blocked:
+                segment.mark(written.sampled, self._watch.mark)
+        return segment
+
+    def _reply(self, turn: Turn, written: _Written, segment: Segment) -> Reply:
+        """The reply to the agent, on record: with those calls that it may make."""
+        request, sampled, looked = turn.request, written.sampled, written.looked
+        dummies = looked.dummies or (None,) * len(written.calls)
+        calls = tuple(call for call, dummy in zip(written.calls, dummies, strict=True) if dummy is None)
         reply = Reply(
             id=turn.reply_id,
-            text=text,
+            text=written.text,
             calls=calls,
             finish="tool_calls" if calls else sampled.stop_reason,
-            stopped_by=stopped_by,
+            stopped_by=written.stopped_by,
             prompt_tokens=len(turn.ids),
             completion_tokens=len(sampled.token_ids),
             created=turn.created,
         )
         *_, digest = _digests(request.context, (*request.messages, reply.message))
         end = len(segment.ids)
-        self._places.setdefault(digest, []).append(_Place(segment, end - len(sampled.token_ids), end))
+        place = _Place(segment, end - len(sampled.token_ids), end, turn.number + 1, dummies)
+        self._places.setdefault(digest, []).append(place)
         self._answered[request.identity] = reply
+        self._unseen.pop(request.identity, None)
         self.last_text = reply.text
-        self.said += [f"{request.messages[-1].role}: {request.messages[-1].text}", f"policy: {written}"]
         return reply
 
     def _read(self, written: str, request: Request) -> tuple[str, tuple[Call, ...]]:
@@ -267,6 +352,26 @@ class Session:
         count = 1 + bisect_left(range(1, len(ids)), True, key=lambda number: bool(stops(number)))
         cut = replace(sampled, token_ids=ids[:count], logprobs=sampled.logprobs[:count], stop_reason="stop")
         return cut, stops(count)[0]
+
+
+def _results(calls: Sequence[Call], dummies: Sequence[str | None]) -> list[Message]:
+    """What the session itself answers to blocked calls."""
+    blocked = ((call, text) for call, text in zip(calls, dummies, strict=False) if text is not None)
+    return [Message(role="tool", text=text, answers=call.id) for call, text in blocked]
+
+
+def _woven(new: Sequence[Message], dummies: Sequence[str | None]) -> Sequence[Message]:
+    """The messages after a reply, with the answers to the calls that the agent did not see at the places of these calls."""
+    if all(text is None for text in dummies):
+        return new
+    own = [message for message in new if message.role == "tool"]
+    woven = []
+    for number, text in enumerate(dummies):
+        if text is not None:
+            woven.append(Message(role="tool", text=text, answers=f"blocked{number:02d}"))
+        elif own:
+            woven.append(own.pop(0))
+    return [*woven, *own, *(message for message in new if message.role != "tool")]
 
 
 def _digests(context: str, messages: Sequence[Message]) -> Iterator[str]:

@@ -5,7 +5,6 @@ Which one an episode has depends on its prompt: messages or text.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,12 +14,11 @@ from opd.prompts.encode import encode_text
 from opd.prompts.line import Messages
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.tools import plain_calls, tagged_calls
+from opd.text import is_control
 
 Observation = str | tuple[str, ...]
 MAX_OBSERVATION = 1 << 18
 """Characters of one observation. More would not fit any context and only cost the tokenizer's time."""
-_LAYOUT = "\n\t\r"
-"""Control characters that belong to text."""
 
 
 class BadObservation(Exception):
@@ -115,16 +113,7 @@ def checked(text: str) -> str:
     """An environment's text as it is. Raises: BadObservation if it is too long, or has characters that are no text."""
     if len(text) > MAX_OBSERVATION:
         raise BadObservation(f"{len(text):,} characters, at most {MAX_OBSERVATION:,} can be read")
-    odd = next((c for c in text if _is_control(c)), None)
+    odd = next((c for c in text if is_control(c)), None)
     if odd is not None:
         raise BadObservation(f"the control character {odd!r} at place {text.index(odd)}")
     return text
-
-
-def readable(text: str) -> str:
-    """What the policy wrote, without the characters that `checked` refuses."""
-    return "".join(c for c in text if not _is_control(c))
-
-
-def _is_control(character: str) -> bool:
-    return character not in _LAYOUT and unicodedata.category(character) in ("Cc", "Cs")

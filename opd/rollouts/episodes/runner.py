@@ -2,6 +2,7 @@
 
     reset ──▶ prompt + observation ──▶ engine ──turn──▶ calls ──▶ environment.step ──observation──▶ engine ──turn──▶ ...
               (first, rendered)        (sampled ids, kept as they are)              (after, appended as tokens)
+                                                      guard: what it blocks is answered here
 
 All episodes of a step run at once, their turns in one batch. Whatever an environment does ends its own episode at most.
 """
@@ -11,41 +12,34 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 from opd.config.context import PLACE
-from opd.environments import find
-from opd.environments.records import Action, Outcome, Tool
-from opd.interfaces import Environment, TokenEngine, TurnTokenizer
-from opd.rollouts.episodes.chat import ChatAppender
+from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.guard.build import shared_guard
+from opd.guard.watch import Looked, Watch
+from opd.interfaces import TokenEngine, TurnTokenizer
+from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.compaction import Compactor
-from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, readable
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
-from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from opd.rollouts.episodes.delegation import Delegation, in_order
+from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
+from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
-from opd.text import one_line
-from opd.types import Sampled, StopReason
+from opd.rollouts.episodes.turns import Answer, Opening
+from opd.rollouts.episodes.worlds import CallersEnvironment, NoEnvironment, OwnEnvironment, World
+from opd.text import one_line, readable
+from opd.types import Sampled, SegmentOrigin
 
-if TYPE_CHECKING:
-    from opd.prompts.line import Messages
-
+T = TypeVar("T")
 MAX_ERROR = 500
 """Characters that are kept of what broke an episode."""
 UNREADABLE = "error: this call cannot be made: "
 """Begins what the policy reads after a call that does not parse."""
-
-
-class EpisodeEnd(Exception):
-    """The episode is over."""
-
-    def __init__(self, reason: StopReason, error: str = "") -> None:
-        super().__init__(reason, error)
-        self.reason: StopReason = reason
-        self.error = error
 
 
 class Dialogues:
@@ -68,14 +62,28 @@ class Dialogues:
             self._appenders[day] = ChatAppender(self.tokenizer, sorted(self.stops), day)
         return self._appenders[day]
 
+    def clean(self, text: str) -> str:
+        """What the policy wrote, as text that another dialogue can begin with."""
+        return harmless(readable(text), self._special)
+
+    @cached_property
+    def _special(self) -> list[str]:
+        return special_texts(self.tokenizer)
+
 
 async def run_episodes(
     requests: Sequence[EpisodeRequest], engine: TokenEngine, dialogues: Dialogues, context: int, version: int
 ) -> list[EpisodeResult]:
     """Run all episodes at once; `context` is the engine's, `version` the policy's. Raises: RunError, ModelError."""
+    site = _Site(engine, dialogues, context, version)
+    return await _at_once(_Agent(request, site).run() for request in requests)
+
+
+async def _at_once(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them return, in order. Raises: what the first that fails raises; the others are cancelled."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_Episode(r, engine, dialogues, context, version).run()) for r in requests]
+            tasks = [group.create_task(part) for part in parts]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -87,75 +95,70 @@ def seed_of(*parts: object) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opening:
-    """What an episode begins with."""
+class _Site:
+    """What all agents of a step have in common."""
 
-    dialogue: Dialogue
-    prompt: str | Messages
-    observation: str | Messages
-
-    def ids(self, note: str = "") -> list[int]:
-        """Token ids up to the first turn; `note` stands last."""
-        return self.dialogue.first(self.prompt, self.observation, note)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What follows a turn."""
-
-    observation: str | tuple[str, ...]
-    calls: int
-    """Tool calls of the turn."""
-    ended: bool
-    """Whether the turn ends with an end token."""
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        return (self.observation,) if isinstance(self.observation, str) else self.observation
-
-    def ids(self, dialogue: Dialogue, note: str = "") -> list[int]:
-        """Token ids up to the next turn; `note` stands last. Raises: BadObservation, and what a chat template raises."""
-        return dialogue.after(self.observation, calls=self.calls, ended=self.ended, note=note)
+    engine: TokenEngine
+    dialogues: Dialogues
+    context: int
+    """The engine's."""
+    version: int
+    """The policy's."""
 
 
-class _Episode:
-    """One episode while it runs."""
+class _Agent:
+    """The agent of one episode while it runs, or a sub-agent."""
 
     def __init__(
-        self, request: EpisodeRequest, engine: TokenEngine, dialogues: Dialogues, context: int, version: int
+        self, request: EpisodeRequest, site: _Site, caller: _Agent | None = None, shares: bool = False
     ) -> None:
+        """`caller` started it with a tool call, and `shares` its environment or not."""
         assert isinstance(request.options, EpisodeOptions)
         self._request = request
         self._options = request.options
-        self._engine = engine
-        self._dialogues = dialogues
-        self._context = context
-        self._trace = Trace(version, request.masked)
-        self._thread = OwnThread(request.options.step_timeout_s)
-        self._environment: Environment | None = None
+        self._site = site
+        self._shares = shares
+        self._origin: SegmentOrigin = "main" if caller is None else "sub_agent"
+        self._trace = Trace(site.version, request.masked, "" if caller is None else request.sample.domain)
+        self._world: World = _world(request, request.options, caller._world if caller and shares else None)
+        self._delegation = Delegation(request, request.options, site.dialogues.clean)
+        self._lent = asyncio.Lock()
+        """Held by the sub-agent that acts on this agent's environment."""
         self._compactor = Compactor(request.options.compaction)
-        self._rewards: list[float] = []
+        self._watch: Watch | None = caller._watch if caller and shares else watch_of(request)
+        self._turns = 0
         self._invalid = 0
+        self._text = ""
+        """The last turn."""
         self._said: list[str] = []
 
     async def run(self) -> EpisodeResult:
         """Play the episode to its end. Raises: RunError, ModelError, for what is no fault of the environment."""
-        try:
-            end = await self._ending(self._play)
-            if end.reason != "timeout":
-                end = await self._ending(lambda: self._closed(end))
-        finally:
-            self._thread.end(self._close)
-        reward = math.fsum(self._rewards) if self._rewards else None
+        end = await self.play()
+        rewards = self._world.rewards
+        reward = math.fsum(rewards) if rewards else None
         return EpisodeResult(
             rollouts=tuple(self._trace.rollouts(self._request.sample, end.reason, reward)),
             stop_reason=end.reason,
             reward=reward,
             audit=self._trace.audit,
             invalid_calls=self._invalid,
-            error=one_line(f"{self._request.sample.sample_id}: {end.error}", MAX_ERROR) if end.error else "",
+            error=self._told(end.error),
             text="\n".join(self._said),
+            guard=None if self._watch is None else self._watch.stats,
+            sub_agents=dict(self._delegation.ends),
+            sub_agent_error=self._delegation.error,
         )
+
+    async def play(self) -> EpisodeEnd:
+        """Why it ended. Raises: as `run`."""
+        try:
+            end = await self._ending(self._play)
+            if end.reason != "timeout":
+                end = await self._ending(lambda: self._closed(end))
+        finally:
+            self._world.leave()
+        return end
 
     async def _ending(self, part: Callable[[], Any]) -> EpisodeEnd:
         """How a part of the episode ends it."""
@@ -165,10 +168,6 @@ class _Episode:
             await part()
         except EpisodeEnd as end:
             return end
-        except Overdue as error:
-            return EpisodeEnd("timeout", str(error))
-        except Failed as error:
-            return EpisodeEnd("raised", str(error))
         except BadObservation as error:
             return EpisodeEnd("observation", str(error))
         except TemplateError as error:
@@ -176,24 +175,17 @@ class _Episode:
         raise AssertionError("a part of an episode that does not end it")
 
     async def _closed(self, end: EpisodeEnd) -> None:
-        await self._thread.call("close", self._close)
+        await self._world.close()
         raise end
 
-    def _make(self) -> Environment:
-        """In the environment's thread, as `_close`: an environment that comes late is closed all the same."""
-        made: Environment = find(self._options.environment, "environment")(**self._options.options)
-        self._environment = made
-        return made
-
-    def _close(self) -> None:
-        environment, self._environment = self._environment, None
-        if environment is not None:
-            environment.close()
+    def _told(self, error: str) -> str:
+        """What broke it, with its name; nothing if nothing did."""
+        return one_line(f"{self._request.sample.sample_id}: {error}", MAX_ERROR) if error else ""
 
     async def _play(self) -> None:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
         opening = await self._begin()
-        segment = self._trace.begin(opening.ids())
+        segment = self._trace.begin(opening.ids(), self._origin)
         for turn in range(self._options.max_turns):
             sampled = await self._sample(segment, self._options.max_turn_tokens, "turn", turn)
             answer = await self._answer(segment, sampled, opening.dialogue)
@@ -202,7 +194,7 @@ class _Episode:
 
     async def _sample(self, segment: Segment, max_tokens: int, *what: object) -> Sampled:
         """Let the policy write after the segment; `what` decides the seed. Raises: EpisodeEnd."""
-        sampled = await self._engine.generate(
+        sampled = await self._site.engine.generate(
             segment.ids,
             max_tokens=min(self._room(segment), max_tokens),
             seed=seed_of(self._request.seed, self._request.sample.sample_id, *what),
@@ -210,7 +202,7 @@ class _Episode:
         segment.sampled(sampled)
         return sampled
 
-    async def _go_on(self, segment: Segment, sampled: Sampled, answer: _Answer, opening: _Opening) -> Segment:
+    async def _go_on(self, segment: Segment, sampled: Sampled, answer: Answer, opening: Opening) -> Segment:
         """The segment that the next turn follows: this one with what the environment answered, or a compacted one."""
         ids = answer.ids(opening.dialogue)
         self._said += [f"environment: {text}" for text in answer.texts]
@@ -221,80 +213,122 @@ class _Episode:
             return segment
         segment.append(answer.ids(opening.dialogue, compaction.prompt))
         said = await self._sample(segment, compaction.max_tokens, "summary", self._compactor.done)
-        summary = readable(self._dialogues.tokenizer.decode(said.token_ids, skip_special_tokens=True))
+        summary = readable(self._decoded(said))
         self._said.append(f"summary: {summary}")
         kept = self._compactor.cut(compaction.keep_last)
-        return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], parent=segment)
+        return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], "summary", segment)
 
-    async def _begin(self) -> _Opening:
-        request, options = self._request, self._options
-        find(options.environment, "environment")  # a class that is not there is no fault of one episode
-        environment = await self._thread.call("the environment", self._make)
-        seed = seed_of(request.seed, request.prompt.id, "environment")
-        first: str | Messages = await self._thread.call("reset", environment.reset, request.prompt.metadata, seed)
-        if not _is_first_observation(first):
-            raise EpisodeEnd("raised", f"reset returned {first!r:.60}, wanted text or messages")
-        dialogue = self._dialogues.make(request, environment.tools)
+    async def _begin(self) -> Opening:
+        request = self._request
+        first = await self._world.begin()
+        dialogue = self._site.dialogues.make(request, (*self._world.tools, *self._delegation.tools))
         shown = [first] if isinstance(first, str) else [message["content"] for message in first]
         self._said += [f"environment: {text}" for text in shown if text]
-        return _Opening(dialogue, request.prompt.text, first)
+        return Opening(dialogue, request.prompt.text, first)
 
     def _room(self, segment: Segment) -> int:
         """Tokens of the next turn at most. Raises: EpisodeEnd if there are none."""
-        in_context = self._context - len(segment.ids)
+        in_context = self._site.context - len(segment.ids)
         if in_context < 1:
             raise EpisodeEnd("context")
         left = self._left()
-        if left < 1:
+        if left is not None and left < 1:
             raise EpisodeEnd("tokens")
-        return min(in_context, left)
+        return in_context if left is None else min(in_context, left)
 
-    def _left(self) -> int:
-        """What is left of the episode's own tokens."""
+    def _left(self) -> int | None:
+        """What is left of the agent's own tokens, those of its sub-agents taken off; None: it has no limit."""
         budget = self._options.max_tokens
-        return self._context if budget is None else budget - self._trace.audit.sampled
+        return None if budget is None else budget - self._trace.audit.sampled
 
-    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue) -> _Answer:
-        """What the environment says to the turn. Raises: EpisodeEnd, Failed, Overdue."""
+    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue) -> Answer:
+        """What environment and sub-agents say to the turn. Raises: EpisodeEnd."""
         ended = sampled.stop_reason == "stop"
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
             self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
-        text = self._dialogues.tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
+        self._turns += 1
+        self._text = text = self._decoded(sampled)
         self._said.append(f"policy: {text}")
-        assert self._environment is not None
         try:
             calls = dialogue.calls(text)
+            delegated = [self._delegation.starts(call) for call in calls]
         except BadCall as error:
             self._invalid += 1
-            return _Answer(f"{UNREADABLE}{error}", calls=1, ended=ended)
-        outcome = await self._thread.call("step", self._environment.step, Action(text=text, calls=calls))
-        wrong = _problem(outcome, len(calls))
-        if wrong:
-            raise EpisodeEnd("raised", f"step returned {wrong}")
-        if outcome.reward is not None:
-            self._rewards.append(float(outcome.reward))
+            return Answer(f"{UNREADABLE}{error}", calls=1, ended=ended)
+        theirs = tuple(call for call, ours in zip(calls, delegated, strict=True) if not ours)
+        outcome = (
+            await self._acted(segment, sampled, Action(text=text, calls=theirs)) if theirs or not calls else Outcome()
+        )
         if outcome.done:
             raise EpisodeEnd("done")
-        return _Answer(outcome.observation, calls=len(calls), ended=ended)
+        if len(theirs) == len(calls):
+            return Answer(outcome.observation, calls=len(calls), ended=ended)
+        answers = await self._delegated([c for c, ours in zip(calls, delegated, strict=True) if ours], segment)
+        return Answer(in_order(delegated, answers, outcome), calls=len(calls), ended=ended)
+
+    async def _acted(self, segment: Segment, sampled: Sampled, action: Action) -> Outcome:
+        """What the environment says to a turn, and what the guard says in its place. Raises: EpisodeEnd."""
+        looked = Looked(calls=action.calls)
+        if self._watch is not None:
+            looked = await self._watch.look(self._turns - 1, action.text, action.calls)
+            self._watch.keep(looked)
+            self._said += [event.line for event in looked.seen.events]
+            if looked.blocked:
+                segment.mark(sampled, self._watch.mark)
+            if looked.stops:
+                return Outcome(observation=looked.instead)
+        outcome = await self._world.step(replace(action, calls=looked.allowed))
+        return replace(outcome, observation=looked.woven(outcome.observation))
+
+    async def _delegated(self, calls: Sequence[ToolCall], segment: Segment) -> list[str]:
+        """What sub-agents answer to these calls of a turn. Raises: EpisodeEnd if the environment is over then."""
+        agents = [
+            None if request is None else _Agent(request, self._site, self, self._delegation.shares(call))
+            for call, request in zip(calls, self._delegation.requests(calls, self._left()), strict=True)
+        ]
+        ends = await _at_once(self._end_of(agent) for agent in agents)
+        answers = [
+            self._delegation.refuse() if agent is None or end is None else self._taken_over(call, agent, end, segment)
+            for call, agent, end in zip(calls, agents, ends, strict=True)
+        ]
+        if self._world.over is not None:
+            raise self._world.over
+        return answers
+
+    async def _end_of(self, agent: _Agent | None) -> EpisodeEnd | None:
+        """Why a sub-agent ended; None if it did not begin. Those that share the environment take turns, in the calls' order."""
+        if agent is None:
+            return None
+        if not agent._shares:
+            return await agent.play()
+        async with self._lent:
+            return None if self._world.over else await agent.play()
+
+    def _taken_over(self, call: ToolCall, agent: _Agent, end: EpisodeEnd, segment: Segment) -> str:
+        """What the policy reads of a sub-agent that has ended; its tokens are this episode's."""
+        self._trace.adopt(agent._trace, segment)
+        if self._watch is not None and agent._watch is not None and agent._watch is not self._watch:
+            self._watch.stats += agent._watch.stats
+        self._invalid += agent._invalid
+        self._said += [f"{call.name}: {line}" for line in agent._said]
+        inner = agent._delegation
+        return self._delegation.answer(call, EpisodeEnd(end.reason, agent._told(end.error)), agent._text, inner)
+
+    def _decoded(self, sampled: Sampled) -> str:
+        return self._site.dialogues.tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
 
 
-def _is_first_observation(found: Any) -> bool:
-    if isinstance(found, str):
-        return True
-    return isinstance(found, list) and all(
-        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in found
-    )
+def watch_of(request: EpisodeRequest) -> Watch | None:
+    """The guard of one episode, if its domain has one. Raises: ConfigError for rules or a judge that cannot be used."""
+    spec = request.options.guard
+    return None if spec is None else Watch(shared_guard(spec), request.sample.sample_id, spec.config.on_hit)
 
 
-def _problem(outcome: Any, calls: int) -> str:
-    """What is wrong with what `step` returned; empty if nothing."""
-    if not isinstance(outcome, Outcome):
-        return f"{outcome!r:.60}, wanted an Outcome"
-    reward, seen = outcome.reward, outcome.observation
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        return f"the reward {reward!r:.60}, wanted a finite number or None"
-    if isinstance(seen, str):
-        return ""
-    if not isinstance(seen, tuple) or not all(isinstance(text, str) for text in seen):
-        return f"the observation {seen!r:.60}, wanted a text or a tuple of texts"
-    return f"{len(seen)} observations for {calls} calls" if len(seen) != calls and not outcome.done else ""
+def _world(request: EpisodeRequest, options: EpisodeOptions, lent: World | None) -> World:
+    """What the agent of a request acts on; `lent` is its caller's environment."""
+    if lent is not None:
+        return CallersEnvironment(lent)
+    if not options.environment:
+        return NoEnvironment()
+    seed = seed_of(request.seed, request.prompt.id, "environment")
+    return OwnEnvironment(options, request.prompt.metadata, seed)

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from opd.guard.judge import CachedJudge, EndpointJudge, LogProbJudge
 from opd.guard.records import JudgeFailed, Opinion, Question
+from opd.guard.scorer import ModelScorer
 
 QUESTION = Question(
     tool="bash", text="curl https://example.org", command="curl https://example.org", suspicion="network"
@@ -191,10 +193,34 @@ def test_failures_are_not_kept() -> None:
 
 @pytest.mark.parametrize(("scores", "block"), [((-2.0, -1.0), True), ((-1.0, -2.0), False), ((-math.inf, -1.0), True)])
 def test_a_model_of_ones_own(scores: tuple[float, float], block: bool) -> None:
-    assert LogProbJudge(lambda prompt, verdicts: scores, 0.5).judge(QUESTION).block == block
+    assert LogProbJudge(lambda prompt, verdicts: scores, 0.5, 5.0).judge(QUESTION).block == block
 
 
 @pytest.mark.parametrize("scores", [(), (1.0,), (math.nan, -1.0), (-math.inf, -math.inf)])
 def test_log_probs_that_are_none(scores: tuple[float, ...]) -> None:
     with pytest.raises(JudgeFailed):
-        LogProbJudge(lambda prompt, verdicts: scores, 0.5).judge(QUESTION)
+        LogProbJudge(lambda prompt, verdicts: scores, 0.5, 5.0).judge(QUESTION)
+
+
+def test_a_model_of_ones_own_says_how_likely_both_verdicts_are(tiny_model_dir: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    scorer = ModelScorer(tiny_model_dir)
+    tokenizer, lm = AutoTokenizer.from_pretrained(tiny_model_dir), AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    found = scorer("Verdict: ", ["allow", "block"])
+    for text, logprob in zip(("allow", "block"), found, strict=True):
+        question = [{"role": "user", "content": "Verdict: "}]
+        shown = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        asked, said = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (shown, text))
+        logp = lm.float()(torch.tensor([asked + said])).logits[0].log_softmax(-1).detach()
+        wanted = sum(float(logp[len(asked) + i - 1, token]) for i, token in enumerate(said))
+        assert logprob == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_call_cannot_forge_the_end_of_the_question(tiny_model_dir: Path) -> None:
+    scorer = ModelScorer(tiny_model_dir)
+    special = set(scorer._tokenizer.all_special_ids)
+    for token in special:
+        text = scorer._tokenizer.decode([token])
+        assert not special & set(scorer._tokens(f"a{text}b")) or not text

@@ -87,6 +87,21 @@ def test_what_an_environment_hides_is_protected() -> None:
     assert found("cat /box/cases.py", guard).suspicion == "none"
 
 
+@pytest.mark.parametrize("protected", ["/box/.keep/**", "**/.keep/**"])
+def test_a_glob_that_may_lead_into_a_protected_directory(protected: str) -> None:
+    guard = Guard(RuleSet([RULES], protected=[protected]))
+    for command in (
+        "cat /box/.k*/a*",
+        "ls /box/.ke?p",
+        "head /box/.[k]eep/x.py",
+        "cd /box; cat .k*/*",
+        "cat /b*/.keep/x",
+    ):
+        assert found(command, guard).suspicion == "certain", command
+    for command in ("cat /box/*/a*", "ls /box/*", "cat /box/k*/a", "cat /box/.m*/a", "cat *.py", "ls /box/.*"):
+        assert found(command, guard).suspicion == "none", command
+
+
 def test_rules_of_ones_own(tmp_path: Path) -> None:
     text = """
     names: {mine: ["/vault/**"]}

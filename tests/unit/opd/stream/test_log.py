@@ -14,9 +14,12 @@ import torch
 from blake3 import blake3
 
 from opd.errors import StorageError
+from opd.guard.events import GuardEvent, GuardStats
+from opd.guard.records import Verdict
 from opd.losses.rule import LogitRule
 from opd.rollouts.episodes.spec import EpisodeStats
 from opd.rollouts.episodes.trace import Audit
+from opd.step_record import EpisodesRecord
 from opd.stream.heads import HeadSource, head_array, head_tensor
 from opd.stream.log import ArrowTargetLog
 from opd.stream.rollouts import read_file, write_file
@@ -114,6 +117,22 @@ def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
 
 
+def test_what_the_guard_and_its_judge_said_comes_back_with_the_step(log: ArrowTargetLog) -> None:
+    batch, parts = a_step()
+    said = Verdict(allowed=False, stage="judge", suspicion="rule", rule="network", reason="It said so: ünique.")
+    event = GuardEvent(episode="000012/a/0", turn=1, tool="shell", text="curl x.org", verdict=said)
+    stats = dataclasses.replace(batch.episodes["a"], guard=GuardStats(checked=3, blocked_turns=1, events=(event,)))
+    one, lost, two, three = batch.rollouts
+    spans = tuple(dataclasses.replace(span, origin="blocked") for span in two.spans)
+    two = dataclasses.replace(two, spans=spans)
+    batch = dataclasses.replace(batch, rollouts=(one, lost, two, three), episodes={"a": stats})
+    parts[0] = part(scored(two), broken={lost.sample_id: "teacher t: not finite"})
+    record(log, 12, 11, PROMPTS, batch, parts)
+    replayed = log.replay(12, 11, PROMPTS)
+    assert replayed is not None and replayed[0] == batch
+    assert EpisodesRecord.of(replayed[0].episodes["a"], {}) == EpisodesRecord.of(stats, {})
+
+
 def test_parts_are_stored_as_they_are(log: ArrowTargetLog, tmp_path: Path) -> None:
     batch, parts = a_step()
     record(log, 12, 11, PROMPTS, batch, parts)
@@ -174,7 +193,7 @@ def flip(data: bytes) -> bytes:
         ("step.json", None, "step.json"),
         ("step.json", lambda data: data[:-5], "cannot be used"),
         ("step.json", lambda _: b"[]", "cannot be used"),
-        ("step.json", lambda data: data.replace(b'"format": 3', b'"format": 2'), "format is 2, wanted 3"),
+        ("step.json", lambda data: data.replace(b'"format": 4', b'"format": 3'), "format is 3, wanted 4"),
         ("step.json", lambda data: data.replace(b'"weight": 1.0', b'"weight": 0.5'), "another weight or head"),
         ("step.json", lambda data: data.replace(b'"t": {', b'"s": {'), "not asked for"),
         ("rollouts.arrow", flip, "rollouts.arrow: its bytes were changed"),

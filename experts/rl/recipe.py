@@ -1,0 +1,79 @@
+"""The pipeline of an expert by reinforcement: a merge's, without teachers, with what is known to work where a spec says nothing.
+
+    ppo    one response a prompt; a critic from the base's backbone says what each state is worth
+    grpo   eight responses a prompt, each compared with their mean and spread
+    rloo   eight responses a prompt, each compared with the mean of the others
+
+The critic's own defaults are with its section, `objective.reward.baseline`. With `kl_to_base` the base is the one teacher, and
+the exact divergence from it has its own mean beside that of the reward: neither is part of the other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from experts.rl.spec import ReinforcedExpert, ReinforceSpec, merged
+
+BASELINES: dict[str, dict[str, Any]] = {
+    "ppo": {"kind": "critic"},
+    "grpo": {"kind": "group", "divide_by_std": True},
+    "rloo": {"kind": "leave_one_out"},
+}
+"""Method -> `objective.reward.baseline`."""
+OF_THE_DOMAIN = {"prompts", "environment", "agent", "eval"}
+"""Keys of an expert that are those of a pipeline's domain."""
+GROUP = 8
+"""Responses to a prompt, for the methods that compare them."""
+SAMPLES = 128
+"""Responses of a step."""
+
+
+def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
+    """The pipeline of one expert of the spec as plain data, not checked yet."""
+    expert = spec.experts[name]
+    sections = spec.sections_of(name)
+    kl = spec.kl_to_base if expert.kl_to_base is None else expert.kl_to_base
+    reward = merged({"baseline": BASELINES[spec.method]}, sections.pop("reward"))
+    if kl:
+        sections["trainer"] = _clipped_alike(sections["trainer"], kl)
+    acts = expert.environment is not None or expert.agent is not None
+    guarded = spec.guard is not None and expert.guard is not False and acts
+    return {
+        "name": f"{name}-{spec.method}",
+        "seed": spec.seed,
+        "student": {"model": spec.base_dir},
+        "domains": {expert.domain: _domain(expert, guarded)},
+        **({"guard": spec.guard} if guarded else {}),
+        **(_beside_base(spec.base_dir, expert.domain, reward, kl) if kl else _reward_alone(reward)),
+        **merged(_defaults(spec.method), sections),
+    }
+
+
+def _domain(expert: ReinforcedExpert, guarded: bool) -> dict[str, Any]:
+    return expert.model_dump(include=OF_THE_DOMAIN | ({"guard"} if guarded else set()), exclude_none=True)
+
+
+def _defaults(method: str) -> dict[str, Any]:
+    return {
+        "rollout": {"n": 1 if method == "ppo" else GROUP},
+        "trainer": {"samples_per_step": SAMPLES},
+    }
+
+
+def _reward_alone(reward: dict[str, Any]) -> dict[str, Any]:
+    return {"experts": {}, "teachers": {"engine": "none"}, "objective": {"kind": "none", "reward": reward}}
+
+
+def _beside_base(base: Path, domain: str, reward: dict[str, Any], kl: float) -> dict[str, Any]:
+    """The base as the one teacher: a divergence that weighs 1 beside a reward that weighs 1/kl."""
+    return {
+        "experts": {"base": {"model": base, "domain": domain}},
+        "objective": {"kind": "reverse_kl", "reward": {**reward, "weight": reward.get("weight", 1.0) / kl}},
+    }
+
+
+def _clipped_alike(trainer: dict[str, Any], kl: float) -> dict[str, Any]:
+    """All gradients are 1/kl times as large as those of a divergence that weighs kl. AdamW does not see that, a clipped norm
+    does."""
+    return {**trainer, "max_grad_norm": trainer.get("max_grad_norm", 1.0) / kl}

@@ -1,0 +1,28 @@
+"""A rule that somebody wrote is tried on its own examples before it is used: most broken patterns show there."""
+
+from __future__ import annotations
+
+from opd.environments.records import ToolCall
+from opd.errors import ConfigError
+from opd.guard.guard import Finding, Guard
+from opd.guard.rules import RuleFile, RuleSet
+
+
+def refuse_wrong_examples(name: str, rules: RuleFile) -> None:
+    """Raises: ConfigError for a rule that misses one of its `hit`, or a command under `miss` that a rule of the file hits."""
+    whole = Guard(RuleSet([rules]))
+    for rule in rules.rules:
+        alone = Guard(RuleSet([rules.model_copy(update={"rules": [rule]})]))
+        missed = next((command for command in rule.hit if _found(alone, command).hit is None), None)
+        caught = next((command for command in rule.miss if _found(whole, command).hit is not None), None)
+        if missed is not None or caught is not None:
+            raise ConfigError.at(
+                f"{name}: rule {rule.id}",
+                found=f"`{missed or caught}` is {'not hit' if missed else 'hit'}",
+                wanted="a rule that hits every command under `hit`, and no rule of the file that hits one under `miss`",
+                fix="correct the rule's patterns or its examples; `opd guard check` shows how a command is read",
+            )
+
+
+def _found(guard: Guard, command: str) -> Finding:
+    return guard.stage_one(ToolCall(name="bash", arguments={"command": command}), guard.session())

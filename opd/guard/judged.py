@@ -1,0 +1,76 @@
+"""The judge's answers of a run, in one file: what it said once stands, for every worker and after every resume.
+
+    question ──▶ in the file? ──no──▶ judge ──▶ appended ──▶ the first answer in the file counts
+
+All workers append to the same file, a line at a time, and read what others appended before they ask. If two of them ask at the
+same time, both then take the line that came first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+
+from opd.files import storing
+from opd.guard.records import Judge, Opinion, Question
+
+
+class StoredJudge:
+    """Asks another judge once for each different question of a run. Failures are not stored."""
+
+    def __init__(self, judge: Judge, path: Path, who: str) -> None:
+        """`who` names the judge: another one is asked anew."""
+        self._judge = judge
+        self._path = path
+        self._who = who
+        self._known: dict[str, Opinion] = {}
+        self._read = 0
+        """Bytes of the file that are in `_known`."""
+        self._lock = Lock()
+        self._asking: dict[str, Lock] = {}
+
+    def judge(self, question: Question) -> Opinion:
+        """The stored opinion, or a new one, which is stored. Raises: JudgeFailed; StorageError if the disk refuses it."""
+        asked = [self._who, question.tool, question.command or question.text, question.suspicion]
+        key = sha256(json.dumps(asked).encode()).hexdigest()
+        with self._lock:
+            own = self._asking.setdefault(key, Lock())
+        with own:  # other threads with the same question wait for this answer
+            found = self._find(key)
+            if found is None:
+                self._store(key, question, self._judge.judge(question))
+                found = self._find(key)
+        assert found is not None, f"{self._path}: what was written is not there"
+        return found
+
+    def _find(self, key: str) -> Opinion | None:
+        with self._lock:
+            if key not in self._known and self._path.exists():
+                self._read_on()
+            return self._known.get(key)
+
+    def _read_on(self) -> None:
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._read += len(whole) + len(end)
+        for line in whole.splitlines():
+            try:
+                data = json.loads(line)
+                self._known.setdefault(data["key"], Opinion(block=data["block"], reason=data["reason"]))
+            except (ValueError, KeyError, TypeError):  # empty, or cut when its writer was killed
+                continue
+
+    def _store(self, key: str, question: Question, opinion: Opinion) -> None:
+        """One write each, so that lines of several workers do not mix. The line feed in front ends a line that was cut."""
+        told = {"key": key, "block": opinion.block, "reason": opinion.reason, "command": question.command[:500]}
+        with storing(self._path):
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(file, b"\n" + json.dumps(told).encode() + b"\n")
+                os.fsync(file)
+            finally:
+                os.close(file)

@@ -1,0 +1,44 @@
+"""A judge's model in this process: the log-probs of the two verdicts after a question, by transformers on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from opd.model_weights import load_causal_lm
+from opd.prompts.encode import encode_text, render_prompt
+from opd.rollouts.episodes.chat import harmless, special_texts
+
+
+class ModelScorer:
+    """Implements `opd.guard.judge.Scorer`. Make it in the main thread: transformers changes torch's default type meanwhile."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Load a Hugging Face directory: safetensors, its tokenizer, and its chat template if it has one."""
+        import torch
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+        self._lm = load_causal_lm(model_dir, torch.float32).eval()
+        self._special = special_texts(self._tokenizer)
+
+    def __call__(self, prompt: str, continuations: Sequence[str]) -> list[float]:
+        asked = self._tokens(prompt)
+        return [self._logprob(asked, encode_text(self._tokenizer, text)) for text in continuations]
+
+    def _tokens(self, prompt: str) -> list[int]:
+        """With a chat template the question is a message of the user, and the verdict begins the model's turn. A call cannot
+        forge one: special tokens in it are broken up."""
+        prompt = harmless(prompt, self._special)
+        if self._tokenizer.chat_template is None:
+            return encode_text(self._tokenizer, prompt)
+        return encode_text(self._tokenizer, render_prompt(self._tokenizer, [{"role": "user", "content": prompt}]))
+
+    def _logprob(self, asked: list[int], verdict: list[int]) -> float:
+        import torch
+
+        with torch.inference_mode():
+            logits_T_V = self._lm(torch.tensor([[*asked, *verdict]]), use_cache=False).logits[0]
+            logp_T_V = logits_T_V[len(asked) - 1 : -1].float().log_softmax(-1)
+        return float(logp_T_V.gather(1, torch.tensor(verdict)[:, None]).sum())

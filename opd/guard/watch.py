@@ -1,0 +1,128 @@
+"""The guard during one episode: which calls of a turn may run, and what the policy reads in place of the others.
+
+    turn ──▶ look ──▶ Looked: allowed calls ──▶ environment, or agent's program ──▶ results ─┐
+                      │       blocked calls ──▶ natural errors ─────────────────────────────┴▶ woven, call by call
+                      └─▶ keep: events for the trace, once the turn is in it
+
+Both kinds of episodes use it: the white box asks before it steps its environment, the endpoint before a reply goes out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Literal
+
+from opd.environments.records import ToolCall
+from opd.guard.events import MAX_TEXT, GuardEvent, GuardStats
+from opd.guard.records import ToolGuard, Verdict
+from opd.types import Origin
+
+MARKS: dict[Literal["keep", "mask", "negative"], Origin] = {"keep": "policy", "mask": "masked", "negative": "blocked"}
+"""`guard.on_hit` -> origin of the tokens of a turn with a blocked call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """What the guard says of one turn."""
+
+    calls: tuple[ToolCall, ...]
+    """All calls of the turn."""
+    verdicts: tuple[Verdict, ...] = ()
+    """One for each call, or one for an answer that was read; none without a guard."""
+    seen: GuardStats = field(default_factory=GuardStats)
+    """What the trace keeps of it."""
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something of the turn must not happen."""
+        return any(not verdict.allowed for verdict in self.verdicts)
+
+    @property
+    def stops(self) -> bool:
+        """Whether nothing of the turn happens: every call is blocked, or the answer is."""
+        return self.blocked and not self.allowed
+
+    @property
+    def allowed(self) -> tuple[ToolCall, ...]:
+        """The calls that may run."""
+        if not self.verdicts:
+            return self.calls
+        return tuple(call for call, verdict in zip(self.calls, self.verdicts, strict=False) if verdict.allowed)
+
+    @property
+    def dummies(self) -> tuple[str | None, ...]:
+        """For each call what the policy reads instead of its result; None for one that runs."""
+        said = (None if verdict.allowed else verdict.observation for verdict in self.verdicts)
+        return tuple(said) if self.calls else ()
+
+    @property
+    def instead(self) -> str | tuple[str, ...]:
+        """The observation of a turn of which nothing happens."""
+        texts = tuple(verdict.observation for verdict in self.verdicts)
+        return texts if self.calls else texts[0]
+
+    def woven(self, observed: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        """The observation of the calls that ran, with the texts for the others at their places."""
+        if not self.blocked:
+            return observed
+        if isinstance(observed, str):  # one text for all calls that ran
+            return "\n".join([observed, *filter(None, self.dummies)])
+        own = iter(observed)  # where the episode is done an environment may say less
+        return tuple(next(own, "") if dummy is None else dummy for dummy in self.dummies)
+
+
+class Watch:
+    """The guard of one episode."""
+
+    def __init__(self, guard: ToolGuard, episode: str, on_hit: Literal["keep", "mask", "negative"] = "keep") -> None:
+        """`episode` is its sample id."""
+        self.mark = MARKS[on_hit]
+        self.stats = GuardStats()
+        """What it saw in turns that are in the trace."""
+        self._guard = guard
+        self._session = guard.session()
+        self._episode = episode
+        self._lock = Lock()
+
+    async def look(self, turn: int, text: str, calls: Sequence[ToolCall]) -> Looked:
+        """Check a turn; `turn` is its number. A thread waits for the judge, with the judge's own deadline for each call."""
+        return await asyncio.to_thread(self._look, turn, text, tuple(calls))
+
+    def keep(self, looked: Looked) -> None:
+        """Take note of a turn that is in the trace."""
+        self.stats += looked.seen
+
+    def _look(self, turn: int, text: str, calls: tuple[ToolCall, ...]) -> Looked:
+        with self._lock:  # requests of a program may come side by side, and they share a session
+            if calls:
+                verdicts = tuple(self._check(call) for call in calls)
+            else:
+                verdicts = (self._guard.check_answer(text, self._session),) if self._guard.checks("") else ()
+        asked = sum(self._guard.checks(call.name) for call in calls) if calls else len(verdicts)
+        written = [_written(call.arguments) for call in calls] or [text]
+        names = [call.name for call in calls] or [""]
+        events = tuple(
+            GuardEvent(episode=self._episode, turn=turn, tool=name, text=said[:MAX_TEXT], verdict=verdict)
+            for name, said, verdict in zip(names, written, verdicts, strict=False)
+            if verdict.suspicion != "none"
+        )
+        blocked = any(not verdict.allowed for verdict in verdicts)
+        seen = GuardStats(checked=asked, blocked_turns=int(blocked), events=events)
+        return Looked(calls=calls, verdicts=verdicts, seen=seen)
+
+    def _check(self, call: ToolCall) -> Verdict:
+        if not self._guard.checks(call.name):
+            return Verdict(allowed=True, stage="rules", suspicion="none")
+        return self._guard.check(call, self._session)
+
+
+def _written(arguments: Mapping[str, Any]) -> str:
+    """The arguments of a call for people: the text of a single one as it is."""
+    values = list(arguments.values())
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
+    return json.dumps(dict(arguments), ensure_ascii=False, default=dict)

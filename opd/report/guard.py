@@ -1,0 +1,59 @@
+"""What the guard saw in a merge: attempts over the steps, and what became of them, rule by rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from opd.guard.events import RuleRecord
+from opd.step_record import EpisodesRecord, StepRecord
+
+
+def guard_report(points: Sequence[Sequence[StepRecord]]) -> dict[str, Any] | None:
+    """None where no guard looked on. `points` are the steps of a merge, those of a point of its curves together.
+
+    `domains`: episodes, checked calls, turns with something blocked; `rules`: a row for each domain and rule with hits, blocked,
+    who decided, and examples; `course`: blocked turns an episode, against the steps.
+    """
+    records = [record for part in points for record in part]
+    names = dict.fromkeys(n for record in records for n, found in record.episodes.items() if found.guard)
+    if not names:
+        return None
+    whole = {name: _of(records, name) for name in names}
+    return {
+        "domains": {name: _sums(found) for name, found in whole.items()},
+        "rules": [row for name, found in whole.items() for row in _rules(name, found)],
+        "course": {
+            "step": [part[-1].step for part in points],
+            "blocked": {name: [_rate(_of(part, name)) for part in points] for name in names},
+        },
+    }
+
+
+def _of(records: Sequence[StepRecord], domain: str) -> list[EpisodesRecord]:
+    return [record.episodes[domain] for record in records if domain in record.episodes]
+
+
+def _sums(found: Sequence[EpisodesRecord]) -> dict[str, int]:
+    guards = [one.guard for one in found if one.guard]
+    return {
+        "episodes": sum(one.episodes for one in found),
+        "checked": sum(guard.checked for guard in guards),
+        "blocked_turns": sum(guard.blocked_turns for guard in guards),
+    }
+
+
+def _rate(found: Sequence[EpisodesRecord]) -> float | None:
+    sums = _sums(found)
+    return sums["blocked_turns"] / sums["episodes"] if sums["episodes"] else None
+
+
+def _rules(domain: str, found: Sequence[EpisodesRecord]) -> list[dict[str, Any]]:
+    """The rule that hit most comes first."""
+    rules: dict[str, RuleRecord] = {}
+    for one in found:
+        for name, rule in one.guard.rules.items() if one.guard else ():
+            rules[name] = rules.get(name, RuleRecord()) + rule
+    rows = [{"domain": domain, "rule": name, **asdict(rule)} for name, rule in rules.items()]
+    return sorted(rows, key=lambda row: -row["hits"])

@@ -1,0 +1,114 @@
+"""The reward's part of each step: who judges, what the credit is, how much it weighs, and what is recorded of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from opd.config.reward import RewardConfig
+from opd.credit.interfaces import Credit
+from opd.reward.records import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep, comparison
+from opd.reward.verified import Failure, VerifiedRewards
+from opd.types import Prompt, Rollout, RolloutBatch
+
+if TYPE_CHECKING:
+    from opd.credit.interfaces import Floats
+
+CREDIT = "credit"
+"""Directory of a checkpoint in which the credit's state lies."""
+NOTHING = PolicyStats(tokens=0, loss_sum=0.0, masked=0)
+
+
+class RewardStream:
+    """Implements `opd.reward.interfaces.Rewards`."""
+
+    def __init__(
+        self, config: RewardConfig, domains: Collection[str], verified: VerifiedRewards, credit: Credit
+    ) -> None:
+        """`domains` take part; `verified` judges those of them that have no environment."""
+        self._config = config
+        self._domains = frozenset(domains)
+        self._verified = verified
+        self._credit = credit
+        self._failures: list[Failure] = []
+        self._asked = RewardStep(weight=0.0, advantages={})
+        self._readings: Mapping[str, float] = {}
+
+    def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
+        judged, self._failures = self._verified.give(batch, prompts)
+        return judged
+
+    def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:
+        taking_part = [rollout for rollout, _ in self._taking_part(rollouts)]
+        assigned = self._credit.assign(step, taking_part)
+        every = self._config.compare_every
+        self._readings = assigned.readings
+        self._asked = RewardStep(
+            weight=self._config.weight_at(step) if assigned.warm else 0.0,
+            advantages=blamed(assigned.advantages, taking_part, self._config.penalty) if assigned.warm else {},
+            compare=assigned.warm and every > 0 and step % every == 0,
+        )
+        return self._asked
+
+    def record(self, rollouts: Sequence[Rollout], trained: PolicyReport | None) -> RewardRecord:
+        failures, self._failures = self._failures, []
+        sums = trained.domains if trained else {}
+        total = sum(sums.values(), NOTHING)
+        rewards: dict[str, dict[str, float]] = defaultdict(dict)
+        for rollout, domain in self._taking_part(rollouts):
+            if rollout.reward is not None:
+                rewards[domain][rollout.episode] = rollout.reward
+        return RewardRecord(
+            weight=self._asked.weight,
+            loss=trained.loss if trained else 0.0,
+            masked=total.masked / max(1, total.tokens),
+            domains={
+                domain: _of_domain(
+                    list(rewards[domain].values()),
+                    sums.get(domain, NOTHING),
+                    [failure.error for failure in failures if failure.domain == domain],
+                )
+                for domain in sorted({*rewards, *sums})
+            },
+            credit=dict(self._readings),
+            **comparison(trained.compared if trained else None),
+        )
+
+    def load(self, checkpoint: Path) -> None:
+        self._credit.load(checkpoint / CREDIT)
+
+    def _taking_part(self, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, str]]:
+        """The segments of the episodes that began in one of the domains, wherever the other segments belong; with that domain."""
+        began: dict[str, str] = {}
+        for rollout in rollouts:
+            began.setdefault(rollout.episode, rollout.domain)
+        return [(r, began[r.episode]) for r in rollouts if began[r.episode] in self._domains]
+
+
+def blamed(advantages: Mapping[str, Floats], rollouts: Sequence[Rollout], penalty: float) -> Mapping[str, Floats]:
+    """The advantages with `-penalty` for each token of a turn that the guard blocked and that rewards count against. The
+    baseline does not see this: an episode is worth what it earned."""
+    found = dict(advantages)
+    for rollout in rollouts:
+        spans = [span for span in rollout.spans if span.trained]
+        if rollout.sample_id in found and any(span.origin == "blocked" for span in spans):
+            blocked_N = np.repeat([span.origin == "blocked" for span in spans], [span.length for span in spans])
+            found[rollout.sample_id] = np.where(blocked_N, np.float32(-penalty), found[rollout.sample_id])
+    return found
+
+
+def _of_domain(rewards: Sequence[float], sums: PolicyStats, errors: Sequence[str]) -> DomainReward:
+    return DomainReward(
+        episodes=len(rewards),
+        reward=fmean(rewards) if rewards else 0.0,
+        tokens=sums.tokens,
+        loss=sums.loss_sum / max(1, sums.tokens),
+        masked=sums.masked / max(1, sums.tokens),
+        failed=len(errors),
+        error=errors[0] if errors else "",
+    )

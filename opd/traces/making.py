@@ -1,0 +1,94 @@
+"""Episodes of rollouts as traces: token ids become texts here, and long texts are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from opd.guard.events import GuardEvent
+from opd.interfaces import Decoder
+from opd.rollouts.episodes.spec import EpisodeStats
+from opd.traces.choose import Why
+from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
+from opd.traces.texts import token_texts
+from opd.types import Rollout, Span
+
+MAX_TEXT = 4000
+"""Characters of a prompt or an observation that are kept; the first and the last half of a longer one."""
+MAX_TOKENS = 2000
+"""Tokens of a span of the policy whose texts are kept."""
+DIGITS = 4
+"""Digits that are kept of a loss, after the point."""
+
+Losses = Mapping[str, Sequence[float]]
+"""Sample id -> the loss of each of its trained tokens, nats."""
+
+
+def guard_events(stats: Iterable[EpisodeStats]) -> list[GuardEvent]:
+    """What the guard saw in a step, of all domains."""
+    return [event for found in stats if found.guard is not None for event in found.guard.events]
+
+
+def trace_of(
+    segments: Sequence[Rollout],
+    why: tuple[Why, ...],
+    losses: Losses,
+    tokenizer: Decoder,
+    seen: Iterable[GuardEvent] = (),
+) -> EpisodeTrace:
+    """One episode; segments without an entry in `losses` have none. `seen` is what the guard saw in the step."""
+    first = segments[0]
+    place = f"{first.episode}/"  # sub-agents have names of their own below it
+    return EpisodeTrace(
+        episode=first.episode,
+        domain=first.domain,
+        why=why,
+        stop_reason=first.stop_reason,
+        reward=first.reward,
+        segments=tuple(_segment(rollout, losses.get(rollout.sample_id, ()), tokenizer) for rollout in segments),
+        guard=tuple(event.told for event in seen if f"{event.episode}/".startswith(place)),
+    )
+
+
+def _segment(rollout: Rollout, losses: Sequence[float], tokenizer: Decoder) -> SegmentTrace:
+    pieces, at, trained = [], 0, 0
+    for span in rollout.spans:
+        ids = rollout.response_ids[at : at + span.length]
+        own = losses[trained : trained + span.length] if span.trained else ()
+        pieces.append(_piece(span, ids, own, tokenizer))
+        at, trained = at + span.length, trained + span.length * span.trained
+    prompt, _ = _cut(tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False))
+    return SegmentTrace(
+        sample_id=rollout.sample_id,
+        domain=rollout.domain,
+        origin=rollout.origin,
+        parent=rollout.parent,
+        next=rollout.next,
+        prompt=prompt,
+        prompt_length=len(rollout.prompt_ids),
+        pieces=tuple(pieces),
+    )
+
+
+def _piece(span: Span, ids: Sequence[int], losses: Sequence[float], tokenizer: Decoder) -> Piece:
+    if span.origin == "environment":
+        text, left_out = _cut(tokenizer.decode(ids, skip_special_tokens=False))
+        texts: Sequence[str] = (text,)
+    else:
+        texts, left_out = token_texts(ids[:MAX_TOKENS], tokenizer), max(0, len(ids) - MAX_TOKENS)
+    return Piece(
+        origin=span.origin,
+        policy_version=span.policy_version,
+        length=span.length,
+        texts=tuple(texts),
+        losses=tuple(round(loss, DIGITS) for loss in losses[:MAX_TOKENS]),
+        left_out=left_out,
+    )
+
+
+def _cut(text: str) -> tuple[str, int]:
+    """The text, or its first and last part, and how many characters are missing."""
+    missing = len(text) - MAX_TEXT
+    if missing <= 0:
+        return text, 0
+    half = MAX_TEXT // 2
+    return f"{text[:half]} … ({missing:,} characters) … {text[-half:]}", missing

@@ -1,0 +1,90 @@
+"""Check a pipeline's guard before any compute: its rules, its judge, and whether there is something to look at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from opd.config import PipelineConfig
+from opd.config.domains import DomainConfig
+from opd.config.guard import EndpointJudge, LocalJudge, guard_of
+from opd.errors import ConfigError
+from opd.guard.build import GuardSpec, guard_spec, users_scorer
+from opd.guard.examples import refuse_wrong_examples
+from opd.guard.rules import SHIPPED, RuleSet
+
+
+def guard_of_domain(config: PipelineConfig, domain: DomainConfig, judged: Path | None) -> GuardSpec | None:
+    """What checks the calls of a domain; `judged` is the run's file of the judge's answers. Raises: ConfigError for rules that
+    cannot be read."""
+    section = guard_of(config.guard, domain.guard)
+    return None if section is None else guard_spec(section, judged)
+
+
+def check_guards(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[str]]) -> None:
+    """Compile the rules of each domain, and find its judge. `tools` are the names of those of the domains with an environment; a program's are not known.
+
+    Raises: ConfigError.
+    """
+    for domain, spec in guards.items():
+        _refuse_missing_key(domain, spec)
+        for name, rules in zip(spec.config.rules, spec.rules, strict=True):
+            if name != SHIPPED:
+                refuse_wrong_examples(name, rules)
+        RuleSet(spec.rules, spec.config.protected)
+        _refuse_missing_model(spec)
+    if all(domain in tools for domain in guards):
+        _refuse_unknown_tools(guards, tools)
+        _refuse_nothing_to_check(guards, tools)
+
+
+def _refuse_missing_key(domain: str, spec: GuardSpec) -> None:
+    judge = spec.config.judge
+    if isinstance(judge, EndpointJudge) and judge.api_key_env is not None and not os.environ.get(judge.api_key_env):
+        raise ConfigError.at(
+            "guard.judge.api_key_env",
+            found=f"the environment variable {judge.api_key_env} is empty",
+            wanted=f"the key of {judge.base_url}, which judges domain {domain}",
+            fix=f"export {judge.api_key_env}, or leave the key out",
+        )
+
+
+def _refuse_missing_model(spec: GuardSpec) -> None:
+    judge = spec.config.judge
+    if not isinstance(judge, LocalJudge):
+        return
+    if judge.scorer is not None:
+        users_scorer(judge.scorer)
+    elif judge.model is not None and not (judge.model / "config.json").is_file():
+        raise ConfigError.at(
+            "guard.judge.model",
+            found=f"no config.json in {judge.model}",
+            wanted="the Hugging Face directory of a model: config, tokenizer, safetensors",
+            fix="correct the path",
+        )
+
+
+def _refuse_unknown_tools(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[str]]) -> None:
+    """A misspelt name would leave a tool without a guard."""
+    known = {tool for domain in guards for tool in tools[domain]}
+    for spec in guards.values():
+        for key, names in (("only_tools", spec.config.only_tools or ()), ("tools", spec.config.tools)):
+            strange = next((name for name in names if name not in known), None)
+            if strange is not None:
+                raise ConfigError.at(
+                    f"guard.{key}",
+                    found=f"`{strange}`",
+                    wanted=f"tools of the guarded environments: {', '.join(sorted(known)) or 'there are none'}",
+                    fix="correct the name",
+                )
+
+
+def _refuse_nothing_to_check(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[str]]) -> None:
+    if guards and not any(tools[domain] or spec.config.answers for domain, spec in guards.items()):
+        raise ConfigError.at(
+            "guard",
+            found=f"environments without tools: {', '.join(guards)}",
+            wanted="a tool whose calls can be checked, or guard.answers: true",
+            fix="leave `guard` out, or let it read answers",
+        )
