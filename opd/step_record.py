@@ -99,6 +99,8 @@ class EpisodesRecord:
     """Segments that were begun because a history did not continue any other."""
     lost_turns: int = 0
     """Turns that were sampled, at least in part, and are in no segment."""
+    teacher_turns: int = 0
+    """Turns that the domain's expert wrote in the student's place."""
     invalid_calls: int = 0
     """Turns with a tool call that could not be made as it was written."""
     stop_reasons: Mapping[str, int] = field(default_factory=dict)
@@ -123,6 +125,7 @@ class EpisodesRecord:
             segments=audit.segments,
             forks=audit.forks,
             lost_turns=audit.lost_turns,
+            teacher_turns=audit.teacher_turns,
             invalid_calls=stats.invalid_calls,
             stop_reasons=dict(stats.stop_reasons),
             broken=stats.broken,
@@ -258,6 +261,9 @@ class StepRecord:
         """A line of `metrics.jsonl`, without the fields that this step does not have."""
         data = asdict(self)
         data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
+        for found in data["episodes"].values():
+            if not found["teacher_turns"]:
+                del found["teacher_turns"]
         optional = ("looping_by_domain", "episodes", "restarted", "accuracy", "replayed", "checkpoint", "alarms")
         return {key: value for key, value in data.items() if value or key not in optional}
 

@@ -16,6 +16,7 @@ from opd.metrics import MetricsFile
 from opd.monitors.acting import RunMonitors
 from opd.progress import RunReporter
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, split_samples
+from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run_dir import RunPaths
 from opd.schedules import SCHEDULES
@@ -24,6 +25,7 @@ from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
 from opd.sync.shared_memory import SharedMemorySync, probe_sequences
 from opd.train.deepspeed import DeepSpeedTrainer
+from pipelines.inputs.drift import drift_options
 from pipelines.inputs.read import Inputs, users_engine
 from pipelines.specs import flight_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
@@ -106,12 +108,14 @@ def _sync(
     return sync
 
 
-def start_rollouts(
-    config: PipelineConfig, inputs: Inputs, untrained: Mapping[str, frozenset[int]] | None = None
-) -> VLLMRolloutEngine:
-    """Start rollout engines with the student; returns before they are ready. `untrained` is explained at `Inputs.untrained`."""
-    student = inputs.student
-    spec = rollout_spec(config, config.student.model, student.vocab_size, student.eos_token_ids, untrained)
+def start_rollouts(config: PipelineConfig, inputs: Inputs, *, training: bool = False) -> VLLMRolloutEngine:
+    """Start rollout engines with the student; returns before they are ready. With `training` they know which tokens carry no
+    loss (`Inputs.untrained`), and what is done about drift; else only whose prompts are prefixes."""
+    known = (config.student.model, inputs.student.vocab_size, inputs.student.eos_token_ids)
+    untrained, drift = inputs.untrained, drift_options(config, inputs.routes)
+    if not training:
+        untrained, drift = {}, {domain: DriftOptions(replay=True) for domain, cure in drift.items() if cure.replay}
+    spec = rollout_spec(config, *known, untrained, drift)
     return rollout_engine(config)(spec, inputs.tokenizer)
 
 
@@ -135,7 +139,7 @@ def _start_workers(
     elsewhere = None if config.teachers.scoring_workers else start_pool()
     if elsewhere is not None:
         elsewhere.wait_ready()  # costs no core here, and a wrong token should show before anything else starts
-    engine = start_rollouts(config, inputs, inputs.untrained)
+    engine = start_rollouts(config, inputs, training=True)
     if 0 < config.cluster.rollout_gpus < 1:
         engine.wait_ready()  # vLLM measures its GPU at the start, and counts memory that others take meanwhile as its own
     pool = elsewhere or start_pool()

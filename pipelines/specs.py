@@ -10,6 +10,7 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig, sync_tolerance
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
+from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.train.deepspeed import TrainerSpec
@@ -17,6 +18,7 @@ from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
+from opd.train.turns import TurnWeights
 from pipelines.inputs.environments import episode_options
 from teachers.flight.client import FlightSpec
 from teachers.pool import PoolSpec
@@ -32,8 +34,12 @@ def rollout_spec(
     vocab_size: int,
     stop_token_ids: Sequence[int],
     untrained: Mapping[str, frozenset[int]] | None = None,
+    drift: Mapping[str, DriftOptions] | None = None,
 ) -> RolloutSpec:
-    """Spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's."""
+    """Spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's.
+
+    `untrained` and `drift` are for training.
+    """
     rollout = config.rollout
     return RolloutSpec(
         engine=EngineOptions(
@@ -49,6 +55,7 @@ def rollout_spec(
         stop_token_ids=tuple(stop_token_ids),
         untrained=untrained or {},
         episodes=episode_options(config),
+        drift=drift or {},
         workers=rollout.workers,
         gpus=config.cluster.rollout_gpus,
         kv_cache_gib=rollout.kv_cache_gib,
@@ -77,6 +84,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
         rank=rank_options(config, vocab_size),
         rate=learning_rate(config.trainer),
         domain_weights={name: domain.loss_weight for name, domain in config.domains.items()},
+        weighs_turns=any(turn_weights(config)),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         share_prompts=config.rollout.n > 1,
         queue_bytes=config.teachers.queue,
@@ -105,10 +113,17 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         grad_accum_dtype=trainer.grad_accum_dtype,
         gradient_checkpointing=trainer.gradient_checkpointing,
         head_memory_bytes=trainer.head_memory,
+        turn_weights=turn_weights(config),
         lora=lora_options(config),
         timeout_s=config.cluster.phase_timeout_s,
         lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
     )
+
+
+def turn_weights(config: PipelineConfig) -> dict[str, TurnWeights]:
+    """Domain -> how its turns are weighted, for domains whose turns do not all weigh the same."""
+    found = {name: domain.environment.turn_weights for name, domain in config.domains.items() if domain.environment}
+    return {name: TurnWeights(**given.model_dump()) for name, given in found.items() if given is not None}
 
 
 def lora_options(config: PipelineConfig) -> LoraOptions | None:

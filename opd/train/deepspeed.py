@@ -23,6 +23,7 @@ from opd.train.plan import plan_micro_batches, row_sizes
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.schedule import LearningRate
 from opd.train.totals import mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
+from opd.train.turns import first_turns
 from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, TurnStats, WrittenFile
 
 P = ParamSpec("P")
@@ -39,6 +40,8 @@ class TrainerSpec:
     """Learning rate of every step."""
     domain_weights: Mapping[str, float]
     """Domain -> loss weight of its tokens; 1 for a domain that is not named."""
+    weighs_turns: bool = False
+    """Whether ranks weight tokens by their turns, `rank.turn_weights`."""
     micro_batch_tokens: int
     """Prompt and response tokens of one forward pass of a rank."""
     share_prompts: bool = False
@@ -113,7 +116,9 @@ class DeepSpeedTrainer:
             targets.collect()
             return skipped
         plan = self._plan(rollouts)
-        self._begin(_works(step, lr, plan, weights, self._baselines(targets), stale), targets)
+        works = _works(step, lr, plan, weights, self._baselines(targets), stale)
+        firsts = first_turns(rollouts) if self._spec.weighs_turns else {}
+        self._begin([replace(work, first_turns=firsts) for work in works], targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         running: deque[tuple[int, list[Pending[None]]]] = deque()
 
@@ -134,10 +139,16 @@ class DeepSpeedTrainer:
             running.append((index, self._accumulate(index, left_out, handles)))
         while finish_oldest():
             pass
-        share = _scored_share(rollouts, weights, targets.quarantined)
+        share = self._share(rollouts, weights, targets.quarantined)
         report = _report(step, lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
         return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
+
+    def _share(self, rollouts: Sequence[Rollout], weights: Mapping[str, float], left_out: Collection[str]) -> float:
+        """What the weights of the step's tokens add up to, once all are trained: 1, if turns and quarantine change nothing."""
+        if self._spec.weighs_turns:
+            return math.fsum(self._call(TrainerRank.weight_sum))
+        return _scored_share(rollouts, weights, left_out)
 
     def _baselines(self, targets: TargetStream) -> dict[str, float] | None:
         """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""

@@ -33,6 +33,7 @@ from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
+from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
@@ -151,6 +152,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         _refuse_all_too_long(asking, config.rollout.max_model_len)
         prompts[domain] = asking
     check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
+    check_drift(config, routes, prompts)
     return Inputs(
         student=teaching.student,
         experts={a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned},

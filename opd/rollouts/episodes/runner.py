@@ -70,12 +70,21 @@ class Dialogues:
 
 
 async def run_episodes(
-    requests: Sequence[EpisodeRequest], engine: TokenEngine, dialogues: Dialogues, context: int, version: int
+    requests: Sequence[EpisodeRequest],
+    engine: TokenEngine,
+    dialogues: Dialogues,
+    context: int,
+    version: int,
+    expert: TokenEngine | None = None,
 ) -> list[EpisodeResult]:
-    """Run all episodes at once; `context` is the engine's, `version` the policy's. Raises: RunError, ModelError."""
+    """Run all episodes at once; `context` is the engine's, `version` the policy's; `expert` writes the turns of guides.
+
+    Raises: RunError, ModelError.
+    """
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_Episode(r, engine, dialogues, context, version).run()) for r in requests]
+            episodes = [_Episode(request, engine, dialogues, context, version, expert) for request in requests]
+            tasks = [group.create_task(episode.run()) for episode in episodes]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -122,12 +131,19 @@ class _Episode:
     """One episode while it runs."""
 
     def __init__(
-        self, request: EpisodeRequest, engine: TokenEngine, dialogues: Dialogues, context: int, version: int
+        self,
+        request: EpisodeRequest,
+        engine: TokenEngine,
+        dialogues: Dialogues,
+        context: int,
+        version: int,
+        expert: TokenEngine | None,
     ) -> None:
         assert isinstance(request.options, EpisodeOptions)
         self._request = request
         self._options = request.options
         self._engine = engine
+        self._expert = expert
         self._dialogues = dialogues
         self._context = context
         self._trace = Trace(version, request.masked)
@@ -194,21 +210,36 @@ class _Episode:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
         opening = await self._begin()
         segment = self._trace.begin(opening.ids())
-        for turn in range(self._options.max_turns):
-            sampled = await self._sample(segment, self._options.max_turn_tokens, "turn", turn)
-            answer = await self._answer(segment, sampled, opening.dialogue)
+        limit = self._request.cut_after or self._options.max_turns
+        for turn in range(limit):
+            who, sampled = await self._turn(segment, turn)
+            answer = await self._answer(segment, sampled, opening.dialogue, who)
             segment = await self._go_on(segment, sampled, answer, opening)
-        raise EpisodeEnd("turns")
+        raise EpisodeEnd("curriculum" if limit < self._options.max_turns else "turns")
+
+    async def _turn(self, segment: Segment, turn: int) -> tuple[str, Sampled]:
+        """Who writes the next turn, and what: each turn of each episode has a coin of its own. Raises: EpisodeEnd."""
+        guide, most = self._request.guide, self._options.max_turn_tokens
+        if guide is None or self._seed("guide", turn) >= guide.probability * 2**32:
+            return "policy", await self._sample(segment, most, "turn", turn)
+        assert self._expert is not None
+        written = await self._write(self._expert, segment, most, "turn", turn)
+        segment.guided(written, train=guide.train)
+        return "expert", written
 
     async def _sample(self, segment: Segment, max_tokens: int, *what: object) -> Sampled:
-        """Let the policy write after the segment; `what` decides the seed. Raises: EpisodeEnd."""
-        sampled = await self._engine.generate(
-            segment.ids,
-            max_tokens=min(self._room(segment), max_tokens),
-            seed=seed_of(self._request.seed, self._request.sample.sample_id, *what),
-        )
+        """Let the policy write after the segment. Raises: EpisodeEnd."""
+        sampled = await self._write(self._engine, segment, max_tokens, *what)
         segment.sampled(sampled)
         return sampled
+
+    async def _write(self, engine: TokenEngine, segment: Segment, max_tokens: int, *what: object) -> Sampled:
+        """What an engine writes after the segment; `what` decides the seed. Raises: EpisodeEnd."""
+        most = min(self._room(segment), max_tokens)
+        return await engine.generate(segment.ids, max_tokens=most, seed=self._seed(*what))
+
+    def _seed(self, *what: object) -> int:
+        return seed_of(self._request.seed, self._request.sample.sample_id, *what)
 
     async def _go_on(self, segment: Segment, sampled: Sampled, answer: _Answer, opening: _Opening) -> Segment:
         """The segment that the next turn follows: this one with what the environment answered, or a compacted one."""
@@ -254,13 +285,13 @@ class _Episode:
         budget = self._options.max_tokens
         return self._context if budget is None else budget - self._trace.audit.sampled
 
-    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue) -> _Answer:
+    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue, who: str) -> _Answer:
         """What the environment says to the turn. Raises: EpisodeEnd, Failed, Overdue."""
         ended = sampled.stop_reason == "stop"
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
             self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
         text = self._dialogues.tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
-        self._said.append(f"policy: {text}")
+        self._said.append(f"{who}: {text}")
         assert self._environment is not None
         try:
             calls = dialogue.calls(text)
