@@ -285,10 +285,10 @@ class DomainStats:
     """Teacher's probability of them."""
     stale_tokens: int = 0
     """Sampled tokens of responses that older weights than the trainer's wrote, in part at least."""
-    taught_tokens: int = 0
-    """Tokens that the domain's expert wrote: no engine's log-prob of the student is known of them."""
     drift_sum: float = 0.0
     """The same difference as `gap_sum` over the stale tokens: how far the policy went since it wrote them."""
+    taught_tokens: int = 0
+    """Tokens that the domain's expert wrote: no engine's log-prob of the student is known of them."""
 
     def __add__(self, other: DomainStats) -> DomainStats:
         return DomainStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

@@ -116,9 +116,7 @@ class DeepSpeedTrainer:
             targets.collect()
             return skipped
         plan = self._plan(rollouts)
-        works = _works(step, lr, plan, weights, self._baselines(targets), stale)
-        firsts = first_turns(rollouts) if self._spec.weighs_turns else {}
-        self._begin([replace(work, first_turns=firsts) for work in works], targets)
+        self._begin(_works(step, lr, plan, weights, self._baselines(targets), stale), rollouts, targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         running: deque[tuple[int, list[Pending[None]]]] = deque()
 
@@ -154,10 +152,11 @@ class DeepSpeedTrainer:
         """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""
         return whole_step_baselines(targets) if self._objective.wants_baseline else None
 
-    def _begin(self, works: Sequence[RankWork], targets: TargetStream) -> None:
+    def _begin(self, works: Sequence[RankWork], rollouts: Sequence[Rollout], targets: TargetStream) -> None:
         """Tell each rank what it does in this step."""
+        firsts = first_turns(rollouts) if self._spec.weighs_turns else {}
         for rank, work in zip(self._ranks, works, strict=True):
-            rank.submit(TrainerRank.begin_step, work, dict(targets.heads))
+            rank.submit(TrainerRank.begin_step, replace(work, first_turns=firsts), dict(targets.heads))
 
     def _accumulate(
         self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
