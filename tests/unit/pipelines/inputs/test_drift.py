@@ -48,13 +48,13 @@ def test_an_expert_that_cannot_write_is_refused(acting: Any) -> None:
     with pytest.raises(ConfigError, match="a LoRA adapter, which the engine that writes cannot load"):
         check_drift(config, {**inputs.routes, "reverse": (lora,)}, inputs.prompts)
     acting.data["cluster"] = {"rollout_gpus": 1}
-    with pytest.raises(ConfigError, match="at most 0.45: student and expert each have an engine"):
+    with pytest.raises(ConfigError, match=r"at most 0\.45: student and expert each have an engine"):
         check_drift(load_pipeline(acting.write()), inputs.routes, inputs.prompts)
 
 
 def test_a_replay_needs_prefixes(acting: Any) -> None:
     acting.data["domains"]["reverse"]["environment"]["replay"] = True
-    with pytest.raises(ConfigError, match="whose first row has no metadata.turn") as caught:
+    with pytest.raises(ConfigError, match=r"whose first row has no metadata\.turn") as caught:
         read_inputs(load_pipeline(acting.write()))
     assert str(caught.value).startswith("domains.reverse.prompts\n") and "opd environments prefixes" in str(
         caught.value
