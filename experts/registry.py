@@ -6,13 +6,14 @@ Nothing is written before every check has passed, and a manifest appears whole o
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -28,6 +29,8 @@ from opd.lora import ADAPTER_WEIGHTS
 
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
+RECORD = "training.json"
+"""The file in which `opd experts train` says how it made a model."""
 Facts = TypeVar("Facts", ModelInfo, AdapterInfo)
 
 
@@ -54,6 +57,9 @@ class Manifest(Strict):
     """The LoRA adapter; None for a full model."""
     probe: ProbeRecord | None = None
     """Log-probs by which a scoring worker recognises the expert; None if it was registered without torch."""
+    training: dict[str, Any] | None = None
+    """How `opd experts train` made it: from which base, by which method, on which data, with which result. None for an expert
+    that was made elsewhere."""
     registered_at: str
     """UTC, ISO 8601."""
 
@@ -66,6 +72,15 @@ class Manifest(Strict):
     def parameters(self) -> int:
         """How many numbers all its weight files hold."""
         return self.info.parameters + (self.adapter.parameters if self.adapter else 0)
+
+
+def training_record(directory: Path) -> dict[str, Any] | None:
+    """What a model's directory says of its training; None if it says nothing, or nothing that can be read."""
+    try:
+        found = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def default_root() -> Path:
@@ -118,6 +133,7 @@ class Registry:
             config_hash=blake3_file(Path(info.path) / CONFIG),
             adapter=adapter,
             probe=take_probe(info, adapter),
+            training=training_record(model),
             registered_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self._write(manifest)

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Name, Strict
 from opd.settings import apply_overrides, load_yaml, validate
+
+BASE = "base"
+"""Name of a new base's directory."""
 
 
 class TrainSettings(Strict):
@@ -101,20 +104,38 @@ class ExpertSpec(Strict):
     """Settings for this expert; those that are left out are as in the spec's `train`."""
 
 
-class ExpertsSpec(Strict):
-    """One base and the experts that are fine-tuned from it, one after the other."""
+class FromBase(Strict):
+    """What every method needs: one base, and where its experts go."""
 
     output_dir: Path
     """Directory for one subdirectory per expert, and `base` for a new model."""
     seed: int = Field(0, ge=0)
     base: BaseSpec
+    registry: Path | None = None
+    """Registry to which each finished expert is added; without it no expert is registered."""
+
+    @property
+    def base_dir(self) -> Path:
+        """Where the base is, or will be."""
+        return self.base.model or self.output_dir / BASE
+
+    @model_validator(mode="after")
+    def _base_is_no_expert(self) -> Self:
+        if self.base.from_scratch and BASE in getattr(self, "experts", ()):
+            raise PydanticCustomError(
+                "base_name", "an expert name other than `base`, which is the new model's directory", {"found": BASE}
+            )
+        return self
+
+
+class ExpertsSpec(FromBase):
+    """One base and the experts that are fine-tuned from it, one after the other."""
+
     method: Literal["full", "lora"] = "full"
     """`lora` trains adapters and merges them into the saved weights."""
     lora: LoraSettings = LoraSettings()
     train: TrainSettings
     experts: dict[Name, ExpertSpec] = Field(..., min_length=1)
-    registry: Path | None = None
-    """Registry to which each finished expert is added; without it no expert is registered."""
 
     @model_validator(mode="before")
     @classmethod
@@ -128,14 +149,6 @@ class ExpertsSpec(Strict):
         if isinstance(experts := data.get("experts"), Mapping):
             data["experts"] = {name: _with_train(expert, shared) for name, expert in experts.items()}
         return data
-
-    @model_validator(mode="after")
-    def _base_is_no_expert(self) -> ExpertsSpec:
-        if self.base.from_scratch and "base" in self.experts:
-            raise PydanticCustomError(
-                "base_name", "an expert name other than `base`, which is the new model's directory", {"found": "base"}
-            )
-        return self
 
 
 def find_spec(name_or_path: str) -> Path:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experts.episodes.rows import EpisodeRow, has_episodes, read_episodes
 from experts.model_dir import inspect_model
-from experts.registry import Registry
-from experts.spec import ExpertsSpec, FromScratch, TrainSettings
+from experts.registry import RECORD, Registry, training_record
+from experts.spec import BASE, ExpertsSpec, FromBase, FromScratch, TrainSettings
 from opd.errors import ConfigError, PromptError, RegistryError
 from opd.files import atomic_write_text, replace_dir
 from opd.prompts import PromptLine, find_source, read_prompt_lines
@@ -27,7 +27,8 @@ from opd.prompts import PromptLine, find_source, read_prompt_lines
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-RECORD = "training.json"
+RESULT = "result"
+"""Key of a record that tells what came out, and decides nothing."""
 Progress = Callable[[str], None]
 TrainingRecord = dict[str, Any]
 
@@ -43,6 +44,8 @@ class TrainingJob:
     """None for a base that keeps its random weights."""
     record: TrainingRecord
     """Everything that decides the weights, as `training.json` stores it."""
+    given: bool = False
+    """True for a base of the user's, which is not made."""
 
     @property
     def finished(self) -> bool:
@@ -61,34 +64,29 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
     Raises, before any training: PromptError (data), ModelError (base), RegistryError (a name taken by another model),
     ConfigError (a directory made by another spec).
     """
-    base_job = _base_job(spec)
-    base_dir = base_job.directory if base_job else _existing_base(spec)
-    jobs = _expert_jobs(spec, base_job.record if base_job else {"weights": inspect_model(base_dir).weight_files})
+    base_job = base_of(spec)
+    jobs = _expert_jobs(spec, base_job.record)
     registry = Registry(spec.registry) if spec.registry else None
-    for job in [base_job, *jobs] if base_job else jobs:
-        _check_unclaimed(job, registry)
-    _quiet()
-    if base_job:
-        _make_base(spec, base_job, progress)
+    for job in [base_job, *jobs]:
+        check_unclaimed(job, registry)
+    make_base(spec, base_job, progress)
     for job in jobs:
-        _make_expert(spec, job, base_dir, progress)
+        _make_expert(spec, job, spec.base_dir, progress)
         if registry:
-            _register(registry, job, spec)
+            expert = spec.experts[job.name]
+            register(registry, job, expert.domain, expert.data if job.asks else None)
     return [job.directory for job in jobs]
 
 
-def _base_job(spec: ExpertsSpec) -> TrainingJob | None:
+def base_of(spec: FromBase) -> TrainingJob:
+    """The base that the experts start from: one to make, or one that is there. Raises: PromptError, ModelError."""
     if spec.base.from_scratch is None:
-        return None
+        record: TrainingRecord = {"weights": inspect_model(spec.base_dir).weight_files}
+        return TrainingJob(name=BASE, directory=spec.base_dir, lines=(), train=None, record=record, given=True)
     lines, hashes = _read(spec.base.data)
     train = spec.base.train if spec.base.data else None
     record = {"seed": spec.seed, "data": hashes} | spec.base.model_dump(mode="json", include={"from_scratch", "train"})
-    return TrainingJob(name="base", directory=spec.output_dir / "base", lines=lines, train=train, record=record)
-
-
-def _existing_base(spec: ExpertsSpec) -> Path:
-    assert spec.base.model is not None
-    return spec.base.model
+    return TrainingJob(name=BASE, directory=spec.base_dir, lines=lines, train=train, record=record)
 
 
 def _expert_jobs(spec: ExpertsSpec, base: TrainingRecord) -> list[TrainingJob]:
@@ -129,10 +127,11 @@ def _with_completions(path: Path) -> list[PromptLine]:
     return lines
 
 
-def _check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
+def check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
     """Refuse a directory or a name that another spec or model has. Raises: ConfigError, RegistryError."""
-    file = job.directory / RECORD
-    if job.finished and (not file.is_file() or json.loads(file.read_text()) != job.record):
+    if job.given:
+        return
+    if job.finished and _made_by(job.directory) != job.record:
         raise ConfigError.at(
             job.directory,
             found="a directory that this spec, with these settings and data, did not make",
@@ -148,7 +147,17 @@ def _check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
         )
 
 
-def _make_base(spec: ExpertsSpec, job: TrainingJob, progress: Progress) -> None:
+def _made_by(directory: Path) -> TrainingRecord | None:
+    """What made a model, as far as it decides the weights; None where nothing says so."""
+    record = training_record(directory)
+    return None if record is None else {key: value for key, value in record.items() if key != RESULT}
+
+
+def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
+    """Make the base, unless it is there."""
+    _quiet()
+    if job.given:
+        return
     if job.finished:
         progress(f"{job.name}: finished before, kept")
         return
@@ -219,7 +228,7 @@ def _fit(
     def report(step: int, loss: float) -> None:
         progress(f"{job.name}: step {step}/{train.max_steps}  loss {loss:.3f}  {time.monotonic() - start:.0f} s")
 
-    fine_tune(model, examples, train, seed=seed, scratch=_staging(job), report=report)
+    fine_tune(model, examples, train, seed=seed, scratch=staging(job), report=report)
 
 
 def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -251,29 +260,36 @@ def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizer
     return model, tokenizer
 
 
-def _staging(job: TrainingJob) -> Path:
+def staging(job: TrainingJob) -> Path:
+    """Where a model is put together before it is whole."""
     return job.directory.with_name(f".{job.name}.tmp")
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob) -> None:
     """Write the whole Hugging Face directory beside its place, then rename it."""
-    staging = _staging(job)
-    shutil.rmtree(staging, ignore_errors=True)  # left by a run that was interrupted
-    staging.mkdir(parents=True)
-    model.save_pretrained(staging)
-    tokenizer.save_pretrained(staging)
-    atomic_write_text(staging / RECORD, json.dumps(job.record, indent=2) + "\n")
-    replace_dir(staging, job.directory)
+    directory = staging(job)
+    shutil.rmtree(directory, ignore_errors=True)  # left by a run that was interrupted
+    directory.mkdir(parents=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    publish(directory, job)
 
 
-def _register(registry: Registry, job: TrainingJob, spec: ExpertsSpec) -> None:
+def publish(directory: Path, job: TrainingJob, result: Mapping[str, Any] | None = None) -> None:
+    """Add the record to a finished model's files and put them in their place. `result` is stored beside what decides the
+    weights, to be read by people."""
+    record = job.record if result is None else {**job.record, RESULT: result}
+    atomic_write_text(directory / RECORD, json.dumps(record, indent=2) + "\n")
+    replace_dir(directory, job.directory)
+
+
+def register(registry: Registry, job: TrainingJob, domain: str, prompts: Path | None) -> None:
     """Add the expert, or renew an entry of this directory that no longer fits it."""
     if job.name in registry.names():
         if not registry.verify(job.name):
             return
         registry.remove(job.name)
-    expert = spec.experts[job.name]
-    registry.add(job.name, job.directory, expert.domain, expert.data if job.asks else None)
+    registry.add(job.name, job.directory, domain, prompts)
 
 
 def _quiet() -> None:

@@ -2,7 +2,7 @@
 
     checkpoints/step-000050/  rank-0.safetensors  rank-1.safetensors  trainer.json  checkpoint.json
 
-Files that the schedule gives lie beside them: what the weights do not imply.
+Files that the schedule gives lie beside them: what the weights do not imply. With rewards, `credit/` has the credit's state.
 
 The trainer's ranks copy their state and write it while the run goes on. Some steps later the driver writes `checkpoint.json`
 (what the checkpoint belongs to, BLAKE3 and size of every file) and renames the directory: from then on it is a checkpoint.
@@ -14,19 +14,18 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from blake3 import blake3
 
 from opd.config.sections import CheckpointConfig
 from opd.errors import RunDirError, RunError
 from opd.files import blake3_file, replace_dir, storing
-from opd.interfaces import Trainer
 from opd.run_dir import step_name, step_of
-from opd.types import SavedCheckpoint
+from opd.types import SavedCheckpoint, WrittenFile
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2
@@ -59,13 +58,47 @@ class _Writing:
     """Name -> BLAKE3 and size of the files that are no rank's."""
 
 
+class Saves(Protocol):
+    """The part of a trainer that a checkpoint needs; see `opd.interfaces.Trainer`."""
+
+    def begin_save(self, path: Path) -> None: ...
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None: ...
+
+
+class SavesBeside:
+    """Saves a trainer, and something else in a directory of its own beside the trainer's files."""
+
+    def __init__(self, trainer: Saves, other: Saves, directory: str) -> None:
+        self._trainer = trainer
+        self._other = other
+        self._directory = directory
+
+    def begin_save(self, path: Path) -> None:
+        """Let both copy their states. Raises: StorageError."""
+        own = path / self._directory
+        with storing(own):
+            own.mkdir()
+        self._trainer.begin_save(path)
+        self._other.begin_save(own)
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
+        """The files of both; None if they are not all written after `wait_s`. Raises: StorageError."""
+        deadline = time.monotonic() + wait_s
+        files = self._trainer.saved(wait_s)
+        others = None if files is None else self._other.saved(max(0.0, deadline - time.monotonic()))
+        if files is None or others is None:
+            return None
+        return [*files, *(replace(file, name=f"{self._directory}/{file.name}") for file in others)]
+
+
 class CheckpointStore:
     """Implements `opd.interfaces.Checkpoints` under one root directory."""
 
     def __init__(
         self,
         root: Path,
-        trainer: Trainer,
+        trainer: Saves,
         keep: CheckpointConfig,
         *,
         world_size: int,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from opd.losses.objective import Slope, StudentChunk
     from opd.losses.rule import LogitRule
     from opd.prompts.line import Messages
+    from opd.reward.records import RewardStep
     from opd.stream.heads import HeadFile, HeadSource
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
@@ -131,10 +132,8 @@ class TargetLog(Protocol):
     def record(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
     ) -> None:
-        """Store a step's parts on disk as they pass, all or none: before the last row is trained, all are there.
-
-        Taking parts raises: StorageError.
-        """
+        """Store a step's parts on disk as they pass, all or none: before the last row is trained, all are there. Taking parts
+        raises: StorageError."""
         ...
 
     def prune(self, step: int) -> None:
@@ -190,7 +189,12 @@ class Trainer(Protocol):
     """How the student's rows share a forward pass, once the trainer is ready."""
 
     def train_step(
-        self, step: int, rollouts: Sequence[Rollout], targets: TargetStream, stale: frozenset[str] = frozenset()
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        targets: TargetStream,
+        stale: frozenset[str] = frozenset(),
+        reward: RewardStep | None = None,
     ) -> StepReport:
         """One optimiser step over the rows of all rollouts that are not quarantined; takes every part of `targets`. `stale` are
         the samples that older weights wrote: their log-probs differ from the engine's without a fault."""
@@ -218,10 +222,7 @@ class Trainer(Protocol):
         ...
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
-        """The files of the last `begin_save`, synced; None if they are not all written after `wait_s`.
-
-        Raises: StorageError.
-        """
+        """The files of the last `begin_save`, synced; None if they are not all written after `wait_s`. Raises: StorageError."""
         ...
 
     def load(self, path: Path) -> None:
@@ -248,10 +249,8 @@ class Checkpoints(Protocol):
         ...
 
     def committed(self, wait: bool) -> SavedCheckpoint | None:
-        """The newest checkpoint that was committed since the last call, of one under way only if it `wait`s.
-
-        Raises: StorageError; RunError past the deadline.
-        """
+        """The newest checkpoint that was committed since the last call, of one under way only if it `wait`s. Raises:
+        StorageError; RunError past the deadline."""
         ...
 
 
@@ -269,6 +268,12 @@ class Monitors(Protocol):
 
     def verdict(self) -> RunError | None:
         """Why the run ends after the step that was judged last; None if it goes on."""
+        ...
+
+
+class Traces(Protocol):
+    def keep(self, step: int, rollouts: Sequence[Rollout], trained: StepReport) -> None:
+        """Store some episodes of a step for people, with what the trainer says of them. Raises: StorageError."""
         ...
 
 

@@ -9,15 +9,16 @@ The schedule says when the student writes (`opd.schedules`): `sync` has every sa
 it, `one_step_off` has the next step's written meanwhile. Scored rows stream to the trainer, which with `overlap` begins
 before the last teacher is done; without, these two take turns on the same cores. Either way it is the same arithmetic.
 Prompts and seeds are functions of (seed, step); with `balance`, prompts also depend on the records of steps before. The
-only state of a run is the trainer's weights and optimiser, the step, the policy version, and what was written ahead.
+only state of a run is the trainer's weights and optimiser, the step, the policy version, what was written ahead, and, with
+rewards, what a baseline has learned.
 
-    each step:     take → generate → score → log → train → push
+    each step:     take → generate (→ reward) → score → log (→ credit) → train → push
     every K steps: checkpoint, written beside the next step; every E steps: evaluate
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,16 +32,19 @@ from opd.interfaces import (
     Schedule,
     TargetLog,
     TeacherPool,
+    Traces,
     Trainer,
     WeightSync,
 )
 from opd.metrics import PhaseClock
+from opd.reward.interfaces import Rewards
 from opd.run_dir import step_name
 from opd.staleness import refuse_stale, stale_samples
-from opd.step_record import seconds_at_work, step_record
-from opd.types import RolloutBatch, SavedCheckpoint
+from opd.step_record import StepRecord, seconds_at_work, step_record
+from opd.types import Prompt, PushReport, RolloutBatch, SavedCheckpoint, StepReport
 
 if TYPE_CHECKING:
+    from opd.reward.records import RewardStep
     from opd.stream.targets import TargetStream
 
 
@@ -57,8 +61,11 @@ class Parts:
     sync: WeightSync
     evaluator: Evaluator
     monitors: Monitors
+    traces: Traces
     checkpoints: Checkpoints
     reporter: Reporter
+    rewards: Rewards | None = None
+    """What is trained on beside the divergence; None without `objective.reward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +85,7 @@ class Plan:
 
 def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> int:
     """Take the plan's steps; after each, `stop()` may ask to checkpoint and leave. Returns the last step taken."""
-    version = plan.policy_version
-    clock = PhaseClock()
+    version, clock = plan.policy_version, PhaseClock()
     saved: SavedCheckpoint | None = None
     step = plan.first_step - 1
     for step in range(plan.first_step, plan.last_step + 1):
@@ -89,20 +95,22 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         if not plan.overlap:
             with clock("score"):
                 scored.targets.collect()
+        reward = _reward(parts, step, scored, clock)
         with clock("train"):
-            trained = parts.trainer.train_step(step, scored.batch.rollouts, scored.targets, scored.stale)
+            trained = parts.trainer.train_step(step, scored.batch.rollouts, scored.targets, scored.stale, reward)
         with clock("rollout"):
             parts.schedule.finish_writing()
         with clock("sync"):
             version += 1
             pushed = parts.sync.push(version)
 
-        record = step_record(scored.batch, scored.targets, trained, pushed)
+        record = _record(parts, scored, trained, pushed)
         accuracy = _evaluate(parts, step, clock) if plan.evaluate_every and step % plan.evaluate_every == 0 else {}
         record = replace(record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take())
         record = replace(record, busy_s=seconds_at_work(record, parts.schedule.take_busy_s(), scored.targets, trained))
         record = replace(record, alarms=parts.monitors.judge(record, scored.batch.rollouts))
         parts.reporter.step(record)
+        parts.traces.keep(step, scored.batch.rollouts, trained)
         leaving = stop() or step == plan.last_step or record.ends_run
         with clock("checkpoint"):
             # Commit after the record: a run that is killed in between resumes from the checkpoint before and rewinds the records.
@@ -136,7 +144,7 @@ def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -
     with clock("rollout"):
         prompts = parts.prompts.take(step)
         logged = parts.log.replay(step, version, prompts)
-        batch = logged[0] if logged else parts.schedule.rollouts(step, version, prompts)
+        batch = logged[0] if logged else _written(parts, step, version, prompts)
         refuse_stale(batch.rollouts, version, parts.schedule.max_staleness)
         stale = stale_samples(batch.rollouts, version)
     if logged:
@@ -145,6 +153,28 @@ def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -
         targets = parts.teachers.score(batch.rollouts)
         parts.log.record(step, version, prompts, batch, targets)
     return _Scored(batch=batch, targets=targets, stale=stale, replayed=False)
+
+
+def _written(parts: Parts, step: int, version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
+    """What the student wrote for the step, with its rewards."""
+    batch = parts.schedule.rollouts(step, version, prompts)
+    return batch if parts.rewards is None else parts.rewards.judged(batch, prompts)
+
+
+def _reward(parts: Parts, step: int, scored: _Scored, clock: PhaseClock) -> RewardStep | None:
+    """What rewards ask of the optimiser step; None without rewards."""
+    if parts.rewards is None:
+        return None
+    with clock("credit"):
+        return parts.rewards.step(step, scored.batch.rollouts)
+
+
+def _record(parts: Parts, scored: _Scored, trained: StepReport, pushed: PushReport) -> StepRecord:
+    """The step's record as far as it is known after the push."""
+    record = step_record(scored.batch, scored.targets, trained, pushed)
+    if parts.rewards is None:
+        return record
+    return replace(record, reward=parts.rewards.record(scored.batch.rollouts, trained.policy))
 
 
 def _evaluate(parts: Parts, step: int, clock: PhaseClock) -> dict[str, float]:

@@ -87,6 +87,14 @@ class RunReporter:
                 self._shown.say(
                     f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
                 )
+            elif found.error:
+                self._shown.say(f"step {record.step}: a sub-agent of domain {domain} broke: {found.error}")
+        for domain, judged in record.reward.domains.items() if record.reward else ():
+            if judged.failed:
+                self._shown.say(
+                    f"step {record.step}: the verifier of {domain} failed on {judged.failed} of {judged.episodes} responses, "
+                    f"whose reward is 0: {judged.error}"
+                )
         for alarm in record.alarms:
             if alarm.since == record.step:
                 self._shown.say(f"warning: step {record.step}: {sentence(alarm)}; {signal_of(alarm).advice}")
@@ -104,9 +112,16 @@ def _summary(record: StepRecord) -> list[str]:
     ]
     if record.accuracy:
         parts.append(f"accuracy {sum(record.accuracy.values()) / len(record.accuracy):.3f}")
-    rewards = [found.reward for found in record.episodes.values() if found.reward is not None]
+    rewards = _rewards(record)
     if rewards:
         parts.append(f"reward {sum(rewards) / len(rewards):.3f}")
     if record.quarantined:
         parts.append(f"quarantined {sum(record.quarantined.values())}")
     return parts
+
+
+def _rewards(record: StepRecord) -> list[float]:
+    """The mean reward of each domain that has one."""
+    if record.reward is not None:
+        return [found.reward for found in record.reward.domains.values() if found.episodes]
+    return [found.reward for found in record.episodes.values() if found.reward is not None]

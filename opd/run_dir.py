@@ -6,6 +6,7 @@
       targets/        checkpoints/              what a resume needs
       evaluation/     NAME.json each            before, expert, after, step-NNNNNN; matrix, lm-eval
       monitors/       step-NNNNNN.json each     what a monitor saw when it acted, with samples
+      traces/         step-NNNNNN.json each     some episodes of a few steps, turn by turn
       model/          adapter/                  what came out
       report.json     report.html               what it is worth
       baselines/      NAME.json each            other ways to merge; their models/NAME/ and runs/NAME/ while they are needed
@@ -143,6 +144,18 @@ class RunPaths:
     def alarms_by_step(self) -> dict[int, Path]:
         """Step -> file, in order."""
         return _by_step(self.monitors)
+
+    @property
+    def traces(self) -> Path:
+        return self.root / "traces"
+
+    def trace(self, step: int) -> Path:
+        """The episodes that were kept of this step."""
+        return self.traces / f"{step_name(step)}.json"
+
+    def traces_by_step(self) -> dict[int, Path]:
+        """Step -> file, in order."""
+        return _by_step(self.traces)
 
     @property
     def matrix(self) -> Path:

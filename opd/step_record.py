@@ -9,6 +9,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
 from opd.monitors.tails import loops
+from opd.reward.records import RewardRecord
 from opd.staleness import ages
 from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport, TurnStats
 
@@ -78,7 +79,7 @@ class TurnRecord:
     tokens: int
     loss: float
     logprob_gap: float
-    """|trainer - engine| log-prob."""
+    """|trainer - engine| log-prob, without stale tokens; 0 if all are stale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,9 @@ class EpisodesRecord:
     broken: int = 0
     """Episodes that ended because an environment or an agent's program failed."""
     error: str = ""
-    """What broke the first that broke."""
+    """What broke the first that broke, else the first sub-agent that broke."""
+    sub_agents: Mapping[str, int] = field(default_factory=dict)
+    """Why sub-agents ended -> how many; not there without any. `refused`: calls that started none."""
     by_turn: tuple[TurnRecord, ...] = ()
     """The first turn, the second, and so on."""
 
@@ -129,7 +132,8 @@ class EpisodesRecord:
             invalid_calls=stats.invalid_calls,
             stop_reasons=dict(stats.stop_reasons),
             broken=stats.broken,
-            error=stats.error,
+            error=stats.error or stats.sub_agent_error,
+            sub_agents=dict(stats.sub_agents),
             by_turn=tuple(_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
         )
 
@@ -139,11 +143,16 @@ class EpisodesRecord:
         read = _known(cls, data)
         return cls(**read | {"by_turn": tuple(TurnRecord(**turn) for turn in read.get("by_turn", ()))})
 
+    def to_json(self) -> dict[str, Any]:
+        """The fields that these episodes have, by name."""
+        return {n: value for n, value in asdict(self).items() if value or n not in ("sub_agents", "teacher_turns")}
+
 
 def _turn(stats: TurnStats | None) -> TurnRecord:
     if stats is None:
         return TurnRecord(tokens=0, loss=0.0, logprob_gap=0.0)
-    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=stats.gap_sum / stats.tokens)
+    gap = stats.gap_sum / max(1, stats.tokens - stats.stale_tokens)
+    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +220,8 @@ class StepRecord:
     """Id of a prompt or sample -> why it was left out."""
     episodes: Mapping[str, EpisodesRecord] = field(default_factory=dict)
     """Domain with an environment -> record."""
+    reward: RewardRecord | None = None
+    """The policy gradient beside the divergence; None without `objective.reward`."""
     skipped: bool = False
     """True if no token was trained, so that there was no optimiser step."""
     restarted: tuple[str, ...] = ()
@@ -261,10 +272,19 @@ class StepRecord:
         """A line of `metrics.jsonl`, without the fields that this step does not have."""
         data = asdict(self)
         data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
-        for found in data["episodes"].values():
-            if not found["teacher_turns"]:
-                del found["teacher_turns"]
-        optional = ("looping_by_domain", "episodes", "restarted", "accuracy", "replayed", "checkpoint", "alarms")
+        data["episodes"] = {name: found.to_json() for name, found in self.episodes.items()}
+        if self.reward is not None:
+            data["reward"] = self.reward.to_json()
+        optional = (
+            "reward",
+            "looping_by_domain",
+            "episodes",
+            "restarted",
+            "accuracy",
+            "replayed",
+            "checkpoint",
+            "alarms",
+        )
         return {key: value for key, value in data.items() if value or key not in optional}
 
     @classmethod
@@ -277,6 +297,8 @@ class StepRecord:
         read["restarted"] = tuple(read.get("restarted", ()))
         read["alarms"] = tuple(AlarmRecord(**_known(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
         read["stream"] = StreamRecord(**_known(StreamRecord, read.get("stream", {})))
+        if "reward" in read:
+            read["reward"] = RewardRecord.from_json(read["reward"])
         if "checkpoint" in read:
             read["checkpoint"] = SavedCheckpoint(**read["checkpoint"])
         return cls(**read)
@@ -356,9 +378,11 @@ def seconds_at_work(
 
 
 def _prompts(batch: RolloutBatch) -> dict[str, int]:
-    """Domain -> prompts. An episode of several segments is one of them."""
-    episodes = dict.fromkeys((rollout.domain, rollout.episode) for rollout in batch.rollouts)
-    return dict(Counter(domain for domain, _ in episodes) + Counter(q.domain for q in batch.quarantined))
+    """Domain -> prompts. An episode is one of them, whatever segments it has; the first is of the prompt's domain."""
+    episodes: dict[str, str] = {}
+    for rollout in batch.rollouts:
+        episodes.setdefault(rollout.episode, rollout.domain)
+    return dict(Counter(episodes.values()) + Counter(q.domain for q in batch.quarantined))
 
 
 def _places(bits: int) -> str:

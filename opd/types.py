@@ -1,19 +1,21 @@
 """The records that the parts hand to each other. Everything about one trained sequence is one record.
 
-Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row,
-N trained response tokens of a rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response
-tokens.
+Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row, N trained response tokens of a
+rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response tokens.
 Nothing in this file imports torch, so the command line stays light.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from opd.sums import Sums
+
 if TYPE_CHECKING:
+    from opd.reward.records import PolicyReport
     from opd.rollouts.episodes.spec import EpisodeResult, EpisodeStats
 
 Origin = Literal["policy", "masked", "environment", "teacher", "taught"]
@@ -27,7 +29,7 @@ StopReason = Literal[TurnStop, "done", "turns", "curriculum", "tokens", "context
 """Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
 of `turns` (`curriculum`: of the step), of `tokens`, or the model's `context`; `template`: the template cannot append a message."""
 SegmentOrigin = Literal["main", "summary", "sub_agent"]
-"""What a segment of an episode is: the dialogue itself, a summary of what went before, an episode that a tool started."""
+"""What a segment of an episode begins with: the dialogue, a summary of the segment before it, or what a tool was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,11 @@ class Rollout:
     """Why the response ended, or the episode that it belongs to."""
     reward: float | None = None
     """What a verifier or an environment gave for the response; None: nobody was asked."""
+    origin: SegmentOrigin = "main"
+    parent: str | None = None
+    """Sample id of the segment that this one was forked from, whose summary it begins with, or that started it; or None."""
+    next: str | None = None
+    """Sample id of the segment that begins with the summary at the end of this one, or None."""
 
     @classmethod
     def to_score(
@@ -260,7 +267,7 @@ class WeightedTeacher:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DomainStats:
+class DomainStats(Sums):
     """Sums over one domain's trained tokens in one step; NaN where the teachers' payload does not tell."""
 
     tokens: int
@@ -290,34 +297,24 @@ class DomainStats:
     taught_tokens: int = 0
     """Tokens that the domain's expert wrote: no engine's log-prob of the student is known of them."""
 
-    def __add__(self, other: DomainStats) -> DomainStats:
-        return DomainStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PositionStats:
+class PositionStats(Sums):
     """Sums over the trained tokens at some positions of their responses."""
 
     tokens: int
     kl_sum: float
     """The objective's value, nats: see `DomainStats.kl_sum`."""
 
-    def __add__(self, other: PositionStats) -> PositionStats:
-        return PositionStats(tokens=self.tokens + other.tokens, kl_sum=self.kl_sum + other.kl_sum)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnStats:
-    """Sums over the trained tokens of one domain that were written in the same turn of their episodes."""
+class TurnStats(Sums):
+    """Sums over the trained tokens of one domain that were written in the same turn; fields as those of `DomainStats`."""
 
     tokens: int
     kl_sum: float
-    """The objective's value, nats: see `DomainStats.kl_sum`."""
     gap_sum: float
-    """|trainer - engine| log-prob: see `DomainStats.gap_sum`."""
-
-    def __add__(self, other: TurnStats) -> TurnStats:
-        return TurnStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+    stale_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +335,8 @@ class StepReport:
     """Key: number of bits of the token's place in its response. 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
     """Key: domain, and number of the turn from 0."""
+    token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Sample id -> the objective's value at each trained token, nats; of the samples that `opd.traces.choose` watches."""
     skipped: bool = False
     """True if the batch held no trained token, so that no optimiser step was taken."""
     drift: float = 0.0
@@ -348,6 +347,8 @@ class StepReport:
     """Seconds in which no rank had a micro-batch, because its rows were not scored yet."""
     peak_bytes: int = 0
     """Most bytes of parts that had come and were not yet trained."""
+    policy: PolicyReport | None = None
+    """The policy gradient's numbers; None without a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

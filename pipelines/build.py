@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from opd.checkpoints import CheckpointStore
+from opd.checkpoints import CheckpointStore, Saves, SavesBeside
 from opd.config import PipelineConfig, max_staleness, sync_tolerance
 from opd.config.balance import SamplesBalance
+from opd.config.reward import BaselineConfig, EmaBaseline, GroupBaseline
 from opd.config.strict import DTYPE_BYTES
+from opd.credit import CREDITS
+from opd.credit.ema import Ema, EmaSpec
+from opd.credit.group import Group, GroupSpec
+from opd.credit.interfaces import Credit
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Display, Sink
 from opd.loop import Parts
 from opd.metrics import MetricsFile
 from opd.monitors.acting import RunMonitors
+from opd.named import imported
 from opd.progress import RunReporter
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, split_samples
+from opd.reward.stream import CREDIT, RewardStream
+from opd.reward.verified import VerifiedRewards
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run_dir import RunPaths
@@ -24,11 +32,13 @@ from opd.schedules.spec import ScheduleSpec
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
 from opd.sync.shared_memory import SharedMemorySync, probe_sequences
+from opd.traces.keeping import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
 from pipelines.inputs.read import Inputs, users_engine
-from pipelines.specs import flight_spec, pool_spec, rollout_spec, trainer_spec
+from pipelines.specs import flight_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
+from teachers.nobody import NobodyPool
 from teachers.pool import Pool, Routes
 
 ROLLOUT_ENGINES = {"vllm": VLLMRolloutEngine}
@@ -43,11 +53,17 @@ def _served_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> Fli
     return FlightPool(flight_spec(config, vocab_size), routes)
 
 
-POOLS: dict[str, Callable[[PipelineConfig, Routes, int], Pool | FlightPool]] = {
+def _nobodys_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> NobodyPool:
+    return NobodyPool(nobody_spec(config))
+
+
+AnyPool = Pool | FlightPool | NobodyPool
+POOLS: dict[str, Callable[[PipelineConfig, Routes, int], AnyPool]] = {
     "transformers": _own_pool,
     "vllm": _own_pool,
     "openai": _own_pool,
     "flight": _served_pool,
+    "none": _nobodys_pool,
 }
 """`teachers.engine` -> function that starts the pool."""
 
@@ -74,6 +90,7 @@ def build(
     prompts = prompt_source(config, inputs, metrics)
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
+    credit = _credit(config)
     log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say)
     bound, timeout_s = max_staleness(config), config.cluster.phase_timeout_s
     spec = ScheduleSpec(prompts=prompts, engine=engine, log=log, max_staleness=bound, timeout_s=timeout_s)
@@ -87,9 +104,39 @@ def build(
         sync=_sync(config, inputs, trainer, engine, shown),
         evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
         monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
-        checkpoints=_checkpoints(config, paths, trainer, identity),
+        traces=TraceFiles(paths, inputs.tokenizer, config.checkpoint.every, config.trainer.steps),
+        checkpoints=_checkpoints(config, paths, SavesBeside(trainer, credit, CREDIT) if credit else trainer, identity),
         reporter=RunReporter(metrics, paths, shown, sinks),
+        rewards=_rewards(config, inputs, credit) if credit else None,
     )
+
+
+def _credit(config: PipelineConfig) -> Credit | None:
+    """What turns rewards into advantages, ready; None without `objective.reward`. Raises: RunError."""
+    if config.objective.reward is None:
+        return None
+    credit = credit_of(config.objective.reward.baseline)
+    credit.wait_ready()
+    return credit
+
+
+def credit_of(baseline: BaselineConfig) -> Credit:
+    """The credit of `objective.reward.baseline`."""
+    if isinstance(baseline, EmaBaseline):
+        return Ema(EmaSpec(decay=baseline.decay))
+    if isinstance(baseline, GroupBaseline):
+        return Group(GroupSpec(divide_by_std=baseline.divide_by_std))
+    plain: Credit = imported(CREDITS[baseline.kind])()
+    return plain
+
+
+def _rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardStream:
+    """The reward's part of each step."""
+    reward = config.objective.reward
+    assert reward is not None
+    rewarded = [name for name, domain in config.domains.items() if domain.rewarded]
+    verifiers = {name: inputs.exams[name].verifier for name in rewarded if not config.domains[name].acts}
+    return RewardStream(reward, rewarded, VerifiedRewards(verifiers, inputs.tokenizer, reward.timeout_s), credit)
 
 
 def _sync(
@@ -128,12 +175,10 @@ def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMR
     return made
 
 
-def _start_workers(
-    config: PipelineConfig, inputs: Inputs
-) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, Pool | FlightPool]:
+def _start_workers(config: PipelineConfig, inputs: Inputs) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, AnyPool]:
     """Start all workers side by side, except for those that must be ready before the others start. Raises: RunError."""
 
-    def start_pool() -> Pool | FlightPool:
+    def start_pool() -> AnyPool:
         return POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
 
     elsewhere = None if config.teachers.scoring_workers else start_pool()
@@ -151,7 +196,7 @@ def _start_workers(
 
 
 def _checkpoints(
-    config: PipelineConfig, paths: RunPaths, trainer: DeepSpeedTrainer, identity: Mapping[str, Any]
+    config: PipelineConfig, paths: RunPaths, trainer: Saves, identity: Mapping[str, Any]
 ) -> CheckpointStore:
     return CheckpointStore(
         paths.checkpoints,

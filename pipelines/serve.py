@@ -13,7 +13,7 @@ from opd.config import PipelineConfig
 from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError
 from opd.signals import interrupt
-from pipelines.inputs.read import read_teachers
+from pipelines.inputs.read import read_teachers, refuse_without_experts
 from pipelines.specs import pool_spec
 from teachers.flight.access import Endpoint
 from teachers.flight.server import PoolServer, make_hello
@@ -34,6 +34,7 @@ def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], wa
             wanted="an engine that scores here",
             fix="serve the pipeline with --set teachers={}, or one without teachers.address",
         )
+    refuse_without_experts(config, "`opd teachers serve`")
     _refuse_taken(door)
     teaching = read_teachers(config)
     for warning in teaching.warnings:

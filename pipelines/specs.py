@@ -21,6 +21,7 @@ from opd.train.schedule import LearningRate
 from opd.train.turns import TurnWeights
 from pipelines.inputs.environments import episode_options
 from teachers.flight.client import FlightSpec
+from teachers.nobody import NobodySpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
 
@@ -229,3 +230,8 @@ def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
     )
+
+
+def nobody_spec(config: PipelineConfig) -> NobodySpec:
+    """Spec of the pool without teachers."""
+    return NobodySpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)

@@ -41,6 +41,9 @@ class Play:
     mistakes: float = 0.3
     """Share of the turns that are drawn from what the solver does elsewhere; some of it cannot be done here, and that, too, an
     expert has to get out of."""
+    blind: bool = False
+    """Draw every turn from what the solver does elsewhere, and have it learned: the play of one who knows how a move is
+    written and nothing else. It is what an expert by reinforcement begins with."""
     max_turns: int = 40
     """An episode that is not over after so many turns ends there."""
     seed: int = 0
@@ -95,9 +98,9 @@ def _episode(
         turns += _first(environment.reset(task["metadata"], rng.getrandbits(32)))
         while len(actions) < play.max_turns:
             right = environment.solve()
-            wrong = bool(known) and rng.random() < play.mistakes
+            wrong = bool(known) and (play.blind or rng.random() < play.mistakes)
             actions.append(rng.choice(known) if wrong else right)
-            weight = int(actions[-1].text == right.text)
+            weight = int(play.blind or actions[-1].text == right.text)
             turns.append({"role": "assistant", "content": actions[-1].text, "weight": weight})
             outcome = environment.step(actions[-1])
             if outcome.done:

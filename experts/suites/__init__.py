@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experts.suites import agents, letters, reasoning
+from experts.suites import agents, letters, reasoning, rewards
 from opd.errors import ConfigError
 from opd.files import atomic_write_text
 
@@ -22,11 +22,13 @@ SUITES: dict[str, Callable[[str, int, int], Rows]] = {
     "agents": agents.make_rows,
     "letters": letters.make_rows,
     "reasoning": reasoning.make_rows,
+    "rewards": rewards.make_rows,
 }
 DOMAINS: dict[str, Mapping[str, object]] = {
     "agents": agents.DOMAINS,
     "letters": letters.DOMAINS,
     "reasoning": reasoning.DOMAINS,
+    "rewards": rewards.DOMAINS,
 }
 
 

@@ -45,7 +45,11 @@ DOMAINS: dict[str, AgentDomain] = {
 
 def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
     """`count` rows, the same for the same arguments; their prompts differ until all tasks of the domain are there."""
-    chosen = DOMAINS[domain]
-    tasks = find(domain, "domain").tasks(min(count, chosen.tasks), seed, **chosen.options)
+    return play_games(domain, DOMAINS[domain], count, Play(max_turns=DOMAINS[domain].max_turns, seed=seed))
+
+
+def play_games(environment: str, chosen: AgentDomain, count: int, play: Play) -> list[dict[str, Any]]:
+    """`count` rows of an environment's tasks, each with an episode."""
+    tasks = find(environment, "domain").tasks(min(count, chosen.tasks), play.seed, **chosen.options)
     again = islice(cycle(tasks[chosen.held_out :]), count - len(tasks))
-    return play_tasks(domain, [*tasks, *again], Play(max_turns=chosen.max_turns, seed=seed))
+    return play_tasks(environment, [*tasks, *again], play)

@@ -15,6 +15,7 @@ from opd.config.context import ContextConfig
 from opd.config.drift import CurriculumConfig, TeacherTurnsConfig, TurnWeightsConfig
 from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict, text_or_more
+from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.verifiers import VerifierConfig
 
 
@@ -71,8 +72,7 @@ def _experts_kind(value: Any) -> str:
 
 
 ExpertsConfig = Annotated[
-    Annotated[RegisteredExperts, Tag("~registered")]
-    | Annotated[dict[Name, ExpertConfig], Field(min_length=1), Tag("~inline")],
+    Annotated[RegisteredExperts, Tag("~registered")] | Annotated[dict[Name, ExpertConfig], Tag("~inline")],
     Discriminator(_experts_kind),
 ]
 
@@ -117,6 +117,12 @@ class EnvironmentConfig(Strict):
     replay: bool = False
     """The training prompts are prefixes of an expert's episodes (`opd environments prefixes` makes them): the student writes one
     turn after each, and the environment is for exams only."""
+    sub_agents: dict[ToolName, SubAgentConfig] = {}
+    """Name of a tool -> the sub-agent that a call of it starts: the student in an episode of its own; see docs/agents.md."""
+    max_sub_agents: int = Field(8, ge=1)
+    """Sub-agents of an episode, those that sub-agents start among them; further calls are refused."""
+    max_depth: int = Field(1, ge=1, le=8)
+    """1: sub-agents start none themselves. 2: those of the episode may, but theirs may not, and so on."""
     step_timeout_s: float = Field(30, gt=0)
     """Deadline of each call of the environment: an episode whose environment is not back in time ends."""
     max_broken: float = Field(0.1, ge=0, le=1)
@@ -155,11 +161,24 @@ class DomainConfig(Strict):
     """Share of each step's samples, or of what `balance` says; `auto` gives every domain the same."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """How much a token (or response) of this domain counts in the mean that is optimised."""
+    reward: Literal["auto"] | bool = "auto"
+    """Whether the domain's responses are rewarded under `objective.reward`: by its environment or agent, else by the verifier
+    of its `eval`. `auto`: where it has one of these."""
 
     @property
     def acts(self) -> bool:
         """Whether the domain has episodes, whose reward is the score of its exams."""
         return self.environment is not None or self.agent is not None
+
+    @property
+    def can_be_rewarded(self) -> bool:
+        """Whether anything can judge the domain's responses in training."""
+        return self.acts or self.eval is not None
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether the domain takes part in `objective.reward`."""
+        return self.can_be_rewarded if self.reward == "auto" else self.reward
 
     @model_validator(mode="after")
     def _one_kind_of_episode(self) -> DomainConfig:

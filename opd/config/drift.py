@@ -92,12 +92,18 @@ def refuse_contradictions(domains: Mapping[str, DomainConfig], objective: Object
             )
         trains = acts.teacher_turns is not None and acts.teacher_turns.train
         key = "turn_weights" if acts.turn_weights is not None else "teacher_turns.train" if trains else ""
-        if objective.IS_ESTIMATE and key:
+        if key and (objective.IS_ESTIMATE or not objective.HAS_DIVERGENCE):
             raise _refused(
                 f"{where}.{key}",
                 f"set with objective.kind {objective.kind}",
                 "an objective that is a divergence: one that estimates it from sampled tokens needs tokens of the student's own, "
                 "with weights that do not depend on them",
+            )
+        if key and objective.reward is not None:
+            raise _refused(
+                f"{where}.{key}",
+                "set with objective.reward",
+                "no objective.reward: the policy gradient is about tokens that the student sampled, each with the same weight",
             )
 
 

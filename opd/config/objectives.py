@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, SerializeAsAny
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from opd.config.reward import RewardConfig
 from opd.config.strict import Strict
 from opd.errors import ConfigError
 from opd.losses import OBJECTIVES
@@ -28,6 +29,8 @@ class ObjectiveConfig(Strict):
     """The class that computes the objective. Its fields are the keys of the section that it needs."""
     PAYLOADS: ClassVar[tuple[str, ...]] = ("hidden_states",)
     """Payloads that hold what the objective needs; the first is the cheapest."""
+    HAS_DIVERGENCE: ClassVar[bool] = True
+    """False if the kind is no divergence, so that only `reward` teaches: a step without a reward is skipped."""
     IS_ESTIMATE: ClassVar[bool] = False
     """True if the objective only estimates a divergence from the sampled tokens. Its value may then be negative, and the
     weight of a token in the mean must not depend on the response that it stands in."""
@@ -39,6 +42,9 @@ class ObjectiveConfig(Strict):
     """Compile the elementwise part with torch.compile; without a C++ compiler it runs eagerly, with one warning."""
     normalize: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over the trained tokens of the whole step, or over its responses, each counted once however long."""
+    reward: RewardConfig | None = None
+    """A policy gradient of a task reward beside the divergence, as a second stream with its own mean; see
+    docs/objectives.md#with-a-reward. Default: no reward is trained on."""
 
     @property
     def weighting(self) -> str:

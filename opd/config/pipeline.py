@@ -24,7 +24,7 @@ from opd.config.sections import (
     TrainerConfig,
 )
 from opd.config.strict import Name, Strict
-from opd.config.teachers import OpenAITeachers, TeachersConfig, TransformersTeachers, changed_teachers
+from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, changed_teachers
 from opd.settings import apply_overrides, found_in, keys_of, load_yaml, validate
 
 
@@ -62,7 +62,8 @@ class PipelineConfig(Strict):
     registry: Path | None = None
     """Root of the expert registry for `experts: {use: ...}`; default: OPD_REGISTRY, else ./registry."""
     experts: ExpertsConfig
-    """Either `{use: [names]}` from the registry or `{name: {model, domain}}` (and `base`, for a LoRA adapter)."""
+    """Either `{use: [names]}` from the registry or `{name: {model, domain}}` (and `base`, for a LoRA adapter); `{}` with
+    `teachers.engine: none`."""
     domains: dict[Name, DomainConfig] = Field(..., min_length=1)
     """On which prompts, scored by which experts."""
     balance: BalanceConfig = SamplesBalance(kind="samples")
@@ -86,6 +87,18 @@ class PipelineConfig(Strict):
     the settings in which each merge differs; the first entry is `{}`, the pipeline as it stands."""
 
     @model_validator(mode="after")
+    def _experts_and_teachers_or_neither(self) -> PipelineConfig:
+        problem = _without_teachers(self) if isinstance(self.teachers, NoTeachers) else None
+        if not isinstance(self.teachers, NoTeachers) and self.experts == {}:
+            wanted = "at least one expert; or teachers.engine none, to learn from rewards alone"
+            problem = PydanticCustomError(
+                "no_expert", "{wanted}", {"wanted": wanted, "where": "experts", "found": "{}"}
+            )
+        if problem is not None:
+            raise problem
+        return self
+
+    @model_validator(mode="after")
     def _payload_holds_what_the_objective_needs(self) -> PipelineConfig:
         problem = self.objective.problem_with(self.teachers.payload)
         if problem is not None:
@@ -104,6 +117,13 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _rewards_come_from_somewhere(self) -> PipelineConfig:
+        problem = _reward_problem(self)
+        if problem is not None:
+            raise problem
+        return self
+
+    @model_validator(mode="after")
     def _every_expert_has_a_server(self) -> PipelineConfig:
         named = self.experts.use if isinstance(self.experts, RegisteredExperts) else list(self.experts)
         if not isinstance(self.teachers, OpenAITeachers) or named == "all":  # the registry's names are not known here
@@ -119,6 +139,26 @@ class PipelineConfig(Strict):
                     "base_url and model for each of the experts {experts}, and no others",
                     {"experts": ", ".join(named), "where": f"teachers.servers.{wrong[0]}", "found": found},
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _every_sub_agent_has_a_domain(self) -> PipelineConfig:
+        for name, domain in self.domains.items():
+            for tool, agent in (domain.environment.sub_agents if domain.environment else {}).items():
+                own = agent.domain or name
+                wanted = [d for d, found in self.domains.items() if found.environment or agent.environment != "domain"]
+                if own not in wanted:
+                    has = "a domain with an environment" if agent.environment == "domain" else "a domain"
+                    raise PydanticCustomError(
+                        "sub_agent",
+                        "{has} of this pipeline: {wanted}",
+                        {
+                            "has": has,
+                            "wanted": ", ".join(wanted),
+                            "found": own,
+                            "where": f"domains.{name}.environment.sub_agents.{tool}.domain",
+                        },
+                    )
         return self
 
     @model_validator(mode="after")
@@ -202,6 +242,47 @@ class PipelineConfig(Strict):
                 found = {"wanted": error["msg"], "found": found_in(error), "where": where}
                 raise PydanticCustomError(error["type"], "{wanted}", {**context, **found}) from None
         return self
+
+
+def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
+    """Why `objective.reward` has nothing to train on; None if it has, or is not there."""
+    reward = config.objective.reward
+    judged = "an environment, an agent, or an eval whose verifier judges the responses"
+    for name, domain in config.domains.items():
+        if domain.reward is True and not domain.can_be_rewarded:
+            return _unrewarded(f"domains.{name}.reward", "true, and nothing gives a reward", judged)
+        if domain.reward is True and reward is None:
+            return _unrewarded(f"domains.{name}.reward", "true without objective.reward", "objective.reward as well")
+    if reward is None and not config.objective.HAS_DIVERGENCE:
+        return _unrewarded(
+            "objective.kind", "none without objective.reward", "objective.reward: else nothing is trained"
+        )
+    if reward is None:
+        return None
+    if not any(domain.rewarded for domain in config.domains.values()):
+        return _unrewarded("objective.reward", "no domain that gives a reward", f"at least one domain with {judged}")
+    if reward.baseline.kind == "group" and config.rollout.n < 2:
+        found = "group with rollout.n 1: every advantage would be 0"
+        return _unrewarded("objective.reward.baseline", found, "leave_one_out or ema, or rollout.n of 2 or more")
+    return None
+
+
+def _unrewarded(where: str, found: str, wanted: str) -> PydanticCustomError:
+    return PydanticCustomError("reward", "{wanted}", {"wanted": wanted, "where": where, "found": found})
+
+
+def _without_teachers(config: PipelineConfig) -> PydanticCustomError | None:
+    """What a pipeline without teachers must not have; None if all is well."""
+    taught = next((name for name, domain in config.domains.items() if domain.teachers is not None), None)
+    if config.experts != {}:
+        where, found, wanted = "experts", "experts", "{}: nobody asks an expert with teachers.engine none"
+    elif taught is not None:
+        where, found, wanted = f"domains.{taught}.teachers", "a teacher", "nothing, with teachers.engine none"
+    elif config.rounds != 1:
+        where, found, wanted = "rounds", "several", "1: without experts one round is as good; raise trainer.steps"
+    else:
+        return None
+    return PydanticCustomError("without_teachers", wanted, {"where": where, "found": found})
 
 
 def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:

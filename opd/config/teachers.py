@@ -70,6 +70,12 @@ class Teachers(Strict):
     max_quarantined: float = Field(0.001, ge=0, le=1)
     """The run stops if a larger share of a step's responses is left out because a teacher's states are not finite."""
 
+    @model_validator(mode="after")
+    def _an_answer_is_asked_for(self) -> Teachers:
+        if self.payload == "none" and self.engine != "none":
+            raise _teachers_error("payload", f"none, with teachers.engine {self.engine}", "what teachers are to send")
+        return self
+
     @property
     def scoring_workers(self) -> int:
         """Number of this merge's own processes that score."""
@@ -177,11 +183,20 @@ class FlightTeachers(Teachers):
         return self
 
 
+class NoTeachers(Teachers):
+    engine: Literal["none"]
+    """No teachers: the student learns from rewards alone. Goes with `experts: {}`, `objective.kind: none` and
+    `objective.reward`; `opd experts train` makes such pipelines."""
+    payload: Literal["none"] = "none"
+    """Rows carry the rollouts alone."""
+
+
 ENGINES: dict[str, type[Teachers]] = {
     "transformers": TransformersTeachers,
     "vllm": VLLMTeachers,
     "openai": OpenAITeachers,
     "flight": FlightTeachers,
+    "none": NoTeachers,
 }
 """The classes that `teachers.engine` names."""
 SECRET = ("servers", "api_key_env")
@@ -235,7 +250,8 @@ TeachersConfig = Annotated[
     Annotated[TransformersTeachers, Tag("~transformers")]
     | Annotated[VLLMTeachers, Tag("~vllm")]
     | Annotated[OpenAITeachers, Tag("~openai")]
-    | Annotated[FlightTeachers, Tag("~flight")],
+    | Annotated[FlightTeachers, Tag("~flight")]
+    | Annotated[NoTeachers, Tag("~none")],
     Discriminator(_engine, custom_error_type="teachers", custom_error_message="a mapping with the keys of one engine"),
     BeforeValidator(without_other_engines),
 ]

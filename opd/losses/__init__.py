@@ -10,5 +10,6 @@ OBJECTIVES = {
     "skew": "opd.losses.skew:SkewConfig",
     "sampled": "opd.losses.sampled:SampledConfig",
     "top_k": "opd.losses.top_k:TopKConfig",
+    "none": "opd.losses.none:NoDivergenceConfig",
 }
 """`objective.kind` -> the class of its section. Named, not imported: `opd.config` reads the names."""

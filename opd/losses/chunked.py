@@ -28,6 +28,7 @@ from opd.interfaces import Objective
 from opd.losses.blocks import Block, Given
 from opd.losses.logits import pad, token_logprobs, upcast
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk
+from opd.losses.policy_gradient import PolicyGradient
 from opd.losses.rule import IDENTITY, LogitRule
 
 SLICE_VALUES = 1 << 18
@@ -36,8 +37,8 @@ TILE_VALUES = 1 << 20
 """Values of the head's gradient that one matrix product adds at a time: a product for all of it would be its size again."""
 
 
-Columns = tuple[Tensor, Tensor, Tensor]
-"""token_C, behaviour_C, weight_C."""
+Columns = tuple[Tensor, ...]
+"""token_C, behaviour_C, weight_C; with a reward also advantage_C and the policy gradient's weight_C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,14 @@ class TokenStats:
     """Student's probability of the tokens that the teacher gave (top-k): what an objective on them can see."""
     teacher_mass_N: Tensor
     """Teacher's probability of the same tokens."""
+    policy_N: Tensor | None = None
+    """-f(r) A log p, see `opd.losses.policy_gradient`; None without a reward."""
+    masked_N: Tensor | None = None
+    """1 where the ratio is outside of the band."""
+
+
+DIVERGENCE_STATS = len(fields(TokenStats)) - 2
+"""Fields that there are without a reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +83,17 @@ class Tokens:
     """0 where a token carries no loss; whatever the teacher says there, NaN included, has no effect."""
     behaviour_N: Tensor
     """Log-prob of the sampled ids when they were sampled."""
+    advantage_N: Tensor | None = None
+    """Advantage of the sampled ids; None without a reward."""
+    policy_weight_N: Tensor | None = None
+    """Weight in the policy gradient; 0 where a token has no advantage."""
 
     def some(self, rows: slice, dtype: torch.dtype) -> Columns:
         """The columns of some tokens, with log-probs and weights in the type that the loss computes in."""
-        return self.token_N[rows], self.behaviour_N[rows].to(dtype), self.weight_N[rows].to(dtype)
+        own = (self.token_N[rows], self.behaviour_N[rows].to(dtype), self.weight_N[rows].to(dtype))
+        if self.advantage_N is None or self.policy_weight_N is None:
+            return own
+        return *own, self.advantage_N[rows].to(dtype), self.policy_weight_N[rows].to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +107,8 @@ class Loss:
     """Both vocabularies are cut to so many rows: rows beyond the tokenizer are padding and have no probability."""
     rule: LogitRule = IDENTITY
     """The student's."""
+    policy: PolicyGradient | None = None
+    """How tokens with an advantage are trained; None without a reward."""
     compiled: bool = False
     """Fuse the elementwise part with torch.compile; it needs a C++ compiler when it first runs."""
     temperature: float = 1.0
@@ -113,7 +131,8 @@ class LossHead(nn.Module):
         self._loss = loss
 
     def forward(self, hidden_N_D: Tensor, tokens: Tokens | Tensor, teachers: Sequence[Block] = ()) -> Any:
-        """sum_n weight_n f(p_n) as a scalar with gradients for hidden states and head, and `TokenStats`.
+        """sum_n weight_n f(p_n), and the policy gradient's sum if tokens have advantages, as a scalar with gradients for hidden
+        states and head; and `TokenStats`.
 
         `teachers` cover the N tokens in order. Ids in place of `Tokens`: their log-probs [N] instead.
         Computes in float32, in float64 if the student's hidden states are float64.
@@ -125,7 +144,8 @@ class LossHead(nn.Module):
             return token_logprobs(hidden_N_D, head_v_D, tokens, loss.rule)
         _check(loss, hidden_N_D, self.weight, teachers, tokens)
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
-        stats = [hidden_N_D.new_full((len(hidden_N_D),), torch.nan, dtype=acc) for _ in fields(TokenStats)]
+        num = DIVERGENCE_STATS + 2 * (tokens.advantage_N is not None)
+        stats = [hidden_N_D.new_full((len(hidden_N_D),), torch.nan, dtype=acc) for _ in range(num)]
         gradients = _Gradients(hidden_N_D, self.weight, acc)
         with torch.no_grad():
             for block, part, span in _spans(teachers, loss.chunk):
@@ -145,8 +165,14 @@ class LossHead(nn.Module):
                 del given  # the teacher's logits make room for what the products need
                 gradients.add(span, raw_C_V, h_C_D, head_v_D)
                 del raw_C_V  # before the next chunk's are made
-            value = torch.where(tokens.weight_N != 0, stats[0] * tokens.weight_N.to(acc), 0).sum()
+            value = _weighted_sum(stats[0], tokens.weight_N)
+            if tokens.policy_weight_N is not None:
+                value += _weighted_sum(stats[DIVERGENCE_STATS], tokens.policy_weight_N)
         return _WithGradients.apply(hidden_N_D, self.weight, value, gradients), TokenStats(*stats)
+
+
+def _weighted_sum(value_N: Tensor, weight_N: Tensor) -> Tensor:
+    return torch.where(weight_N != 0, value_N * weight_N.to(value_N.dtype), 0).sum()
 
 
 def _check(loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block], tokens: Tokens) -> None:
@@ -248,10 +274,8 @@ def _padded_and_compiled(
     again."""
     num = len(raw_C_V)
     more = _slice_rows(raw_C_V, loss.chunk) - num
-    token_C, behaviour_C, weight_C = (pad(column, more) for column in columns)
-    values, grad_C_V = _compiled_elementwise()(
-        loss, pad(raw_C_V, more), given.padded(more), (token_C, behaviour_C, weight_C)
-    )
+    padded = tuple(pad(column, more) for column in columns)
+    values, grad_C_V = _compiled_elementwise()(loss, pad(raw_C_V, more), given.padded(more), padded)
     return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
 
 
@@ -272,7 +296,7 @@ def _elementwise(
     loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Per-token numbers, and the gradient by the student's raw products in their own type."""
-    token_C, behaviour_C, weight_C = columns
+    token_C, behaviour_C, weight_C, *rewarded = columns
     rule = loss.rule
     logits_C_V = upcast(rule.apply(raw_C_V))
     logp_C_V = logits_C_V.log_softmax(-1)
@@ -289,6 +313,9 @@ def _elementwise(
     grad_C_V.addcmul_(student.p_C_V, grad_C_V.sum(-1, keepdim=True), value=-1.0).mul_(weight_C[:, None])
     # filled, not multiplied: 0 * NaN is NaN, and what a teacher says on an untrained token must not matter
     grad_C_V.masked_fill_((weight_C == 0)[:, None], 0.0)
+    if rewarded:
+        assert loss.policy is not None
+        stats = (*stats, *loss.policy.add(grad_C_V, student, *rewarded))
     return stats, rule.pull_back(grad_C_V, logits_C_V).to(raw_C_V.dtype)
 
 

@@ -17,6 +17,7 @@ PAYLOADS = {
     "hidden_states": "opd.payloads.hidden_states:HiddenStates",
     "sampled_logprobs": "opd.payloads.sampled_logprobs:SampledLogprobs",
     "top_k": "opd.payloads.top_k:TopTokens",
+    "none": "opd.payloads.none:Unscored",
 }
 """Named, not imported: a pipeline is checked against the names alone."""
 

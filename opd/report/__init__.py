@@ -5,12 +5,13 @@ from __future__ import annotations
 from opd.report.gate import Gate
 from opd.report.run import RunFiles, read_run
 from opd.report.summary import build_report, full_report, headroom
-from opd.report.tables import baseline_rows, domain_rows, markdown_table, round_rows
+from opd.report.tables import agent_rows, baseline_rows, domain_rows, markdown_table, round_rows
 from opd.report.write import write_report
 
 __all__ = [
     "Gate",
     "RunFiles",
+    "agent_rows",
     "baseline_rows",
     "build_report",
     "domain_rows",

@@ -24,11 +24,13 @@ ROW = 0.42
 
 
 def accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
-    """Bars: student before, merged, expert on every domain, with intervals where they are known."""
+    """Bars: student before, merged, expert on every domain, with intervals where they are known; no bar for experts that the
+    run does not have."""
+    bars = [(key, label) for key, label in BARS if all(d[key] is not None for d in domains.values())]
 
     def draw(axes: Axes) -> None:
         places = np.arange(len(domains))
-        for slot, (key, _) in enumerate(BARS):
+        for slot, (key, _) in enumerate(bars):
             values = [d[key] for d in domains.values()]
             colour = COLOURS[BAR_COLOURS[key]]
             axes.barh(places + (slot - 1) * 0.27, values, 0.25, color=colour)
@@ -40,7 +42,7 @@ def accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
         _percent(axes, "right answers")
         axes.set_xlim(0, 1.02)
 
-    legend = tuple((BAR_COLOURS[key], label) for key, label in BARS)
+    legend = tuple((BAR_COLOURS[key], label) for key, label in bars)
     return plot("accuracy", "Right answers by domain", draw, height=0.8 + ROW * len(domains), legend=legend)
 
 
@@ -138,6 +140,21 @@ def by_domain(
         _y_axis(axes, options)
 
     return plot(name, title, draw, note=options.get("note", ""))
+
+
+def by_turn(name: str, title: str, values: Mapping[str, Curve]) -> Plot:
+    """A line for each domain over the turns of its episodes, as many as it has."""
+
+    def draw(axes: Axes) -> None:
+        for index, curve in enumerate(values.values()):
+            points = [np.nan if value is None else value for value in curve]
+            turns = range(1, 1 + len(points))
+            axes.plot(turns, points, gid=f"domain-{index}", marker="o", markersize=3.5, **domain_style(index))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        axes.set_xlabel("turn of the episode")
+        _y_axis(axes, {"label": "nats a token"})
+
+    return plot(name, title, draw, note="All steps of the run, weighted by tokens.")
 
 
 def lines(

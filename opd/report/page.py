@@ -10,12 +10,14 @@ from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.scores import Answer, Evaluation
 from opd.report import figures
+from opd.report.agents import LEVELS, agent_plots, shown_episodes
 from opd.report.drawing import DASHES, SERIES, Plot, thousands
+from opd.report.rewards import reward_plots
 from opd.report.run import RunFiles
 from opd.report.stale import stale_matrix
 
@@ -31,6 +33,7 @@ OPTIONAL = (
     "mean_headroom_interval",
     "command",
     "curves",
+    "episodes",
     "rounds",
     "stale",
     "unfinished",
@@ -74,6 +77,7 @@ def duration(seconds: float) -> str:
 def render(report: Mapping[str, Any], run: RunFiles) -> str:
     """The page of a report and of the run directory that it was made from."""
     environment = Environment(
+        loader=FunctionLoader(lambda name: _file(f"{name}.html.jinja")),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -87,14 +91,13 @@ def render(report: Mapping[str, Any], run: RunFiles) -> str:
         "shortened": shortened,
         "thousands": thousands,
     }
-    folder = files("opd.report")
-    script = folder.joinpath("page.js").read_text(encoding="utf-8")
-    template = environment.from_string(folder.joinpath("page.html.jinja").read_text(encoding="utf-8"))
+    script = _file("page.js")
     complete = _with_gaps(report)
-    return template.render(
+    episodes, left_out = shown_episodes(run)
+    return environment.get_template("page").render(
         report=complete,
         run=run,
-        style=folder.joinpath("page.css").read_text(encoding="utf-8"),
+        style=_file("page.css"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         worst=_extreme(complete, "headroom", min),
@@ -104,7 +107,15 @@ def render(report: Mapping[str, Any], run: RunFiles) -> str:
         baselines=[{**b, "name": baseline_name(b)} for b in report.get("baselines", ())],
         samples=_samples(run),
         experts=_experts(run, report),
+        episodes=episodes,
+        left_out=left_out,
+        bounds=LEVELS,
     )
+
+
+def _file(name: str) -> str:
+    """A file that lies beside this module."""
+    return files("opd.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _with_gaps(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,6 +157,7 @@ def _plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[Plot]]:
         "gains": gains,
         "rounds": _rounds_plot(report),
         "learning": [*_evaluation_plots(report), *_curve_plots(report)],
+        "agents": agent_plots(report, _curve_domains(report)),
         "time": _time_plots(report),
         "matrix": [_matrix_plot(run)] if run.matrix else [],
         "baselines": _baseline_plots(report),
@@ -200,6 +212,7 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
         figures.by_domain("loss", "Loss", step, tokens, of("loss"), log=True, label="nats a token"),
         figures.by_domain("length", "Length of the student's responses", step, tokens, of("length"), label="tokens"),
         figures.lines("truncated", "Responses cut at the token limit", step, tokens, cut, percent=True),
+        *reward_plots(curves, names),
         *_share_plots(curves, names),
         *_entropy_plot(curves),
     ]

@@ -17,6 +17,7 @@ from opd.metrics import MetricsFile
 from opd.monitors.alarms import Alarms
 from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
+from opd.traces.record import StepTraces, read_traces
 
 T = TypeVar("T")
 STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "response_tokens_per_s", "versions")
@@ -44,6 +45,8 @@ class RunFiles:
     """Step -> evaluation during the merge, in order."""
     alarms: dict[int, Alarms]
     """Step -> what the monitors saw that acted after it, in order."""
+    traces: dict[int, StepTraces]
+    """Step -> episodes that were kept of it, in order."""
     matrix: dict[str, Evaluation]
     """Name of a model -> that model on every domain."""
     baselines: list[BaselineResult]
@@ -53,6 +56,11 @@ class RunFiles:
     are counted on from round to round."""
     planned_steps: int | None
     """Steps of the whole merge; None where there is no pipeline."""
+
+    @property
+    def without_teachers(self) -> bool:
+        """True if the run learns from rewards alone: then there are no experts to compare it with."""
+        return bool(self.pipeline) and self.pipeline.get("experts") == {}
 
     @property
     def finished(self) -> bool:
@@ -88,6 +96,7 @@ def read_run(root: Path) -> RunFiles:
         after=_evaluation(paths.exam("after")),
         during={step: _parsed(Evaluation.from_json, _json(path), path) for step, path in paths.exams_by_step().items()},
         alarms={step: _parsed(Alarms.from_json, _json(path), path) for step, path in paths.alarms_by_step().items()},
+        traces={step: read_traces(path) for step, path in paths.traces_by_step().items()},
         matrix=_matrix(paths.matrix),
         baselines=[_parsed(BaselineResult.from_json, _json(path), path) for path in paths.baseline_results()],
         rounds=[read_run(path) for path in rounds if path.exists()],
@@ -111,10 +120,12 @@ def chained(run: RunFiles) -> RunFiles:
     records: list[StepRecord] = []
     during: dict[int, Evaluation] = {}
     alarms: dict[int, Alarms] = {}
+    traces: dict[int, StepTraces] = {}
     for one in run.rounds:
         done = len(records)
         records += [_later(record, done) for record in one.records]
         alarms |= {done + step: found for step, found in one.alarms.items()}
+        traces |= {done + step: found for step, found in one.traces.items()}
         during |= {done + step: found for step, found in one.during.items()}
         if one.after:
             during[len(records)] = one.after
@@ -124,6 +135,7 @@ def chained(run: RunFiles) -> RunFiles:
         records=records,
         during=during,
         alarms=alarms,
+        traces=traces,
         before=run.before or run.rounds[0].before,
         expert=run.expert or (combined(experts, experts[-1].model) if experts else None),
     )

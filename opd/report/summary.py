@@ -8,8 +8,10 @@ from typing import Any
 
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
+from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
+from opd.report.rewards import reward_curves
 from opd.report.roles import token_ages, utilisation
 from opd.report.run import STORED, RunFiles
 from opd.report.shares import shares
@@ -23,12 +25,12 @@ PER_TOKEN = ("loss", "student_entropy", "teacher_entropy", "argmax_agreement")
 """Keys of a domain's record that are means over its tokens."""
 
 
-def headroom(before: float, after: float, expert: float) -> float | None:
+def headroom(before: float, after: float, expert: float | None) -> float | None:
     """Share of the way from the starting student to the expert: (after - before) / (expert - before).
 
-    None where the expert is no better than the student was: there was nothing to recover.
+    None where the expert is no better than the student was, or there is none: there was nothing to recover.
     """
-    return (after - before) / (expert - before) if expert > before else None
+    return (after - before) / (expert - before) if expert is not None and expert > before else None
 
 
 def build_report(
@@ -66,8 +68,8 @@ def _gains(before: Mapping[str, float], expert: Mapping[str, float], after: Mapp
         domain: {
             "before": before[domain],
             "after": after[domain],
-            "expert": expert[domain],
-            "headroom": headroom(before[domain], after[domain], expert[domain]),
+            "expert": expert.get(domain),
+            "headroom": headroom(before[domain], after[domain], expert.get(domain)),
         }
         for domain in after
     }
@@ -83,14 +85,14 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """The report from all files of a run directory; for a merge that goes on, the report so far.
 
     It has the keys of `build_report`. It also has the intervals of `_add_intervals` if the evaluations' files are there,
-    `curves` if there are records, `evaluations`, `models`, `baselines` and `command` if the files have them, `alarms`
+    `curves` if there are records, `episodes` if there are agents, `evaluations`, `models`, `baselines` and `command` if the files have them, `alarms`
     of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
     """
     before, expert, after = _accuracies(run)
     report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
     _add_regressions(report)
     latest = run.after or _last(run.during)
-    if run.before and run.expert and latest:
+    if run.before and latest and (run.expert or run.without_teachers):
         _add_intervals(report, run.before, run.expert, latest)
     if run.records:
         report["curves"] = curves(run.records)
@@ -98,6 +100,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["utilisation"] = utilisation(run.records)
         report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
+        report |= {"episodes": found} if (found := episode_rows(run.records)) else {}
         report["largest_probe_gap"] = max(record.probe_gap for record in run.records)
     points = _evaluations(run)
     if points:
@@ -192,7 +195,8 @@ def _accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict
         after = known("after", run.after)
     else:
         after = next((point["accuracy"] for point in reversed(_evaluations(run)) if point["step"]), {})
-    return before, expert, {d: value for d, value in after.items() if d in before and d in expert}
+    compared = before if run.without_teachers else expert
+    return before, expert, {d: value for d, value in after.items() if d in before and d in compared}
 
 
 def _last(during: Mapping[int, Evaluation]) -> Evaluation | None:
@@ -213,12 +217,13 @@ def _pair(found: Estimate | None) -> list[float] | None:
     return None if found is None else [found.low, found.high]
 
 
-def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluation, after: Evaluation) -> None:
+def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluation | None, after: Evaluation) -> None:
     """95 % intervals [low, high] beside each number; null for a headroom too small to be told from none."""
     shares = []
     for domain, values in report["domains"].items():
-        b, e, a = (_estimate(x.scores[domain]) for x in (before, expert, after))
-        share = headroom_interval(b, a, e)
+        b, a = (_estimate(x.scores[domain]) for x in (before, after))
+        e = _estimate(expert.scores[domain]) if expert else None
+        share = headroom_interval(b, a, e) if e else None
         values |= {
             "before_interval": _pair(b),
             "after_interval": _pair(a),
@@ -240,6 +245,7 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     sample_share, token_share: of the steps' prompts and of their trained tokens.
     by places in the response: positions (loss, mean a token).
     of all domains: truncated (share of the responses), tokens_per_s.
+    with rewards: those of `opd.report.rewards.reward_curves`; with agents those of `opd.report.agents.episode_curves`.
     """
     points = [list(part) for part in _cut(records, POINTS)]
     domains = sorted({name for record in records for name in record.domains})
@@ -256,7 +262,7 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     found["positions"] = _positions(points)
     found["truncated"] = [_truncated(part) for part in points]
     found["tokens_per_s"] = [_rate(part) for part in points]
-    return found
+    return found | reward_curves(points, domains) | episode_curves(points)
 
 
 def _cut(records: Sequence[StepRecord], most: int) -> Iterable[Sequence[StepRecord]]:

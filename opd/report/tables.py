@@ -11,13 +11,23 @@ def domain_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str
     """Domain, student before, expert, merged, headroom recovered: one row a domain and a last one with the means."""
     domains = report["domains"]
     rows = [
-        (n, f"{d['before']:.2f}", f"{d['expert']:.2f}", f"{d['after']:.2f}", share_text(d["headroom"]))
+        (n, f"{d['before']:.2f}", _accuracy(d["expert"]), f"{d['after']:.2f}", share_text(d["headroom"]))
         for n, d in domains.items()
     ]
     if domains:
-        means = [f"{fmean(d[key] for d in domains.values()):.2f}" for key in ("before", "expert", "after")]
+        means = [_accuracy(_mean([d[key] for d in domains.values()])) for key in ("before", "expert", "after")]
         rows.append(("mean", *means, share_text(report["mean_headroom"])))  # type: ignore[arg-type]
     return rows
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where a value is missing, as every expert's is in a run without teachers."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None
+
+
+def _accuracy(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def round_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -50,6 +60,26 @@ def _baseline_row(row: Mapping[str, Any]) -> tuple[str, ...]:
         str(row["seeds"]),
         share_text(row["mean_headroom"]),
         "stale" if row["stale"] else "",
+    )
+
+
+def agent_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Domain, episodes, mean turns and reward, share of the sampled tokens that carried loss, forks, turns lost, broken
+    episodes, and the largest mean gap of a turn: one row for each domain of agents."""
+    return [(name, *_agent_row(row)) for name, row in report.get("episodes", {}).items()]
+
+
+def _agent_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    gaps = [turn["logprob_gap"] for turn in row["by_turn"] if turn["logprob_gap"] is not None]
+    return (
+        str(row["episodes"]),
+        "-" if row["turns"] is None else f"{row['turns']:.1f}",
+        "-" if row["reward"] is None else f"{row['reward']:.3f}",
+        share_text(row["trained"]),
+        str(row["forks"]),
+        str(row["lost_turns"]),
+        str(row["broken"]),
+        f"{max(gaps):.1e}" if gaps else "-",
     )
 
 

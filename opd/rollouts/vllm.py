@@ -185,12 +185,15 @@ class VLLMRolloutEngine:
         return replace(request, cut_after=limit, guide=drift.guide(sample.step))
 
     def _request(self, prompt: Prompt, sample: Sample) -> EpisodeRequest:
+        options, untrained = self._spec.episodes[prompt.domain], self._spec.untrained
+        sub_agents = None if isinstance(options, AgentOptions) else options.sub_agents
         return EpisodeRequest(
             prompt=prompt,
             sample=sample,
-            options=self._spec.episodes[prompt.domain],
+            options=options,
             seed=self._spec.seed,
-            masked=self._spec.untrained.get(prompt.domain, frozenset()),
+            masked=untrained.get(prompt.domain, frozenset()),
+            masked_by_domain={d: untrained[d] for d in (sub_agents.domains if sub_agents else ()) if d in untrained},
         )
 
     def _play(

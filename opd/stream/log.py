@@ -24,7 +24,7 @@ from opd.errors import StorageError
 from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
 from opd.run_dir import step_name, step_of
-from opd.stream.rollouts import write_file
+from opd.stream.rollouts import read_file, write_file
 from opd.stream.schema import PartRecord, StreamError
 from opd.stream.targets import Asked, Expected, TargetStream
 from opd.stream.written import (
@@ -37,12 +37,13 @@ from opd.stream.written import (
     read_whole,
     refuse_other_question,
 )
-from opd.types import Prompt, RolloutBatch
+from opd.types import Prompt, Rollout, RolloutBatch
 
 MANIFEST = "step.json"
 ROLLOUTS = "rollouts.arrow"
-FORMAT = 3
-"""1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts."""
+FORMAT = 4
+"""1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts; 3 had no origin, parent
+and next of a rollout."""
 
 
 class ArrowTargetLog:
@@ -178,3 +179,13 @@ def _beside(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
         },
         **beside_rollouts(batch),
     }
+
+
+def logged_steps(root: Path) -> list[int]:
+    """The steps that a log has, in order."""
+    return sorted(step for path in root.glob("step-*") if (step := step_of(path.name)) is not None)
+
+
+def logged_rollouts(root: Path, step: int, vocab_size: int) -> list[Rollout]:
+    """The rollouts of a step that a log has. Raises: RolloutError if another release wrote them, or they are damaged; OSError."""
+    return read_file((root / step_name(step) / ROLLOUTS).read_bytes(), vocab_size)

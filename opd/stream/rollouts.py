@@ -13,10 +13,10 @@ from typing import Any, get_args
 import pyarrow as pa
 
 from opd.errors import RunError
-from opd.types import Origin, Rollout, Span, StopReason, unknown_id
+from opd.types import Origin, Rollout, SegmentOrigin, Span, StopReason, unknown_id
 
-VERSION = "2"
-"""1 had no group, episode, reward or policy version for each span."""
+VERSION = "3"
+"""1 had no group, episode, reward or policy version for each span; 2 had no origin, parent and next."""
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
 """A span's origin travels as its place in this tuple."""
 
@@ -36,9 +36,12 @@ SHARED: tuple[pa.Field, ...] = (
     pa.field("group", pa.string()),
     pa.field("episode", pa.string()),
     pa.field("reward", pa.float64()),
+    pa.field("origin", pa.string()),
+    pa.field("parent", pa.string()),
+    pa.field("next", pa.string()),
 )
 """Columns that are equal in many rollouts of a step: the target stream sends each combination once. `group` and `episode`
-are missing where they equal the sample id, `reward` where there is none."""
+are missing where they equal the sample id, `origin` where it is `main`, the last two and `reward` where there is none."""
 OWN: tuple[pa.Field, ...] = (
     pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
     pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
@@ -61,6 +64,8 @@ def values_of(rollout: Rollout) -> dict[str, Any]:
     for name in ("group", "episode"):
         if values[name] == rollout.sample_id:
             values[name] = None
+    if rollout.origin == "main":
+        values["origin"] = None
     if rollout.spans == _usual_spans(len(rollout.response_ids), rollout.policy_version):
         values["spans"] = None
     else:
@@ -83,6 +88,9 @@ def rollout_of(values: Mapping[str, Any]) -> Rollout:
         spans=_spans(values),
         stop_reason=values["stop_reason"],
         reward=values["reward"],
+        origin="main" if values["origin"] is None else values["origin"],
+        parent=values["parent"],
+        next=values["next"],
     )
     wrong = _contradiction(rollout, values["policy_version"])
     if wrong:
@@ -119,6 +127,17 @@ def _contradiction(rollout: Rollout, policy_version: int) -> str:
         return f"stop reason {rollout.stop_reason!r}, wanted one of {get_args(StopReason)}"
     if rollout.reward is not None and not math.isfinite(rollout.reward):
         return f"reward {rollout.reward}, wanted a finite number or none"
+    return _odd_place(rollout)
+
+
+def _odd_place(rollout: Rollout) -> str:
+    """What cannot be true of a segment's place in its episode, empty if nothing."""
+    if rollout.origin not in get_args(SegmentOrigin):
+        return f"segment origin {rollout.origin!r}, wanted one of {get_args(SegmentOrigin)}"
+    if rollout.origin != "main" and rollout.parent is None:
+        return f"a segment of origin {rollout.origin} without a parent"
+    if rollout.sample_id in (rollout.parent, rollout.next):
+        return "a segment that is its own parent or its own next one"
     return ""
 
 

@@ -30,7 +30,7 @@ from opd.payloads.answer import Answer, Columns
 from opd.stream import rollouts
 from opd.types import Rollout
 
-VERSION = "5"
+VERSION = "6"
 PART_ROWS = 256
 PART_BYTES = 4 << 20
 """A part leaves with the scorer's batch that brings it to so many rows or bytes of payload: soon, and yet the 2 kB that

@@ -26,7 +26,8 @@ from opd.types import Prompt, Quarantined, RolloutBatch
 
 MANIFEST = "written.json"
 ROLLOUTS = "written.arrow"
-FORMAT = 1
+FORMAT = 2
+"""1 had no origin, parent and next of a rollout."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RolloutError)
 """What files raise that are not as they were written."""
 

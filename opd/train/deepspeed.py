@@ -6,32 +6,32 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import pyarrow as pa
 
 from opd import cluster
-from opd.cluster import Pending, Worker
-from opd.layouts import prove_layout
-from opd.packing import SHARED
+from opd.cluster import Pending
+from opd.reward.records import PolicyReport, PolicyStats, RewardStep
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
+from opd.traces.choose import watched
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
-from opd.train.plan import plan_micro_batches, row_sizes
+from opd.train.policy import RankPolicy, policy_work
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
+from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
 from opd.train.totals import mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
 from opd.train.turns import first_turns
-from opd.types import DomainStats, LayoutProof, PositionStats, Rollout, StepReport, TurnStats, WrittenFile
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from opd.types import DomainStats, PositionStats, Rollout, StepReport, TurnStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSpec:
+class TrainerSpec(RanksSpec):
     """The settings that a trainer is started with."""
 
     rank: RankOptions
@@ -42,82 +42,58 @@ class TrainerSpec:
     """Domain -> loss weight of its tokens; 1 for a domain that is not named."""
     weighs_turns: bool = False
     """Whether ranks weight tokens by their turns, `rank.turn_weights`."""
-    micro_batch_tokens: int
-    """Prompt and response tokens of one forward pass of a rank."""
-    share_prompts: bool = False
-    """Compute what rows have in common once, if that is right for the student."""
     queue_bytes: int
     """Scored rows that may wait for the trainer, in bytes."""
     tolerance: float
     """The run stops if a step's mean difference from the engine's log-probs of sampled tokens is larger, in nats."""
-    gpus: float = 0
-    """GPUs of each rank; 0: the CPU."""
-    roles: int = 1
-    """Roles that compute at the same time on these cores, this one among them."""
-    one_machine: bool = True
-    """True if all ranks are on this machine."""
-    start_timeout_s: float
-    """Deadline for all ranks to hold their shards; that of every other call is `rank.timeout_s`."""
 
 
-class DeepSpeedTrainer:
+class DeepSpeedTrainer(Ranks[TrainerRank]):
     """Implements `opd.interfaces.Trainer`."""
 
     def __init__(self, spec: TrainerSpec) -> None:
+        super().__init__(TrainerRank, spec.rank, spec, "trainer")
         self._spec = spec
         self._objective = spec.rank.objective
-        self._timeout_s = spec.rank.timeout_s
-        options = replace(spec.rank, model_dir=spec.rank.model_dir.absolute())  # a worker starts in another directory
-        env = cluster.worker_env(options.world_size, spec.roles)
-        if not spec.gpus:
-            env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        self._ranks: list[Worker[TrainerRank]] = [
-            cluster.spawn(TrainerRank, options, rank, name=f"trainer rank {rank}", env=env, gpus=spec.gpus)
-            for rank in range(options.world_size)
-        ]
-        self._starting = self._submit_start(spec.one_machine, spec.start_timeout_s)
-        self.layout = LayoutProof(layout="packed", tried={})
-        """How rows are laid out; proven in `wait_ready`."""
-
-    def _submit_start(self, one_machine: bool, timeout_s: float) -> list[Pending[None]]:
-        rank_0 = self._ranks[0]
-        # A machine's own name may stand for an address that no other machine reaches: Debian's hosts file has 127.0.1.1.
-        address = "127.0.0.1" if one_machine else rank_0.node_address(timeout_s=timeout_s)
-        meeting = rank_0.submit(TrainerRank.meeting_point, address).result(timeout_s=timeout_s)
-        return self._submit(TrainerRank.start, *meeting)
-
-    def wait_ready(self) -> None:
-        """Block until every rank holds its shard, and find out how rows may be laid out for this student.
-
-        Raises: RunError past the deadline, or if its rows see each other in every layout.
-        """
-        cluster.wait(self._starting, timeout_s=self._spec.start_timeout_s)
-        who = f"{self._spec.rank.name} {self._spec.rank.model_dir}"
-        self.layout = prove_layout(self._layout_error, who, share=self._spec.share_prompts)
-        self._call(TrainerRank.use_layout, self.layout.layout)
-
-    def _layout_error(self, layout: str) -> float:
-        """Largest `layout_error` of all ranks; NaN if one rank has NaN, which Python's `max` could lose."""
-        errors = self._call(TrainerRank.layout_error, layout)
-        return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
     def train_step(
-        self, step: int, rollouts: Sequence[Rollout], targets: TargetStream, stale: frozenset[str] = frozenset()
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        targets: TargetStream,
+        stale: frozenset[str] = frozenset(),
+        reward: RewardStep | None = None,
     ) -> StepReport:
         """Take one optimiser step over all rows; skip it, and report that, if no token is trained.
 
         Weights are those of all rollouts, so training can begin before we know which are quarantined. These give no
         gradient; the optimiser divides by the share that was scored. Raises: RunError if a rank fails or the step is broken.
         """
-        lr = self._spec.rate.at(step)
-        skipped = StepReport(step=step, loss=0.0, grad_norm=0.0, lr=lr, logprob_gap=0.0, domains={}, skipped=True)
-        weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights)
-        if not weights:
+        whole = self._work(step, rollouts, stale, reward)
+        skipped = StepReport(
+            step=step, loss=0.0, grad_norm=0.0, lr=whole.lr, logprob_gap=0.0, domains={}, skipped=True
+        )  # fmt: skip
+        if not whole.weights:
             targets.collect()
             return skipped
-        plan = self._plan(rollouts)
-        self._begin(_works(step, lr, plan, weights, self._baselines(targets), stale), rollouts, targets)
+        plan = self.plan(rollouts)
+        self._begin(replace(whole, baselines=self._baselines(targets)), plan, targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
+        scored_share = partial(_scored_share, rollouts, whole.weights)
+        if not self._accumulate_all(feed, len(plan[0]), targets, scored_share):
+            return skipped
+        share = self._turns_share() if self._spec.weighs_turns else scored_share(targets.quarantined)
+        report = _report(step, whole.lr, self._call(TrainerRank.finish_step, share))
+        self._refuse_broken(report)
+        return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
+
+    def _accumulate_all(
+        self, feed: Feed, rounds: int, targets: TargetStream, scored_share: Callable[[Collection[str]], float]
+    ) -> bool:
+        """Have the ranks take every round of micro-batches. False, before the last one, if nothing could be scored.
+
+        `scored_share` is told who was left out. Raises: RunError if a rank fails.
+        """
         running: deque[tuple[int, list[Pending[None]]]] = deque()
 
         def finish_oldest() -> bool:
@@ -129,34 +105,40 @@ class DeepSpeedTrainer:
             return True
 
         # Rounds run while this loop fetches more rows: only a full queue (`Feed.parts`) and the end of the step wait.
-        for index in range(len(plan[0])):
+        for index in range(rounds):
             handles = feed.parts(index, finish_oldest)
             left_out = frozenset(targets.quarantined)
-            if index == len(plan[0]) - 1 and not _scored_share(rollouts, weights, left_out):
-                return skipped
+            if index == rounds - 1 and not scored_share(left_out):
+                return False
             running.append((index, self._accumulate(index, left_out, handles)))
         while finish_oldest():
             pass
-        share = self._share(rollouts, weights, targets.quarantined)
-        report = _report(step, lr, self._call(TrainerRank.finish_step, share))
-        self._refuse_broken(report)
-        return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
+        return True
 
-    def _share(self, rollouts: Sequence[Rollout], weights: Mapping[str, float], left_out: Collection[str]) -> float:
-        """What the weights of the step's tokens add up to, once all are trained: 1, if turns and quarantine change nothing."""
-        if self._spec.weighs_turns:
-            return math.fsum(self._call(TrainerRank.weight_sum))
-        return _scored_share(rollouts, weights, left_out)
+    def _work(
+        self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
+    ) -> RankWork:
+        """The work of all ranks, not cut into micro-batches yet; without weights if no token is trained."""
+        policy = policy_work(reward, rollouts, self._spec.domain_weights)
+        teaches = policy is not None or self._objective.HAS_DIVERGENCE
+        weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
+        lr = self._spec.rate.at(step)
+        known: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched(rollouts)}
+        known |= {"first_turns": first_turns(rollouts)} if self._spec.weighs_turns else {}
+        return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, **known)
+
+    def _turns_share(self) -> float:
+        """What the weights of the step's tokens add up to, once turns have changed them and all are trained."""
+        return math.fsum(self._call(TrainerRank.weight_sum))
 
     def _baselines(self, targets: TargetStream) -> dict[str, float] | None:
         """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""
         return whole_step_baselines(targets) if self._objective.wants_baseline else None
 
-    def _begin(self, works: Sequence[RankWork], rollouts: Sequence[Rollout], targets: TargetStream) -> None:
-        """Tell each rank what it does in this step."""
-        firsts = first_turns(rollouts) if self._spec.weighs_turns else {}
-        for rank, work in zip(self._ranks, works, strict=True):
-            rank.submit(TrainerRank.begin_step, replace(work, first_turns=firsts), dict(targets.heads))
+    def _begin(self, whole: RankWork, plan: Sequence[Sequence[Sequence[str]]], targets: TargetStream) -> None:
+        """Tell each rank what it does in this step; `whole` is the work of all ranks, without micro-batches."""
+        for rank, part in zip(self._ranks, plan, strict=True):
+            rank.submit(TrainerRank.begin_step, whole.of(part), dict(targets.heads))
 
     def _accumulate(
         self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
@@ -173,12 +155,6 @@ class DeepSpeedTrainer:
             refuse_impossible_means(report.step, self._objective.kind, report.domains)
         refuse_gap(report.step, report.domains, self._spec.tolerance)
 
-    def _plan(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
-        """Plan the ranks' micro-batches for the layout that was proven."""
-        layout = self.layout.layout
-        sizes = row_sizes(rollouts, share=layout == SHARED)
-        return plan_micro_batches(sizes, len(self._ranks), self._spec.micro_batch_tokens, padded=layout == "padded")
-
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._call(TrainerRank.logprobs, token_ids)[0]
 
@@ -191,48 +167,6 @@ class DeepSpeedTrainer:
 
     def export_adapter(self, path: Path) -> None:
         self._call(TrainerRank.export_adapter, path)
-
-    def begin_save(self, path: Path) -> None:
-        self._call(TrainerRank.begin_save, path)
-
-    def saved(self, wait_s: float) -> list[WrittenFile] | None:
-        parts = cluster.wait(self._submit(TrainerRank.saved, wait_s), timeout_s=wait_s + self._timeout_s)
-        return None if None in parts else [file for part in parts for file in part or ()]
-
-    def load(self, path: Path) -> None:
-        self._call(TrainerRank.load, path)
-
-    def _submit(
-        self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> list[Pending[R]]:
-        """Call a method of all ranks with the same arguments; returns at once."""
-        return [rank.submit(method, *args, **kwargs) for rank in self._ranks]
-
-    def _call(self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """The answers of all ranks to a call with the same arguments. Raises: what `opd.cluster.wait` raises."""
-        return cluster.wait(self._submit(method, *args, **kwargs), timeout_s=self._timeout_s)
-
-
-def _works(
-    step: int,
-    lr: float,
-    plan: Sequence[Sequence[Sequence[str]]],
-    weights: Mapping[str, float],
-    baselines: Mapping[str, float] | None,
-    stale: frozenset[str],
-) -> list[RankWork]:
-    """Each rank's part of the step, with the weights and baselines of its own samples only."""
-    return [
-        RankWork(
-            step=step,
-            lr=lr,
-            micro_batches=tuple(map(tuple, part)),
-            stale=stale.intersection(i for ids in part for i in ids),
-            weights={i: weights[i] for ids in part for i in ids},
-            baselines=None if baselines is None else {i: baselines[i] for ids in part for i in ids if i in baselines},
-        )
-        for part in plan
-    ]
 
 
 def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
@@ -273,4 +207,22 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
         domains=dict(sorted(domains.items())),
         positions=dict(sorted(positions.items())),
         turns=dict(sorted(turns.items())),
+        token_losses={i: losses for result in results for i, losses in result.token_losses.items()},
+        policy=_policy_report([r.policy for r in results if r.policy is not None]),
+    )
+
+
+def _policy_report(results: Sequence[RankPolicy]) -> PolicyReport | None:
+    """The policy gradient's numbers of all ranks; None without one."""
+    if not results:
+        return None
+    domains: dict[str, PolicyStats] = {}
+    for name, stats in (item for result in results for item in result.domains.items()):
+        domains[name] = domains[name] + stats if name in domains else stats
+    compared = [result.compared for result in results if result.compared is not None]
+    weight = sum(result.weight for result in results)
+    return PolicyReport(
+        loss=sum(result.loss for result in results) / weight if weight else 0.0,
+        domains=dict(sorted(domains.items())),
+        compared=reduce(add, compared) if compared else None,
     )

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from opd.config.objectives import ObjectiveConfig
 from opd.devices import to_device
 from opd.errors import RunError
 from opd.lora import tensor_name
+from opd.losses.chunked import TokenStats
+from opd.losses.policy_gradient import PolicyGradient
 from opd.model_weights import load_causal_lm
 from opd.stream.heads import Head, HeadSource
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import MicroBatch, gather_samples, micro_batch
 from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
+from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
 from opd.train.turns import TurnWeights, turn_factors
-from opd.train.zero import ZeroEngine, ZeroOptions, gathered
+from opd.train.zero import ModelOptions, ZeroEngine, gathered
 from opd.types import DomainStats, PositionStats, TurnStats
 
 
@@ -45,6 +49,23 @@ class RankWork:
     """Samples that older weights than the trainer's wrote."""
     first_turns: Mapping[str, int] = field(default_factory=dict)
     """Sample id -> turns of its episode in the segments before it, for weights by turn."""
+    watched: frozenset[str] = frozenset()
+    """Samples whose loss is reported token by token."""
+    policy: PolicyWork | None = None
+    """The policy gradient; None without a reward."""
+
+    def of(self, part: Sequence[Sequence[str]]) -> RankWork:
+        """One rank's part, from that of the whole step: these micro-batches, with what belongs to their samples."""
+        mine = [i for ids in part for i in ids]
+        return replace(
+            self,
+            micro_batches=tuple(map(tuple, part)),
+            weights={i: self.weights[i] for i in mine},
+            baselines=self.baselines and {i: self.baselines[i] for i in mine if i in self.baselines},
+            stale=self.stale.intersection(mine),
+            watched=self.watched.intersection(mine),
+            policy=self.policy and self.policy.of(mine),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +78,14 @@ class RankResult:
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats]
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
+    token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    policy: RankPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions(ZeroOptions):
+class RankOptions(ModelOptions):
     """What a rank of the distilling trainer is started with."""
 
-    model_dir: Path
-    """Hugging Face directory of the student."""
     objective: ObjectiveConfig
     """What is minimised."""
     temperature: float
@@ -109,11 +130,37 @@ class TrainerRank(ZeroEngine):
         if self._options.turn_weights:
             weight_N = weight_N * self._turn_factors(batch, heads, ids)
         scaled_N = (weight_N * self._options.world_size).to(self._device)
-        last = index == len(step.work.micro_batches) - 1
-        loss, stats = self.model(to_device(batch, self._device), heads, scaled_N)
-        self.add_gradients(loss, last=last)
+        inputs = (to_device(batch, self._device), heads, scaled_N)
+        policy = step.work.policy.tokens(batch, ids) if step.work.policy else ()
+        stats = to_device(self._backward(inputs, policy, index), torch.device("cpu"))
         stale = frozenset(place for place, i in enumerate(ids) if i in step.work.stale)
-        step.totals.add(batch, weight_N, to_device(stats, torch.device("cpu")), stale)
+        step.totals.add(batch, weight_N, stats, stale)
+        step.totals.keep(batch, stats, {place: i for place, i in enumerate(ids) if i in step.work.watched})
+        if policy:
+            step.policy_totals.add(batch, policy[1], stats)
+
+    def _backward(self, inputs: tuple[Any, ...], policy: tuple[Tensor, ...], index: int) -> TokenStats:
+        """Add the gradients of one micro-batch; returns its per-token numbers. `policy`: `PolicyWork.tokens`, if any."""
+        work = self._step.work
+        last = index == len(work.micro_batches) - 1
+        if work.policy is not None:
+            advantage_N, weight_N = policy
+            policy = (
+                advantage_N.to(self._device),
+                (weight_N * work.policy.weight * self._options.world_size).to(self._device),
+            )
+        if work.policy is None or not work.policy.compare:
+            loss, stats = self.model(*inputs, *policy)
+            self.add_gradients(loss, last=last)
+            return stats
+        loss, _ = self.model(*inputs)
+        self.add_gradients(loss, last=False)
+        before = self.local_gradients()
+        *same, divergence_N = inputs
+        loss, stats = self.model(*same, torch.zeros_like(divergence_N), *policy)
+        self.add_gradients(loss, last=last)
+        self._step.comparison.add(before, self.local_gradients())
+        return stats
 
     def _turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head], ids: Sequence[str]) -> torch.Tensor:
         """[N] what turns make of the weights. If they depend on divergences, all ranks compute these in a pass of its own."""
@@ -134,7 +181,7 @@ class TrainerRank(ZeroEngine):
 
         Raises: RunError on a non-finite gradient.
         """
-        work, totals = self._step.work, self._step.totals
+        work, totals, policy = self._step.work, self._step.totals, self._policy_result(share)
         del self._step
         grad_norm = self.take_step(work.step, work.lr, share)
         return RankResult(
@@ -143,7 +190,17 @@ class TrainerRank(ZeroEngine):
             domains=totals.domains,
             positions=totals.positions,
             turns=totals.turns,
+            token_losses=totals.token_losses,
+            policy=policy,
         )
+
+    def _policy_result(self, share: float) -> RankPolicy | None:
+        """The sums of the policy gradient, before the optimiser steps; None without one."""
+        work, totals = self._step.work.policy, self._step.policy_totals
+        if work is None:
+            return None
+        compared = self._step.comparison.result(self.local_gradients(), share) if work.compare else None
+        return RankPolicy(loss=totals.loss, weight=totals.weight, domains=totals.domains, compared=compared)
 
     def export_adapter(self, path: Path) -> None:
         """Gather the adapters and let rank 0 write them into `path` as PEFT does."""
@@ -178,6 +235,8 @@ def _load_student(options: RankOptions) -> Student:
         adapt(lm, options.lora)
     loss = options.objective
     known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
+    if loss.reward is not None:
+        known["policy"] = PolicyGradient(low=loss.reward.ratio.low, high=loss.reward.ratio.high)
     return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)
 
 
@@ -194,6 +253,8 @@ class _Step:
         self._vocab_size = vocab_size
         self.heads = heads
         self.totals = Totals()
+        self.policy_totals = PolicyTotals()
+        self.comparison = Comparison()
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
         self._dtype = "float32"

@@ -22,33 +22,22 @@ from opd.train.batch import MicroBatch
 class Student(nn.Module):
     """`lm` is a transformers causal LM; only its body is called, its head lives in `loss_head`."""
 
-    def __init__(
-        self,
-        lm: Any,
-        objective: Objective,
-        *,
-        chunk: int,
-        vocab_size: int,
-        compiled: bool = False,
-        temperature: float = 1.0,
-    ) -> None:
+    def __init__(self, lm: Any, objective: Objective, **options: Any) -> None:
+        """`options` are the other fields of `opd.losses.chunked.Loss`."""
         super().__init__()
         self.lm = lm
-        loss = Loss(
-            objective=objective,
-            chunk=chunk,
-            vocab_size=vocab_size,
-            rule=logit_rule(lm.config),
-            compiled=compiled,
-            temperature=temperature,
-        )
+        loss = Loss(objective=objective, rule=logit_rule(lm.config), **options)
         self.loss_head = LossHead(lm.get_output_embeddings().weight, loss)
 
-    def forward(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Tensor, TokenStats]:
-        """The micro-batch's share of the loss, and per-token numbers."""
+    def forward(
+        self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor, *policy: Tensor
+    ) -> tuple[Tensor, TokenStats]:
+        """The micro-batch's share of the loss, and per-token numbers. `policy`, with a reward: advantage_N, and the tokens'
+        weight_N in the policy gradient."""
         hidden_N_D = self.hidden(batch.packed)[batch.predict_N]
         blocks = [block.with_heads(heads) for block in batch.blocks]
-        value, stats = self.loss_head(hidden_N_D, Tokens(batch.token_N, weight_N, batch.behaviour_N), blocks)
+        tokens = Tokens(batch.token_N, weight_N, batch.behaviour_N, *policy)
+        value, stats = self.loss_head(hidden_N_D, tokens, blocks)
         return value, stats
 
     def hidden(self, packed: Packed) -> Tensor:

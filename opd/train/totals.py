@@ -115,6 +115,8 @@ class Totals:
         self.domains: dict[str, DomainStats] = {}
         self.positions: dict[int, PositionStats] = {}
         self.turns: dict[tuple[str, int], TurnStats] = {}
+        self.token_losses: dict[str, tuple[float, ...]] = {}
+        """Sample id -> the objective's value at each trained token, of the samples that were asked for."""
 
     def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats, stale: frozenset[int] = frozenset()) -> None:
         """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks. `stale` are the places of
@@ -143,7 +145,17 @@ class Totals:
             row = DomainStats(tokens=length, samples=int(length > 0), **sums)
             self.domains[domain] = self.domains[domain] + row if domain in self.domains else row
         self._add_positions(batch, stats.kl_N)
-        self._add_turns(batch, stats.kl_N, columns["gap_sum"])
+        fresh_N = torch.repeat_interleave(
+            torch.tensor([place not in stale for place in range(len(lengths))], dtype=torch.bool),
+            torch.tensor(lengths, dtype=torch.long),
+        )
+        self._add_turns(batch, stats.kl_N, columns["gap_sum"], fresh_N & batch.own_N)
+
+    def keep(self, batch: MicroBatch, stats: TokenStats, samples: Mapping[int, str]) -> None:
+        """Keep the losses of single tokens; `samples`: place of a row in the batch -> its sample id."""
+        if samples:
+            rows = stats.kl_N.split(list(batch.row_lengths))
+            self.token_losses |= {sample_id: tuple(rows[place].tolist()) for place, sample_id in samples.items()}
 
     def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:
         bits_N = torch.frexp(batch.place_N.double()).exponent  # of an integer: its number of bits
@@ -154,16 +166,17 @@ class Totals:
                 row = PositionStats(tokens=count, kl_sum=total)
                 self.positions[bits] = self.positions[bits] + row if bits in self.positions else row
 
-    def _add_turns(self, batch: MicroBatch, kl_N: Tensor, gap_N: Tensor) -> None:
+    def _add_turns(self, batch: MicroBatch, kl_N: Tensor, gap_N: Tensor, fresh_N: Tensor) -> None:
         names = list(dict.fromkeys(batch.domains))
         domains_B = torch.tensor([names.index(domain) for domain in batch.domains], dtype=torch.long)
         most = int(batch.turn_N.max()) + 1 if len(batch.turn_N) else 1
         key_N = (
             torch.repeat_interleave(domains_B, torch.tensor(batch.row_lengths, dtype=torch.long)) * most + batch.turn_N
         )
-        kls, gaps = (torch.bincount(key_N, weights=column.double()).tolist() for column in (kl_N, gap_N))
+        columns = (kl_N, torch.where(fresh_N, gap_N, 0.0), ~fresh_N)
+        kls, gaps, stale = (torch.bincount(key_N, weights=column.double()).tolist() for column in columns)
         for key, count in enumerate(torch.bincount(key_N).tolist()):
             if count:
                 name = (names[key // most], key % most)
-                row = TurnStats(tokens=count, kl_sum=kls[key], gap_sum=gaps[key])
+                row = TurnStats(tokens=count, kl_sum=kls[key], gap_sum=gaps[key], stale_tokens=round(stale[key]))
                 self.turns[name] = self.turns[name] + row if name in self.turns else row

@@ -63,6 +63,14 @@ class ZeroOptions:
     """Return the GPU memory that torch caches after each step, because an engine on that GPU wakes up next."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions(ZeroOptions):
+    """The same for an engine whose model comes from a directory."""
+
+    model_dir: Path
+    """Hugging Face directory that the weights are read from."""
+
+
 class ZeroEngine:
     """Holds a shard of a model and of AdamW's state, and trains it by the loss of the module around it."""
 
@@ -138,6 +146,12 @@ class ZeroEngine:
         """
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
+
+    def local_gradients(self) -> list[Tensor]:
+        """Copies of this rank's part of the gradients that were added since the last step, by parameter."""
+        from deepspeed.utils import safe_get_local_grad
+
+        return [safe_get_local_grad(param).clone() for _, param in self._trained()]
 
     def take_step(self, step: int, lr: float, share: float = 1.0) -> float:
         """Take an optimiser step with the sum of the gradients, divided by `share`; returns their norm.

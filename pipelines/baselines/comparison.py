@@ -27,7 +27,7 @@ from opd.run_dir import EXAMS, ComparisonPaths, RunPaths
 from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan, refuse_rounds
 from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
-from pipelines.inputs.read import read_inputs
+from pipelines.inputs.read import read_inputs, refuse_without_experts
 from pipelines.inputs.template_date import on_day
 from pipelines.merging import run as merging
 from pipelines.merging.results import trained
@@ -104,6 +104,7 @@ def compare(
     Raises: OpdError before any compute, RunError during it; Interrupted after Ctrl-C in a merge.
     """
     refuse_rounds(config)
+    refuse_without_experts(config, "`opd compare`")
     paths, inputs = ComparisonPaths(root), read_inputs(config)
     check_methods(config, inputs, methods)  # before hours of the first merge
     config = on_day(config, _day(paths) or inputs.template_date)

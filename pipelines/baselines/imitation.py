@@ -141,8 +141,7 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
 
     completions: Completions = {}
     for domain, prompts in inputs.prompts.items():
-        registered = inputs.experts[inputs.teachers[domain].name].prompts
-        rows = open_rows(prompts_of(domain, config.domains[domain], registered))
+        rows = open_rows(prompts_of(domain, config.domains[domain], inputs.registered_prompts(domain)))
         for index, prompt in zip(prompts.indices, prompts, strict=True):
             line = rows[int(index)]
             if line.completion is None:

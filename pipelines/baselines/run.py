@@ -27,7 +27,7 @@ from pipelines.baselines.imitation import Completions, experts_author, file_auth
 from pipelines.baselines.jobs import TRAINED_METHODS, BaselineJob
 from pipelines.baselines.mergekit import environment, merge_weights
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
-from pipelines.inputs.read import Inputs, read_inputs
+from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
 from pipelines.merging import run as merging
 from pipelines.merging.results import trained
 
@@ -45,6 +45,7 @@ def compute(
     Raises: OpdError before any compute; RunError if one fails (those before it are on disk); Interrupted after Ctrl-C in
     a merge.
     """
+    refuse_without_experts(jobs[0].config, "`opd baseline`")
     inputs = read_inputs(jobs[0].config)  # the share does not change what is checked
     refuse_other_inputs(jobs[0].root, jobs[0], inputs)
     todo = [job for job in jobs if not _found(job, inputs, tell)]

@@ -27,7 +27,7 @@ from pipelines.check.comparison import Comparer, Comparison
 from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, is_guess, judge, judge_student, problem
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import Need, estimate, fix, machine_bytes, shortage
-from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs
+from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.specs import scorer_options
 
 Tell = Callable[[str], None]
@@ -67,6 +67,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     Raises: OpdError for inputs that a merge refuses, before any compute; RunError if a worker fails.
     """
     exam = EvaluateConfig(samples=samples)  # one greedy answer to each, whatever the pipeline says
+    refuse_without_experts(config, "`opd check`")
     inputs = read_inputs(config, exam)
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.commands.shell import SetOption, print_table, say, wait_passively
+from pipelines.commands.shell import SetOption, end, print_table, say, wait_passively
+from pipelines.interrupts import Interrupted
 
 if TYPE_CHECKING:
     from experts.registry import Registry
+    from experts.rl.spec import ReinforceSpec
+    from experts.spec import ExpertsSpec
 
 app = typer.Typer(no_args_is_help=True, help="Register, inspect and train experts.")
 
@@ -88,17 +91,35 @@ def remove(name: str, registry: RegistryOption = None) -> None:
 @app.command("train")
 def train(
     spec: Annotated[str, typer.Argument(help="A training spec (YAML), or the name of a shipped one.")],
+    method: Annotated[
+        str | None, typer.Option(help="full or lora on texts; ppo, grpo or rloo on rewards. Default: the spec's.")
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Fine-tune experts from one base, and register them if the spec says where."""
-    from experts.spec import find_spec, load_spec
+    """Train experts from one base, on texts or on rewards, and register them if the spec says where."""
+    from experts.rl.spec import load_training
+    from experts.spec import ExpertsSpec, find_spec
 
-    loaded = load_spec(find_spec(spec), overrides)
+    chosen = [] if method is None else [f"method={method}"]
+    loaded = load_training(find_spec(spec), [*(overrides or ()), *chosen])
     wait_passively()
+    for path in _on_texts(loaded) if isinstance(loaded, ExpertsSpec) else _on_rewards(loaded):
+        typer.echo(str(path))
+
+
+def _on_texts(spec: ExpertsSpec) -> list[Path]:
     from experts.train import train_experts
 
-    for path in train_experts(loaded, say):
-        typer.echo(str(path))
+    return train_experts(spec, say)
+
+
+def _on_rewards(spec: ReinforceSpec) -> list[Path]:
+    from pipelines.reinforce import reinforce
+
+    try:
+        return reinforce(spec, say)
+    except Interrupted as stopped:
+        end("stopped, checkpoint written; go on with the same command", 128 + stopped.number)
 
 
 def _open(root: Path | None) -> Registry:

@@ -14,7 +14,7 @@ app = typer.Typer(no_args_is_help=True, help="Look at a pipeline's prompts, or m
 
 @app.command("make")
 def make(
-    suite: Annotated[str, typer.Argument(help="letters, agents or reasoning.")],
+    suite: Annotated[str, typer.Argument(help="letters, agents, rewards or reasoning.")],
     output: Annotated[Path, typer.Option(help="Directory; gets DOMAIN/train.jsonl and DOMAIN/eval.jsonl.")],
     domains: Annotated[str | None, typer.Option(help="Comma-separated; default: all of the suite.")] = None,
     train: Annotated[int, typer.Option(min=1, help="Training prompts per domain.")] = 2000,

@@ -14,6 +14,7 @@ app = typer.Typer()
 
 DOMAIN_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
 BASELINE_COLUMNS = ("method", "share", "response tokens", "seeds", "headroom recovered", "out of date")
+AGENT_COLUMNS = ("domain", "episodes", "turns", "reward", "with loss", "forks", "turns lost", "broken", "gap of a turn")
 ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what was left")
 
 
@@ -52,20 +53,24 @@ def report(
 
 def print_report(found: dict[str, Any]) -> None:
     """Print a merge's report as tables, and say which results are out of date."""
-    from opd.report import baseline_rows, domain_rows, round_rows
+    from opd.report import agent_rows, baseline_rows, domain_rows, round_rows
 
     print_table(found["name"], DOMAIN_COLUMNS, domain_rows(found))
     if "rounds" in found:
         print_table("rounds", ROUND_COLUMNS, round_rows(found))
+    if rows := agent_rows(found):
+        print_table("agents", AGENT_COLUMNS, rows)
     if rows := baseline_rows(found):
         print_table("beside other ways to merge", BASELINE_COLUMNS, rows)
     _say_what_is_missing(found)
 
 
 def _print_markdown(found: dict[str, Any]) -> None:
-    from opd.report import baseline_rows, domain_rows, markdown_table
+    from opd.report import agent_rows, baseline_rows, domain_rows, markdown_table
 
     say(markdown_table(DOMAIN_COLUMNS, domain_rows(found)), err=False)
+    if rows := agent_rows(found):
+        say("\n" + markdown_table(AGENT_COLUMNS, rows), err=False)
     if rows := baseline_rows(found):
         say("\n" + markdown_table(BASELINE_COLUMNS, rows), err=False)
     _say_what_is_missing(found)

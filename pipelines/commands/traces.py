@@ -20,9 +20,20 @@ def traces(
     ] = "",
     domain: Annotated[list[str] | None, typer.Option(help="Only this domain; may come several times.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Episodes of each domain.")] = 5,
+    step: Annotated[
+        str,
+        typer.Option(
+            metavar="N|last", help="Episodes that were trained in this step instead, each as a tree of segments."
+        ),
+    ] = "",
 ) -> None:
-    """Print the episodes that a merge's exams kept, turn by turn."""
+    """Print the episodes that a merge's exams kept, or those of a training step, turn by turn."""
+    from pipelines.evaluation.step_traces import step_episodes, tree_lines
     from pipelines.evaluation.traces import episodes_of, trace_lines
 
+    if step:
+        for episode in step_episodes(run_dir, step, domain or (), limit):
+            say("\n".join(tree_lines(episode)), err=False)
+        return
     for answer in episodes_of(run_dir, exam, domain or (), limit):
         say("\n".join(trace_lines(answer)), err=False)

@@ -10,7 +10,7 @@ from opd.config.domains import EnvironmentConfig
 from opd.errors import ConfigError
 from opd.prompts import PromptTable
 from opd.rollouts.episodes.drift import Curriculum, DriftOptions, TeacherTurns
-from opd.types import Teacher, WeightedTeacher
+from opd.types import WeightedTeacher
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]
 MOST_OF_A_GPU = 0.45
@@ -23,16 +23,18 @@ def drift_options(config: PipelineConfig, routes: Routes) -> dict[str, DriftOpti
     for name, domain in config.domains.items():
         acts = domain.environment
         if acts is not None and (acts.curriculum or acts.teacher_turns or acts.replay):
-            found[name] = _options(acts, routes[name])
+            found[name] = _options(acts, routes.get(name, ()))
     return found
 
 
 def _options(acts: EnvironmentConfig, assigned: Sequence[WeightedTeacher]) -> DriftOptions:
-    curriculum, turns = acts.curriculum, acts.teacher_turns
-    directory = assigned[0].teacher.model_dir.absolute()  # a worker starts in another directory
+    curriculum, turns, written = acts.curriculum, acts.teacher_turns, None
+    if turns is not None:
+        directory = assigned[0].teacher.model_dir.absolute()  # a worker starts in another directory
+        written = TeacherTurns(model_dir=directory, **turns.model_dump())
     return DriftOptions(
         curriculum=None if curriculum is None else Curriculum(**curriculum.model_dump()),
-        teacher_turns=None if turns is None else TeacherTurns(model_dir=directory, **turns.model_dump()),
+        teacher_turns=written,
         replay=acts.replay,
     )
 
@@ -43,7 +45,7 @@ def check_drift(config: PipelineConfig, routes: Routes, prompts: Mapping[str, Pr
     for name, domain in config.domains.items():
         acts = domain.environment
         if acts is not None and acts.teacher_turns is not None:
-            _refuse_unable(config, f"domains.{name}.environment.teacher_turns", routes[name][0].teacher)
+            _refuse_unable(config, f"domains.{name}.environment.teacher_turns", routes.get(name, ()))
         if acts is not None and acts.replay and TURN not in prompts[name][0].metadata:
             raise ConfigError.at(
                 f"domains.{name}.prompts",
@@ -53,8 +55,11 @@ def check_drift(config: PipelineConfig, routes: Routes, prompts: Mapping[str, Pr
             )
 
 
-def _refuse_unable(config: PipelineConfig, where: str, teacher: Teacher) -> None:
+def _refuse_unable(config: PipelineConfig, where: str, assigned: Sequence[WeightedTeacher]) -> None:
     """Raises: ConfigError."""
+    if not assigned:
+        raise ConfigError.at(where, found="a domain without an expert", wanted="one that writes", fix="leave it out")
+    teacher = assigned[0].teacher
     if teacher.adapter_dir is not None:
         raise ConfigError.at(
             where,

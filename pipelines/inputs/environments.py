@@ -23,6 +23,7 @@ from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from pipelines.inputs.sub_agents import check_sub_agents, sub_agents_options
 
 
 def episode_options(config: PipelineConfig) -> dict[str, EpisodeOptions | AgentOptions]:
@@ -47,6 +48,7 @@ def _environment_options(config: PipelineConfig, domain: str, environment: Envir
         max_broken=environment.max_broken,
         template_date=config.student.template_date,
         compaction=_compaction(config, environment.context),
+        sub_agents=sub_agents_options(config, domain, environment),
     )
 
 
@@ -83,20 +85,26 @@ def check_environments(
     stop_token_ids: Sequence[int],
 ) -> None:
     """Make and close one environment of each domain, look for the agents' programs, and prove the chat template where a
-    domain's prompts are messages or an agent's program sends some.
+    domain's prompts are messages or an agent's program sends some. Sub-agents have to fit their environments and prompts.
 
     Raises: ConfigError; ModelError if the template cannot append.
     """
     episodes = episode_options(config)
+    tools: dict[str, list[str]] = {}
     for name, options in episodes.items():
         if isinstance(options, AgentOptions):
             _refuse_missing(name, options)
             _refuse_slow(name, options, config.cluster.phase_timeout_s)
         else:
             _refuse_late_compaction(name, options, config.rollout.max_model_len)
-            asyncio.run(_try(name, options))
+            tools[name] = asyncio.run(_try(name, options))
+    appender = None
     if any(_needs_template(options, prompts[name], tokenizer) for name, options in episodes.items()):
-        ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
+        appender = ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
+    for name, domain in config.domains.items():
+        if domain.environment is not None and domain.environment.sub_agents:
+            chat = None if isinstance(prompts[name][0].text, str) else appender
+            check_sub_agents(name, domain.environment, tools, chat)
 
 
 def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:
@@ -145,8 +153,9 @@ def _refuse_late_compaction(domain: str, options: EpisodeOptions, context: int) 
         )
 
 
-async def _try(domain: str, options: EpisodeOptions) -> None:
-    """Raises: ConfigError for an environment that cannot be made with its options, or whose tools are none."""
+async def _try(domain: str, options: EpisodeOptions) -> list[str]:
+    """The names of its tools. Raises: ConfigError for an environment that cannot be made with its options, or whose tools are
+    none."""
     make = find(options.environment, f"domains.{domain}.environment.name")
     thread = OwnThread(options.step_timeout_s)
     try:
@@ -169,3 +178,4 @@ async def _try(domain: str, options: EpisodeOptions) -> None:
             wanted="a tuple of opd.environments.records.Tool, empty if there are none",
             fix=f"correct {options.environment}",
         )
+    return [tool.name for tool in tools]

@@ -221,7 +221,7 @@ def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     teachers = config.teachers
-    if teachers.elsewhere:
+    if teachers.elsewhere or not inputs.experts:
         return []
     width = DTYPE_BYTES[teachers.dtype]
     models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.experts.values()}
@@ -261,11 +261,11 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     pushed = inputs.pushed * DTYPE_BYTES[config.trainer.dtype]
     responses = config.trainer.samples_per_step * max(_written(config, domain) for domain in config.domains.values())
     per_token = answer_class(config.teachers.payload).token_bytes(
-        hidden_size=max(e.info.hidden_size for e in inputs.experts.values()),
+        hidden_size=max((e.info.hidden_size for e in inputs.experts.values()), default=0),
         itemsize=DTYPE_BYTES[config.teachers.dtype],
         top_k=config.objective.top_k,
     )
-    opinions = max(len(part) for part in inputs.routes.values())
+    opinions = max((len(part) for part in inputs.routes.values()), default=1)
     return [
         Need(what="new weights on their way", nbytes=2 * pushed, knobs="trainer.dtype"),
         # One copy in the worker that builds them, one in the object store.

@@ -22,7 +22,7 @@ from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig, ExpertConfig, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
 from opd.config.prompts import PromptsConfig
-from opd.config.teachers import FlightTeachers
+from opd.config.teachers import FlightTeachers, NoTeachers
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
@@ -37,6 +37,7 @@ from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
+from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import Expert, route_domains
 from pipelines.inputs.template_date import dated
 from teachers.flight.access import read_roots, read_token
@@ -78,8 +79,12 @@ class Inputs:
 
     @property
     def teachers(self) -> dict[str, Teacher]:
-        """Domain -> the teacher with the largest weight, with which the student is compared."""
+        """Domain -> the teacher with the largest weight, with which the student is compared; empty without teachers."""
         return {domain: assigned[0].teacher for domain, assigned in self.routes.items()}
+
+    def registered_prompts(self, domain: str) -> Path | None:
+        """The prompts that the domain's leading expert was registered with, if it was."""
+        return _registered_prompts(self.experts, self.routes, domain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +108,7 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     warnings = _twins(by_name)
     for name, expert in by_name.items():
         warnings += check_fits(student, expert.info, name)
-    routes, notices = route_domains(config, by_name)
+    routes, notices = route_domains(config, by_name) if by_name else ({}, [])
     refuse_unscorable(
         config, {a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned}
     )
@@ -139,7 +144,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
     tokenizer = load_tokenizer(config.student.model)
     config = dated(config, tokenizer)
-    sources = {d: prompts_of(d, c, by_name[routes[d][0].teacher.name].prompts) for d, c in config.domains.items()}
+    sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
     notices: list[str] = []
     every = load_training(config, sources, tokenizer, notices.append)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples)
@@ -152,6 +157,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         _refuse_all_too_long(asking, config.rollout.max_model_len)
         prompts[domain] = asking
     check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
+    refuse_unrewardable(config, prompts, exams)
     check_drift(config, routes, prompts)
     return Inputs(
         student=teaching.student,
@@ -175,6 +181,17 @@ def read_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:
         if key not in found:
             found[key] = read_inputs(config)
     return [found[key] for key in keys]
+
+
+def refuse_without_experts(config: PipelineConfig, command: str) -> None:
+    """Raises: ConfigError for a pipeline without teachers, which this command has nothing to ask."""
+    if isinstance(config.teachers, NoTeachers):
+        raise ConfigError.at(
+            "teachers.engine",
+            found="none",
+            wanted=f"experts: {command} needs some",
+            fix="take a merge; `opd report` and `opd evaluate` show what a run without teachers has learned",
+        )
 
 
 def inspect_student(config: PipelineConfig) -> ModelInfo:
@@ -287,13 +304,19 @@ def _untrained(
     }
 
 
+def _registered_prompts(
+    experts: Mapping[str, Expert], routes: Mapping[str, Sequence[WeightedTeacher]], domain: str
+) -> Path | None:
+    return experts[routes[domain][0].teacher.name].prompts if domain in routes else None
+
+
 def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
     """The domain's own prompts, or the prompts that its expert was registered with. Raises: ConfigError."""
     source = domain.prompts or registered
     if source is None:
         raise ConfigError.at(
             f"domains.{name}.prompts",
-            found="nothing, and the expert was registered without prompts",
+            found="nothing, and no expert that was registered with prompts",
             wanted="a file of prompts, or another source",
             fix=f"set domains.{name}.prompts",
         )

@@ -15,29 +15,43 @@ from pipelines.inputs.routes import Expert
 
 def model_card(config: PipelineConfig, inputs: Inputs) -> str:
     """Markdown with the hub's header."""
-    header = yaml.safe_dump(
-        {"library_name": "transformers", "tags": ["on-policy-distillation", "merge"]}, sort_keys=False
-    )
+    header = yaml.safe_dump({"library_name": "transformers", "tags": _tags(inputs)}, sort_keys=False)
     lora = config.student.lora
     lines = [
         f"---\n{header}---",
         f"# {config.name}",
-        f"Merged from {len(inputs.experts)} experts by on-policy distillation with opd-merge {__version__}: the student wrote,",
-        f"the experts of each prompt's domain scored every token, and the student was trained on `{config.objective.kind}`.",
+        *_made(config, inputs),
         "",
         f"- Student: `{config.student.model.name}` ({inputs.student.architecture}, {inputs.student.parameters:,} parameters)",
         f"- Steps: {config.trainer.steps} of {config.trainer.samples_per_step} responses, lr {config.trainer.lr:g}, seed {config.seed}",
         *([f"- LoRA: {inputs.trained:,} parameters, rank {lora.r}, alpha {lora.alpha:g}"] if lora else []),
         "",
-        "| Domain | Expert | Weights (BLAKE3, first 16 digits) |",
-        "|---|---|---|",
     ]
+    if inputs.routes:
+        lines += ["| Domain | Expert | Weights (BLAKE3, first 16 digits) |", "|---|---|---|"]
     for domain, assigned in inputs.routes.items():
         for one in assigned:
             name = one.teacher.name
             share = "" if one.weight == 1 else f" ({one.weight:.3g})"
             lines.append(f"| {domain} | {name}{share} | {_weights_cell(inputs.experts[name])} |")
     return "\n".join(lines) + "\n"
+
+
+def _tags(inputs: Inputs) -> list[str]:
+    return ["on-policy-distillation", "merge"] if inputs.experts else ["reinforcement-learning"]
+
+
+def _made(config: PipelineConfig, inputs: Inputs) -> list[str]:
+    """How the model was made, as sentences."""
+    if not inputs.experts:
+        return [
+            f"Trained by reinforcement with opd-merge {__version__}: the student wrote, and verifiers or environments gave each",
+            f"response a reward. Domains: {', '.join(config.domains)}.",
+        ]
+    return [
+        f"Merged from {len(inputs.experts)} experts by on-policy distillation with opd-merge {__version__}: the student wrote,",
+        f"the experts of each prompt's domain scored every token, and the student was trained on `{config.objective.kind}`.",
+    ]
 
 
 def _weights_cell(expert: Expert) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,3 +67,16 @@ def says_what_is_intact(paths: RunPaths) -> Iterator[None]:
         raise StorageError(
             f"{error}\n  intact: {intact}\n  fix:    make room or mend the disk, then `opd merge --resume {paths.whole}`"
         ) from None
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Put a directory's files under a second name, as hard links where the file system has them; what lies there goes."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # most likely no hard links here; the copy raises any other error again
+        shutil.copy2(source, target)

@@ -132,8 +132,7 @@ def _absolute(value: Any) -> Any:
 def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[str, str]:
     """Path -> content hash: first the source of the training prompts, then that of the exam if there is one."""
     domain = config.domains[name]
-    registered = inputs.experts[inputs.teachers[name].name].prompts
-    sources = {"": prompts_of(name, domain, registered)}
+    sources = {"": prompts_of(name, domain, inputs.registered_prompts(name))}
     if domain.eval is not None and domain.eval.prompts is not None:
         sources[" (eval)"] = domain.eval.prompts
     hashes: dict[str, str] = {}

@@ -45,7 +45,7 @@ def take_back(paths: RunPaths, done: int, steps: int) -> None:
     for measured, file in paths.exams_by_step().items():
         if measured > done:
             file.unlink()
-    for seen, file in paths.alarms_by_step().items():
+    for seen, file in (*paths.alarms_by_step().items(), *paths.traces_by_step().items()):
         if seen > done:
             file.unlink()
     if done >= steps:

@@ -10,7 +10,6 @@ A round is finished, under way, or not there. Every step from one round to the n
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from pipelines.inputs.template_date import as_recorded, on_day
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.changes import accept_changes, refuse_changed_inputs, unrecorded
-from pipelines.merging.directory import locked, new_directory, refuse_existing
+from pipelines.merging.directory import link_files, locked, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, resolved, write_inputs
 from pipelines.merging.run import Run
 from pipelines.merging.surroundings import TERMINAL, Surroundings
@@ -337,15 +336,6 @@ def _elsewhere(
 
 
 def _take_model(source: Path, target: Path) -> None:
-    """Put the model's files under a second name, as hard links where the file system has them."""
     temporary = target.with_name(f".tmp-{target.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(source, temporary, copy_function=_link)
+    link_files(source, temporary)
     replace_dir(temporary, target)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # most likely no hard links here; the copy raises any other error again
-        shutil.copy2(source, target)

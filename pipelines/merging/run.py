@@ -25,7 +25,7 @@ from opd.checkpoints import Checkpoint
 from opd.cluster import WorkerDied, ray_session
 from opd.config import PipelineConfig, load_pipeline, overlaps
 from opd.errors import RunDirError
-from opd.evaluation.evaluator import BEFORE, MERGED, measure_before, measure_experts
+from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED, measure_before, measure_experts
 from opd.evaluation.scores import Evaluation, combined
 from opd.files import atomic_write_text, replace_dir, storing, sweep
 from opd.interfaces import Display
@@ -276,7 +276,8 @@ def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
         day = run.inputs.template_date
         shown.say(f"the chat template writes a date: {day} in every prompt of this run (student.template_date)")
     workers = num_workers(run.config)
-    shown.say(f"{run.config.name}: starting {workers} workers for {len(run.inputs.experts)} experts")
+    taught = f"for {len(run.inputs.experts)} experts" if run.inputs.experts else "to learn from rewards alone"
+    shown.say(f"{run.config.name}: starting {workers} workers {taught}")
 
 
 def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display) -> None:
@@ -284,6 +285,8 @@ def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display)
     parts.log.prune(checkpoint.step)  # a run that was killed between commit and prune still has these
     parts.log.bring_back(checkpoint.step + 1, checkpoint.path)
     parts.trainer.load(checkpoint.path.absolute())
+    if parts.rewards is not None:
+        parts.rewards.load(checkpoint.path.absolute())
     pushed = parts.sync.push(checkpoint.policy_version)
     shown.say(f"resumed from step {checkpoint.step}, engine and trainer agree to {pushed.gap:.1e} nats")
     if checkpoint.world_size != ranks:
@@ -336,6 +339,8 @@ def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Ev
         engine.load(run.config.student.model)
         return found
 
+    if not inputs.teachers:
+        return before, Evaluation(model=EXPERT, scores={})
     expert = once("expert", {domain: teacher.digest for domain, teacher in inputs.teachers.items()}, experts)
     return before, expert
 

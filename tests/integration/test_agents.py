@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from opd.evaluation.scores import Evaluation
+from opd.run_dir import RunPaths
 from opd.stream.rollouts import read_file
+from opd.traces.record import read_traces
 from opd.types import Rollout
 from tests.integration.test_merge import kill_when_logged, opd, records, write
 
@@ -118,6 +120,14 @@ def test_a_merge_with_an_agent_domain_killed_and_resumed(tmp_path: Path, pipelin
     assert [r["episodes"] for r in records(broken)] == [r["episodes"] for r in records(whole)]
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (whole, broken))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    kept, again = (RunPaths(run).traces_by_step() for run in (whole, broken))
+    assert list(kept) == [1, 2, 3] and {s: f.read_text() for s, f in kept.items()} == {
+        s: f.read_text() for s, f in again.items()
+    }
+    for trace in read_traces(kept[3]).episodes:
+        wrote = [piece for segment in trace.segments for piece in segment.pieces if piece.origin == "policy"]
+        assert wrote and all(len(piece.losses) == len(piece.texts) == piece.length for piece in wrote)
 
 
 def test_a_broken_environment_stops_the_merge_by_name(tmp_path: Path, pipeline: dict[str, Any]) -> None:

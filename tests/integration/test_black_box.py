@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
+from opd.files import blake3_file
 from opd.rollouts.vllm import VLLMRolloutEngine
+from opd.run_dir import RunPaths
 from opd.settings import validate
+from opd.traces.record import read_traces
 from opd.types import Prompt, RolloutBatch
 from pipelines.specs import rollout_spec
+from tests.chaos import Merge, in_method, lives
 from tests.integration.test_agents import largest_gap_by_turn
 from tests.integration.test_merge import opd, records, write
 
@@ -118,20 +126,25 @@ def test_the_same_tokens_in_white_and_in_black(tmp_path: Path, make_model_dir: C
             assert found.behaviour_logprobs == pytest.approx(wanted.behaviour_logprobs, abs=1e-4)
 
 
-@pytest.mark.slow
-def test_the_stock_clients_drive_a_merge_to_its_end(tmp_path: Path, pipeline: dict[str, Any]) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
+def black_box_pipeline(root: Path, pipeline: dict[str, Any]) -> Path:
+    """Both domains have a program: one streams with OpenAI's client and rewrites its history, the other has Anthropic's."""
+    (root / "program.py").write_text(PROGRAM)
     for name, client in (("left", ["openai", "stream", "rewrites"]), ("right", ["anthropic"])):
         for file, lengths in ((name, range(1, 5)), (f"{name}-eval", [2])):
             rows = [{"prompt": f"go {file}{n}", "metadata": {"length": n}} for n in lengths]
-            (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (root / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         agent = {"command": ["python", "program.py", *client], "render": "text", "metadata": ["length"], "parallel": 2}
         pipeline["domains"][f"{name}-domain"]["agent"] = agent
     pipeline["rollout"] = {"max_new_tokens": 8, "max_model_len": 96}
     pipeline["trainer"] |= {"steps": 1, "samples_per_step": 4}
     del pipeline["domains"]["right-domain"]["eval"]
+    return write(root, pipeline)
+
+
+@pytest.mark.slow
+def test_the_stock_clients_drive_a_merge_to_its_end(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     run = tmp_path / "run"
-    done = opd("merge", write(tmp_path, pipeline), "--run-dir", run, cwd=tmp_path)
+    done = opd("merge", black_box_pipeline(tmp_path, pipeline), "--run-dir", run, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for record in records(run):
         for name, forks in (("left", 2), ("right", 0)):
@@ -141,3 +154,40 @@ def test_the_stock_clients_drive_a_merge_to_its_end(tmp_path: Path, pipeline: di
             assert record["domains"][f"{name}-domain"]["tokens"] == found["tokens"]
         assert record["logprob_gap"] < 1e-3 and record["probe_gap"] < 1e-3
     assert json.loads((run / "evaluation" / "after.json").read_text())["scores"]["left-domain"]["turns"] == 3
+    (kept,) = RunPaths(run).traces_by_step().values()
+    traces = read_traces(kept).episodes
+    assert {trace.domain for trace in traces} == {"left-domain", "right-domain"}
+    for trace in traces:
+        wrote = [piece for segment in trace.segments for piece in segment.pieces if piece.origin == "policy"]
+        assert all(len(piece.losses) == len(piece.texts) == piece.length for piece in wrote), "a loss for each token"
+        assert (len(trace.segments) == 2) == (trace.domain == "left-domain"), "a history that was rewritten is a fork"
+    tree = opd("traces", run, "--step", "last", cwd=tmp_path)
+    assert tree.returncode == 0 and "+1, fork of 000001/left-domain/" in tree.stdout
+    assert '<section id="traces">' in (run / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_under_its_agents_repeats_their_episodes(
+    tmp_path: Path, pipeline: dict[str, Any]
+) -> None:
+    """The endpoint lives in the engine's process, so it dies with it; the merge ends with the weights of an undisturbed one."""
+    file = black_box_pipeline(tmp_path, pipeline)
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    done = opd("merge", file, "--run-dir", whole, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    merge, deadline = Merge([file, "--run-dir", struck], struck, tmp_path), time.monotonic() + 300
+    orphans: list[psutil.Process] = []
+    while not orphans:
+        assert merge.driver.poll() is None and time.monotonic() < deadline
+        merge.look()
+        pid = in_method(merge, "engine", "episodes") if (struck / "evaluation" / "expert.json").exists() else None
+        if pid is not None and merge.records == 0:
+            orphans = psutil.Process(pid).children()
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    assert merge.wait(300) == 0, merge.errors.read_text()
+    (record,) = records(struck)
+    assert record["restarted"] and record["episodes"] == records(whole)[0]["episodes"]
+    weights = [blake3_file(run / "model" / "model.safetensors") for run in (whole, struck)]
+    assert weights[0] == weights[1]
+    assert not [orphan for orphan in orphans if lives(orphan)], "programs end when nobody answers them any more"

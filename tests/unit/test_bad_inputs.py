@@ -1,4 +1,4 @@
-"""The 46 bad inputs of our catalogue, one case each: what is given, what `opd` does, and the proof.
+"""The 55 bad inputs of our catalogue, one case each: what is given, what `opd` does, and the proof.
 
 `CASES` is the table that docs/bad_inputs.md prints; a test keeps the two equal. Each case makes its bad input for real,
 out of tiny models and files, and looks at the exit code, the message and what was written. What can only happen in a
@@ -54,6 +54,17 @@ from pipelines.merging.directory import locked
 from pipelines.specs import pool_spec, rollout_spec, trainer_spec
 from tests.rows import make_rollout
 from tests.steps import Letters
+from tests.unit.bad_episodes import (
+    agent_in_anothers_name,
+    agent_that_does_not_do_its_part,
+    call_that_does_not_parse,
+    compaction_that_cannot_work,
+    environment_or_program_that_is_not_there,
+    episode_beyond_the_context,
+    template_that_cannot_append,
+    too_many_broken_episodes,
+    troubled_environment,
+)
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "bad_inputs.md"
@@ -1050,6 +1061,15 @@ CASES = (
     Case(44, "Weight push that did not arrive, stale cache", "The probe sees it; the push is made once more; then the run stops before a checkpoint. A prefix cache that is not reset stops it too. The engine is not restarted in place: the resume starts a new one.", push_that_did_not_arrive),
     Case(45, "No terminal; paths with spaces and letters beyond ASCII; escape sequences in names", "No colours, bars or control characters in piped output; such paths work; escapes are spelt out.", plain_output_and_odd_paths),
     Case(46, "Ctrl-C once, twice", "Once: the step is finished, a checkpoint written, exit code 130 with the command to go on. Twice: at once.", interrupts),
+    Case(47, "Environment that raises, hangs, returns 10 MB of text or control characters", "Ends its own episode, as `raised`, `timeout` or `observation`; what the student wrote before is trained, the others go on. `metrics.jsonl` counts the reasons and has the first error, the terminal says it at once.", troubled_environment),
+    Case(48, "Tool call that does not parse, names no tool, does not fit the schema", "It does not reach the environment: the student reads why, and goes on. For an agent's program a call that does not parse stays text. Both are counted as `invalid_calls`.", call_that_does_not_parse),
+    Case(49, "Agent's program that exits with an error, never asks, hangs, asks for ever", "Ends its own episode, as `agent`, `silent`, `timeout`, or at its limit as `turns` or `tokens`; its turns are trained, and what it left behind is killed.", agent_that_does_not_do_its_part),
+    Case(50, "Agent's program that asks in another session's name", "401, and its own episode ends as `foreign`. The other session notices nothing.", agent_in_anothers_name),
+    Case(51, "Chat template that cannot append a message", "Refused where episodes need it, with what the template does instead. Answers of a single turn need no appending.", template_that_cannot_append),
+    Case(52, "Episode longer than the context, without compaction", "Ends as `context`, and is trained: the limit of its last turn is lowered to the room that is left. A program's request that leaves no room is answered with 400.", episode_beyond_the_context),
+    Case(53, "More broken episodes than `max_broken` allows", "Stops the run and names domain, numbers, reasons and the first error. One episode of a step may always break.", too_many_broken_episodes),
+    Case(54, "Compaction that would come too late, or has no place for the summary; a summary that nobody can read", "Refused with the largest `compact_at` that fits. Control characters of a summary are left out of the copy; after the last summary an episode ends where the context does.", compaction_that_cannot_work),
+    Case(55, "Environment, option or agent's program that is not there", "Refused: each environment is made and closed once, and each program looked up, before anything starts.", environment_or_program_that_is_not_there),
 )  # fmt: skip
 
 
@@ -1059,7 +1079,7 @@ def test_bad_input(case: Case, bench: Bench) -> None:
 
 
 def test_the_document_is_the_table() -> None:
-    assert [case.number for case in CASES] == list(range(1, 47))
-    assert len({case.proof for case in CASES}) == 46
+    assert [case.number for case in CASES] == list(range(1, 56))
+    assert len({case.proof for case in CASES}) == 55
     rows = [line for line in DOCUMENT.read_text().splitlines() if re.match(r"\| \d", line)]
     assert rows == [f"| {case.number} | {case.title} | {case.behaviour} |" for case in CASES]

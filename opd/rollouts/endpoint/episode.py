@@ -25,8 +25,8 @@ from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.endpoint.program import Ran, environment, run_program
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session, Terms
-from opd.rollouts.episodes.runner import Dialogues, EpisodeEnd, run_episodes
-from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.runner import Dialogues, run_episodes
+from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.trace import Trace
 from opd.text import one_line
 

@@ -11,41 +11,34 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.config.context import PLACE
-from opd.environments import find
-from opd.environments.records import Action, Outcome, Tool
-from opd.interfaces import Environment, TokenEngine, TurnTokenizer
-from opd.rollouts.episodes.chat import ChatAppender
+from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.interfaces import TokenEngine, TurnTokenizer
+from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.compaction import Compactor
+from opd.rollouts.episodes.delegation import Delegation, in_order
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, readable
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
-from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
+from opd.rollouts.episodes.worlds import CallersEnvironment, NoEnvironment, OwnEnvironment, World
 from opd.text import one_line
-from opd.types import Sampled, StopReason
+from opd.types import Sampled, SegmentOrigin
 
 if TYPE_CHECKING:
     from opd.prompts.line import Messages
 
+T = TypeVar("T")
 MAX_ERROR = 500
 """Characters that are kept of what broke an episode."""
 UNREADABLE = "error: this call cannot be made: "
 """Begins what the policy reads after a call that does not parse."""
-
-
-class EpisodeEnd(Exception):
-    """The episode is over."""
-
-    def __init__(self, reason: StopReason, error: str = "") -> None:
-        super().__init__(reason, error)
-        self.reason: StopReason = reason
-        self.error = error
 
 
 class Dialogues:
@@ -68,6 +61,14 @@ class Dialogues:
             self._appenders[day] = ChatAppender(self.tokenizer, sorted(self.stops), day)
         return self._appenders[day]
 
+    def clean(self, text: str) -> str:
+        """What the policy wrote, as text that another dialogue can begin with."""
+        return harmless(readable(text), self._special)
+
+    @cached_property
+    def _special(self) -> list[str]:
+        return special_texts(self.tokenizer)
+
 
 async def run_episodes(
     requests: Sequence[EpisodeRequest],
@@ -81,10 +82,15 @@ async def run_episodes(
 
     Raises: RunError, ModelError.
     """
+    site = _Site(engine, dialogues, context, version, expert)
+    return await _at_once(_Agent(request, site).run() for request in requests)
+
+
+async def _at_once(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them return, in order. Raises: what the first that fails raises; the others are cancelled."""
     try:
         async with asyncio.TaskGroup() as group:
-            episodes = [_Episode(request, engine, dialogues, context, version, expert) for request in requests]
-            tasks = [group.create_task(episode.run()) for episode in episodes]
+            tasks = [group.create_task(part) for part in parts]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -93,6 +99,20 @@ async def run_episodes(
 def seed_of(*parts: object) -> int:
     """32 bits that depend on every part and on nothing else."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big")
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """What all agents of a step have in common."""
+
+    engine: TokenEngine
+    dialogues: Dialogues
+    context: int
+    """The engine's."""
+    version: int
+    """The policy's."""
+    expert: TokenEngine | None
+    """Writes the turns of a request's guide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,51 +147,56 @@ class _Answer:
         return dialogue.after(self.observation, calls=self.calls, ended=self.ended, note=note)
 
 
-class _Episode:
-    """One episode while it runs."""
+class _Agent:
+    """The agent of one episode while it runs, or a sub-agent."""
 
     def __init__(
-        self,
-        request: EpisodeRequest,
-        engine: TokenEngine,
-        dialogues: Dialogues,
-        context: int,
-        version: int,
-        expert: TokenEngine | None,
+        self, request: EpisodeRequest, site: _Site, caller: _Agent | None = None, shares: bool = False
     ) -> None:
+        """`caller` started it with a tool call, and `shares` its environment or not."""
         assert isinstance(request.options, EpisodeOptions)
         self._request = request
         self._options = request.options
-        self._engine = engine
-        self._expert = expert
-        self._dialogues = dialogues
-        self._context = context
-        self._trace = Trace(version, request.masked)
-        self._thread = OwnThread(request.options.step_timeout_s)
-        self._environment: Environment | None = None
+        self._site = site
+        self._shares = shares
+        self._origin: SegmentOrigin = "main" if caller is None else "sub_agent"
+        self._trace = Trace(site.version, request.masked, "" if caller is None else request.sample.domain)
+        self._world = _world(request, request.options, caller._world if caller and shares else None)
+        self._delegation = Delegation(request, request.options, site.dialogues.clean)
+        self._lent = asyncio.Lock()
+        """Held by the sub-agent that acts on this agent's environment."""
         self._compactor = Compactor(request.options.compaction)
-        self._rewards: list[float] = []
         self._invalid = 0
+        self._text = ""
+        """The last turn."""
         self._said: list[str] = []
 
     async def run(self) -> EpisodeResult:
         """Play the episode to its end. Raises: RunError, ModelError, for what is no fault of the environment."""
-        try:
-            end = await self._ending(self._play)
-            if end.reason != "timeout":
-                end = await self._ending(lambda: self._closed(end))
-        finally:
-            self._thread.end(self._close)
-        reward = math.fsum(self._rewards) if self._rewards else None
+        end = await self.play()
+        rewards = self._world.rewards
+        reward = math.fsum(rewards) if rewards else None
         return EpisodeResult(
             rollouts=tuple(self._trace.rollouts(self._request.sample, end.reason, reward)),
             stop_reason=end.reason,
             reward=reward,
             audit=self._trace.audit,
             invalid_calls=self._invalid,
-            error=one_line(f"{self._request.sample.sample_id}: {end.error}", MAX_ERROR) if end.error else "",
+            error=self._told(end.error),
             text="\n".join(self._said),
+            sub_agents=dict(self._delegation.ends),
+            sub_agent_error=self._delegation.error,
         )
+
+    async def play(self) -> EpisodeEnd:
+        """Why it ended. Raises: as `run`."""
+        try:
+            end = await self._ending(self._play)
+            if end.reason != "timeout":
+                end = await self._ending(lambda: self._closed(end))
+        finally:
+            self._world.leave()
+        return end
 
     async def _ending(self, part: Callable[[], Any]) -> EpisodeEnd:
         """How a part of the episode ends it."""
@@ -181,10 +206,6 @@ class _Episode:
             await part()
         except EpisodeEnd as end:
             return end
-        except Overdue as error:
-            return EpisodeEnd("timeout", str(error))
-        except Failed as error:
-            return EpisodeEnd("raised", str(error))
         except BadObservation as error:
             return EpisodeEnd("observation", str(error))
         except TemplateError as error:
@@ -192,24 +213,17 @@ class _Episode:
         raise AssertionError("a part of an episode that does not end it")
 
     async def _closed(self, end: EpisodeEnd) -> None:
-        await self._thread.call("close", self._close)
+        await self._world.close()
         raise end
 
-    def _make(self) -> Environment:
-        """In the environment's thread, as `_close`: an environment that comes late is closed all the same."""
-        made: Environment = find(self._options.environment, "environment")(**self._options.options)
-        self._environment = made
-        return made
-
-    def _close(self) -> None:
-        environment, self._environment = self._environment, None
-        if environment is not None:
-            environment.close()
+    def _told(self, error: str) -> str:
+        """What broke it, with its name; nothing if nothing did."""
+        return one_line(f"{self._request.sample.sample_id}: {error}", MAX_ERROR) if error else ""
 
     async def _play(self) -> None:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
         opening = await self._begin()
-        segment = self._trace.begin(opening.ids())
+        segment = self._trace.begin(opening.ids(), self._origin)
         limit = self._request.cut_after or self._options.max_turns
         for turn in range(limit):
             who, sampled = await self._turn(segment, turn)
@@ -222,14 +236,14 @@ class _Episode:
         guide, most = self._request.guide, self._options.max_turn_tokens
         if guide is None or self._seed("guide", turn) >= guide.probability * 2**32:
             return "policy", await self._sample(segment, most, "turn", turn)
-        assert self._expert is not None
-        written = await self._write(self._expert, segment, most, "turn", turn)
+        assert self._site.expert is not None
+        written = await self._write(self._site.expert, segment, most, "turn", turn)
         segment.guided(written, train=guide.train)
         return "expert", written
 
     async def _sample(self, segment: Segment, max_tokens: int, *what: object) -> Sampled:
         """Let the policy write after the segment. Raises: EpisodeEnd."""
-        sampled = await self._write(self._engine, segment, max_tokens, *what)
+        sampled = await self._write(self._site.engine, segment, max_tokens, *what)
         segment.sampled(sampled)
         return sampled
 
@@ -252,80 +266,97 @@ class _Episode:
             return segment
         segment.append(answer.ids(opening.dialogue, compaction.prompt))
         said = await self._sample(segment, compaction.max_tokens, "summary", self._compactor.done)
-        summary = readable(self._dialogues.tokenizer.decode(said.token_ids, skip_special_tokens=True))
+        summary = readable(self._decoded(said))
         self._said.append(f"summary: {summary}")
         kept = self._compactor.cut(compaction.keep_last)
-        return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], parent=segment)
+        return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], "summary", segment)
 
     async def _begin(self) -> _Opening:
-        request, options = self._request, self._options
-        find(options.environment, "environment")  # a class that is not there is no fault of one episode
-        environment = await self._thread.call("the environment", self._make)
-        seed = seed_of(request.seed, request.prompt.id, "environment")
-        first: str | Messages = await self._thread.call("reset", environment.reset, request.prompt.metadata, seed)
-        if not _is_first_observation(first):
-            raise EpisodeEnd("raised", f"reset returned {first!r:.60}, wanted text or messages")
-        dialogue = self._dialogues.make(request, environment.tools)
+        request = self._request
+        first = await self._world.begin()
+        dialogue = self._site.dialogues.make(request, (*self._world.tools, *self._delegation.tools))
         shown = [first] if isinstance(first, str) else [message["content"] for message in first]
         self._said += [f"environment: {text}" for text in shown if text]
         return _Opening(dialogue, request.prompt.text, first)
 
     def _room(self, segment: Segment) -> int:
         """Tokens of the next turn at most. Raises: EpisodeEnd if there are none."""
-        in_context = self._context - len(segment.ids)
+        in_context = self._site.context - len(segment.ids)
         if in_context < 1:
             raise EpisodeEnd("context")
         left = self._left()
-        if left < 1:
+        if left is not None and left < 1:
             raise EpisodeEnd("tokens")
-        return min(in_context, left)
+        return in_context if left is None else min(in_context, left)
 
-    def _left(self) -> int:
-        """What is left of the episode's own tokens."""
+    def _left(self) -> int | None:
+        """What is left of the agent's own tokens, those of its sub-agents taken off; None: it has no limit."""
         budget = self._options.max_tokens
-        return self._context if budget is None else budget - self._trace.audit.sampled
+        return None if budget is None else budget - self._trace.audit.sampled
 
     async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue, who: str) -> _Answer:
-        """What the environment says to the turn. Raises: EpisodeEnd, Failed, Overdue."""
+        """What environment and sub-agents say to the turn. Raises: EpisodeEnd."""
         ended = sampled.stop_reason == "stop"
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
             self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
-        text = self._dialogues.tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
+        self._text = text = self._decoded(sampled)
         self._said.append(f"{who}: {text}")
-        assert self._environment is not None
         try:
             calls = dialogue.calls(text)
+            delegated = [self._delegation.starts(call) for call in calls]
         except BadCall as error:
             self._invalid += 1
             return _Answer(f"{UNREADABLE}{error}", calls=1, ended=ended)
-        outcome = await self._thread.call("step", self._environment.step, Action(text=text, calls=calls))
-        wrong = _problem(outcome, len(calls))
-        if wrong:
-            raise EpisodeEnd("raised", f"step returned {wrong}")
-        if outcome.reward is not None:
-            self._rewards.append(float(outcome.reward))
+        theirs = tuple(call for call, ours in zip(calls, delegated, strict=True) if not ours)
+        outcome = await self._world.step(Action(text=text, calls=theirs)) if theirs or not calls else Outcome()
         if outcome.done:
             raise EpisodeEnd("done")
-        return _Answer(outcome.observation, calls=len(calls), ended=ended)
+        if len(theirs) == len(calls):
+            return _Answer(outcome.observation, calls=len(calls), ended=ended)
+        answers = await self._delegated([c for c, ours in zip(calls, delegated, strict=True) if ours], segment)
+        return _Answer(in_order(delegated, answers, outcome), calls=len(calls), ended=ended)
+
+    async def _delegated(self, calls: Sequence[ToolCall], segment: Segment) -> list[str]:
+        """What sub-agents answer to these calls of a turn. Raises: EpisodeEnd if the environment is over then."""
+        agents = [
+            None if request is None else _Agent(request, self._site, self, self._delegation.shares(call))
+            for call, request in zip(calls, self._delegation.requests(calls, self._left()), strict=True)
+        ]
+        ends = await _at_once(self._end_of(agent) for agent in agents)
+        answers = [
+            self._delegation.refuse() if agent is None or end is None else self._taken_over(call, agent, end, segment)
+            for call, agent, end in zip(calls, agents, ends, strict=True)
+        ]
+        if self._world.over is not None:
+            raise self._world.over
+        return answers
+
+    async def _end_of(self, agent: _Agent | None) -> EpisodeEnd | None:
+        """Why a sub-agent ended; None if it did not begin. Those that share the environment take turns, in the calls' order."""
+        if agent is None:
+            return None
+        if not agent._shares:
+            return await agent.play()
+        async with self._lent:
+            return None if self._world.over else await agent.play()
+
+    def _taken_over(self, call: ToolCall, agent: _Agent, end: EpisodeEnd, segment: Segment) -> str:
+        """What the policy reads of a sub-agent that has ended; its tokens are this episode's."""
+        self._trace.adopt(agent._trace, segment)
+        self._invalid += agent._invalid
+        self._said += [f"{call.name}: {line}" for line in agent._said]
+        inner = agent._delegation
+        return self._delegation.answer(call, EpisodeEnd(end.reason, agent._told(end.error)), agent._text, inner)
+
+    def _decoded(self, sampled: Sampled) -> str:
+        return self._site.dialogues.tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
 
 
-def _is_first_observation(found: Any) -> bool:
-    if isinstance(found, str):
-        return True
-    return isinstance(found, list) and all(
-        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in found
-    )
-
-
-def _problem(outcome: Any, calls: int) -> str:
-    """What is wrong with what `step` returned; empty if nothing."""
-    if not isinstance(outcome, Outcome):
-        return f"{outcome!r:.60}, wanted an Outcome"
-    reward, seen = outcome.reward, outcome.observation
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        return f"the reward {reward!r:.60}, wanted a finite number or None"
-    if isinstance(seen, str):
-        return ""
-    if not isinstance(seen, tuple) or not all(isinstance(text, str) for text in seen):
-        return f"the observation {seen!r:.60}, wanted a text or a tuple of texts"
-    return f"{len(seen)} observations for {calls} calls" if len(seen) != calls and not outcome.done else ""
+def _world(request: EpisodeRequest, options: EpisodeOptions, lent: World | None) -> World:
+    """What the agent of a request acts on; `lent` is its caller's environment."""
+    if lent is not None:
+        return CallersEnvironment(lent)
+    if not options.environment:
+        return NoEnvironment()
+    seed = seed_of(request.seed, request.prompt.id, "environment")
+    return OwnEnvironment(options, request.prompt.metadata, seed)

@@ -13,6 +13,7 @@ from opd.errors import RunError
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.drift import Guide
+from opd.rollouts.episodes.sub_agents import REFUSED, SubAgentsOptions
 from opd.rollouts.episodes.trace import Audit, Sample
 from opd.types import Broken, Prompt, Rollout, StopReason
 
@@ -21,12 +22,21 @@ LIMITS = frozenset({"turns", "curriculum", "tokens", "context"})
 """Stop reasons of an episode that did not end by itself."""
 
 
+class EpisodeEnd(Exception):
+    """The episode is over."""
+
+    def __init__(self, reason: StopReason, error: str = "") -> None:
+        super().__init__(reason, error)
+        self.reason: StopReason = reason
+        self.error = error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeOptions:
     """How the episodes of one domain run."""
 
     environment: str
-    """Its class, as `module:Class`."""
+    """Its class, as `module:Class`. Empty for a sub-agent without an environment of its own."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class."""
     max_turns: int
@@ -42,6 +52,8 @@ class EpisodeOptions:
     """The day for a chat template that asks for a date."""
     compaction: CompactionOptions | None = None
     """What is done about an episode that grows too long; None: it ends where the context does."""
+    sub_agents: SubAgentsOptions | None = None
+    """Tools that start an episode of their own; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +72,8 @@ class EpisodeRequest:
     """Turns after which the curriculum ends the episode; None: `max_turns` alone does."""
     guide: Guide | None = None
     """The expert that writes some of the turns; None: the policy writes all."""
+    masked_by_domain: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """The same for what sub-agents write and the experts of another domain score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +91,10 @@ class EpisodeResult:
     """What broke it."""
     text: str = ""
     """The turns as text, for people."""
+    sub_agents: Mapping[str, int] = field(default_factory=dict)
+    """Why its sub-agents ended -> how many. `refused`: a call that started none."""
+    sub_agent_error: str = ""
+    """What broke the first sub-agent that broke."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +111,10 @@ class EpisodeStats:
     """Why the episodes ended -> how many."""
     error: str = ""
     """What broke the first that broke."""
+    sub_agents: Mapping[str, int] = field(default_factory=dict)
+    """Sum of `EpisodeResult.sub_agents`."""
+    sub_agent_error: str = ""
+    """What broke the first sub-agent that broke."""
 
     @property
     def broken(self) -> int:
@@ -111,6 +133,8 @@ class EpisodeStats:
             reward_sum=math.fsum(r.reward for r in found if r.reward is not None),
             stop_reasons=dict(Counter(r.stop_reason for r in found)),
             error=next((r.error for r in found if r.error), ""),
+            sub_agents=dict(sum((Counter(r.sub_agents) for r in found), Counter())),
+            sub_agent_error=next((r.sub_agent_error for r in found if r.sub_agent_error), ""),
         )
 
     @classmethod
@@ -120,10 +144,17 @@ class EpisodeStats:
 
 
 def refuse_many_broken(domain: str, stats: EpisodeStats, max_share: float) -> None:
-    """Raises: RunError if more than `max_share` of a domain's episodes broke; one always may."""
-    if stats.broken > max(1, max_share * stats.episodes):
-        reasons = ", ".join(f"{num} {reason}" for reason, num in stats.stop_reasons.items() if reason in BROKEN)
-        raise RunError(
-            f"domain {domain}: {stats.broken} of {stats.episodes} episodes broke ({reasons}), first: {stats.error}; "
-            f"max_broken of domains.{domain} is {max_share:g}"
-        )
+    """Raises: RunError if more than `max_share` of a domain's episodes broke, or of their sub-agents; one always may."""
+    started = {reason: num for reason, num in stats.sub_agents.items() if reason != REFUSED}
+    for what, ends, error in (
+        ("episodes", stats.stop_reasons, stats.error),
+        ("sub-agents", started, stats.sub_agent_error),
+    ):
+        total = stats.episodes if what == "episodes" else sum(started.values())
+        bad = {reason: num for reason, num in ends.items() if reason in BROKEN}
+        if sum(bad.values()) > max(1, max_share * total):
+            reasons = ", ".join(f"{num} {reason}" for reason, num in bad.items())
+            raise RunError(
+                f"domain {domain}: {sum(bad.values())} of {total} {what} broke ({reasons}), first: {error}; "
+                f"max_broken of domains.{domain} is {max_share:g}"
+            )

@@ -10,8 +10,8 @@ does not continue the tokens of any segment begins a new one, and that fork is c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 
 from opd.errors import RunError
@@ -66,7 +66,12 @@ class Segment:
     """Token ids that carry no loss where the policy writes them."""
     origin: SegmentOrigin = "main"
     parent: int | None = None
-    """Number of the segment that this one was forked from, or that started it; None for the first."""
+    """Number of the segment that this one was forked from, whose summary it begins with, or that started it; None for the
+    first."""
+    next: int | None = None
+    """Number of the segment that begins with the summary at the end of this one."""
+    domain: str = ""
+    """Domain whose experts score it; empty: the episode's."""
     logprobs: list[float] = field(default_factory=list)
     """[R] of each token after the prompt; 0 where the policy did not sample it."""
     spans: list[Span] = field(default_factory=list)
@@ -126,18 +131,20 @@ class Segment:
 class Trace:
     """The segments of one episode."""
 
-    def __init__(self, policy_version: int = 0, masked: frozenset[int] = frozenset()) -> None:
-        """`policy_version` is the engine's as the episode begins; tokens in `masked` carry no loss."""
+    def __init__(self, policy_version: int = 0, masked: frozenset[int] = frozenset(), domain: str = "") -> None:
+        """`policy_version` is the engine's as the episode begins; tokens in `masked` carry no loss; `domain` has the experts
+        that score the segments, empty: the episode's."""
         self.segments: list[Segment] = []
         self._version = policy_version
         self._masked = masked
+        self._domain = domain
         self._forks = 0
         self._lost_turns = 0
 
     def begin(
         self, prompt_ids: Sequence[int], origin: SegmentOrigin = "main", parent: Segment | None = None
     ) -> Segment:
-        """Begin a segment with these tokens, none of which carries loss in it."""
+        """Begin a segment with these tokens, none of which carries loss in it; with a `summary` its parent is at its end."""
         made = Segment(
             number=len(self.segments),
             ids=list(prompt_ids),
@@ -146,9 +153,21 @@ class Trace:
             masked=self._masked,
             origin=origin,
             parent=None if parent is None else parent.number,
+            domain=self._domain,
         )
         self.segments.append(made)
+        if parent is not None and origin == "summary":
+            parent.next = made.number
         return made
+
+    def adopt(self, other: Trace, caller: Segment) -> None:
+        """Take over the segments of a sub-agent that a turn of `caller` started."""
+        before = len(self.segments)
+        for segment in other.segments:
+            segment.number += before
+            segment.parent = caller.number if segment.parent is None else segment.parent + before
+            segment.next = None if segment.next is None else segment.next + before
+        self.segments += other.segments
 
     def continue_or_fork(self, ids: Sequence[int]) -> Segment:
         """The segment after which the turn for this whole history is sampled, busy until the turn is there.
@@ -189,10 +208,24 @@ class Trace:
 
     def rollouts(self, sample: Sample, stop_reason: StopReason, reward: float | None) -> list[Rollout]:
         """The segments in which a turn was taken. Each ends with its last turn: what followed it predicts nothing."""
+        kept = [segment for segment in self.segments if segment.turns]
+        names = {segment.number: sample.sample_id + (f"+{i}" if i else "") for i, segment in enumerate(kept)}
         return [
-            _rollout(segment, sample, place, stop_reason, reward)
-            for place, segment in enumerate(s for s in self.segments if s.turns)
+            replace(
+                _rollout(segment, sample, stop_reason, reward),
+                sample_id=names[segment.number],
+                origin=segment.origin,
+                parent=self._nearest(segment.parent, names),
+                next=None if segment.next is None else names.get(segment.next),
+            )
+            for segment in kept
         ]
+
+    def _nearest(self, number: int | None, names: Mapping[int, str]) -> str | None:
+        """Sample id of the segment with that number, or of the nearest one above it that has one."""
+        while number is not None and number not in names:
+            number = self.segments[number].parent
+        return None if number is None else names[number]
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
@@ -201,17 +234,17 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next(differ, min(len(one), len(other)))
 
 
-def _rollout(segment: Segment, sample: Sample, place: int, stop_reason: StopReason, reward: float | None) -> Rollout:
+def _rollout(segment: Segment, sample: Sample, stop_reason: StopReason, reward: float | None) -> Rollout:
     spans = list(segment.spans)
     while spans and spans[-1].origin == "environment":
         spans.pop()
     length = sum(span.length for span in spans)
     return Rollout(
-        sample_id=sample.sample_id + (f"+{place}" if place else ""),
+        sample_id=sample.sample_id,
         group=sample.group,
         episode=sample.sample_id,
         step=sample.step,
-        domain=sample.domain,
+        domain=segment.domain or sample.domain,
         prompt_ids=tuple(segment.ids[: segment.prompt_len]),
         response_ids=tuple(segment.ids[segment.prompt_len : segment.prompt_len + length]),
         behaviour_logprobs=tuple(segment.logprobs[:length]),

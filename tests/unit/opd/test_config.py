@@ -33,6 +33,15 @@ VALID: dict[str, Any] = {
 }
 
 
+ALONE: dict[str, Any] = VALID | {
+    "experts": {},
+    "domains": {"math": VALID["domains"]["math"]},
+    "teachers": {"engine": "none"},
+    "objective": {"kind": "none", "reward": {}},
+}
+"""A pipeline without teachers."""
+
+
 def changed(path: str, value: Any) -> dict[str, Any]:
     """VALID with one key set; `path` is dotted."""
     data = copy.deepcopy(VALID)
@@ -560,7 +569,8 @@ def _refs(node: Any) -> set[str]:
 def test_a_pipeline_is_read_without_torch(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     payload = objective_config(kind).PAYLOADS[0]
-    file.write_text(yaml.safe_dump(VALID | {"objective": {"kind": kind}, "teachers": {"payload": payload}}))
+    data = VALID | {"objective": {"kind": kind}, "teachers": {"payload": payload}}
+    file.write_text(yaml.safe_dump(ALONE if kind == "none" else data))
     code = (
         "import sys; from pathlib import Path; from opd.config import load_pipeline; from opd.payloads import answer_class; "
         f"config = load_pipeline(Path({str(file)!r})); assert config.objective.kind == {kind!r}; "
@@ -841,3 +851,33 @@ def test_a_round_may_have_another_engine() -> None:
 def test_what_is_wrong_with_a_round_is_named_there(rounds: Any, words: list[str]) -> None:
     message = refusal(changed("rounds", rounds))
     assert all(word in message for word in words), message
+
+
+# Without teachers
+
+
+def test_a_pipeline_without_teachers_learns_from_rewards_alone() -> None:
+    config = validate(PipelineConfig, ALONE, "p.yaml")
+    assert (config.experts, config.teachers.payload, config.teachers.scoring_workers) == ({}, "none", 0)
+    again = validate(PipelineConfig, yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json"))), "p.yaml")
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "found"),
+    [
+        ({"experts": VALID["experts"]}, "experts", "experts"),
+        ({"domains": {"math": {**VALID["domains"]["math"], "teachers": "math"}}}, "domains.math.teachers", "a teacher"),
+        ({"rounds": 2}, "rounds", "several"),
+        ({"objective": {"kind": "none"}}, "objective.reward", "nothing"),
+        ({"domains": {"math": {"prompts": "math.jsonl"}}}, "objective.reward", "no domain that gives a reward"),
+        ({"domains": VALID["domains"]}, "domains.code", "no reward"),
+        ({"objective": {"reward": {}}}, "objective.kind", "reverse_kl with teachers.payload none"),
+        ({"teachers": {"payload": "none"}}, "teachers.payload", "none, with teachers.engine transformers"),
+        ({"teachers": {}}, "experts", "{}"),
+    ],
+)
+def test_what_a_pipeline_without_teachers_must_not_have(change: dict[str, Any], where: str, found: str) -> None:
+    message = refusal(ALONE | change)
+    assert message.startswith(f"p.yaml: {where}"), message
+    assert f"found:  {found}" in message

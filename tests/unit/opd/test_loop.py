@@ -128,8 +128,9 @@ class Events:
         self.seen.append(f"prune {step}")
 
     def train_step(
-        self, step: int, rollouts: Sequence[Rollout], targets: Any, stale: frozenset[str] = frozenset()
+        self, step: int, rollouts: Sequence[Rollout], targets: Any, stale: frozenset[str], reward: Any = None
     ) -> StepReport:
+        assert reward is None
         assert [r.sample_id for r in rollouts] == self.written
         assert targets is self.targets and self.step_of_targets == step
         self.seen.append(f"train {step}")
@@ -179,12 +180,16 @@ class Events:
         self.records.append(record.to_json())
         assert StepRecord.from_json(json.loads(json.dumps(self.records[-1]))) == record, "what is written is read"
 
+    def keep(self, step: int, rollouts: Sequence[Rollout], trained: StepReport) -> None:
+        assert self.seen[-1] == f"record {step}" and trained.step == step, "a resume takes both back"
+        assert [r.sample_id for r in rollouts] == self.written
+
     def parts(self) -> Parts:
         every: Any = self
         spec = ScheduleSpec(prompts=every, engine=every, log=every, max_staleness=0, timeout_s=60)
         return Parts(
             prompts=every, schedule=Sync(spec), engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
-            monitors=every, checkpoints=every, reporter=every,
+            monitors=every, traces=every, checkpoints=every, reporter=every,
         )  # fmt: skip
 
     def of(self, kind: str) -> list[str]:

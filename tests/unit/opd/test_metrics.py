@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from opd.metrics import MetricsFile, PhaseClock
-from opd.step_record import DomainRecord, EpisodesRecord, PositionRecord, StepRecord, TurnRecord
-from opd.types import SavedCheckpoint
+from opd.step_record import DomainRecord, EpisodesRecord, PositionRecord, StepRecord, TurnRecord, _prompts
+from opd.types import Quarantined, Rollout, RolloutBatch, SavedCheckpoint
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -39,6 +41,24 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert metrics.read() == records
     assert MetricsFile(tmp_path / "m.jsonl").read() == records
     assert (tmp_path / "m.jsonl").read_text().count("\n") == 2
+
+
+def test_sub_agents_are_counted_where_there_are_any(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "m.jsonl")
+    episodes = {"a": EpisodesRecord(episodes=1), "b": EpisodesRecord(sub_agents={"done": 2, "refused": 1})}
+    metrics.write(StepRecord(step=1, episodes=episodes))
+    (written,) = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert "sub_agents" not in written["episodes"]["a"] and written["episodes"]["b"]["sub_agents"]["refused"] == 1
+    assert metrics.read() == [StepRecord(step=1, episodes=episodes)]
+
+
+def test_a_prompt_counts_in_its_own_domain_whoever_scores_its_segments() -> None:
+    def row(sample_id: str, domain: str) -> Rollout:
+        return replace(Rollout.to_score(sample_id, (1,), (2,), domain), episode=sample_id.partition("+")[0])
+
+    rollouts = (row("1/a/0", "a"), row("1/a/0+1", "b"), row("1/a/0+2", "a"), row("1/b/0", "b"))
+    refused = (Quarantined(prompt_id="b/1", domain="b", reason="too long"),)
+    assert _prompts(RolloutBatch(rollouts=rollouts, quarantined=refused)) == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("cut", range(1, 12))

@@ -49,6 +49,13 @@ def test_a_worker_that_was_started_again_is_told(tmp_path: Path) -> None:
     assert len(heard.lines) == 2
 
 
+def test_a_sub_agent_that_broke_is_told(tmp_path: Path) -> None:
+    heard = Heard()
+    episodes = {"x": {"episodes": 4, "sub_agents": {"raised": 1}, "error": "s/ask-1: step: KeyError"}}
+    RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), RunPaths(tmp_path), heard).step(record(episodes=episodes))
+    assert heard.lines[0] == "step 3: a sub-agent of domain x broke: s/ask-1: step: KeyError"
+
+
 def test_an_evaluation_is_a_file_of_its_own(tmp_path: Path) -> None:
     found = Evaluation(model="me", scores={"x": DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=9)})
     reporter = RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), RunPaths(tmp_path), Heard())

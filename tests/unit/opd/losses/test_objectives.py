@@ -24,12 +24,14 @@ from opd.losses.blocks import Block
 from opd.losses.chunked import TokenStats
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
+from opd.losses.none import NoDivergence
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.rule import IDENTITY, LogitRule
 from opd.losses.sampled import Sampled
 from opd.losses.skew import Skew
 from opd.losses.top_k import TopK
 from opd.payloads.hidden_states import MixtureBlock, TeacherBlock
+from opd.payloads.none import UnscoredBlock
 from opd.payloads.sampled_logprobs import SampledBlock
 from opd.payloads.top_k import TopKBlock
 from opd.settings import validate
@@ -1122,6 +1124,14 @@ def test_an_objective_gets_its_own_options(options: dict[str, Any], want: Object
     assert config.objective.build() == want
 
 
+def test_no_divergence_is_zero_and_has_no_slope() -> None:
+    c, _ = mixture_case()
+    loss, stats = run(c, NoDivergence(), [UnscoredBlock(2), UnscoredBlock(N - 2)])
+    assert float(loss) == 0 and not any(grad.any() for grad in gradients(loss, c.hidden, c.head))
+    assert stats.teacher_entropy_N.isnan().all() and stats.agree_N.isnan().all()
+    assert torch.allclose(stats.logprob_N, c.logp().detach()[range(N), c.token])
+
+
 def test_every_objective_is_tested_here() -> None:
-    tested = {type(form.objective) for form in FORMS.values()} | {Sampled}
+    tested = {type(form.objective) for form in FORMS.values()} | {Sampled, NoDivergence}
     assert tested == {objective_config(kind).OBJECTIVE for kind in OBJECTIVES}

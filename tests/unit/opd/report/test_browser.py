@@ -12,6 +12,8 @@ import pytest
 from PIL import Image
 
 from opd.report import write_report
+from tests.unit.opd.report.conftest import HOSTILE
+from tests.unit.opd.report.test_agents import FAMILY, add_agents, episode, saw, segment, wrote
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
@@ -123,3 +125,34 @@ def test_untrusted_text_does_nothing(spoil: Callable[[], Path], open_page: Calla
     tab = open_page(run_dir / "report.html")
     assert "merge report" in tab.title() and "owned" not in tab.title()
     assert tab.locator("#samples .text", has_text="<script>document.title='owned'</script>").count() == 6
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_an_episode_is_read_turn_by_turn(scheme: str, width: int, run_dir: Path, open_page: Callable[..., Any]) -> None:
+    write_report(add_agents(run_dir, FAMILY))
+    tab = open_page(run_dir / "report.html", scheme, width)
+    episodes = tab.locator("details.episode")
+    assert episodes.count() == 2 and episodes.nth(0).get_attribute("open") is not None
+    assert (
+        tab.locator(".piece.policy").nth(0).is_visible() and not episodes.nth(1).locator(".piece").nth(0).is_visible()
+    )
+    episodes.nth(1).locator("summary").click()
+    assert episodes.nth(1).locator(".piece", has_text="began").is_visible()
+    low, high = (tab.locator(f".piece .loss{level}").first for level in (0, 5))
+    colours = [token.evaluate("token => getComputedStyle(token).backgroundColor") for token in (low, high)]
+    assert colours[0] != colours[1], "a token's loss is its colour"
+    assert high.get_attribute("title") == "2.5"
+    masked = tab.locator(".piece.masked .no-loss").first
+    assert "dotted" in masked.evaluate("token => getComputedStyle(token).textDecorationStyle")
+    boxes = [tab.locator(".piece.policy .text").nth(index).bounding_box() for index in range(3)]
+    assert all(box["width"] > 100 and box["x"] + box["width"] <= width for box in boxes)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert share_drawn(tab.locator("#plot-agents-loss svg").screenshot()) > 0.01
+
+
+def test_untrusted_episodes_do_nothing(run_dir: Path, open_page: Callable[..., Any]) -> None:
+    hostile = HOSTILE.replace("\ud800", "")
+    write_report(add_agents(run_dir, episode(segment(wrote(hostile), saw(hostile), prompt=hostile))))
+    tab = open_page(run_dir / "report.html")
+    assert "merge report" in tab.title() and "owned" not in tab.title()
+    assert tab.locator("#traces .text", has_text="<script>document.title='owned'</script>").count() == 3

@@ -15,6 +15,7 @@ from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.rollouts.episodes.drift import Curriculum, DriftOptions, Guide, TeacherTurns
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed, _spans
 from opd.rollouts.worker import Generated, GenerateRequest, _generated
@@ -167,6 +168,15 @@ def test_too_many_broken_episodes_stop_the_run(in_process: Any) -> None:
     tasks = [task(i, **({"breaks": True} if i < 2 else {})) for i in range(3)]
     with pytest.raises(RunError, match=r"domain e: 2 of 3 episodes broke \(2 raised\)"):
         agents(in_process).generate(tasks, step=1, policy_version=0)
+
+
+def test_a_sub_agent_has_the_masked_tokens_of_the_domain_that_scores_it(in_process: Any) -> None:
+    kinds = {"ask": SubAgentOptions(description="Asks.", domain="d"), "own": SubAgentOptions(description="Does.")}
+    made = agents(in_process, sub_agents=SubAgentsOptions(kinds=kinds, at_most=2))
+    made._spec = replace(made._spec, untrained={"d": frozenset({1}), "e": frozenset({3}), "f": frozenset({4})})
+    made.generate([task(1)], step=1, policy_version=0)
+    (asked,) = [r for w in in_process.workers for r in getattr(w, "played", ())]
+    assert (asked.masked, asked.masked_by_domain) == (frozenset({3}), {"d": frozenset({1})})
 
 
 def test_an_exam_of_agents_plays_at_its_own_temperature(in_process: Any) -> None:

@@ -134,7 +134,7 @@ class Merge:
         )  # fmt: skip
         others: dict[str, Any] = {
             "sync": SimpleNamespace(push=push), "reporter": SimpleNamespace(step=report), "evaluator": None,
-            "monitors": SimpleNamespace(judge=lambda *_: ()),
+            "monitors": SimpleNamespace(judge=lambda *_: ()), "traces": SimpleNamespace(keep=lambda *_: None),
         }  # fmt: skip
         return Parts(
             prompts=prompts, schedule=schedule, engine=engine, teachers=pool, log=log, trainer=student,  # type: ignore[arg-type]
@@ -173,7 +173,9 @@ class Student:
         self._merge = merge
         self.weights = blake3(b"base").hexdigest()
 
-    def train_step(self, step: int, rollouts: Sequence[Rollout], targets: Any, stale: frozenset[str]) -> StepReport:
+    def train_step(
+        self, step: int, rollouts: Sequence[Rollout], targets: Any, stale: frozenset[str], reward: Any = None
+    ) -> StepReport:
         self._merge.moment("train", step)
         said = blake3(self.weights.encode())
         while (part := targets.take()) is not None:

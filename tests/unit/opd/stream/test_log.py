@@ -174,7 +174,7 @@ def flip(data: bytes) -> bytes:
         ("step.json", None, "step.json"),
         ("step.json", lambda data: data[:-5], "cannot be used"),
         ("step.json", lambda _: b"[]", "cannot be used"),
-        ("step.json", lambda data: data.replace(b'"format": 3', b'"format": 2'), "format is 2, wanted 3"),
+        ("step.json", lambda data: data.replace(b'"format": 4', b'"format": 3'), "format is 3, wanted 4"),
         ("step.json", lambda data: data.replace(b'"weight": 1.0', b'"weight": 0.5'), "another weight or head"),
         ("step.json", lambda data: data.replace(b'"t": {', b'"s": {'), "not asked for"),
         ("rollouts.arrow", flip, "rollouts.arrow: its bytes were changed"),

@@ -50,11 +50,12 @@ def test_every_field_of_a_rollout_has_a_column() -> None:
     changes: dict[str, Any] = {
         "sample_id": "x", "group": "g", "episode": "e", "step": 7, "domain": "o", "prompt_ids": (8,),
         "response_ids": (1, 2, 3, 4), "behaviour_logprobs": (-1.0,) * 4, "spans": spans_of((True,) * 4, 6),
-        "stop_reason": "length", "reward": -1.5,
+        "stop_reason": "length", "reward": -1.5, "origin": "summary", "parent": "000001/d/3", "next": "000001/d/0+2",
     }  # fmt: skip
     assert set(changes) == fields
     for name, value in changes.items():
-        (found,) = decode([encode([rollout(0, **{name: value})])], 76)
+        beside = {"parent": "000001/d/3"} if name == "origin" else {}
+        (found,) = decode([encode([rollout(0, **{name: value}, **beside)])], 76)
         assert getattr(found, name) == value != getattr(rollout(0), name)
 
 
@@ -62,7 +63,8 @@ def test_what_is_usual_costs_nothing() -> None:
     alone = rollout(1, group="000001/d/1", spans=spans_of((True,) * 4, 7))
     assert alone.episode == alone.sample_id
     row = encode([alone]).to_pylist()[0]
-    assert [row[name] for name in ("group", "episode", "reward", "spans", "policy_version")] == [None] * 4 + [7]
+    missing = ("group", "episode", "reward", "spans", "origin", "parent", "next")
+    assert [row[name] for name in (*missing, "policy_version")] == [None] * 7 + [7]
     for other in (spans_of((False,) * 4, 7), spans_of((True, True, True, False), 7)):
         assert encode([rollout(1, spans=other)]).to_pylist()[0]["spans"] is not None
 
@@ -92,6 +94,11 @@ def test_what_a_span_says() -> None:
         ({"stop_reason": "abort"}, "stop reason 'abort', wanted one of"),
         ({"reward": float("nan")}, "reward nan"),
         ({"reward": float("-inf")}, "reward -inf"),
+        ({"origin": "copy", "parent": "000001/d/0"}, "segment origin 'copy', wanted one of"),
+        ({"origin": "summary"}, "a segment of origin summary without a parent"),
+        ({"origin": "sub_agent"}, "a segment of origin sub_agent without a parent"),
+        ({"parent": "000001/d/1"}, "its own parent"),
+        ({"next": "000001/d/1"}, "its own next one"),
     ],
 )
 def test_a_rollout_that_contradicts_itself_is_refused_by_name(changes: dict[str, Any], words: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from opd.errors import RunError
 from opd.payloads import PAYLOADS, answer_class
 from opd.stream.schema import (
+    VERSION,
     PartRecord,
     Stream,
     StreamError,
@@ -287,13 +288,13 @@ def with_schema(schema: pa.Schema) -> pa.Buffer:
 @pytest.mark.parametrize(
     ("metadata", "word"),
     [
-        ({"opd.version": "4", "opd.dtype": "float32"}, "version 4, wanted 5"),
+        ({"opd.version": "5", "opd.dtype": "float32"}, "version 5, wanted 6"),
         (None, "version None"),
-        ({"opd.version": "5", "opd.dtype": "float8"}, "dtype 'float8'"),
-        ({"opd.version": "5"}, "dtype ''"),
-        ({"opd.version": "5", "opd.dtype": "float32"}, "payload ''"),
+        ({"opd.version": VERSION, "opd.dtype": "float8"}, "dtype 'float8'"),
+        ({"opd.version": VERSION}, "dtype ''"),
+        ({"opd.version": VERSION, "opd.dtype": "float32"}, "payload ''"),
         (
-            {"opd.version": "5", "opd.dtype": "float32", "opd.payload": "logits"},
+            {"opd.version": VERSION, "opd.dtype": "float32", "opd.payload": "logits"},
             "payload 'logits', wanted one of hidden",
         ),
     ],

@@ -460,6 +460,22 @@ def test_the_ranks_hear_which_of_their_samples_are_stale(in_process: Any) -> Non
     }
 
 
+def test_the_losses_of_shown_episodes_come_back_from_all_ranks(in_process: Any) -> None:
+    class Telling(FakeRank):
+        def finish_step(self, share: float) -> RankResult:
+            work = self.works[0][0]
+            mine = {i for part in work.micro_batches for i in part} & work.watched
+            return dataclasses.replace(super().finish_step(share), token_losses=dict.fromkeys(mine, (0.5, 0.25)))
+
+    in_process.replace = Telling
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(), 9))
+    episodes = [dataclasses.replace(rollout(i), stop_reason="done") for i in "ab"]
+    report = trainer.train_step(1, [*episodes, rollout("c")], Targets(*"abc"))  # type: ignore[arg-type]
+    assert report.token_losses == {"a": (0.5, 0.25)}, "b is no other than a, c is no episode"
+    report = trainer.train_step(1, [rollout("c")], Targets("c"))  # type: ignore[arg-type]
+    assert report.token_losses == {}
+
+
 @pytest.mark.parametrize(("kind", "stops"), [("reverse_kl", True), ("sampled", False)])
 def test_a_mean_below_zero_stops_a_divergence_and_no_estimate(kind: str, stops: bool, in_process: Any) -> None:
     class Negative(FakeRank):
@@ -714,6 +730,22 @@ def test_a_step_with_two_teachers_a_sample_is_the_weighted_sum_of_two_steps(
     assert float((grad_s - grad_t).norm()) > 0.1 * float(grad_s.norm())
     assert loss == pytest.approx(0.25 * loss_s + 0.75 * loss_t, rel=1e-5)
     torch.testing.assert_close(grad, 0.25 * grad_s + 0.75 * grad_t, rtol=1e-4, atol=1e-5)
+
+
+def test_the_losses_of_watched_samples_come_token_by_token(tiny_model_dir: Path, in_process: Any) -> None:
+    states = torch.randn(2, 2, generator=torch.Generator().manual_seed(0)).numpy()
+    head = HeadSource(key="h", rule=IDENTITY, handle=cluster.Stored(np.eye(76, 2, dtype=np.float32)))
+
+    def step(*watched: str) -> RankResult:
+        streams = by_teachers(*((i, "t", 1.0) for i in "ac"), hidden=states.tobytes(), head="h")
+        work = dataclasses.replace(WORK, watched=frozenset(watched))
+        return take_step(one_rank(tiny_model_dir, {"kind": "reverse_kl"}), work, [head], streams)
+
+    nothing, one, both = step(), step("c", "elsewhere"), step("a", "c")
+    assert nothing.token_losses == {} and set(one.token_losses) == {"c"} and set(both.token_losses) == {"a", "c"}
+    assert one.token_losses["c"] == both.token_losses["c"] and len(one.token_losses["c"]) == 2
+    assert sum(map(sum, both.token_losses.values())) == pytest.approx(both.domains["d"].kl_sum)
+    assert nothing.loss == both.loss
 
 
 def test_a_share_that_is_left_divides_the_gradient(tiny_model_dir: Path) -> None:

@@ -136,6 +136,17 @@ def test_turns_are_counted_by_domain_whatever_the_cut() -> None:
         assert totals.turns["math", 1].gap_sum == pytest.approx(1.0) and totals.turns["math", 1].kl_sum == 2.0
 
 
+def test_stale_tokens_have_no_part_in_the_gap_of_their_turn() -> None:
+    batch = micro_batch([(ROWS["a"],), (ROWS["b"],)], torch.float32)
+    num = len(batch.token_N)
+    stats = TokenStats(*(torch.ones(num) for _ in dataclasses.fields(TokenStats)))
+    totals = Totals()
+    totals.add(batch, torch.ones(num), dataclasses.replace(stats, logprob_N=batch.behaviour_N + 0.5), frozenset({0}))
+    first, second = totals.turns["math", 0], totals.turns["math", 1]
+    assert (first.tokens, first.stale_tokens, first.gap_sum) == (13, 10, pytest.approx(1.5))
+    assert (second.tokens, second.stale_tokens, second.gap_sum) == (2, 0, pytest.approx(1.0))
+
+
 @pytest.fixture(scope="module")
 def student(tiny_model_dir: Any) -> Student:
     from transformers import AutoModelForCausalLM

@@ -284,7 +284,7 @@ def test_the_model_is_whole_with_and_without_hard_links(
         raise OSError("no hard links here")
 
     if not links:
-        monkeypatch.setattr("pipelines.merging.rounds.os.link", refused)
+        monkeypatch.setattr("pipelines.merging.directory.os.link", refused)
     source, target = tmp_path / "round-2" / "model", tmp_path / "model"
     source.mkdir(parents=True)
     (source / "config.json").write_text("new")

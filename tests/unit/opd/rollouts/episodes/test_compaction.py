@@ -54,6 +54,9 @@ def test_an_episode_goes_on_from_its_summary_and_its_last_turn() -> None:
     assert {r.episode for r in found.rollouts} == {"s0"}
     assert [r.sample_id for r in found.rollouts] == ["s0", "s0+1", "s0+2"]
     assert {r.reward for r in found.rollouts} == {11 * 0.25}
+    assert [(r.origin, r.parent, r.next) for r in found.rollouts] == [
+        ("main", None, "s0+1"), ("summary", "s0", "s0+2"), ("summary", "s0+1", None),
+    ]  # fmt: skip
 
 
 def test_copies_carry_no_loss_and_every_sampled_token_one_span() -> None:

@@ -87,6 +87,10 @@ def test_a_history_that_was_changed_forks_and_no_token_is_trained_twice() -> Non
     assert (one.sample_id, other.sample_id) == ("000003/maze/7", "000003/maze/7+1")
     assert one.episode == other.episode == SAMPLE.sample_id
     assert other.prompt_ids == (1, 2, 3, 7, 9) and other.response_ids == (6,)
+    assert (one.origin, one.parent, one.next) == ("main", None, None)
+    assert (other.origin, other.parent, other.next) == ("main", one.sample_id, None), (
+        "a fork does not go on from its parent"
+    )
     assert trace.audit == Audit(segments=2, turns=2, sampled=3, trained=3, forks=1)
 
 
@@ -122,6 +126,33 @@ def test_a_segment_without_a_turn_is_no_rollout() -> None:
     trace = Trace()
     trace.begin([1, 2]).append([3])
     assert trace.rollouts(SAMPLE, "raised", None) == [] and trace.audit == Audit()
+
+
+def test_a_summary_begins_the_next_segment_and_a_tool_a_segment_of_its_own() -> None:
+    trace = Trace()
+    first = trace.begin([1, 2])
+    first.sampled(turn(3))
+    tool = trace.begin([7], "sub_agent", first)
+    tool.sampled(turn(8))
+    second = trace.begin([1, 4], "summary", first)
+    second.sampled(turn(5))
+    trace.begin([1, 6], "summary", second)
+    names = [r.sample_id for r in trace.rollouts(SAMPLE, "done", None)]
+    assert [(r.origin, r.parent, r.next) for r in trace.rollouts(SAMPLE, "done", None)] == [
+        ("main", None, names[2]), ("sub_agent", names[0], None), ("summary", names[0], None),
+    ], "the last one has no turn, so it is no rollout and nobody's next"  # fmt: skip
+
+
+def test_the_parent_of_a_rollout_is_a_rollout() -> None:
+    trace = Trace()
+    first = trace.begin([1])
+    first.sampled(turn(2))
+    empty = trace.begin([1, 3], parent=first)
+    trace.begin([1, 4], parent=empty).sampled(turn(5))
+    trace.begin([9], parent=trace.begin([8])).sampled(turn(6))
+    assert [(r.sample_id, r.parent) for r in trace.rollouts(SAMPLE, "done", None)] == [
+        (SAMPLE.sample_id, None), (f"{SAMPLE.sample_id}+1", SAMPLE.sample_id), (f"{SAMPLE.sample_id}+2", None),
+    ]  # fmt: skip
 
 
 def test_random_episodes_keep_every_sampled_token_in_place_and_travel_as_arrow() -> None:

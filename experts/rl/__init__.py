@@ -1,0 +1,1 @@
+"""Experts by reinforcement: a recipe that makes a pipeline without teachers, of which `pipelines.reinforce` makes an expert."""

@@ -1,0 +1,82 @@
+"""The pipeline of an expert by reinforcement: a merge's, without teachers, with what is known to work where a spec says nothing.
+
+    ppo    one response a prompt; a critic from the base's backbone says what each state is worth
+    grpo   eight responses a prompt, each compared with their mean and spread
+    rloo   eight responses a prompt, each compared with the mean of the others
+
+The critic's own defaults are with its section, `objective.reward.baseline`. With `kl_to_base` the base is the one teacher, and
+the exact divergence from it has its own mean beside that of the reward: neither is part of the other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from experts.rl.spec import ReinforceSpec, merged
+from opd.config import PipelineConfig
+from opd.settings import validate
+
+BASELINES: dict[str, dict[str, Any]] = {
+    "ppo": {"kind": "critic"},
+    "grpo": {"kind": "group", "divide_by_std": True},
+    "rloo": {"kind": "leave_one_out"},
+}
+"""Method -> `objective.reward.baseline`."""
+GROUP = 8
+"""Responses to a prompt, for the methods that compare them."""
+SAMPLES = 128
+"""Responses of a step."""
+
+
+def pipeline_of(spec: ReinforceSpec, name: str) -> PipelineConfig:
+    """The pipeline of one expert of the spec. Raises: ConfigError naming the key of the pipeline that is wrong."""
+    expert = spec.experts[name]
+    sections = spec.sections_of(name)
+    kl = spec.kl_to_base if expert.kl_to_base is None else expert.kl_to_base
+    reward = merged({"baseline": BASELINES[spec.method]}, sections.pop("reward"))
+    if kl:
+        sections["trainer"] = _clipped_alike(sections["trainer"], kl)
+    data = {
+        "name": f"{name}-{spec.method}",
+        "seed": spec.seed,
+        "student": {"model": spec.base_dir},
+        "domains": {expert.domain: expert.model_dump(include={"prompts", "environment", "eval"}, exclude_none=True)},
+        **(_beside_base(spec.base_dir, expert.domain, reward, kl) if kl else _reward_alone(reward)),
+        **merged(_defaults(spec.method), sections),
+    }
+    return validate(PipelineConfig, data, f"experts.{name}")
+
+
+def _defaults(method: str) -> dict[str, Any]:
+    return {
+        "rollout": {"n": 1 if method == "ppo" else GROUP},
+        "trainer": {"samples_per_step": SAMPLES},
+    }
+
+
+def _reward_alone(reward: dict[str, Any]) -> dict[str, Any]:
+    return {"experts": {}, "teachers": {"engine": "none"}, "objective": {"kind": "none", "reward": reward}}
+
+
+def _beside_base(base: Path, domain: str, reward: dict[str, Any], kl: float) -> dict[str, Any]:
+    """The base as the one teacher: a divergence that weighs 1 beside a reward that weighs 1/kl."""
+    return {
+        "experts": {"base": {"model": base, "domain": domain}},
+        "objective": {"kind": "reverse_kl", "reward": {**reward, "weight": reward.get("weight", 1.0) / kl}},
+    }
+
+
+def _clipped_alike(trainer: dict[str, Any], kl: float) -> dict[str, Any]:
+    """All gradients are 1/kl times as large as those of a divergence that weighs kl. AdamW does not see that, a clipped norm
+    does."""
+    return {**trainer, "max_grad_norm": trainer.get("max_grad_norm", 1.0) / kl}
+
+
+def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
+    """Everything that decides the expert's weights: `base` is what made the base, `prompts` the hash of the tasks."""
+    decides = {"domains", "rollout", "teachers", "objective", "trainer", "schedule"}
+    found = config.model_dump(mode="json", include=decides)
+    for domain in found["domains"].values():
+        del domain["prompts"], domain["eval"]["prompts"]  # paths; of the tasks the contents are hashed
+    return {"method": spec.method, "base": base, "seed": spec.seed, "prompts": prompts, **found}

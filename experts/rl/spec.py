@@ -1,0 +1,107 @@
+"""The YAML of `opd experts train` with a method of reinforcement: one base, and for each expert where its rewards come from.
+
+An expert by reinforcement is a merge without teachers. So everything but base and domains is a section of a pipeline, under
+its own name, and what is left out is as `experts.rl.recipe` says. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from experts.spec import ExpertsSpec, FromBase
+from opd.config.domains import DomainEvalConfig, EnvironmentConfig
+from opd.config.prompts import Prompts
+from opd.config.strict import Name, Strict
+from opd.errors import ConfigError
+from opd.settings import apply_overrides, load_yaml, validate
+
+Method = Literal["ppo", "grpo", "rloo"]
+METHODS: tuple[str, ...] = get_args(Method)
+SFT_METHODS = ("full", "lora")
+
+
+class Sections(Strict):
+    """Sections of the pipeline, with the keys that differ from the recipe's."""
+
+    rollout: dict[str, Any] = {}
+    trainer: dict[str, Any] = {}
+    """`steps` has no default."""
+    reward: dict[str, Any] = {}
+    """Keys of `objective.reward`, such as those of its `baseline`."""
+    schedule: dict[str, Any] = {}
+    sync: dict[str, Any] = {}
+    monitors: dict[str, Any] = {}
+    checkpoint: dict[str, Any] = {}
+    evaluate: dict[str, Any] = {}
+    logging: dict[str, Any] = {}
+    cluster: dict[str, Any] = {}
+
+
+class ReinforcedExpert(Sections):
+    """One expert, and where its rewards come from: an environment, else the verifier of its `eval`."""
+
+    domain: Name
+    prompts: Prompts
+    """The tasks; a completion that a row may have is not read."""
+    environment: EnvironmentConfig | None = None
+    """As in a domain of a pipeline: the expert takes turns with it, and the episode's reward is its own."""
+    eval: DomainEvalConfig
+    """The held-out tasks; without an environment also the verifier that rewards."""
+    kl_to_base: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """For this expert; default: the spec's."""
+
+
+class ReinforceSpec(FromBase, Sections):
+    """One base and the experts that learn from rewards, one after the other."""
+
+    runs: Path = Path("runs")
+    """Directory of the run directories, one an expert: NAME-METHOD."""
+    method: Method
+    """`ppo`: one response a prompt and a critic; `grpo` and `rloo`: several responses a prompt, compared with each other."""
+    kl_to_base: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Weight of the exact KL(expert || base) beside the reward; 0: the base is no teacher."""
+    experts: dict[Name, ReinforcedExpert] = Field(..., min_length=1)
+
+    @model_validator(mode="after")
+    def _steps_are_given(self) -> ReinforceSpec:
+        for name, expert in self.experts.items():
+            if "steps" not in {**self.trainer, **expert.trainer}:
+                where = f"experts.{name}.trainer.steps"
+                raise PydanticCustomError("steps", "a number of steps", {"where": where, "found": "nothing"})
+        return self
+
+    def sections_of(self, name: str) -> dict[str, dict[str, Any]]:
+        """The sections of one expert: the spec's, with the expert's own keys over them."""
+        expert = self.experts[name]
+        return {key: merged(getattr(self, key), getattr(expert, key)) for key in Sections.model_fields}
+
+
+def merged(first: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`first` with the keys of `over` in their place; mappings are merged key by key, unless `kind` changes."""
+    found = dict(first)
+    for key, value in over.items():
+        old = found.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        if both and value.get("kind", old.get("kind")) == old.get("kind"):
+            value = merged(old, value)
+        found[key] = value
+    return found
+
+
+def load_training(path: Path, overrides: list[str] | None = None) -> ExpertsSpec | ReinforceSpec:
+    """Read, override and check a spec of any method. Raises: ConfigError."""
+    data = apply_overrides(load_yaml(path), overrides or [])
+    method = data.get("method", SFT_METHODS[0])
+    if method not in (*SFT_METHODS, *METHODS):
+        raise ConfigError.at(
+            f"{path}: method",
+            found=f"{method!r:.60}",
+            wanted=f"one of: {', '.join((*SFT_METHODS, *METHODS))}",
+            fix="correct it, here or in --method",
+        )
+    return validate(ReinforceSpec if method in METHODS else ExpertsSpec, data, path)

@@ -1,0 +1,156 @@
+"""Tasks without a text to copy: many answers are right, a judge or a game tells, and nobody writes one down.
+
+Five have one turn, in which one of several right answers will do:
+
+    between   btw 23:35=    29        a number between the two
+    ascend    asc 39174=    379       three of the digits, in ascending order
+    route     way b2d5=     drddr     steps from one cell to another, in any order
+    beside    adj hxk=      g         a letter that stands next to one of these in the alphabet
+    avoid     not hxkqab=   wedg      four different letters, none of these
+
+Three are games of several turns, which end with the reward: `sorting`, `maze` and `number` of `opd.environments`.
+
+The `completion`, or the turns of a game, are blind attempts: they have the form of an answer and are right by chance. A base
+that learned them sometimes succeeds, which is what reinforcement needs; there is nothing more to imitate in them.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from experts.episodes.play import Play
+from experts.suites.agents import AgentDomain, play_games
+from opd.unique import take_unique
+
+DRAWS_PER_ROW = 50
+LETTERS, COLUMNS, SIZE = string.ascii_lowercase, "abcdefghi", 9
+ASCENDING, AVOIDING, FARTHEST = 3, 4, 4
+VERIFIER = "experts.suites.rewards:judge"
+"""What a pipeline names as the verifier of the domains of one turn: `{kind: python, function: ...}`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skill:
+    """One domain of one turn."""
+
+    code: str
+    draw: Callable[[random.Random], str]
+    """Draws a task."""
+    guess: Callable[[random.Random, str], str]
+    """An attempt of somebody who knows the form of an answer to this task and nothing else."""
+    right: Callable[[str, str], bool]
+    """Whether a text answers the task."""
+
+
+def judge(text: str, answer: str, metadata: Mapping[str, Any]) -> float:
+    """Whether the text is one of the right answers: the verifier of the domains of one turn."""
+    return float(SKILLS[metadata["domain"]].right(metadata["task"], text.strip()))
+
+
+def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """`count` rows with different prompts, the same for the same arguments. Raises: ConfigError if there are fewer."""
+    if domain in GAMES:
+        game = GAMES[domain]
+        return play_games(domain, game, count, Play(max_turns=game.max_turns, seed=seed, blind=True))
+    drawn = _draw(domain, count * DRAWS_PER_ROW, seed)
+    return take_unique(drawn, count, f"suite rewards, domain {domain}")
+
+
+def _draw(domain: str, limit: int, seed: int) -> Iterator[dict[str, Any]]:
+    rng, skill = random.Random(f"rewards/{domain}/{seed}"), SKILLS[domain]
+    for _ in range(limit):
+        task = skill.draw(rng)
+        yield {
+            "prompt": f"{skill.code} {task}=",
+            "completion": skill.guess(rng, task),
+            "metadata": {"suite": "rewards", "domain": domain, "task": task},
+        }
+
+
+def _range(rng: random.Random) -> str:
+    width = rng.randint(4, 16)
+    low = rng.randint(0, 99 - width)
+    return f"{low}:{low + width}"
+
+
+def _between(task: str, text: str) -> bool:
+    low, high = map(int, task.split(":"))
+    return text.isascii() and text.isdigit() and len(text) <= 2 and low < int(text) < high
+
+
+def _ascending(task: str, text: str) -> bool:
+    return len(text) == ASCENDING and set(text) <= set(task) and all(a < b for a, b in pairwise(text))
+
+
+def _cells(rng: random.Random) -> str:
+    """A cell, and one to the right of it or below it."""
+    right, down = 0, 0
+    while not right + down:
+        right, down = rng.randint(0, FARTHEST), rng.randint(0, FARTHEST)
+    column, row = rng.randrange(SIZE - right), rng.randrange(SIZE - down)
+    return f"{COLUMNS[column]}{row + 1}{COLUMNS[column + right]}{row + down + 1}"
+
+
+def _way(task: str) -> tuple[int, int]:
+    """Steps to the right and down."""
+    return COLUMNS.index(task[2]) - COLUMNS.index(task[0]), int(task[3]) - int(task[1])
+
+
+def _arrives(task: str, text: str) -> bool:
+    right, down = _way(task)
+    return sorted(text) == sorted("r" * right + "d" * down)
+
+
+def _next_to(task: str, text: str) -> bool:
+    return len(text) == 1 and any(
+        text == LETTERS[(LETTERS.index(letter) + way) % 26] for letter in task for way in (-1, 1)
+    )
+
+
+def _avoids(task: str, text: str) -> bool:
+    return len(text) == len(set(text)) == AVOIDING and not set(text) & set(task) and set(text) <= set(LETTERS)
+
+
+def _sample(rng: random.Random, signs: str, count: int) -> str:
+    return "".join(rng.sample(signs, count))
+
+
+SKILLS: dict[str, Skill] = {
+    "between": Skill(code="btw", draw=_range, guess=lambda rng, task: str(rng.randrange(100)), right=_between),
+    "ascend": Skill(
+        code="asc",
+        draw=lambda rng: _sample(rng, string.digits, 5),
+        guess=lambda rng, task: _sample(rng, task, ASCENDING),
+        right=_ascending,
+    ),
+    "route": Skill(
+        code="way",
+        draw=_cells,
+        guess=lambda rng, task: "".join(rng.choices("rd", k=sum(_way(task)))),
+        right=_arrives,
+    ),
+    "beside": Skill(
+        code="adj",
+        draw=lambda rng: _sample(rng, LETTERS, 3),
+        guess=lambda rng, task: rng.choice(LETTERS),
+        right=_next_to,
+    ),
+    "avoid": Skill(
+        code="not",
+        draw=lambda rng: _sample(rng, LETTERS, 6),
+        guess=lambda rng, task: _sample(rng, LETTERS, AVOIDING),
+        right=_avoids,
+    ),
+}
+GAMES: dict[str, AgentDomain] = {
+    "sorting": AgentDomain(options={"digits": 4}, max_turns=10),
+    "maze": AgentDomain(options={"size": 5, "mazes": 1}, max_turns=20, tasks=300, held_out=100),
+    "number": AgentDomain(options={"highest": 60}, max_turns=7),
+}
+"""Each has the name of its environment."""
+DOMAINS: dict[str, object] = {**SKILLS, **GAMES}

@@ -1,0 +1,14 @@
+"""Credit: what an episode's reward says about each token that the policy sampled. One file per kind, behind one dictionary.
+
+`none` takes the reward as it is, `leave_one_out`, `group` and `ema` take a baseline off it, which all tokens of an episode
+share. `critic` learns the value of every state, and gives each token its own advantage (`gae`).
+"""
+
+CREDITS: dict[str, str] = {
+    "critic": "opd.credit.critic:CriticCredit",
+    "leave_one_out": "opd.credit.leave_one_out:LeaveOneOut",
+    "group": "opd.credit.group:Group",
+    "ema": "opd.credit.ema:Ema",
+    "none": "opd.credit.none:NoBaseline",
+}
+"""Kind -> its class, which implements `opd.credit.interfaces.Credit`; `opd.named.imported` imports it."""

@@ -1,0 +1,69 @@
+"""The baseline is a running mean of a domain's rewards in the steps before (RAE): for one try at each prompt.
+
+No episode of a step is in the baseline of the step, so it takes nothing from the gradient's mean. In a domain's first step
+the other episodes of the domain stand in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from opd.credit.episodes import Episode, episodes, others_mean, readings, shared_by_tokens
+from opd.credit.interfaces import Assigned
+from opd.credit.state import read_state, write_state
+from opd.types import Rollout, WrittenFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmaSpec:
+    """Settings of the running mean."""
+
+    decay: float = 0.95
+    """What an episode leaves of the mean before it; 0.95 looks back over about twenty episodes."""
+
+
+class Ema:
+    """Implements `opd.credit.interfaces.Credit`."""
+
+    def __init__(self, spec: EmaSpec) -> None:
+        self._spec = spec
+        self._sums: dict[str, tuple[float, float]] = {}
+        """Domain -> sum of its rewards up to the last step, the newest most, and the same sum of ones: the mean's two halves."""
+        self._written: tuple[WrittenFile, ...] = ()
+
+    def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:
+        tries = episodes(rollouts)
+        first = others_mean(tries, [episode.domain for episode in tries])
+        found = [
+            episode.reward - self._baseline(episode.domain, other) for episode, other in zip(tries, first, strict=True)
+        ]
+        self._remember(tries)
+        return Assigned(advantages=shared_by_tokens(tries, found), readings=readings(tries, found))
+
+    def _baseline(self, domain: str, other: float | None) -> float:
+        """The mean of the steps before; `other` if there were none, and 0 if there is nothing at all."""
+        if domain in self._sums:
+            total, weight = self._sums[domain]
+            return total / weight
+        return 0.0 if other is None else other
+
+    def _remember(self, tries: Sequence[Episode]) -> None:
+        decay = self._spec.decay
+        for episode in tries:
+            total, weight = self._sums.get(episode.domain, (0.0, 0.0))
+            self._sums[episode.domain] = (decay * total + (1 - decay) * episode.reward, decay * weight + (1 - decay))
+
+    def wait_ready(self) -> None:
+        """Return at once."""
+
+    def begin_save(self, path: Path) -> None:
+        self._written = (write_state(path, json.dumps({"sums": self._sums})),)
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile]:
+        return self._written
+
+    def load(self, path: Path) -> None:
+        self._sums = {domain: (total, weight) for domain, (total, weight) in read_state(path)["sums"].items()}

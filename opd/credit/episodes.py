@@ -1,0 +1,95 @@
+"""The episodes of a step: rollouts that share one outcome.
+
+A baseline compares outcomes, so it goes by episodes. Segments of an episode are not independent tries: if each counted as
+one, an episode that was compacted three times would weigh four times as much, and its own reward would be in its baseline.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from opd.types import Rollout, StopReason
+
+if TYPE_CHECKING:
+    from opd.credit.interfaces import Floats
+
+NOTHING = 1e-9
+"""An advantage below it comes of rounding alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One try with its outcome."""
+
+    segments: tuple[Rollout, ...]
+    """In the order in which the step has them; at least one."""
+    reward: float
+
+    @property
+    def domain(self) -> str:
+        return self.segments[0].domain
+
+    @property
+    def group(self) -> str:
+        """Shared by all tries at one prompt in a step."""
+        return self.segments[0].group
+
+    @property
+    def stop_reason(self) -> StopReason:
+        return self.segments[0].stop_reason
+
+    @property
+    def num_trained(self) -> int:
+        """Trained tokens of all segments."""
+        return sum(segment.num_trained for segment in self.segments)
+
+
+def episodes(rollouts: Iterable[Rollout]) -> list[Episode]:
+    """The episodes that have a reward, in the order in which they begin."""
+    segments: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        segments[rollout.episode].append(rollout)
+    found = []
+    for name, mine in segments.items():
+        rewards = {segment.reward for segment in mine}
+        assert len(rewards) == 1, f"the segments of episode {name} have the rewards {rewards}"
+        (reward,) = rewards
+        if reward is not None:
+            found.append(Episode(tuple(mine), reward))
+    return found
+
+
+def others_mean(tries: Sequence[Episode], keys: Sequence[str]) -> list[float | None]:
+    """Mean reward of the other episodes with the same key, None where there is no other; one key for each episode."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for key, episode in zip(keys, tries, strict=True):
+        rewards[key].append(episode.reward)
+    return [
+        (sum(rewards[key]) - episode.reward) / (len(rewards[key]) - 1) if len(rewards[key]) > 1 else None
+        for key, episode in zip(keys, tries, strict=True)
+    ]
+
+
+def shared_by_tokens(tries: Sequence[Episode], advantages: Sequence[float]) -> dict[str, Floats]:
+    """Sample id -> the advantage of its episode, once for each trained token."""
+    return {
+        segment.sample_id: np.full(segment.num_trained, advantage, np.float32)
+        for episode, advantage in zip(tries, advantages, strict=True)
+        for segment in episode.segments
+    }
+
+
+def readings(tries: Sequence[Episode], advantages: Sequence[float]) -> dict[str, float]:
+    """Mean reward of the episodes, and the share of them that teach nothing because their advantage is 0."""
+    if not tries:
+        return {}
+    return {
+        "mean_return": fmean(episode.reward for episode in tries),
+        "flat": sum(abs(advantage) < NOTHING for advantage in advantages) / len(tries),
+    }

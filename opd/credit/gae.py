@@ -1,0 +1,122 @@
+"""Advantages from values: GAE along the tokens that the policy sampled, whatever lies between them.
+
+    segment 0   P P P P  a a a  o o o  a a  o  S S        a, S sampled: actions and a summary; P prompt, o observation
+    segment 1            P P P P  (copied)  o o  a a a    reward
+    the line             a a a         a a     S S          a a a ◀─┘
+
+An episode is one line of sampled tokens. Observations and copied text are no actions, so they have no value, take no step of
+lambda, and no reward lies on them: the last token of a turn is followed by the first of the next, and the last token of a
+segment by the first of the segment that goes on from its summary. So cutting an episode changes no advantage, and what is
+learned at the end reaches a token with (gamma lambda)^k, k the sampled tokens between, those of later segments among them.
+
+A sub-agent is a line of its own that ends with the episode's outcome. Who started it reads its answer as an observation.
+
+An episode that was cut from outside has not failed. If it earned nothing, its outcome is the value of the state at the cut.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+
+from opd.credit.episodes import Episode
+from opd.types import Broken, Rollout, StopReason
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from opd.credit.interfaces import Floats
+
+    Doubles = NDArray[np.float64]
+
+ADAPTIVE = 1.5
+"""Lambda of a line of l tokens is 1 - 1 / (1.5 l): its horizon grows with the line."""
+CUT: frozenset[StopReason] = frozenset({"length", "tokens", "context", "template", *get_args(Broken)})
+"""Stop reasons of episodes that were cut from outside. A limit of turns is a rule of the task: reaching it is an outcome."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaeSpec:
+    """How far credit reaches."""
+
+    gamma: float = 1.0
+    """Discount of a token."""
+    policy_lambda: float | None = None
+    """Lambda of the advantages; None: 1 - 1 / (1.5 l) for a line of l trained tokens."""
+    critic_lambda: float = 1.0
+    """Lambda of the returns that the critic learns; 1: the outcome itself, which no error of the critic gets into."""
+    bootstrap: frozenset[StopReason] = CUT
+    """Stop reasons of episodes without a reward above or below 0 whose outcome is the value at their end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credited:
+    """What one episode tells the policy and the critic; both by sample id, [N] for each trained token."""
+
+    advantages: dict[str, Floats]
+    returns: dict[str, Floats]
+
+
+def credit(episode: Episode, values: Mapping[str, Floats], spec: GaeSpec) -> Credited:
+    """Advantages and returns of every segment. `values`: sample id -> [N + 1] the value of the state before each trained
+    token, and of the state behind the last token of the segment."""
+    found = Credited({}, {})
+    every = lines(episode)
+    outcome = episode.reward
+    if not episode.reward and episode.stop_reason in spec.bootstrap:
+        outcome = spec.gamma * float(values[every[0][-1].sample_id][-1])
+    for line in every:
+        _credit_line(line, values, outcome, spec, found)
+    return found
+
+
+def lines(episode: Episode) -> list[tuple[Rollout, ...]]:
+    """The segments in lines, each in the order in which it was written; the first is that of the episode itself."""
+    begun: dict[str, str] = {}
+    found: dict[str, list[Rollout]] = defaultdict(list)
+    for segment in episode.segments:
+        first = episode.segments[0].sample_id
+        before = first if segment.parent is None else begun.get(segment.parent, first)
+        begun[segment.sample_id] = segment.sample_id if segment.origin == "sub_agent" else before
+        found[begun[segment.sample_id]].append(segment)
+    return [tuple(line) for line in found.values()]
+
+
+def _credit_line(
+    line: Sequence[Rollout], values: Mapping[str, Floats], outcome: float, spec: GaeSpec, found: Credited
+) -> None:
+    """Put the line's advantages and returns into `found`."""
+    parts = [values[segment.sample_id] for segment in line]
+    assert [len(part) for part in parts] == [segment.num_trained + 1 for segment in line]
+    value_N = np.concatenate([part[:-1] for part in parts]).astype(np.float64)
+    lam = length_adaptive(len(value_N)) if spec.policy_lambda is None else spec.policy_lambda
+    advantage_N = gae(value_N, outcome, spec.gamma, lam)
+    return_N = value_N + gae(value_N, outcome, spec.gamma, spec.critic_lambda)
+    ends = np.cumsum([segment.num_trained for segment in line])[:-1]
+    for segment, mine, learnt in zip(line, np.split(advantage_N, ends), np.split(return_N, ends), strict=True):
+        found.advantages[segment.sample_id] = mine.astype(np.float32)
+        found.returns[segment.sample_id] = learnt.astype(np.float32)
+
+
+def length_adaptive(tokens: int) -> float:
+    """Lambda for a line of so many trained tokens: those that are padding, prompt or observation do not count."""
+    return 1 - 1 / (ADAPTIVE * max(1, tokens))
+
+
+def gae(value_N: Doubles, outcome: float, gamma: float, lam: float) -> Doubles:
+    """[N] advantages of a line of actions whose states have these values; the outcome is earned by the last of them.
+
+    A_t = sum_k (gamma lambda)^k (gamma v_{t+k+1} - v_{t+k}), with the outcome in place of the value behind the last.
+    """
+    advantage_N = np.empty(len(value_N))
+    running, following = 0.0, outcome
+    for place in range(len(value_N) - 1, -1, -1):
+        value = float(value_N[place])
+        running = following - value + gamma * lam * running
+        advantage_N[place] = running
+        following = gamma * value
+    return advantage_N

@@ -1,0 +1,44 @@
+"""The baseline is the mean reward of all tries at the same prompt, the try itself among them (GRPO).
+
+A prompt that was tried once, or whose tries all earned the same, teaches nothing: its advantages are 0.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from opd.credit.episodes import Episode
+from opd.credit.stateless import Stateless
+
+EPSILON = 1e-6
+"""Added to a standard deviation before anything is divided by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """Settings of group-relative advantages."""
+
+    divide_by_std: bool = False
+    """Divide by the standard deviation of the group's rewards. It gives prompts that are nearly always or nearly never solved
+    more weight, which is a bias, and no whitening is needed where rewards are in 0..1."""
+
+
+class Group(Stateless):
+    """Implements `opd.credit.interfaces.Credit`."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self._spec = spec
+
+    def advantages(self, tries: Sequence[Episode]) -> list[float]:
+        rewards: dict[str, list[float]] = defaultdict(list)
+        for episode in tries:
+            rewards[episode.group].append(episode.reward)
+        means = {group: fmean(mine) for group, mine in rewards.items()}
+        scales = {group: self._scale(mine) for group, mine in rewards.items()}
+        return [(episode.reward - means[episode.group]) / scales[episode.group] for episode in tries]
+
+    def _scale(self, rewards: Sequence[float]) -> float:
+        return stdev(rewards) + EPSILON if self._spec.divide_by_std and len(rewards) > 1 else 1.0

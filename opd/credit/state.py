@@ -1,0 +1,32 @@
+"""What a kind of credit keeps in a checkpoint beside a model's shards: a few numbers, as JSON, which holds them to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from opd.files import storing
+from opd.types import WrittenFile
+
+STATE = "credit.json"
+
+
+def write_state(directory: Path, text: str) -> WrittenFile:
+    """Write and sync the file. Raises: StorageError."""
+    began, raw, path = time.monotonic(), text.encode(), directory / STATE
+    with storing(path), path.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    return WrittenFile(name=STATE, blake3=blake3(raw).hexdigest(), size=len(raw), seconds=time.monotonic() - began)
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """What `write_state` wrote; its checkpoint was verified before."""
+    found: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
+    return found

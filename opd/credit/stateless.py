@@ -1,0 +1,36 @@
+"""Credit that holds nothing from step to step, and so has nothing to save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from opd.credit.episodes import Episode, episodes, readings, shared_by_tokens
+from opd.credit.interfaces import Assigned
+from opd.types import Rollout, WrittenFile
+
+
+class Stateless:
+    """Implements `opd.credit.interfaces.Credit` but for the advantage of each episode."""
+
+    def advantages(self, tries: Sequence[Episode]) -> list[float]:
+        """One number for each episode of a step, which all of its trained tokens share."""
+        raise NotImplementedError
+
+    def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:
+        tries = episodes(rollouts)
+        found = self.advantages(tries)
+        return Assigned(advantages=shared_by_tokens(tries, found), readings=readings(tries, found))
+
+    def wait_ready(self) -> None:
+        """Return at once."""
+
+    def begin_save(self, path: Path) -> None:
+        """Write nothing."""
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile]:
+        """Name no file."""
+        return ()
+
+    def load(self, path: Path) -> None:
+        """Read nothing."""

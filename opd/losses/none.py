@@ -1,0 +1,28 @@
+"""No divergence: nothing is asked of a teacher, and the student learns from `objective.reward` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from opd.config.objectives import ObjectiveConfig
+from opd.losses.objective import Slope, StudentChunk, TeacherChunk
+
+
+@dataclass(frozen=True, slots=True)
+class NoDivergence:
+    """0 for every token, with no slope."""
+
+    mixes: ClassVar[bool] = False
+
+    def __call__(self, student: StudentChunk, teacher: TeacherChunk) -> Slope:
+        return Slope(student.logp_C.new_zeros(len(student.logp_C)), student.p_C_V.new_zeros(student.p_C_V.shape))
+
+
+class NoDivergenceConfig(ObjectiveConfig):
+    OBJECTIVE: ClassVar[type[Any]] = NoDivergence
+    PAYLOADS: ClassVar[tuple[str, ...]] = ("none",)
+    HAS_DIVERGENCE: ClassVar[bool] = False
+
+    kind: Literal["none"]
+    """No teacher and no divergence: the student learns from `objective.reward` alone."""

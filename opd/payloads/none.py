@@ -1,0 +1,68 @@
+"""Payload `none`: no teacher was asked. The rows carry the rollouts alone, and what is learned comes from their rewards.
+
+Shapes: N tokens of a block, C of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from opd.interfaces import ScoredRow
+from opd.losses.blocks import Block, Given
+from opd.losses.objective import TeacherChunk
+from opd.payloads.answer import Answer, Said
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Unscored(Answer):
+    """The empty answer. It has no column in the stream."""
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> str:
+        return "nothing"
+
+    def fits(self, num: int, itemsize: int) -> bool:
+        return True
+
+    @classmethod
+    def token_bytes(cls, *, hidden_size: int, itemsize: int, top_k: int) -> int:
+        return 0
+
+    @classmethod
+    def of_states(cls, said: Said) -> Unscored:
+        return cls()
+
+    @classmethod
+    def blocks(
+        cls, samples: Sequence[Sequence[ScoredRow]], dtype: torch.dtype, baselines: Mapping[str, float] | None
+    ) -> tuple[Block, ...]:
+        return (UnscoredBlock(sum(scored[0].rollout.num_trained for scored in samples)),)
+
+
+@dataclass(frozen=True, slots=True)
+class UnscoredBlock(Block, Given):
+    """So many consecutive trained tokens that no teacher has seen."""
+
+    tokens: int
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def given(self, part: slice, vocab_size: int) -> UnscoredBlock:
+        return self.rows(part)
+
+    def rows(self, rows: slice) -> UnscoredBlock:
+        return UnscoredBlock(len(range(self.tokens)[rows]))
+
+    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> TeacherChunk:
+        return TeacherChunk()

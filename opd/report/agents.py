@@ -1,0 +1,183 @@
+"""The agents of a merge: the audit of their sampled tokens, how they did from step to step, and episodes turn by turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from opd.report import figures
+from opd.report.drawing import Plot
+from opd.report.run import RunFiles
+from opd.step_record import EpisodesRecord, StepRecord, TurnRecord
+from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
+
+LEVELS = (0.05, 0.2, 0.5, 1.0, 2.0)
+"""Nats from which on a token has the next colour."""
+MOST_CHARACTERS = 1_500_000
+"""Of the page that episodes may take, about; those that do not fit are counted."""
+OF_A_TOKEN = 60
+"""Characters that the page has for a token beside its text."""
+COUNTS = ("episodes", "tokens", "segments", "forks", "lost_turns", "invalid_calls", "broken")
+
+
+def episode_rows(records: Sequence[StepRecord]) -> dict[str, dict[str, Any]]:
+    """Domain -> what became of its episodes in all these steps; empty without agents.
+
+    `trained` is the share of the sampled tokens that carried loss; `by_turn` has tokens, loss and gap of each turn.
+    """
+    by_domain: dict[str, list[EpisodesRecord]] = {}
+    for record in records:
+        for domain, found in record.episodes.items():
+            by_domain.setdefault(domain, []).append(found)
+    return {domain: _row(found) for domain, found in sorted(by_domain.items())}
+
+
+def _row(found: Sequence[EpisodesRecord]) -> dict[str, Any]:
+    sums = {key: sum(getattr(one, key) for one in found) for key in COUNTS}
+    return sums | {
+        "turns": _mean(found, "turns", "episodes"),
+        "reward": _mean(found, "reward", "episodes"),
+        "trained": _mean(found, "trained", "tokens"),
+        "stop_reasons": _sums(one.stop_reasons for one in found),
+        "sub_agents": _sums(one.sub_agents for one in found),
+        "error": next((one.error for one in found if one.error), ""),
+        "by_turn": [
+            _turn([one.by_turn[n] for one in found if n < len(one.by_turn)]) for n in range(_most_turns(found))
+        ],
+    }
+
+
+def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The most frequent first."""
+    found: Counter[str] = Counter()
+    for one in counts:
+        found.update(one)
+    return dict(found.most_common())
+
+
+def _most_turns(found: Sequence[EpisodesRecord]) -> int:
+    return max(len(one.by_turn) for one in found)
+
+
+def _turn(found: Sequence[TurnRecord]) -> dict[str, float | None]:
+    means = {key: _mean(found, key, "tokens") for key in ("loss", "logprob_gap")}
+    return {"tokens": sum(one.tokens for one in found)} | means
+
+
+def _mean(found: Sequence[Any], key: str, weight: str) -> float | None:
+    """Mean of a field, weighted by another one; None where nobody has it."""
+    known = [one for one in found if getattr(one, key) is not None]
+    total = sum(getattr(one, weight) for one in known)
+    return sum(getattr(one, key) * getattr(one, weight) for one in known) / total if total else None
+
+
+def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str, list[float | None]]]:
+    """Curves `episode_reward` and `episode_turns` by domain: means of an episode with a value for each point, which is a group
+    of steps; empty without agents."""
+    domains = sorted({domain for part in points for record in part for domain in record.episodes})
+    if not domains:
+        return {}
+
+    def curve(domain: str, key: str) -> list[float | None]:
+        parts = ([record.episodes[domain] for record in part if domain in record.episodes] for part in points)
+        return [_mean(part, key, "episodes") for part in parts]
+
+    return {f"episode_{key}": {d: curve(d, key) for d in domains} for key in ("reward", "turns")}
+
+
+def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
+    """Reward and turns from step to step; loss and gap from turn to turn. `names` are the domains in the page's order."""
+    episodes = report.get("episodes")
+    if not episodes:
+        return []
+    found: list[Plot] = []
+    curves = report["curves"]
+    for key, title in (("reward", "Reward of an episode"), ("turns", "Turns of an episode")):
+        values = {name: curves[f"episode_{key}"].get(name, [None] * len(curves["step"])) for name in names}
+        if any(value is not None for curve in values.values() for value in curve):
+            found.append(figures.by_domain(f"agents-{key}", title, curves["step"], curves["tokens"], values))
+    for key, title in (("loss", "Loss by turn"), ("logprob_gap", "Gap between engine and trainer by turn")):
+        by_turn = {
+            name: [turn[key] for turn in episodes[name]["by_turn"]] if name in episodes else [] for name in names
+        }
+        if any(by_turn.values()):
+            found.append(figures.by_turn(f"agents-{key}", title, by_turn))
+    return found
+
+
+def shown_episodes(run: RunFiles) -> tuple[list[dict[str, Any]], int]:
+    """The episodes of the page, and how many did not fit: for each domain those of the newest step that was kept, and of the
+    oldest the first one, which nobody picked, to compare with."""
+    steps = sorted(run.traces)
+    chosen = [(step, trace) for step in steps[-1:] for trace in run.traces[step].episodes]
+    chosen += [(step, t) for step in steps[:-1][:1] for t in run.traces[step].episodes if "first" in t.why]
+    chosen.sort(key=lambda pair: (pair[1].domain, -pair[0]))
+    fitting, room = [], MOST_CHARACTERS
+    for step, trace in chosen:
+        cost = _cost(trace)
+        if cost <= room:
+            room -= cost
+            fitting.append(_episode(step, trace))
+    return fitting, len(chosen) - len(fitting)
+
+
+def _cost(trace: EpisodeTrace) -> int:
+    pieces = [piece for segment in trace.segments for piece in segment.pieces]
+    texts = sum(len(segment.prompt) for segment in trace.segments)
+    return texts + sum(OF_A_TOKEN + sum(len(text) + OF_A_TOKEN for text in piece.texts) for piece in pieces)
+
+
+def _episode(step: int, trace: EpisodeTrace) -> dict[str, Any]:
+    return {
+        "step": step,
+        "trace": trace,
+        "segments": [
+            {"depth": depth, "title": _title(segment, trace.domain), "copied": _copied(segment), "segment": segment}
+            | {"pieces": [_piece(turn, piece) for turn, piece in segment.turns]}
+            for depth, segment in trace.tree
+        ],
+    }
+
+
+def _copied(segment: SegmentTrace) -> bool:
+    """Whether the segment begins with a copy of what another one has."""
+    return segment.parent is not None and segment.origin != "sub_agent"
+
+
+def _title(segment: SegmentTrace, domain: str) -> str:
+    """What a segment is, in words."""
+    kind = "fork" if segment.parent is not None and segment.origin == "main" else segment.origin.replace("_", "-")
+    comes = "" if segment.parent is None else f" of {segment.parent}"
+    scored = "" if segment.domain == domain else f", scored by the expert of {segment.domain}"
+    goes = "" if segment.next is None else f", goes on from its summary in {segment.next}"
+    return f"{segment.sample_id}: {kind}{comes}{scored}{goes}"
+
+
+def _piece(turn: int, piece: Piece) -> dict[str, Any]:
+    """Who wrote it, and its tokens with level and loss; the level is -1 where a token carries none."""
+    policy = piece.origin == "policy"
+    known = policy and bool(piece.losses)
+    mean = sum(piece.losses) / len(piece.losses) if known else None
+    losses = piece.losses if known else (None,) * len(piece.texts)
+    return {
+        "who": "environment" if piece.origin == "environment" else f"turn {turn}",
+        "kind": piece.origin,
+        "length": piece.length,
+        "version": piece.policy_version,
+        "mean": mean,
+        "left_out": piece.left_out if piece.origin != "environment" else 0,
+        "tokens": [
+            {
+                "text": text if piece.origin == "environment" else text.replace("\n", "⏎\n"),
+                "loss": loss,
+                "level": level(loss),
+            }
+            for text, loss in zip(piece.texts, losses, strict=True)
+        ],
+    }
+
+
+def level(loss: float | None) -> int:
+    """Which of the colours a loss has, from 0; -1 without one."""
+    return -1 if loss is None else sum(loss >= bound for bound in LEVELS)

@@ -1,0 +1,64 @@
+"""The reward's curves of a merge, and their plots. A merge without rewards has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from opd.report import figures
+from opd.report.drawing import Plot
+from opd.reward.records import RewardRecord
+from opd.step_record import StepRecord
+
+OF_THE_STEP = {"policy_loss": "loss", "masked": "masked", "reward_weight": "weight", "cosine": "cosine"}
+"""Curve -> field of a step's reward record."""
+
+
+def reward_curves(points: Sequence[Sequence[StepRecord]], domains: Sequence[str]) -> dict[str, Any]:
+    """Curves by name, each with a value for each point, a group of steps; empty for a merge without rewards.
+
+    reward (by domain): mean over the episodes. policy_loss, masked, reward_weight, cosine: means over the steps, null where no
+    step has the number.
+    """
+    known = [[record.reward for record in part if record.reward is not None] for part in points]
+    if not any(known):
+        return {}
+    found: dict[str, Any] = {"reward": {name: [_mean_reward(part, name) for part in known] for name in domains}}
+    for curve, key in OF_THE_STEP.items():
+        found[curve] = [_mean([getattr(record, key) for record in part]) for part in known]
+    return found
+
+
+def _mean_reward(part: Sequence[RewardRecord], domain: str) -> float | None:
+    mine = [record.domains[domain] for record in part if domain in record.domains]
+    episodes = sum(one.episodes for one in mine)
+    return sum(one.reward * one.episodes for one in mine) / episodes if episodes else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
+    """Plots of the reward by domain, and of its stream beside the divergence."""
+    if "reward" not in curves:
+        return []
+    step, tokens, gap = curves["step"], curves["tokens"], [None] * len(curves["step"])
+    by_domain = {name: curves["reward"].get(name, gap) for name in names}
+    found = [
+        figures.by_domain("reward", "Reward of the student's responses", step, tokens, by_domain, label="mean"),
+        _line("policy-loss", "Loss of the policy gradient", curves, "policy_loss", label="nats a token"),
+        _line(
+            "masked", "Tokens too far from what was sampled to be trained on a reward", curves, "masked", percent=True
+        ),
+    ]
+    if any(value is not None for value in curves["cosine"]):
+        title = "Cosine of the gradients of divergence and reward"
+        found.append(_line("cosine", title, curves, "cosine", markers=True))
+    return found
+
+
+def _line(name: str, title: str, curves: Mapping[str, Any], key: str, **options: Any) -> Plot:
+    return figures.lines(name, title, curves["step"], curves["tokens"], {name: ("expert", curves[key])}, **options)

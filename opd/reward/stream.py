@@ -1,0 +1,91 @@
+"""The reward's part of each step: who judges, what the credit is, how much it weighs, and what is recorded of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from opd.config.reward import RewardConfig
+from opd.credit.interfaces import Assigned, Credit
+from opd.reward.records import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep, comparison
+from opd.reward.verified import Failure, VerifiedRewards
+from opd.types import Prompt, Rollout, RolloutBatch
+
+CREDIT = "credit"
+"""Directory of a checkpoint in which the credit's state lies."""
+NOTHING = PolicyStats(tokens=0, loss_sum=0.0, masked=0)
+
+
+class RewardStream:
+    """Implements `opd.reward.interfaces.Rewards`."""
+
+    def __init__(
+        self, config: RewardConfig, domains: Collection[str], verified: VerifiedRewards, credit: Credit
+    ) -> None:
+        """`domains` take part; `verified` judges those of them that have no environment."""
+        self._config = config
+        self._domains = frozenset(domains)
+        self._verified = verified
+        self._credit = credit
+        self._failures: list[Failure] = []
+        self._asked = RewardStep(weight=0.0, advantages={})
+        self._readings: Mapping[str, float] = {}
+
+    def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
+        judged, self._failures = self._verified.give(batch, prompts)
+        return judged
+
+    def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:
+        assigned: Assigned = self._credit.assign(step, self._taking_part(rollouts))
+        every = self._config.compare_every
+        self._readings = assigned.readings
+        self._asked = RewardStep(
+            weight=self._config.weight_at(step) if assigned.warm else 0.0,
+            advantages=assigned.advantages if assigned.warm else {},
+            compare=assigned.warm and every > 0 and step % every == 0,
+        )
+        return self._asked
+
+    def record(self, rollouts: Sequence[Rollout], trained: PolicyReport | None) -> RewardRecord:
+        failures, self._failures = self._failures, []
+        sums = trained.domains if trained else {}
+        total = sum(sums.values(), NOTHING)
+        taking_part = self._taking_part(rollouts)
+        return RewardRecord(
+            weight=self._asked.weight,
+            loss=trained.loss if trained else 0.0,
+            masked=total.masked / max(1, total.tokens),
+            domains={
+                domain: _of_domain(
+                    {r.episode: r.reward for r in taking_part if r.domain == domain and r.reward is not None},
+                    sums.get(domain, NOTHING),
+                    [failure for failure in failures if failure.domain == domain],
+                )
+                for domain in sorted({r.domain for r in taking_part})
+            },
+            credit=dict(self._readings),
+            **comparison(trained.compared if trained else None),
+        )
+
+    def load(self, checkpoint: Path) -> None:
+        self._credit.load(checkpoint / CREDIT)
+
+    def _taking_part(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The segments of the episodes that began in one of the domains, wherever the other segments belong."""
+        began: dict[str, str] = {}
+        for rollout in rollouts:
+            began.setdefault(rollout.episode, rollout.domain)
+        return [rollout for rollout in rollouts if began[rollout.episode] in self._domains]
+
+
+def _of_domain(rewards: Mapping[str, float], sums: PolicyStats, failures: Sequence[Failure]) -> DomainReward:
+    return DomainReward(
+        episodes=len(rewards),
+        reward=fmean(rewards.values()) if rewards else 0.0,
+        tokens=sums.tokens,
+        loss=sums.loss_sum / max(1, sums.tokens),
+        masked=sums.masked / max(1, sums.tokens),
+        failed=len(failures),
+        error=failures[0].error if failures else "",
+    )

@@ -1,0 +1,106 @@
+"""Rewards for responses of a single turn: the verifiers of the exams judge what the student wrote in training.
+
+They run in the driver, in a thread with a deadline for each response. A verifier that raises or is late gives 0, and is counted:
+a reward that is missing here and there would only make the domain's mean less certain, a run that ends would cost more.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from opd.interfaces import Decoder, Verifier
+from opd.text import one_line
+from opd.types import Prompt, Rollout, RolloutBatch
+
+MAX_ERROR = 300
+"""Characters that are kept of what a verifier raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A response that its verifier did not judge."""
+
+    domain: str
+    error: str
+
+
+class VerifiedRewards:
+    """Judges the responses of the domains that have a verifier; other rollouts stay as they are."""
+
+    def __init__(self, verifiers: Mapping[str, Verifier], tokenizer: Decoder, timeout_s: float) -> None:
+        """`verifiers`: domain -> what judges it."""
+        self._verifiers = verifiers
+        self._tokenizer = tokenizer
+        self._timeout_s = timeout_s
+        self._thread = _Thread()
+
+    def give(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, list[Failure]]:
+        """The batch with rewards, and the responses that could not be judged; `prompts` are those of the step."""
+        by_group = {f"{r.step:06d}/{p.id}": p for r in batch.rollouts[:1] for p in prompts}
+        failures: list[Failure] = []
+        rollouts = [
+            self._judged(rollout, by_group[rollout.group], failures) if rollout.domain in self._verifiers else rollout
+            for rollout in batch.rollouts
+        ]
+        return replace(batch, rollouts=tuple(rollouts)), failures
+
+    def _judged(self, rollout: Rollout, prompt: Prompt, failures: list[Failure]) -> Rollout:
+        verifier = self._verifiers[rollout.domain]
+        text = self._tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
+
+        def judge() -> float:
+            # A row that a verifier must not judge may run code: what was read at the start is only a part of them.
+            problem = verifier.problem(prompt.answer, prompt.metadata)
+            if problem:
+                raise ValueError(f"{prompt.id}: {problem}")
+            return float(verifier(text, prompt.answer, prompt.metadata))
+
+        try:
+            return replace(rollout, reward=self._thread.call(judge, self._timeout_s))
+        except Late:
+            error = f"not back after {self._timeout_s:g} s (objective.reward.timeout_s)"
+        except (Exception, SystemExit) as raised:  # noqa: BLE001 a verifier may be anybody's code
+            error = one_line(traceback.format_exception_only(raised)[-1], MAX_ERROR)
+        failures.append(Failure(rollout.domain, error))
+        return replace(rollout, reward=0.0)
+
+
+class Late(Exception):
+    """The call was not back in time."""
+
+
+class _Thread:
+    """Runs calls one after the other. A call that hangs keeps its thread, which ends with the process; the next call gets a
+    new one."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[float], Callable[[], float]]] | None = None
+
+    def call(self, function: Callable[[], float], timeout_s: float) -> float:
+        """`function()`. Raises: what it raises; Late."""
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._calls,), name="verifier", daemon=True).start()
+        future: Future[float] = Future()
+        self._calls.put((future, function))
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            if future.done():  # its own
+                raise
+            self._calls = None
+            raise Late from None
+
+
+def _work(calls: queue.SimpleQueue[tuple[Future[float], Callable[[], float]]]) -> None:
+    while True:
+        future, function = calls.get()
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 it is raised where the result is wanted
+            future.set_exception(error)

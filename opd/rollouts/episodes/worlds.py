@@ -1,0 +1,186 @@
+"""What an agent of an episode acts on: an environment of its own, that of the agent that called it, or nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from opd.environments import find
+from opd.environments.records import Action, Outcome, Tool
+from opd.interfaces import Environment
+from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions
+from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from opd.types import StopReason
+
+if TYPE_CHECKING:
+    from opd.prompts.line import Messages
+
+T = TypeVar("T")
+
+
+class World(Protocol):
+    """What an agent acts on."""
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """What the agent can call, once it has begun."""
+        ...
+
+    @property
+    def over(self) -> EpisodeEnd | None:
+        """Why nobody can act on it any more."""
+        ...
+
+    @property
+    def rewards(self) -> list[float]:
+        """What the agent's turns earned."""
+        ...
+
+    async def begin(self) -> str | Messages:
+        """The first observation. Raises: EpisodeEnd."""
+        ...
+
+    async def step(self, action: Action) -> Outcome:
+        """What the agent's turn brings about. Raises: EpisodeEnd."""
+        ...
+
+    async def close(self) -> None:
+        """Free what is the agent's alone. Raises: EpisodeEnd."""
+        ...
+
+    def leave(self) -> None:
+        """Let go of it without waiting; called last, also after an error."""
+        ...
+
+
+class OwnEnvironment:
+    """An environment in a thread of its own."""
+
+    def __init__(self, options: EpisodeOptions, metadata: Mapping[str, Any], seed: int) -> None:
+        self._options, self._metadata, self._seed = options, metadata, seed
+        self._thread = OwnThread(options.step_timeout_s)
+        self._environment: Environment | None = None
+        self.tools: tuple[Tool, ...] = ()
+        self.over: EpisodeEnd | None = None
+        self.rewards: list[float] = []
+
+    async def begin(self) -> str | Messages:
+        find(self._options.environment, "environment")  # a class that is not there is no fault of one episode
+        environment = await self._call("the environment", self._make)
+        first: str | Messages = await self._call("reset", environment.reset, self._metadata, self._seed)
+        if not _is_first_observation(first):
+            raise EpisodeEnd("raised", f"reset returned {first!r:.60}, wanted text or messages")
+        self.tools = environment.tools
+        return first
+
+    async def step(self, action: Action) -> Outcome:
+        assert self._environment is not None
+        outcome = await self._call("step", self._environment.step, action)
+        wrong = _problem(outcome, len(action.calls))
+        if wrong:
+            raise self._ended("raised", f"step returned {wrong}")
+        if outcome.reward is not None:
+            self.rewards.append(float(outcome.reward))
+        if outcome.done:
+            self._ended("done")
+        return outcome
+
+    async def close(self) -> None:
+        await self._call("close", self._close)
+
+    def leave(self) -> None:
+        self._thread.end(self._close)
+
+    async def _call(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return await self._thread.call(what, function, *arguments)
+        except Overdue as error:
+            raise self._ended("timeout", str(error)) from None
+        except Failed as error:
+            raise self._ended("raised", str(error)) from None
+
+    def _ended(self, reason: StopReason, error: str = "") -> EpisodeEnd:
+        self.over = EpisodeEnd(reason, error)
+        return self.over
+
+    def _make(self) -> Environment:
+        """In the environment's thread, as `_close`: an environment that comes late is closed all the same."""
+        made: Environment = find(self._options.environment, "environment")(**self._options.options)
+        self._environment = made
+        return made
+
+    def _close(self) -> None:
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            environment.close()
+
+
+class CallersEnvironment:
+    """The environment of the agent that called this one. A turn without a call is the agent's answer and does not reach it."""
+
+    def __init__(self, caller: World) -> None:
+        self._caller = caller
+        self.tools = caller.tools
+
+    @property
+    def over(self) -> EpisodeEnd | None:
+        return self._caller.over
+
+    @property
+    def rewards(self) -> list[float]:
+        return self._caller.rewards
+
+    async def begin(self) -> str:
+        return ""
+
+    async def step(self, action: Action) -> Outcome:
+        return await self._caller.step(action) if action.calls else Outcome(done=True)
+
+    async def close(self) -> None:
+        """It is the caller's."""
+
+    def leave(self) -> None:
+        """It is the caller's."""
+
+
+class NoEnvironment:
+    """Nothing: the first turn that is no call of a sub-agent is the agent's answer."""
+
+    tools: tuple[Tool, ...] = ()
+    over: EpisodeEnd | None = None
+    rewards: list[float] = []  # noqa: RUF012 nobody adds to it
+
+    async def begin(self) -> str:
+        return ""
+
+    async def step(self, action: Action) -> Outcome:
+        return Outcome(done=True)
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+    def leave(self) -> None:
+        """There is nothing to leave."""
+
+
+def _is_first_observation(found: Any) -> bool:
+    if isinstance(found, str):
+        return True
+    return isinstance(found, list) and all(
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in found
+    )
+
+
+def _problem(outcome: Any, calls: int) -> str:
+    """What is wrong with what `step` returned; empty if nothing."""
+    if not isinstance(outcome, Outcome):
+        return f"{outcome!r:.60}, wanted an Outcome"
+    reward, seen = outcome.reward, outcome.observation
+    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+        return f"the reward {reward!r:.60}, wanted a finite number or None"
+    if isinstance(seen, str):
+        return ""
+    if not isinstance(seen, tuple) or not all(isinstance(text, str) for text in seen):
+        return f"the observation {seen!r:.60}, wanted a text or a tuple of texts"
+    return f"{len(seen)} observations for {calls} calls" if len(seen) != calls and not outcome.done else ""

@@ -1,0 +1,60 @@
+"""Which episodes of a step are shown to people. The choice depends on the step's rollouts alone, so a replay makes it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, get_args
+
+from opd.types import Rollout, TurnStop
+
+Why = Literal["best", "worst", "longest", "first"]
+"""Why an episode is shown: its reward is the highest or the lowest of its domain in the step, it has the most sampled tokens,
+or it is the first, which nobody picked."""
+
+_OF_ONE_TURN = frozenset(get_args(TurnStop))
+
+
+def episodes_of(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
+    """Episode id -> its segments in order; responses of a single turn are left out."""
+    found: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.stop_reason not in _OF_ONE_TURN:
+            found.setdefault(rollout.episode, []).append(rollout)
+    return found
+
+
+def chosen(episodes: Mapping[str, Sequence[Rollout]]) -> dict[str, tuple[Why, ...]]:
+    """Episode id -> why it is shown; at most four episodes of a domain. Of several that fit, the first one is taken."""
+    by_domain: dict[str, list[str]] = {}
+    for name, segments in episodes.items():
+        by_domain.setdefault(segments[0].domain, []).append(name)
+    found: dict[str, tuple[Why, ...]] = {}
+    for names in by_domain.values():
+        for why, name in _of_domain(names, episodes).items():
+            found[name] = (*found.get(name, ()), why)
+    return found
+
+
+def watched(rollouts: Iterable[Rollout]) -> frozenset[str]:
+    """Samples whose loss is kept token by token: the segments of the chosen episodes."""
+    episodes = episodes_of(rollouts)
+    return frozenset(rollout.sample_id for name in chosen(episodes) for rollout in episodes[name])
+
+
+def _of_domain(names: Sequence[str], episodes: Mapping[str, Sequence[Rollout]]) -> dict[Why, str]:
+    rewards = {name: reward for name in names if (reward := episodes[name][0].reward) is not None}
+    found: dict[Why, str] = {}
+    if rewards:
+        best = max(rewards, key=rewards.__getitem__)
+        worst = min(rewards, key=rewards.__getitem__)
+        found["best"] = best
+        if rewards[worst] < rewards[best]:
+            found["worst"] = worst
+    found["longest"] = max(names, key=lambda name: sum(map(_sampled, episodes[name])))
+    found["first"] = names[0]
+    return found
+
+
+def _sampled(rollout: Rollout) -> int:
+    """Tokens that the policy sampled."""
+    return sum(span.length for span in rollout.spans if span.origin != "environment")

@@ -1,0 +1,51 @@
+"""Keeps a few episodes of a few steps in `RUN_DIR/traces`, so that a reader sees how the student acted, and acts now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from opd.files import storing
+from opd.interfaces import Decoder
+from opd.run_dir import RunPaths
+from opd.traces.choose import chosen, episodes_of
+from opd.traces.making import trace_of
+from opd.traces.record import StepTraces
+from opd.types import Rollout, StepReport
+
+
+class TraceFiles:
+    """Implements `opd.interfaces.Traces`.
+
+    Steps 1, 2, 4, 8 and so on stay; of the others only the newest that has a checkpoint, and the last step. What is kept
+    depends on the number of the step alone, so a run that was killed and resumed keeps the same.
+    """
+
+    def __init__(self, paths: RunPaths, tokenizer: Decoder, every: int, last: int) -> None:
+        """`every` steps there is a checkpoint; `last` is the last step."""
+        self._paths = paths
+        self._tokenizer = tokenizer
+        self._every = every
+        self._last = last
+
+    def keep(self, step: int, rollouts: Sequence[Rollout], trained: StepReport) -> None:
+        """Store the chosen episodes of a step that is kept. Raises: StorageError."""
+        if not (_stays(step) or step % self._every == 0 or step == self._last):
+            return
+        episodes = episodes_of(rollouts)
+        kept = [
+            trace_of(episodes[name], why, trained.token_losses, self._tokenizer)
+            for name, why in chosen(episodes).items()
+        ]
+        if not kept:
+            return
+        with storing(self._paths.traces):
+            self._paths.traces.mkdir(exist_ok=True)
+            StepTraces(step=step, episodes=tuple(kept)).save(self._paths.trace(step))
+            for older, file in self._paths.traces_by_step().items():
+                if older < step and not _stays(older):
+                    file.unlink()
+
+
+def _stays(step: int) -> bool:
+    """Whether the step is a power of two."""
+    return step & (step - 1) == 0

@@ -1,0 +1,79 @@
+"""Episodes of rollouts as traces: token ids become texts here, and long texts are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from opd.interfaces import Decoder
+from opd.traces.choose import Why
+from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
+from opd.traces.texts import token_texts
+from opd.types import Rollout, Span
+
+MAX_TEXT = 4000
+"""Characters of a prompt or an observation that are kept; the first and the last half of a longer one."""
+MAX_TOKENS = 2000
+"""Tokens of a span of the policy whose texts are kept."""
+DIGITS = 4
+"""Of a loss."""
+
+Losses = Mapping[str, Sequence[float]]
+"""Sample id -> the loss of each of its trained tokens, nats."""
+
+
+def trace_of(segments: Sequence[Rollout], why: tuple[Why, ...], losses: Losses, tokenizer: Decoder) -> EpisodeTrace:
+    """One episode; segments without an entry in `losses` have none."""
+    first = segments[0]
+    return EpisodeTrace(
+        episode=first.episode,
+        domain=first.domain,
+        why=why,
+        stop_reason=first.stop_reason,
+        reward=first.reward,
+        segments=tuple(_segment(rollout, losses.get(rollout.sample_id, ()), tokenizer) for rollout in segments),
+    )
+
+
+def _segment(rollout: Rollout, losses: Sequence[float], tokenizer: Decoder) -> SegmentTrace:
+    pieces, at, trained = [], 0, 0
+    for span in rollout.spans:
+        ids = rollout.response_ids[at : at + span.length]
+        own = losses[trained : trained + span.length] if span.trained else ()
+        pieces.append(_piece(span, ids, own, tokenizer))
+        at, trained = at + span.length, trained + span.length * span.trained
+    prompt, _ = _cut(tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False))
+    return SegmentTrace(
+        sample_id=rollout.sample_id,
+        domain=rollout.domain,
+        origin=rollout.origin,
+        parent=rollout.parent,
+        next=rollout.next,
+        prompt=prompt,
+        prompt_length=len(rollout.prompt_ids),
+        pieces=tuple(pieces),
+    )
+
+
+def _piece(span: Span, ids: Sequence[int], losses: Sequence[float], tokenizer: Decoder) -> Piece:
+    if span.origin == "environment":
+        text, left_out = _cut(tokenizer.decode(ids, skip_special_tokens=False))
+        texts: Sequence[str] = (text,)
+    else:
+        texts, left_out = token_texts(ids[:MAX_TOKENS], tokenizer), max(0, len(ids) - MAX_TOKENS)
+    return Piece(
+        origin=span.origin,
+        policy_version=span.policy_version,
+        length=span.length,
+        texts=tuple(texts),
+        losses=tuple(round(loss, DIGITS) for loss in losses[:MAX_TOKENS]),
+        left_out=left_out,
+    )
+
+
+def _cut(text: str) -> tuple[str, int]:
+    """The text, or its first and last part, and how many characters are missing."""
+    missing = len(text) - MAX_TEXT
+    if missing <= 0:
+        return text, 0
+    half = MAX_TEXT // 2
+    return f"{text[:half]} … ({missing:,} characters) … {text[-half:]}", missing

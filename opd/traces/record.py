@@ -1,0 +1,145 @@
+"""An episode as it is kept for people: `RUN_DIR/traces/step-NNNNNN.json`, a few episodes of a training step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.errors import RunDirError
+from opd.files import atomic_write_text
+from opd.traces.choose import Why
+from opd.types import Origin, SegmentOrigin, StopReason
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one of the two wrote at a stretch."""
+
+    origin: Origin
+    policy_version: int
+    length: int
+    """Tokens, also those that are not among `texts`."""
+    texts: tuple[str, ...]
+    """What the policy wrote, token by token; what an environment wrote, as one text."""
+    losses: tuple[float, ...] = ()
+    """The loss of each of these tokens, nats; empty where they carry none, or where it is not known."""
+    left_out: int = 0
+    """Characters of an environment's text that were not kept, or tokens of the policy's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentTrace:
+    """One token sequence of the episode; `opd.types.Rollout` explains the fields that have the same names."""
+
+    sample_id: str
+    domain: str
+    origin: SegmentOrigin
+    parent: str | None
+    next: str | None
+    prompt: str
+    """What it begins with. All but the first segment of an episode begin with copies of what others have, without loss."""
+    prompt_length: int
+    """Tokens."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def turns(self) -> Iterator[tuple[int, Piece]]:
+        """Each piece with the number of its turn, from 1; an environment's piece has that of the turn that it answers."""
+        turn, began = 0, False
+        for piece in self.pieces:
+            if piece.origin == "environment":
+                began = False
+            elif not began:
+                turn, began = turn + 1, True
+            yield turn, piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeTrace:
+    """One episode."""
+
+    episode: str
+    domain: str
+    why: tuple[Why, ...]
+    """Why it was kept; empty where all of a step are shown."""
+    stop_reason: StopReason
+    reward: float | None
+    segments: tuple[SegmentTrace, ...]
+    """In the order in which they began."""
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy in all segments."""
+        return sum(max((turn for turn, _ in segment.turns), default=0) for segment in self.segments)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(p.length for s in self.segments for p in s.pieces if p.origin != "environment")
+
+    @property
+    def trained(self) -> int:
+        """Those of them that carry loss."""
+        return sum(p.length for s in self.segments for p in s.pieces if p.origin == "policy")
+
+    @property
+    def tree(self) -> Iterator[tuple[int, SegmentTrace]]:
+        """Every segment once, after its parent, with its depth: 0 for one whose parent is not here."""
+        known = {segment.sample_id for segment in self.segments}
+        children: dict[str | None, list[SegmentTrace]] = {}
+        for segment in self.segments:
+            children.setdefault(segment.parent if segment.parent in known else None, []).append(segment)
+        waiting = [(0, segment) for segment in reversed(children.get(None, []))]
+        while waiting:
+            depth, segment = waiting.pop()
+            yield depth, segment
+            waiting += [(depth + 1, child) for child in reversed(children.get(segment.sample_id, []))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTraces:
+    """Episodes of one training step."""
+
+    step: int
+    episodes: tuple[EpisodeTrace, ...]
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raises: OSError."""
+        atomic_write_text(path, json.dumps({"format": FORMAT, **asdict(self)}))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StepTraces:
+        """Inverse of what `save` writes. Raises: KeyError or TypeError for anything else."""
+        return cls(step=data["step"], episodes=tuple(map(_episode, data["episodes"])))
+
+
+def read_traces(path: Path) -> StepTraces:
+    """The episodes of a file. Raises: RunDirError if it is damaged or another release wrote it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {data['format']}")
+        return StepTraces.from_json(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunDirError.at(
+            path,
+            found=f"{type(error).__name__}: {error}",
+            wanted=f"episodes of format {FORMAT}, as this release of opd writes them",
+            fix="move the file away: the others are then shown without it",
+        ) from None
+
+
+def _episode(data: Mapping[str, Any]) -> EpisodeTrace:
+    segments = tuple(
+        SegmentTrace(**{**segment, "pieces": tuple(map(_piece, segment["pieces"]))}) for segment in data["segments"]
+    )
+    return EpisodeTrace(**{**data, "why": tuple(data["why"]), "segments": segments})
+
+
+def _piece(data: Mapping[str, Any]) -> Piece:
+    return Piece(**{**data, "texts": tuple(data["texts"]), "losses": tuple(data["losses"])})

@@ -1,0 +1,29 @@
+"""The text of single tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from opd.interfaces import Decoder
+
+_NOT_WHOLE = "�"
+"""Ends a text whose last character is not complete."""
+
+
+def token_texts(ids: Sequence[int], tokenizer: Decoder) -> list[str]:
+    """The text that each token adds to those before it, special tokens too; joined they are the text of all.
+
+    A character of several tokens stands with the last of them. Tokens are decoded a few at a time, since the text of a token
+    may depend on the one before it, and that of a whole episode would be decoded once for each token.
+    """
+    texts: list[str] = []
+    before, at = 0, 0
+    for end in range(1, len(ids) + 1):
+        known = tokenizer.decode(ids[before:at], skip_special_tokens=False)
+        found = tokenizer.decode(ids[before:end], skip_special_tokens=False)
+        if found.endswith(_NOT_WHOLE) and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(found[len(known) :])
+        before, at = at, end
+    return texts

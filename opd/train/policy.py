@@ -1,0 +1,130 @@
+"""The policy gradient's part of an optimiser step: its weights, its tokens, its sums, and its gradient beside the divergence's.
+
+Its mean is over the trained tokens that have an advantage, of the whole step: a token counts the same however long its response
+is, and however rows are cut into ranks and micro-batches. The divergence has a mean of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from opd.losses.chunked import TokenStats
+from opd.reward.records import Compared, PolicyStats, RewardStep
+from opd.train.batch import MicroBatch
+from opd.train.totals import row_weights, token_weights
+from opd.types import Rollout
+
+if TYPE_CHECKING:
+    from opd.credit.interfaces import Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyWork:
+    """The policy gradient of one optimiser step, of all ranks or of one."""
+
+    weight: float
+    """What its mean counts beside the divergence's."""
+    weights: Mapping[str, float]
+    """Sample id -> weight of each of its trained tokens in the policy gradient's own mean."""
+    advantages: Mapping[str, Floats]
+    """Sample id -> [N] advantage of each trained token."""
+    compare: bool = False
+    """Compute the two gradients one after the other."""
+
+    def of(self, sample_ids: Sequence[str]) -> PolicyWork:
+        """The part of these samples."""
+        mine = [i for i in sample_ids if i in self.weights]
+        return replace(
+            self,
+            weights={i: self.weights[i] for i in mine},
+            advantages={i: self.advantages[i] for i in mine},
+        )
+
+    def tokens(self, batch: MicroBatch, sample_ids: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """advantage_N and weight_N, in the policy gradient's own mean, of a micro-batch with these samples; 0 for samples
+        that take no part."""
+        columns = [
+            torch.from_numpy(self.advantages[i]) if i in self.advantages else torch.zeros(length)
+            for i, length in zip(sample_ids, batch.row_lengths, strict=True)
+        ]
+        assert tuple(len(column) for column in columns) == batch.row_lengths
+        advantage_N = torch.cat(columns) if columns else torch.zeros(0)
+        return advantage_N, token_weights(batch, [self.weights.get(i, 0.0) for i in sample_ids])
+
+
+def policy_work(
+    reward: RewardStep | None, rollouts: Sequence[Rollout], domain_weights: Mapping[str, float]
+) -> PolicyWork | None:
+    """The work of all ranks; None if no trained token has an advantage."""
+    if reward is None:
+        return None
+    rewarded = [rollout for rollout in rollouts if rollout.sample_id in reward.advantages]
+    weights = row_weights(rewarded, "token_mean", domain_weights)
+    if not weights:
+        return None
+    advantages = {i: reward.advantages[i] for i in weights}
+    return PolicyWork(weight=reward.weight, weights=weights, advantages=advantages, compare=reward.compare)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPolicy:
+    """Sums over one rank's tokens that have an advantage."""
+
+    loss: float
+    """This rank's share of the weighted sum."""
+    weight: float
+    """The weights of its tokens; those of all ranks add up to 1 if every row was scored."""
+    domains: Mapping[str, PolicyStats]
+    compared: Compared | None = None
+
+
+class PolicyTotals:
+    """Sums over a rank's micro-batches."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.weight = 0.0
+        self.domains: dict[str, PolicyStats] = {}
+
+    def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats) -> None:
+        """Add one micro-batch; `weight_N` as in the policy gradient's own mean."""
+        assert stats.policy_N is not None and stats.masked_N is not None
+        rewarded_N = weight_N != 0
+        value_N = torch.where(rewarded_N, stats.policy_N.float(), 0.0)
+        self.loss += float((value_N * weight_N).sum())
+        self.weight += float(weight_N.sum())
+        lengths = list(batch.row_lengths)
+        masked_N = (stats.masked_N != 0) & rewarded_N
+        parts = zip(value_N.split(lengths), masked_N.split(lengths), rewarded_N.split(lengths), strict=True)
+        for domain, (value, masked, rewarded) in zip(batch.domains, parts, strict=True):
+            tokens = int(rewarded.sum())
+            if tokens:
+                row = PolicyStats(tokens=tokens, loss_sum=float(value.sum()), masked=int(masked.sum()))
+                self.domains[domain] = self.domains[domain] + row if domain in self.domains else row
+
+
+class Comparison:
+    """Tells the policy gradient from the divergence's in the sum that a rank holds of both."""
+
+    def __init__(self) -> None:
+        self._policy: list[Tensor] = []
+
+    def add(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """`before` and `after` a backward pass of the policy gradient alone: the rank's part of the sum, by parameter."""
+        added = [new - old for new, old in zip(after, before, strict=True)]
+        self._policy = [old + new for old, new in zip(self._policy, added, strict=True)] if self._policy else added
+
+    def result(self, both: Sequence[Tensor], share: float) -> Compared:
+        """Compare them, once all passes are done; `both` is the sum, which the optimiser divides by `share`."""
+        divergence_sq = policy_sq = dot = 0.0
+        for whole, policy in zip(both, self._policy, strict=True):
+            rest, own = (whole - policy).double() / share, policy.double() / share
+            divergence_sq += float(rest.square().sum())
+            policy_sq += float(own.square().sum())
+            dot += float((rest * own).sum())
+        return Compared(divergence_sq=divergence_sq, policy_sq=policy_sq, dot=dot)

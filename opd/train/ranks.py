@@ -1,0 +1,110 @@
+"""N ranks of one ZeRO engine in Ray actors, started and called together: what any trainer's driver side is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Concatenate, Generic, ParamSpec, TypeVar
+
+from opd import cluster
+from opd.cluster import Pending, Worker
+from opd.layouts import prove_layout
+from opd.packing import SHARED
+from opd.train.plan import plan_micro_batches, row_sizes
+from opd.train.zero import ModelOptions, ZeroEngine
+from opd.types import LayoutProof, Rollout, WrittenFile
+
+E = TypeVar("E", bound=ZeroEngine)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksSpec:
+    """The settings that the ranks of an engine are started with, beside those of each rank."""
+
+    micro_batch_tokens: int
+    """Prompt and response tokens of one forward pass of a rank."""
+    share_prompts: bool = False
+    """Compute what rows have in common once, if that is right for the model."""
+    gpus: float = 0
+    """GPUs of each rank; 0: the CPU."""
+    roles: int = 1
+    """Roles that compute at the same time on these cores, this one among them."""
+    one_machine: bool = True
+    """True if all ranks are on this machine."""
+    start_timeout_s: float
+    """Deadline for all ranks to hold their shards; that of every other call is that of the rank's options."""
+
+
+class Ranks(Generic[E]):
+    """Handles to the ranks of an engine of class E."""
+
+    def __init__(self, engine: type[E], options: ModelOptions, spec: RanksSpec, role: str) -> None:
+        """`role` is what errors call a rank, such as `trainer`."""
+        self._cls = engine
+        self._ranks_spec = spec
+        self._who = f"{options.name} {options.model_dir}"
+        self._timeout_s = options.timeout_s
+        options = replace(options, model_dir=options.model_dir.absolute())  # a worker starts in another directory
+        env = cluster.worker_env(options.world_size, spec.roles)
+        if not spec.gpus:
+            env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        self._ranks: list[Worker[E]] = [
+            cluster.spawn(engine, options, rank, name=f"{role} rank {rank}", env=env, gpus=spec.gpus)
+            for rank in range(options.world_size)
+        ]
+        self._starting = self._submit_start(spec.one_machine, spec.start_timeout_s)
+        self.layout = LayoutProof(layout="packed", tried={})
+        """How rows are laid out; proven in `wait_ready`."""
+
+    def _submit_start(self, one_machine: bool, timeout_s: float) -> list[Pending[None]]:
+        rank_0 = self._ranks[0]
+        # A machine's own name may stand for an address that no other machine reaches: Debian's hosts file has 127.0.1.1.
+        address = "127.0.0.1" if one_machine else rank_0.node_address(timeout_s=timeout_s)
+        meeting = rank_0.submit(self._cls.meeting_point, address).result(timeout_s=timeout_s)
+        return self._submit(self._cls.start, *meeting)
+
+    def wait_ready(self) -> None:
+        """Block until every rank holds its shard, and find out how rows may be laid out for this model.
+
+        Raises: RunError past the deadline, or if its rows see each other in every layout.
+        """
+        cluster.wait(self._starting, timeout_s=self._ranks_spec.start_timeout_s)
+        self.layout = prove_layout(self._layout_error, self._who, share=self._ranks_spec.share_prompts)
+        self._call(self._cls.use_layout, self.layout.layout)
+
+    def _layout_error(self, layout: str) -> float:
+        """Largest `layout_error` of all ranks; NaN if one rank has NaN, which Python's `max` could lose."""
+        errors = self._call(self._cls.layout_error, layout)
+        return math.nan if any(math.isnan(error) for error in errors) else max(errors)
+
+    def plan(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
+        """Plan the ranks' micro-batches for the layout that was proven."""
+        layout = self.layout.layout
+        sizes = row_sizes(rollouts, share=layout == SHARED)
+        tokens = self._ranks_spec.micro_batch_tokens
+        return plan_micro_batches(sizes, len(self._ranks), tokens, padded=layout == "padded")
+
+    def begin_save(self, path: Path) -> None:
+        """Copy weights and optimiser state; they are written into an existing directory meanwhile."""
+        self._call(self._cls.begin_save, path)
+
+    def saved(self, wait_s: float) -> list[WrittenFile] | None:
+        """The files of the last `begin_save`; None if they are not all written after `wait_s`. Raises: StorageError."""
+        parts = cluster.wait(self._submit(self._cls.saved, wait_s), timeout_s=wait_s + self._timeout_s)
+        return None if None in parts else [file for part in parts for file in part or ()]
+
+    def load(self, path: Path) -> None:
+        """Restore what `begin_save` wrote, by whatever number of ranks."""
+        self._call(self._cls.load, path)
+
+    def _submit(self, method: Callable[Concatenate[E, P], R], *args: P.args, **kwargs: P.kwargs) -> list[Pending[R]]:
+        """Call a method of all ranks with the same arguments; returns at once."""
+        return [rank.submit(method, *args, **kwargs) for rank in self._ranks]
+
+    def _call(self, method: Callable[Concatenate[E, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """The answers of all ranks to a call with the same arguments. Raises: what `opd.cluster.wait` raises."""
+        return cluster.wait(self._submit(method, *args, **kwargs), timeout_s=self._timeout_s)

@@ -1,0 +1,114 @@
+"""The episodes of a training step as trees of segments, for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from opd.config.pipeline import load_pipeline
+from opd.errors import RunDirError, RunError
+from opd.run_dir import RunPaths
+from opd.stream.log import logged_rollouts, logged_steps
+from opd.traces.choose import episodes_of
+from opd.traces.making import trace_of
+from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces, read_traces
+from pipelines.inputs.read import load_tokenizer
+
+LAST = "last"
+"""The newest step that is there, for `--step`."""
+
+
+def step_episodes(run_dir: Path, wanted: str, domains: Sequence[str], limit: int) -> list[EpisodeTrace]:
+    """The first `limit` episodes of each of these domains, or of all, in a training step: all that the target log has, else
+    those that were kept.
+
+    Raises: RunDirError if nothing is there of this step, or what is there is damaged or of another release.
+    """
+    paths = RunPaths(run_dir)
+    step = _step(paths, wanted)
+    found: list[EpisodeTrace] = []
+    seen: Counter[str] = Counter()
+    for episode in _of_step(paths, step):
+        seen[episode.domain] += 1
+        if seen[episode.domain] <= limit and (not domains or episode.domain in domains):
+            found.append(episode)
+    if not found:
+        raise RunDirError.at(
+            run_dir,
+            found=f"no episode of {', '.join(domains) or 'any domain'} in step {step}",
+            wanted="a domain with `environment` or `agent`",
+            fix="name another domain with --domain, or another step with --step",
+        )
+    return found
+
+
+def _step(paths: RunPaths, wanted: str) -> int:
+    """The number of the step. Raises: RunDirError if nothing is there of it."""
+    there = sorted({*paths.traces_by_step(), *logged_steps(paths.targets)})
+    if there and wanted == LAST:
+        return there[-1]
+    if wanted.isdecimal() and int(wanted) in there:
+        return int(wanted)
+    raise RunDirError.at(
+        paths.root,
+        found=f"episodes of the steps {', '.join(map(str, there))}" if there else "episodes of no step",
+        wanted=f"step {wanted}" if wanted != LAST else "a run with agents that has taken a step",
+        fix=f"name one that is there, or `--step {LAST}`",
+    )
+
+
+def _of_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
+    kept = read_traces(paths.trace(step)) if paths.trace(step).exists() else StepTraces(step=step, episodes=())
+    if step not in logged_steps(paths.targets):
+        return kept.episodes
+    tokenizer = load_tokenizer(load_pipeline(paths.pipeline).student.model)
+    try:
+        rollouts = logged_rollouts(paths.targets, step, len(tokenizer))
+    except RunError as error:
+        raise RunDirError.at(
+            paths.targets,
+            found=str(error),
+            wanted="a target log of this release of opd, undamaged",
+            fix=f"name a step that {paths.traces.name}/ has with --step",
+        ) from None
+    why = {episode.episode: episode.why for episode in kept.episodes}
+    segments = [segment for episode in kept.episodes for segment in episode.segments]
+    losses = {s.sample_id: [loss for piece in s.pieces for loss in piece.losses] for s in segments}
+    return [trace_of(found, why.get(name, ()), losses, tokenizer) for name, found in episodes_of(rollouts).items()]
+
+
+def tree_lines(trace: EpisodeTrace) -> Iterator[str]:
+    """What a person reads of one episode: how it ended, then each segment under the one that it comes from."""
+    reward = "no reward" if trace.reward is None else f"reward {trace.reward:.2f}"
+    why = f"; {', '.join(trace.why)}" if trace.why else ""
+    yield (
+        f"== {trace.episode}: {trace.stop_reason}, {reward}, {trace.num_turns} turns, {len(trace.segments)} segments, "
+        f"{trace.trained} of {trace.sampled} sampled tokens trained{why}"
+    )
+    for depth, segment in trace.tree:
+        for line in _segment_lines(segment):
+            yield "  " * depth + line.replace("\n", "\n" + "  " * (depth + 2))
+    yield ""
+
+
+def _segment_lines(segment: SegmentTrace) -> Iterator[str]:
+    comes = "" if segment.parent is None else f" of {segment.parent}"
+    kind = "fork" if segment.parent is not None and segment.origin == "main" else segment.origin.replace("_", "-")
+    goes = "" if segment.next is None else f", goes on in {segment.next}"
+    yield f"segment {segment.sample_id}, {kind}{comes}{goes}"
+    what = "prompt" if segment.parent is None or segment.origin == "sub_agent" else "copied"
+    yield f"  {what}, {segment.prompt_length} tokens: {segment.prompt}"
+    for turn, piece in segment.turns:
+        who = "environment" if piece.origin == "environment" else f"turn {turn}"
+        yield f"  {who}, {piece.length} tokens{_beside(piece)}: {''.join(piece.texts)}"
+
+
+def _beside(piece: Piece) -> str:
+    """What is said of a piece beside its length."""
+    if piece.origin == "environment":
+        return ""
+    masked = " without loss" if piece.origin == "masked" else ""
+    loss = f", mean loss {sum(piece.losses) / len(piece.losses):.3f}" if piece.losses else ""
+    cut = f", the last {piece.left_out} not shown" if piece.left_out else ""
+    return f"{masked} by weights {piece.policy_version}{loss}{cut}"

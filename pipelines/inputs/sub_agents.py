@@ -1,0 +1,89 @@
+"""The sub-agents of a pipeline's domains: how they run, and whether they fit the environments and prompts at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opd.config import PipelineConfig
+from opd.config.domains import EnvironmentConfig
+from opd.config.sub_agents import SubAgentConfig
+from opd.environments import place_of
+from opd.errors import ConfigError
+from opd.rollouts.episodes.chat import ChatAppender
+from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
+
+
+def sub_agents_options(config: PipelineConfig, domain: str, environment: EnvironmentConfig) -> SubAgentsOptions | None:
+    """What the episodes of a domain may start; None: nothing. Raises: ConfigError for an environment's name that is none."""
+    if not environment.sub_agents:
+        return None
+    kinds = {name: _sub_agent(config, domain, agent) for name, agent in environment.sub_agents.items()}
+    return SubAgentsOptions(kinds=kinds, at_most=environment.max_sub_agents, depth=environment.max_depth)
+
+
+def _sub_agent(config: PipelineConfig, domain: str, agent: SubAgentConfig) -> SubAgentOptions:
+    theirs = agent.domain or domain
+    acts = config.domains[theirs].environment if agent.environment == "domain" else None
+    own: dict[str, Any] = {}
+    if acts is not None:
+        place = place_of(acts.name, f"domains.{theirs}.environment.name")
+        own = {"environment": place, "options": acts.options, "step_timeout_s": acts.step_timeout_s}
+    return SubAgentOptions(
+        description=agent.description,
+        domain=agent.domain or "",
+        system=agent.system,
+        prompt=agent.prompt,
+        result=agent.result,
+        shares=agent.environment == "parent",
+        max_turns=agent.max_turns,
+        max_tokens=agent.max_tokens,
+        **own,
+    )
+
+
+def check_sub_agents(
+    domain: str, environment: EnvironmentConfig, tools: Mapping[str, Sequence[str]], chat: ChatAppender | None
+) -> None:
+    """`tools`: domain -> names of its environment's tools. `chat`: the chat template, None where prompts are text.
+
+    Raises: ConfigError for a tool that is there twice, a sub-agent that could never act, or a system message nobody reads.
+    """
+    for name, agent in environment.sub_agents.items():
+        where = f"domains.{domain}.environment.sub_agents.{name}"
+        acted_on = agent.domain or domain if agent.environment == "domain" else domain
+        if any(name in tools[one] for one in (domain, acted_on)):
+            raise ConfigError.at(
+                where,
+                found="a tool of the environment with the same name",
+                wanted=f"a name that is none of {', '.join(dict.fromkeys([*tools[domain], *tools[acted_on]]))}",
+                fix="rename the sub-agent",
+            )
+        if agent.environment == "parent" and not tools[domain]:
+            raise ConfigError.at(
+                f"{where}.environment",
+                found=f"parent, but {environment.name} has no tools",
+                wanted="an environment with tools: a turn without a call ends the sub-agent, so it could never act",
+                fix="set it to none, or to domain, for an environment of its own",
+            )
+        if agent.system:
+            _check_system(where, agent, chat)
+
+
+def _check_system(where: str, agent: SubAgentConfig, chat: ChatAppender | None) -> None:
+    """Raises: ConfigError if the student cannot read the system message."""
+    from jinja2 import TemplateError
+
+    found = "text for a system message, but the domain's prompts are no chat messages"
+    if chat is not None:
+        try:
+            chat.first([{"role": "system", "content": agent.system}, {"role": "user", "content": agent.prompt}])
+            return
+        except TemplateError as error:
+            found = f"text for a system message, which the student's chat template refuses: {error}"
+    raise ConfigError.at(
+        f"{where}.system",
+        found=found,
+        wanted="a system message that the student can read",
+        fix=f"say it in {where}.prompt, before {{task}}",
+    )

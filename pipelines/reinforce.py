@@ -1,0 +1,114 @@
+"""Make experts by reinforcement: a base, then one run without teachers for each expert, then its place and its manifest.
+
+    ReinforceSpec ─ check ─→ OUTPUT_DIR/base ─→ RUNS/NAME-METHOD, a run as of `opd merge` ─→ OUTPUT_DIR/NAME ─→ registry
+
+What is finished is kept and what was interrupted goes on, so the same command takes the whole to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experts.registry import Registry
+from experts.rl.recipe import pipeline_of, record_of
+from experts.rl.spec import ReinforceSpec
+from experts.train import TrainingJob, base_of, check_unclaimed, make_base, publish, register, staging
+from opd.config import PipelineConfig
+from opd.prompts import find_source
+from opd.report import read_run
+from opd.run_dir import RunPaths
+from pipelines.interrupts import Interrupted
+from pipelines.merging import rounds
+from pipelines.merging.directory import link_files
+from pipelines.merging.surroundings import TERMINAL, Surroundings
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expert:
+    """One expert to make."""
+
+    config: PipelineConfig
+    job: TrainingJob
+    domain: str
+    prompts: Path
+    """The tasks, with which it is registered."""
+    paths: RunPaths
+
+    @property
+    def ran(self) -> bool:
+        """Whether its run is through, with a model and a report."""
+        return self.paths.report.exists() and self.paths.model.is_dir() and read_run(self.paths.root).finished
+
+
+def reinforce(spec: ReinforceSpec, tell: Tell, around: Surroundings = TERMINAL) -> list[Path]:
+    """Make the experts that are not finished yet. Returns their directories in the order of the spec.
+
+    Raises: OpdError before the base is made, or before the run of an expert begins; RunError if a run cannot go on;
+    Interrupted after Ctrl-C, with a checkpoint.
+    """
+    base = base_of(spec)
+    experts = [_expert(spec, name, base) for name in spec.experts]
+    registry = Registry(spec.registry) if spec.registry else None
+    for job in (base, *(expert.job for expert in experts)):
+        check_unclaimed(job, registry)
+    make_base(spec, base, tell)
+    # One handler for all runs: a Ctrl-C between two of them must not get lost.
+    with around.signals() as signals:
+        for expert in experts:
+            _make(expert, tell, around)
+            if registry:
+                register(registry, expert.job, expert.domain, expert.prompts)
+            if signals.asked() and expert is not experts[-1]:
+                raise Interrupted(expert.config.trainer.steps, expert.paths.root, signals.number)
+    return [expert.job.directory for expert in experts]
+
+
+def _expert(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Expert:
+    config = pipeline_of(spec, name)
+    tasks = spec.experts[name].prompts
+    source = find_source(tasks)
+    record = record_of(config, spec, base.record, source.content_hash())
+    return _Expert(
+        config=config,
+        job=TrainingJob(name=name, directory=spec.output_dir / name, lines=(), train=None, record=record),
+        domain=spec.experts[name].domain,
+        prompts=tasks if isinstance(tasks, Path) else tasks.path,
+        paths=RunPaths(spec.runs / config.name),
+    )
+
+
+def _make(expert: _Expert, tell: Tell, around: Surroundings) -> None:
+    """Take an expert's run to its end and its model to its place."""
+    name, paths = expert.job.name, expert.paths
+    if expert.job.finished:
+        tell(f"{name}: finished before, kept")
+        return
+    if not expert.ran:
+        if paths.root.exists():
+            tell(f"{name}: going on in {paths.root}")
+            rounds.reopen(paths.root, expert.config, None, "latest", tell).carry_out(around)
+        else:
+            rounds.begin(expert.config, paths.root, tell).carry_out(around)
+    result = _result(paths)
+    link_files(paths.model, staging(expert.job))
+    publish(staging(expert.job), expert.job, result)
+    for domain, (before, after) in result["success"].items():
+        tell(f"{name}: {before:.2f} → {after:.2f} on {domain}, report {paths.page}")
+
+
+def _result(paths: RunPaths) -> dict[str, Any]:
+    """What a finished run came to: for people, and for the manifest."""
+    report = read_run(paths.root).stored
+    assert report is not None
+    return {
+        "run": str(paths.root.absolute()),
+        "steps": report["steps"],
+        "response_tokens": report["response_tokens"],
+        "wall_s": report["wall_s"],
+        "success": {name: [found["before"], found["after"]] for name, found in report["domains"].items()},
+    }

@@ -1,0 +1,66 @@
+"""The pool of a run without teachers: every rollout becomes a row that says nothing, in the stream that teachers' rows take.
+
+Log, feed, ranks and resume know nothing of it, and the loop is that of a merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from opd import cluster
+from opd.payloads.none import Unscored
+from opd.stream.heads import HeadSource
+from opd.stream.schema import TargetRow, write_parts
+from opd.stream.targets import Asked, Expected, TargetStream
+from opd.types import LayoutProof, Rollout
+
+NOBODY = "nobody"
+"""Stands in the column `teacher`."""
+PAYLOAD = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NobodySpec:
+    """What the pool without teachers is made with."""
+
+    dtype: str
+    """What the stream says that hidden states are in; there are none."""
+    max_quarantined: float
+    """Share of the responses that may be left out, of which this pool leaves out none."""
+
+
+class NobodyPool:
+    """Implements `opd.interfaces.TeacherPool`. It has no workers: rows are made when they are asked for."""
+
+    def __init__(self, spec: NobodySpec) -> None:
+        self._spec = spec
+        self.layouts: dict[str, LayoutProof] = {}
+
+    def wait_ready(self) -> None:
+        """Return at once."""
+
+    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+        """Rows of all rollouts in the order of the trainer's micro-batches, one a rollout."""
+        nobody = {NOBODY: Expected(weight=1.0, head="")}
+        asked = Asked(
+            rollouts=rollouts,
+            teachers=dict.fromkeys(sorted({rollout.domain for rollout in rollouts}), nobody),
+            kind=(self._spec.dtype, PAYLOAD),
+            max_quarantined=self._spec.max_quarantined,
+            who="rollouts",
+        )
+        return TargetStream(self._parts(rollouts), asked, heads={})
+
+    def heads(self) -> Mapping[str, HeadSource]:
+        """None: no row names a head."""
+        return {}
+
+    def _parts(self, rollouts: Sequence[Rollout]) -> Iterator[Any]:
+        ordered = sorted(rollouts, key=lambda rollout: rollout.domain)
+        rows = ([TargetRow(rollout=rollout, teacher=NOBODY, answer=Unscored())] for rollout in ordered)
+        for part in write_parts(rows, self._spec.dtype, PAYLOAD, worker=0, broken={}, teachers=[NOBODY]):
+            yield cluster.put(np.frombuffer(part, dtype=np.uint8))

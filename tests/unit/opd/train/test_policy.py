@@ -1,0 +1,228 @@
+"""The policy gradient's mean is over the step's own tokens, however they are cut, and its gradient can be told from the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opd.losses.policy_gradient import PolicyGradient
+from opd.losses.reverse_kl import ReverseKL
+from opd.reward.records import Compared, PolicyReport, PolicyStats, RewardStep
+from opd.train import rank
+from opd.train.batch import micro_batch
+from opd.train.deepspeed import _policy_report
+from opd.train.plan import RowSize, plan_micro_batches
+from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy, policy_work
+from opd.train.rank import RankWork
+from opd.train.student import Student
+from opd.train.totals import row_weights, token_weights
+from tests.unit.opd.train.test_totals import DOMAIN_WEIGHTS, ROWS, STEP, heads
+
+REWARDED = ("b", "e", "f")
+"""Samples that take part; `a` lies in a domain of theirs and has no reward, `c` and `d` lie in another."""
+
+
+def asked(**changes: Any) -> RewardStep:
+    rng = np.random.default_rng(0)
+    advantages = {
+        r.sample_id: rng.normal(size=r.num_trained).astype(np.float32) for r in STEP if r.sample_id in REWARDED
+    }
+    return RewardStep(**{"weight": 0.5, "advantages": advantages} | changes)
+
+
+def work(**changes: Any) -> PolicyWork:
+    found = policy_work(asked(**changes), STEP, DOMAIN_WEIGHTS)
+    assert found is not None
+    return found
+
+
+def test_the_mean_is_over_the_tokens_that_have_an_advantage() -> None:
+    total = 2.0 * 5 + 0.5 * 30 + 1.0 * 7
+    assert work().weights == pytest.approx({"b": 2.0 / total, "e": 0.5 / total, "f": 1.0 / total})
+    assert work().weight == 0.5
+
+
+def test_without_such_tokens_there_is_no_policy_gradient() -> None:
+    assert policy_work(None, STEP, {}) is None
+    assert policy_work(asked(advantages={}), STEP, {}) is None
+    untrained = {"d": np.zeros(0, np.float32)}  # it has a reward, and no trained token
+    assert policy_work(asked(advantages=untrained), STEP, {}) is None
+
+
+def test_a_rank_gets_what_belongs_to_its_samples() -> None:
+    whole = RankWork(
+        step=1, lr=0.1, micro_batches=(), weights=row_weights(STEP, "token_mean", {}), stale=frozenset("be"),
+        policy=work(compare=True), baselines=dict.fromkeys("abcdef", 1.0),
+    )  # fmt: skip
+    part = whole.of([["b", "a"], ["f"]])
+    assert part.micro_batches == (("b", "a"), ("f",)) and set(part.weights) == set("abf") and part.stale == {"b"}
+    assert part.policy is not None and set(part.policy.weights) == set(part.policy.advantages) == {"b", "f"}
+    assert part.baselines == dict.fromkeys("abf", 1.0)
+    assert (part.policy.compare, part.policy.weight) == (True, 0.5)
+    alone = dataclasses.replace(whole, policy=None, baselines=None).of([["c"]])
+    assert alone.policy is None and alone.baselines is None
+
+
+@pytest.fixture(scope="module")
+def student(tiny_model_dir: Any) -> Student:
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32, attn_implementation="sdpa")
+    return Student(lm, ReverseKL(), chunk=5, vocab_size=76, policy=PolicyGradient(low=0.99, high=1e4))
+
+
+def trained(student: Student, cuts: Sequence[Sequence[str]], given: PolicyWork) -> tuple[PolicyTotals, torch.Tensor]:
+    """All micro-batches one after the other, as ranks do, and the accumulated gradient of both streams."""
+    student.zero_grad()
+    totals = PolicyTotals()
+    weights = row_weights(STEP, "token_mean", {})
+    for ids in cuts:
+        batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
+        advantage, weight = given.tokens(batch, ids)
+        divergence = token_weights(batch, [weights[i] for i in ids])
+        loss, stats = student(batch, heads(), divergence, advantage, weight * given.weight)
+        loss.backward()
+        totals.add(batch, weight, stats)
+    return totals, torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
+
+
+def test_the_cut_into_ranks_and_micro_batches_does_not_matter(student: Student) -> None:
+    sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in STEP]
+    planned = [[ids for part in plan_micro_batches(sizes, ranks, 32) for ids in part] for ranks in (1, 2, 5)]
+    want, want_grad = trained(student, [list("abcdef")], work())
+    assert want.weight == pytest.approx(5 * work().weights["b"] + 30 * work().weights["e"] + 7 * work().weights["f"])
+    assert want.weight == pytest.approx(1.0), "it is a mean"
+    plain, without = trained(student, [list("abcdef")], work(weight=0.0))
+    assert float((want_grad - without).norm()) > 1e-2 * float(without.norm()), "the reward counts"
+    assert plain.loss == want.loss, "the stream's weight is not in its own curve"
+    for cuts in [*planned, [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]], [["f", "a"], [], ["e", "d", "c", "b"]]]:
+        totals, grad = trained(student, cuts, work())
+        assert totals.loss == pytest.approx(want.loss, rel=1e-6, abs=1e-6)
+        assert float((grad - want_grad).norm()) < 1e-6 * float(want_grad.norm())
+        assert {d: (s.tokens, s.masked) for d, s in totals.domains.items()} == {
+            d: (s.tokens, s.masked) for d, s in want.domains.items()
+        }
+    assert {d: s.tokens for d, s in want.domains.items()} == {"math": 5, "code": 30, "chat": 7}
+
+
+def test_tokens_of_samples_that_take_no_part_count_nowhere(student: Student) -> None:
+    totals, _ = trained(student, [["a", "c"]], work())
+    assert (totals.loss, totals.weight, totals.domains) == (0.0, 0.0, {})
+
+
+def test_masked_tokens_are_counted_by_domain(tiny_model_dir: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    narrow = Student(lm, ReverseKL(), chunk=5, vocab_size=76, policy=PolicyGradient(low=1e-9, high=1e-9))
+    totals, _ = trained(narrow, [list("abcdef")], work())
+    assert {d: s.masked for d, s in totals.domains.items()} == {"math": 5, "code": 30, "chat": 7}
+    assert totals.loss == 0.0
+
+
+# The two gradients apart
+
+
+def test_the_policy_gradient_is_told_from_the_sum() -> None:
+    gen = torch.Generator().manual_seed(0)
+
+    def some() -> list[torch.Tensor]:
+        return [torch.randn(n, generator=gen) for n in (5, 3)]
+
+    total = [torch.zeros(5), torch.zeros(3)]
+    divergence, policy = [torch.zeros(5), torch.zeros(3)], [torch.zeros(5), torch.zeros(3)]
+    comparison = Comparison()
+    for _ in range(3):
+        d, p = some(), some()
+        before = [t + x for t, x in zip(total, d, strict=True)]
+        total = [t + x for t, x in zip(before, p, strict=True)]
+        comparison.add(before, total)
+        divergence = [t + x for t, x in zip(divergence, d, strict=True)]
+        policy = [t + x for t, x in zip(policy, p, strict=True)]
+    found = comparison.result(total, 0.5)
+    d, p = torch.cat(divergence) / 0.5, torch.cat(policy) / 0.5
+    assert found.divergence_sq == pytest.approx(float(d.square().sum()), rel=1e-4)
+    assert found.policy_sq == pytest.approx(float(p.square().sum()), rel=1e-4)
+    assert found.dot == pytest.approx(float(d @ p), rel=1e-4)
+
+
+def test_ranks_add_up() -> None:
+    def part(loss: float, weight: float, dot: float) -> RankPolicy:
+        domains = trained_domains(loss)
+        compared = Compared(divergence_sq=1.0, policy_sq=2.0, dot=dot)
+        return RankPolicy(loss=loss, weight=weight, domains=domains, compared=compared)
+
+    found = _policy_report([part(0.25, 0.5, 1.0), part(0.5, 0.25, -3.0)])
+    assert found == PolicyReport(
+        loss=1.0, domains=trained_domains(0.75, 2), compared=Compared(divergence_sq=2.0, policy_sq=4.0, dot=-2.0)
+    ), "what could not be scored is not in the mean"
+    assert _policy_report([]) is None
+
+
+def trained_domains(loss: float, ranks: int = 1) -> dict[str, Any]:
+    return {"d": PolicyStats(tokens=ranks, loss_sum=loss, masked=ranks)}
+
+
+class Passes:
+    """Stands for DeepSpeed around a student: keeps what every pass was asked for, and its gradient."""
+
+    def __init__(self, student: Student) -> None:
+        self.student = student
+        self.seen: list[tuple[bool, bool]] = []
+        """Whether the divergence had weight, and whether there was a reward."""
+
+    def __call__(self, batch: Any, known: Any, weight_N: torch.Tensor, *policy: torch.Tensor) -> Any:
+        self.seen.append((bool(weight_N.any()), bool(policy)))
+        return self.student(batch, known, weight_N, *policy)
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_a_step_that_compares_ends_with_the_same_gradient(compare: bool, student: Student) -> None:
+    """Two passes, first the divergence and then the reward, for the gradient of one."""
+    ids = list("abcdef")
+    engine = Passes(student)
+
+    class Rank(rank.TrainerRank):
+        def __init__(self) -> None:
+            self._options = dataclasses.make_dataclass("Options", ["world_size"])(1)
+            self._device = torch.device("cpu")
+            self._engine = engine
+
+        def add_gradients(self, loss: torch.Tensor, *, last: bool) -> None:
+            lasts.append(last)
+            loss.backward()
+
+        def local_gradients(self) -> list[torch.Tensor]:
+            return [torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])]
+
+    lasts: list[bool] = []
+    student.zero_grad()
+    one = Rank()
+    one._step = rank._Step(
+        RankWork(
+            step=1, lr=0.1, micro_batches=(tuple(ids),), weights=row_weights(STEP, "token_mean", {}),
+            policy=work(compare=compare),
+        ),
+        {},
+        76,
+    )  # fmt: skip
+    batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
+    weight = token_weights(batch, [one._step.work.weights[i] for i in ids])
+    policy = work().tokens(batch, ids)
+    stats = one._backward((batch, heads(), weight), policy, 0)
+    assert engine.seen == ([(True, False), (False, True)] if compare else [(True, True)])
+    assert lasts == ([False, True] if compare else [True])
+    found = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
+    _, want = trained(student, [ids], work())
+    assert float((found - want).norm()) < 1e-6 * float(want.norm())
+    assert stats.policy_N is not None and float(stats.kl_N.sum()) > 0
+    if compare:
+        _, divergence = trained(student, [ids], work(weight=0.0))
+        sums = one._step.comparison.result([found], 1.0)
+        assert sums.divergence_sq**0.5 == pytest.approx(float(divergence.norm()), rel=1e-4)
+        assert sums.policy_sq**0.5 == pytest.approx(float((want - divergence).norm()), rel=1e-4)
