@@ -12,7 +12,7 @@ from opd.rollouts.episodes.drift import Curriculum, DriftOptions, Guide, Teacher
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult, EpisodeStats
 from opd.rollouts.episodes.trace import Trace
-from opd.stream.rollouts import rollout_of, values_of
+from opd.stream.rollouts import read_file, write_file
 from opd.types import Sampled
 from tests.unit.opd.rollouts.episodes import test_runner as runner
 from tests.unit.opd.rollouts.episodes.test_runner import CONTEXT, EOS, TOKENIZER, Speaker, request
@@ -59,7 +59,7 @@ def test_an_episode_that_the_curriculum_ends_has_a_reason_of_its_own() -> None:
     assert EpisodeStats.of(results).stop_reasons == {"curriculum": 1, "turns": 1}
     (rollout,) = results[0].rollouts
     assert TOKENIZER.decode(rollout.trained_ids) == "p<|im_end|>" * 2, "its tokens train as ever"
-    assert rollout_of(values_of(rollout)) == rollout
+    assert read_file(write_file([rollout]), len(TOKENIZER)) == [rollout]
 
 
 def test_an_episode_that_ends_by_itself_knows_no_curriculum() -> None:
@@ -95,7 +95,7 @@ def test_an_expert_writes_some_of_the_turns(guide: Guide, origin: str) -> None:
         own = said_by(found).count("p")
         assert found.audit.sampled == found.audit.trained == 2 * own == sum(rollout.own)
         assert (found.audit.turns, found.audit.teacher_turns) == (6, 6 - own)
-        assert rollout_of(values_of(rollout)) == rollout
+        assert read_file(write_file([rollout]), len(TOKENIZER)) == [rollout]
 
 
 def test_a_turns_number_counts_the_turns_of_both() -> None:
@@ -128,8 +128,9 @@ def test_without_a_guide_nothing_is_drawn() -> None:
 
 
 def test_the_episodes_budget_is_for_the_policys_own_tokens() -> None:
-    (found,), _, _ = play(guided(0, max_tokens=4, max_turns=40))
-    assert found.stop_reason == "tokens" and found.audit.sampled == 4 and found.audit.teacher_turns > 0
+    results, _, _ = play(*(guided(i, max_tokens=4, max_turns=40) for i in range(6)))
+    assert {(found.stop_reason, found.audit.sampled) for found in results} == {("tokens", 4)}
+    assert sum(found.audit.teacher_turns for found in results) > 3
 
 
 def test_a_segment_that_the_expert_wrote_alone_is_a_row_without_a_trained_token() -> None:

@@ -108,13 +108,13 @@ def test_two_engines_are_stepped_by_one_thread_and_keep_their_turns_apart() -> N
 
 
 def test_turns_that_are_left_leave_the_engine_that_has_them() -> None:
-    made, inner = engine()
+    made, inner = engine(context=1 << 30)
     other = SteppedEngine()
     expert = made.beside(other)
 
     async def work() -> None:
-        asyncio.get_running_loop().create_task(made.generate([1], max_tokens=19, seed=0))
-        asyncio.get_running_loop().create_task(expert.generate([2], max_tokens=19, seed=0))
+        left = [asyncio.create_task(one.generate([1], max_tokens=1 << 28, seed=0)) for one in (made, expert)]
+        assert len(left) == 2
         await expert.generate([3], max_tokens=2, seed=0)
 
     made.drive(work)
