@@ -5,7 +5,7 @@ OPD := $(BIN)/opd
 # CPU torch for machines whose package index has only the CUDA build: make TORCH_INDEX=URL
 TORCH_INDEX ?=
 
-.PHONY: setup demo compare agents smollm2 gpu-check test lint audit check clean
+.PHONY: setup demo compare agents rl smollm2 gpu-check test lint audit check clean
 
 setup: .venv/.ready
 
@@ -37,6 +37,14 @@ agents: setup
 	$(OPD) prompts make agents --output prompts/agents --train 1500 --eval 100
 	$(OPD) experts train agents-experts
 	$(OPD) merge agents --run-dir runs/agents
+
+# Eight experts by reinforcement and their merge; docs/reinforcement.md. What is finished is kept: after an interruption the same
+# command goes on.
+rl: setup
+	test -d prompts/rewards || $(OPD) prompts make rewards --output prompts/rewards --train 4000 --eval 100
+	$(OPD) experts train rewards-experts
+	test -d runs/rewards/merged || $(OPD) merge rewards --run-dir runs/rewards/merged
+	test -e runs/rewards/merged/report.json || $(OPD) merge --resume runs/rewards/merged
 
 # Hours on two cores. What is finished is kept: after an interruption the same command goes on.
 smollm2: setup

@@ -223,7 +223,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures here")
     given = parser.parse_args()
-    facts, began = machine(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)), "torch", "vllm"), time.time()
+    facts, began = (
+        machine(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)), "torch", "transformers"),
+        time.time(),
+    )
     with tempfile.TemporaryDirectory() as folder:
         arms = measure(Path(folder))
     print("| Held-out vaults | Right | Summaries | Tokens written | Ended |\n| --- | --- | --- | --- | --- |")

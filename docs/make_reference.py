@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from experts.registry import Manifest
+from experts.rl.spec import ReinforceSpec
 from experts.spec import ExpertsSpec
 from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
@@ -177,6 +178,7 @@ def report_example() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "pipeline-keys": lambda: str(Tables(PipelineConfig, "###")),
     "training-spec-keys": lambda: str(Tables(ExpertsSpec, "###")),
+    "reinforcement-spec-keys": lambda: str(Tables(ReinforceSpec, "###")),
     "manifest-keys": lambda: str(Tables(Manifest, "###")),
     "shipped": shipped_files,
     "suites": suites,

@@ -8,9 +8,10 @@ from typing import Any
 from opd.checkpoints import CheckpointStore, Saves, SavesBeside
 from opd.config import PipelineConfig, max_staleness, sync_tolerance
 from opd.config.balance import SamplesBalance
-from opd.config.reward import BaselineConfig, EmaBaseline, GroupBaseline
+from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline, GroupBaseline
 from opd.config.strict import DTYPE_BYTES
 from opd.credit import CREDITS
+from opd.credit.critic import CriticCredit
 from opd.credit.ema import Ema, EmaSpec
 from opd.credit.group import Group, GroupSpec
 from opd.credit.interfaces import Credit
@@ -36,7 +37,7 @@ from opd.traces.keeping import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
 from pipelines.inputs.read import Inputs, users_engine
-from pipelines.specs import flight_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
+from pipelines.specs import critic_spec, flight_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
 from teachers.nobody import NobodyPool
 from teachers.pool import Pool, Routes
@@ -70,7 +71,8 @@ POOLS: dict[str, Callable[[PipelineConfig, Routes, int], AnyPool]] = {
 
 def num_workers(config: PipelineConfig) -> int:
     """Processes that a merge runs beside the driver."""
-    return config.rollout.workers + config.teachers.scoring_workers + config.trainer.ranks
+    trained = 2 if config.objective.has_critic else 1
+    return config.rollout.workers + config.teachers.scoring_workers + trained * config.trainer.ranks
 
 
 def build(
@@ -90,7 +92,7 @@ def build(
     prompts = prompt_source(config, inputs, metrics)
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
-    credit = _credit(config)
+    credit = _credit(config, inputs)
     log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say)
     bound, timeout_s = max_staleness(config), config.cluster.phase_timeout_s
     spec = ScheduleSpec(prompts=prompts, engine=engine, log=log, max_staleness=bound, timeout_s=timeout_s)
@@ -111,17 +113,21 @@ def build(
     )
 
 
-def _credit(config: PipelineConfig) -> Credit | None:
+def _credit(config: PipelineConfig, inputs: Inputs) -> Credit | None:
     """What turns rewards into advantages, ready; None without `objective.reward`. Raises: RunError."""
     if config.objective.reward is None:
         return None
-    credit = credit_of(config.objective.reward.baseline)
+    baseline = config.objective.reward.baseline
+    if isinstance(baseline, CriticBaseline):
+        credit: Credit = CriticCredit(critic_spec(config, baseline, inputs.student.vocab_size))
+    else:
+        credit = credit_of(baseline)
     credit.wait_ready()
     return credit
 
 
 def credit_of(baseline: BaselineConfig) -> Credit:
-    """The credit of `objective.reward.baseline`."""
+    """The credit of an `objective.reward.baseline` without a model of its own."""
     if isinstance(baseline, EmaBaseline):
         return Ema(EmaSpec(decay=baseline.decay))
     if isinstance(baseline, GroupBaseline):

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from experts.registry import Registry
-from experts.rl.recipe import pipeline_of, record_of
+from experts.rl.recipe import pipeline_data
 from experts.rl.spec import ReinforceSpec
 from experts.train import TrainingJob, base_of, check_unclaimed, make_base, publish, register, staging
 from opd.config import PipelineConfig
 from opd.prompts import find_source
 from opd.report import read_run
 from opd.run_dir import RunPaths
+from opd.settings import validate
 from pipelines.interrupts import Interrupted
 from pipelines.merging import rounds
 from pipelines.merging.directory import link_files
@@ -68,6 +69,20 @@ def reinforce(spec: ReinforceSpec, tell: Tell, around: Surroundings = TERMINAL) 
     return [expert.job.directory for expert in experts]
 
 
+def pipeline_of(spec: ReinforceSpec, name: str) -> PipelineConfig:
+    """The pipeline of one expert of the spec. Raises: ConfigError naming the key of the pipeline that is wrong."""
+    return validate(PipelineConfig, pipeline_data(spec, name), f"experts.{name}")
+
+
+def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
+    """Everything that decides the expert's weights: `base` is what made the base, `prompts` the hash of the tasks."""
+    decides = {"domains", "rollout", "teachers", "objective", "trainer", "schedule"}
+    found = config.model_dump(mode="json", include=decides)
+    for domain in found["domains"].values():
+        del domain["prompts"], domain["eval"]["prompts"]  # paths; of the tasks the contents are hashed
+    return {"method": spec.method, "base": base, "seed": spec.seed, "prompts": prompts, **found}
+
+
 def _expert(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Expert:
     config = pipeline_of(spec, name)
     tasks = spec.experts[name].prompts
@@ -88,12 +103,13 @@ def _make(expert: _Expert, tell: Tell, around: Surroundings) -> None:
     if expert.job.finished:
         tell(f"{name}: finished before, kept")
         return
+    if paths.root.exists():
+        work = rounds.reopen(paths.root, expert.config, None, "latest", tell)  # refuses the run of another spec
+        tell(f"{name}: going on in {paths.root}")
+    else:
+        work = rounds.begin(expert.config, paths.root, tell)
     if not expert.ran:
-        if paths.root.exists():
-            tell(f"{name}: going on in {paths.root}")
-            rounds.reopen(paths.root, expert.config, None, "latest", tell).carry_out(around)
-        else:
-            rounds.begin(expert.config, paths.root, tell).carry_out(around)
+        work.carry_out(around)
     result = _result(paths)
     link_files(paths.model, staging(expert.job))
     publish(staging(expert.job), expert.job, result)

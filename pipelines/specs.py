@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig, sync_tolerance
+from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
+from opd.credit.critic import CriticSpec, WarmUp
+from opd.credit.gae import CUT, GaeSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
+from opd.train.critic import CriticEngineSpec
+from opd.train.critic_rank import CriticOptions
 from opd.train.deepspeed import TrainerSpec
 from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
@@ -94,6 +100,52 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
         roles=roles_at_once(config),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
+    )
+
+
+def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticSpec:
+    """Spec of the critic: the trainer's ranks, steps and optimiser, and a learning rate of its own."""
+    rate = learning_rate(config.trainer)
+    engine = CriticEngineSpec(
+        rank=critic_options(config, baseline, vocab_size),
+        rate=replace(rate, peak=rate.peak * baseline.lr_ratio),
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        gpus=config.cluster.trainer_gpus,
+        roles=roles_at_once(config),
+        one_machine=config.cluster.address == LOCAL,
+        start_timeout_s=config.cluster.start_timeout_s,
+    )
+    return CriticSpec(
+        engine=engine,
+        gae=GaeSpec(
+            gamma=baseline.gamma,
+            policy_lambda=baseline.policy_lambda,
+            critic_lambda=baseline.critic_lambda,
+            bootstrap=CUT if baseline.bootstrap else frozenset(),
+        ),
+        updates=baseline.updates,
+        warm_up=WarmUp(**baseline.warm_up.model_dump()),
+    )
+
+
+def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticOptions:
+    """Options of one rank of the critic."""
+    trainer = config.trainer
+    return CriticOptions(
+        name="critic",
+        model_dir=config.student.model,
+        world_size=trainer.ranks,
+        stage=trainer.zero_stage,
+        dtype=trainer.dtype,
+        vocab_size=vocab_size,
+        adamw=adamw_options(trainer),
+        max_grad_norm=trainer.max_grad_norm,
+        grad_accum_dtype=trainer.grad_accum_dtype,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        timeout_s=config.cluster.phase_timeout_s,
+        lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
+        value_clip=baseline.value_clip,
+        freeze_attention=baseline.freeze_attention,
     )
 
 

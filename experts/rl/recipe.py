@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from experts.rl.spec import ReinforceSpec, merged
-from opd.config import PipelineConfig
-from opd.settings import validate
 
 BASELINES: dict[str, dict[str, Any]] = {
     "ppo": {"kind": "critic"},
@@ -23,29 +21,30 @@ BASELINES: dict[str, dict[str, Any]] = {
     "rloo": {"kind": "leave_one_out"},
 }
 """Method -> `objective.reward.baseline`."""
+OF_THE_DOMAIN = {"prompts", "environment", "agent", "eval"}
+"""Keys of an expert that are those of a pipeline's domain."""
 GROUP = 8
 """Responses to a prompt, for the methods that compare them."""
 SAMPLES = 128
 """Responses of a step."""
 
 
-def pipeline_of(spec: ReinforceSpec, name: str) -> PipelineConfig:
-    """The pipeline of one expert of the spec. Raises: ConfigError naming the key of the pipeline that is wrong."""
+def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
+    """The pipeline of one expert of the spec as plain data, not checked yet."""
     expert = spec.experts[name]
     sections = spec.sections_of(name)
     kl = spec.kl_to_base if expert.kl_to_base is None else expert.kl_to_base
     reward = merged({"baseline": BASELINES[spec.method]}, sections.pop("reward"))
     if kl:
         sections["trainer"] = _clipped_alike(sections["trainer"], kl)
-    data = {
+    return {
         "name": f"{name}-{spec.method}",
         "seed": spec.seed,
         "student": {"model": spec.base_dir},
-        "domains": {expert.domain: expert.model_dump(include={"prompts", "environment", "eval"}, exclude_none=True)},
+        "domains": {expert.domain: expert.model_dump(include=OF_THE_DOMAIN, exclude_none=True)},
         **(_beside_base(spec.base_dir, expert.domain, reward, kl) if kl else _reward_alone(reward)),
         **merged(_defaults(spec.method), sections),
     }
-    return validate(PipelineConfig, data, f"experts.{name}")
 
 
 def _defaults(method: str) -> dict[str, Any]:
@@ -71,12 +70,3 @@ def _clipped_alike(trainer: dict[str, Any], kl: float) -> dict[str, Any]:
     """All gradients are 1/kl times as large as those of a divergence that weighs kl. AdamW does not see that, a clipped norm
     does."""
     return {**trainer, "max_grad_norm": trainer.get("max_grad_norm", 1.0) / kl}
-
-
-def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
-    """Everything that decides the expert's weights: `base` is what made the base, `prompts` the hash of the tasks."""
-    decides = {"domains", "rollout", "teachers", "objective", "trainer", "schedule"}
-    found = config.model_dump(mode="json", include=decides)
-    for domain in found["domains"].values():
-        del domain["prompts"], domain["eval"]["prompts"]  # paths; of the tasks the contents are hashed
-    return {"method": spec.method, "base": base, "seed": spec.seed, "prompts": prompts, **found}

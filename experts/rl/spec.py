@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from experts.spec import ExpertsSpec, FromBase
+from opd.config.agents import AgentConfig
 from opd.config.domains import DomainEvalConfig, EnvironmentConfig
 from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict
@@ -49,9 +50,11 @@ class ReinforcedExpert(Sections):
     prompts: Prompts
     """The tasks; a completion that a row may have is not read."""
     environment: EnvironmentConfig | None = None
-    """As in a domain of a pipeline: the expert takes turns with it, and the episode's reward is its own."""
+    """The key of a pipeline's domain: the expert takes turns with it, and is rewarded by it."""
+    agent: AgentConfig | None = None
+    """Instead of `environment`: a program of yours is the agent, and says what its episode earned."""
     eval: DomainEvalConfig
-    """The held-out tasks; without an environment also the verifier that rewards."""
+    """The held-out tasks; without environment and agent also the verifier that rewards."""
     kl_to_base: float | None = Field(None, ge=0, allow_inf_nan=False)
     """For this expert; default: the spec's."""
 
@@ -86,9 +89,9 @@ def merged(first: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(first)
     for key, value in over.items():
         old = found.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        if both and value.get("kind", old.get("kind")) == old.get("kind"):
-            value = merged(old, value)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            of_one_kind = value.get("kind", old.get("kind")) == old.get("kind")
+            value = merged(old, value) if of_one_kind else value
         found[key] = value
     return found
 
@@ -104,4 +107,4 @@ def load_training(path: Path, overrides: list[str] | None = None) -> ExpertsSpec
             wanted=f"one of: {', '.join((*SFT_METHODS, *METHODS))}",
             fix="correct it, here or in --method",
         )
-    return validate(ReinforceSpec if method in METHODS else ExpertsSpec, data, path)
+    return validate(ReinforceSpec, data, path) if method in METHODS else validate(ExpertsSpec, data, path)

@@ -45,6 +45,8 @@ class Skill:
     """An attempt of somebody who knows the form of an answer to this task and nothing else."""
     right: Callable[[str, str], bool]
     """Whether a text answers the task."""
+    tasks: int = 20000
+    """Different tasks at most; a domain that has fewer than are asked for gives these."""
 
 
 def judge(text: str, answer: str, metadata: Mapping[str, Any]) -> float:
@@ -53,12 +55,12 @@ def judge(text: str, answer: str, metadata: Mapping[str, Any]) -> float:
 
 
 def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` rows with different prompts, the same for the same arguments. Raises: ConfigError if there are fewer."""
+    """`count` rows, or as many as there are different tasks; the same for the same arguments."""
     if domain in GAMES:
         game = GAMES[domain]
         return play_games(domain, game, count, Play(max_turns=game.max_turns, seed=seed, blind=True))
-    drawn = _draw(domain, count * DRAWS_PER_ROW, seed)
-    return take_unique(drawn, count, f"suite rewards, domain {domain}")
+    num = min(count, SKILLS[domain].tasks)
+    return take_unique(_draw(domain, num * DRAWS_PER_ROW, seed), num, f"suite rewards, domain {domain}")
 
 
 def _draw(domain: str, limit: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -121,7 +123,13 @@ def _sample(rng: random.Random, signs: str, count: int) -> str:
 
 
 SKILLS: dict[str, Skill] = {
-    "between": Skill(code="btw", draw=_range, guess=lambda rng, task: str(rng.randrange(100)), right=_between),
+    "between": Skill(
+        code="btw",
+        draw=_range,
+        guess=lambda rng, task: str(rng.randrange(100)),
+        right=_between,
+        tasks=1100,
+    ),
     "ascend": Skill(
         code="asc",
         draw=lambda rng: _sample(rng, string.digits, 5),
@@ -133,6 +141,7 @@ SKILLS: dict[str, Skill] = {
         draw=_cells,
         guess=lambda rng, task: "".join(rng.choices("rd", k=sum(_way(task)))),
         right=_arrives,
+        tasks=1100,
     ),
     "beside": Skill(
         code="adj",
@@ -148,9 +157,9 @@ SKILLS: dict[str, Skill] = {
     ),
 }
 GAMES: dict[str, AgentDomain] = {
-    "sorting": AgentDomain(options={"digits": 4}, max_turns=10),
+    "sorting": AgentDomain(options={"digits": 4}, max_turns=10, tasks=4000),
     "maze": AgentDomain(options={"size": 5, "mazes": 1}, max_turns=20, tasks=300, held_out=100),
-    "number": AgentDomain(options={"highest": 60}, max_turns=7),
+    "number": AgentDomain(options={"highest": 60}, max_turns=7, tasks=1600),
 }
 """Each has the name of its environment."""
 DOMAINS: dict[str, object] = {**SKILLS, **GAMES}

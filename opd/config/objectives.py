@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, SerializeAsAny
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from opd.config.reward import RewardConfig
+from opd.config.reward import CriticBaseline, RewardConfig
 from opd.config.strict import Strict
 from opd.errors import ConfigError
 from opd.losses import OBJECTIVES
@@ -50,6 +50,11 @@ class ObjectiveConfig(Strict):
     def weighting(self) -> str:
         """How tokens are weighted in the mean; `opd.train.totals.row_weights` has the formulas."""
         return "leave_one_out" if self.IS_ESTIMATE else self.normalize
+
+    @property
+    def has_critic(self) -> bool:
+        """True if a second model says what states are worth."""
+        return self.reward is not None and isinstance(self.reward.baseline, CriticBaseline)
 
     @property
     def wants_baseline(self) -> bool:

@@ -272,17 +272,20 @@ def _unrewarded(where: str, found: str, wanted: str) -> PydanticCustomError:
 
 
 def _without_teachers(config: PipelineConfig) -> PydanticCustomError | None:
-    """What a pipeline without teachers must not have; None if all is well."""
+    """What a pipeline without teachers must not have, or lacks; None if all is well."""
     taught = next((name for name, domain in config.domains.items() if domain.teachers is not None), None)
+    idle = next((name for name, domain in config.domains.items() if not domain.rewarded), None)
     if config.experts != {}:
         where, found, wanted = "experts", "experts", "{}: nobody asks an expert with teachers.engine none"
     elif taught is not None:
         where, found, wanted = f"domains.{taught}.teachers", "a teacher", "nothing, with teachers.engine none"
     elif config.rounds != 1:
         where, found, wanted = "rounds", "several", "1: without experts one round is as good; raise trainer.steps"
+    elif config.objective.reward is not None and idle is not None:
+        where, found, wanted = f"domains.{idle}", "no reward", "an environment, an agent or an eval: nobody teaches it"
     else:
         return None
-    return PydanticCustomError("without_teachers", wanted, {"where": where, "found": found})
+    return PydanticCustomError("without_teachers", "{wanted}", {"wanted": wanted, "where": where, "found": found})
 
 
 def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:

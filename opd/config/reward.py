@@ -38,7 +38,41 @@ class EmaBaseline(Strict):
     """What an episode leaves of the mean before it."""
 
 
-KINDS = ("leave_one_out", "group", "ema", "none")
+class WarmUpConfig(Strict):
+    explained: float = Field(0.0, ge=0, lt=1)
+    """The policy begins to train once the critic explains more than this share of the variance of the returns."""
+    steps: int = Field(2, ge=1)
+    """So many steps in a row."""
+    at_most: int | None = Field(None, ge=1)
+    """The run stops if the critic is not ready after so many steps; default: it goes on."""
+
+
+class CriticBaseline(Strict):
+    kind: Literal["critic"]
+    """A second model, which begins with the student's body, learns what each state is worth, and each token's advantage is what
+    it changed about that (PPO). Right for one response a prompt; it costs about as much as training the student again."""
+    lr_ratio: float = Field(2.0, gt=0, allow_inf_nan=False)
+    """The critic's learning rate over the trainer's; 1.5 to 5 is known to work."""
+    updates: int = Field(2, ge=1)
+    """Updates of the critic in each step, every one over all of its tokens."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of a token."""
+    policy_lambda: float | None = Field(None, ge=0, le=1)
+    """Lambda of the advantages; default: 1 - 1 / (1.5 l) for an episode of l trained tokens."""
+    critic_lambda: float = Field(1.0, ge=0, le=1)
+    """Lambda of the returns that the critic learns; 1: the outcome itself."""
+    bootstrap: bool = True
+    """An episode that was cut from outside, at a limit of tokens for instance, and earned nothing is worth what the critic says of
+    its end. False: it earned 0; for tasks where the limit is part of the task, so that rambling on is a mistake."""
+    value_clip: float | None = Field(None, gt=0)
+    """Distance from its value at the start of the step from which on the critic is not drawn any further; default: none."""
+    freeze_attention: bool = False
+    """Keep the critic's attention layers as they are."""
+    warm_up: WarmUpConfig = WarmUpConfig()
+    """How long the critic learns alone."""
+
+
+KINDS = ("leave_one_out", "group", "ema", "none", "critic")
 
 
 class _NameOrMapping:
@@ -79,7 +113,8 @@ BaselineConfig = Annotated[
     Annotated[LeaveOneOutBaseline, Tag("~leave_one_out")]
     | Annotated[GroupBaseline, Tag("~group")]
     | Annotated[EmaBaseline, Tag("~ema")]
-    | Annotated[NoBaseline, Tag("~none")],
+    | Annotated[NoBaseline, Tag("~none")]
+    | Annotated[CriticBaseline, Tag("~critic")],
     Discriminator(
         _kind, custom_error_type="baseline", custom_error_message="a kind, or a mapping with `kind` and options"
     ),
@@ -96,9 +131,9 @@ class WeightSchedule(Strict):
 
 class RatioConfig(Strict):
     low: float = Field(0.3, gt=0, le=1)
-    high: float = Field(5.0, gt=0)
-    """A token gives a gradient only while 1 - low < p / mu < 1 + high, the student's probability over the engine's: else it is
-    masked. Outside of the band the token is too far from what was sampled to say anything."""
+    """A token is masked, and gives no gradient, unless p / mu > 1 - low: the student's probability over the engine's."""
+    high: float = Field(5.0, gt=0, allow_inf_nan=False)
+    """And unless p / mu < 1 + high. Outside of the band the student is too far from what was sampled for the token to say anything."""
 
 
 class RewardConfig(Strict):
@@ -113,7 +148,7 @@ class RewardConfig(Strict):
     """How far the student may be from the engine's policy at a token."""
     compare_every: int = Field(0, ge=0)
     """Every so many steps the gradients of divergence and reward are computed one after the other, and their norms and their
-    cosine go into the metrics; 0: never. Such a step trains about twice as long, and needs a second gradient's memory."""
+    cosine go into the metrics; 0: never. Such a step trains about twice as long, and holds three more copies of the gradient."""
     timeout_s: float = Field(10, gt=0)
     """Deadline of a verifier for one response. A verifier that is late or raises gives 0, and is counted."""
 

@@ -48,7 +48,8 @@ class Credit(Protocol):
         ...
 
     def begin_save(self, path: Path) -> None:
-        """Copy the state behind the last `assign`; it is written into this existing directory meanwhile."""
+        """Copy the state behind the last `assign`; it is written into this directory meanwhile, which is made for it. Credit
+        without a state leaves the directory unmade."""
         ...
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:

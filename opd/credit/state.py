@@ -17,12 +17,14 @@ STATE = "credit.json"
 
 
 def write_state(directory: Path, text: str) -> WrittenFile:
-    """Write and sync the file. Raises: StorageError."""
+    """Write and sync the file, in a directory that is made if it is not there. Raises: StorageError."""
     began, raw, path = time.monotonic(), text.encode(), directory / STATE
-    with storing(path), path.open("wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
+    with storing(path):
+        directory.mkdir(exist_ok=True)
+        with path.open("wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
     return WrittenFile(name=STATE, blake3=blake3(raw).hexdigest(), size=len(raw), seconds=time.monotonic() - began)
 
 

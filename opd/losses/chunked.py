@@ -63,14 +63,16 @@ class TokenStats:
     """Student's probability of the tokens that the teacher gave (top-k): what an objective on them can see."""
     teacher_mass_N: Tensor
     """Teacher's probability of the same tokens."""
-    policy_N: Tensor | None = None
-    """-f(r) A log p, see `opd.losses.policy_gradient`; None without a reward."""
-    masked_N: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardedStats(TokenStats):
+    """The same of tokens that have advantages."""
+
+    policy_N: Tensor
+    """-f(r) A log p, see `opd.losses.policy_gradient`."""
+    masked_N: Tensor
     """1 where the ratio is outside of the band."""
-
-
-DIVERGENCE_STATS = len(fields(TokenStats)) - 2
-"""Fields that there are without a reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,8 @@ class LossHead(nn.Module):
             return token_logprobs(hidden_N_D, head_v_D, tokens, loss.rule)
         _check(loss, hidden_N_D, self.weight, teachers, tokens)
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
-        num = DIVERGENCE_STATS + 2 * (tokens.advantage_N is not None)
-        stats = [hidden_N_D.new_full((len(hidden_N_D),), torch.nan, dtype=acc) for _ in range(num)]
+        known = TokenStats if tokens.advantage_N is None else RewardedStats
+        stats = [hidden_N_D.new_full((len(hidden_N_D),), torch.nan, dtype=acc) for _ in fields(known)]
         gradients = _Gradients(hidden_N_D, self.weight, acc)
         with torch.no_grad():
             for block, part, span in _spans(teachers, loss.chunk):
@@ -167,8 +169,8 @@ class LossHead(nn.Module):
                 del raw_C_V  # before the next chunk's are made
             value = _weighted_sum(stats[0], tokens.weight_N)
             if tokens.policy_weight_N is not None:
-                value += _weighted_sum(stats[DIVERGENCE_STATS], tokens.policy_weight_N)
-        return _WithGradients.apply(hidden_N_D, self.weight, value, gradients), TokenStats(*stats)
+                value += _weighted_sum(stats[-2], tokens.policy_weight_N)
+        return _WithGradients.apply(hidden_N_D, self.weight, value, gradients), known(*stats)
 
 
 def _weighted_sum(value_N: Tensor, weight_N: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
 LEVELS = (0.05, 0.2, 0.5, 1.0, 2.0)
 """Nats from which on a token has the next colour."""
 MOST_CHARACTERS = 1_500_000
-"""Of the page that episodes may take, about; those that do not fit are counted."""
+"""The room for episodes on the page, about; those that do not fit are counted."""
 OF_A_TOKEN = 60
 """Characters that the page has for a token beside its text."""
 COUNTS = ("episodes", "tokens", "segments", "forks", "lost_turns", "invalid_calls", "broken")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from opd.report import figures
-from opd.report.drawing import Plot
 from opd.reward.records import RewardRecord
 from opd.step_record import StepRecord
+
+if TYPE_CHECKING:  # it needs matplotlib, which who writes report.json does not
+    from opd.report.drawing import Plot
 
 OF_THE_STEP = {"policy_loss": "loss", "masked": "masked", "reward_weight": "weight", "cosine": "cosine"}
 """Curve -> field of a step's reward record."""
@@ -19,7 +20,7 @@ def reward_curves(points: Sequence[Sequence[StepRecord]], domains: Sequence[str]
     """Curves by name, each with a value for each point, a group of steps; empty for a merge without rewards.
 
     reward (by domain): mean over the episodes. policy_loss, masked, reward_weight, cosine: means over the steps, null where no
-    step has the number.
+    step has the number. explained_variance: of the returns, by a critic, if there is one.
     """
     known = [[record.reward for record in part if record.reward is not None] for part in points]
     if not any(known):
@@ -27,7 +28,8 @@ def reward_curves(points: Sequence[Sequence[StepRecord]], domains: Sequence[str]
     found: dict[str, Any] = {"reward": {name: [_mean_reward(part, name) for part in known] for name in domains}}
     for curve, key in OF_THE_STEP.items():
         found[curve] = [_mean([getattr(record, key) for record in part]) for part in known]
-    return found
+    explained = [_mean([record.credit.get("explained_variance") for record in part]) for part in known]
+    return found | ({"explained_variance": explained} if any(value is not None for value in explained) else {})
 
 
 def _mean_reward(part: Sequence[RewardRecord], domain: str) -> float | None:
@@ -43,6 +45,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     """Plots of the reward by domain, and of its stream beside the divergence."""
+    from opd.report import figures
+
     if "reward" not in curves:
         return []
     step, tokens, gap = curves["step"], curves["tokens"], [None] * len(curves["step"])
@@ -54,6 +58,9 @@ def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
             "masked", "Tokens too far from what was sampled to be trained on a reward", curves, "masked", percent=True
         ),
     ]
+    if "explained_variance" in curves:
+        title = "Share of the returns' variance that the critic explains"
+        found.append(_line("explained-variance", title, curves, "explained_variance", percent=True))
     if any(value is not None for value in curves["cosine"]):
         title = "Cosine of the gradients of divergence and reward"
         found.append(_line("cosine", title, curves, "cosine", markers=True))
@@ -61,4 +68,6 @@ def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
 
 
 def _line(name: str, title: str, curves: Mapping[str, Any], key: str, **options: Any) -> Plot:
+    from opd.report import figures
+
     return figures.lines(name, title, curves["step"], curves["tokens"], {name: ("expert", curves[key])}, **options)

@@ -91,7 +91,7 @@ class RewardRecord:
     credit: Mapping[str, float] = field(default_factory=dict)
     """What the baseline or critic says of the step."""
     cosine: float | None = None
-    """Of the gradients of divergence and reward; None where they were not compared, or one of them is 0."""
+    """Cosine of the gradients of divergence and reward; None where they were not compared, or one of them is 0."""
     divergence_norm: float | None = None
     policy_norm: float | None = None
     """With its weight."""

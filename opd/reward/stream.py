@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from opd.config.reward import RewardConfig
-from opd.credit.interfaces import Assigned, Credit
+from opd.credit.interfaces import Credit
 from opd.reward.records import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep, comparison
 from opd.reward.verified import Failure, VerifiedRewards
 from opd.types import Prompt, Rollout, RolloutBatch
@@ -37,7 +38,7 @@ class RewardStream:
         return judged
 
     def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:
-        assigned: Assigned = self._credit.assign(step, self._taking_part(rollouts))
+        assigned = self._credit.assign(step, [rollout for rollout, _ in self._taking_part(rollouts)])
         every = self._config.compare_every
         self._readings = assigned.readings
         self._asked = RewardStep(
@@ -51,18 +52,21 @@ class RewardStream:
         failures, self._failures = self._failures, []
         sums = trained.domains if trained else {}
         total = sum(sums.values(), NOTHING)
-        taking_part = self._taking_part(rollouts)
+        rewards: dict[str, dict[str, float]] = defaultdict(dict)
+        for rollout, domain in self._taking_part(rollouts):
+            if rollout.reward is not None:
+                rewards[domain][rollout.episode] = rollout.reward
         return RewardRecord(
             weight=self._asked.weight,
             loss=trained.loss if trained else 0.0,
             masked=total.masked / max(1, total.tokens),
             domains={
                 domain: _of_domain(
-                    {r.episode: r.reward for r in taking_part if r.domain == domain and r.reward is not None},
+                    list(rewards[domain].values()),
                     sums.get(domain, NOTHING),
-                    [failure for failure in failures if failure.domain == domain],
+                    [failure.error for failure in failures if failure.domain == domain],
                 )
-                for domain in sorted({r.domain for r in taking_part})
+                for domain in sorted({*rewards, *sums})
             },
             credit=dict(self._readings),
             **comparison(trained.compared if trained else None),
@@ -71,21 +75,21 @@ class RewardStream:
     def load(self, checkpoint: Path) -> None:
         self._credit.load(checkpoint / CREDIT)
 
-    def _taking_part(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The segments of the episodes that began in one of the domains, wherever the other segments belong."""
+    def _taking_part(self, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, str]]:
+        """The segments of the episodes that began in one of the domains, wherever the other segments belong; with that domain."""
         began: dict[str, str] = {}
         for rollout in rollouts:
             began.setdefault(rollout.episode, rollout.domain)
-        return [rollout for rollout in rollouts if began[rollout.episode] in self._domains]
+        return [(r, began[r.episode]) for r in rollouts if began[r.episode] in self._domains]
 
 
-def _of_domain(rewards: Mapping[str, float], sums: PolicyStats, failures: Sequence[Failure]) -> DomainReward:
+def _of_domain(rewards: Sequence[float], sums: PolicyStats, errors: Sequence[str]) -> DomainReward:
     return DomainReward(
         episodes=len(rewards),
-        reward=fmean(rewards.values()) if rewards else 0.0,
+        reward=fmean(rewards) if rewards else 0.0,
         tokens=sums.tokens,
         loss=sums.loss_sum / max(1, sums.tokens),
         masked=sums.masked / max(1, sums.tokens),
-        failed=len(failures),
-        error=failures[0].error if failures else "",
+        failed=len(errors),
+        error=errors[0] if errors else "",
     )

@@ -15,7 +15,7 @@ MAX_TEXT = 4000
 MAX_TOKENS = 2000
 """Tokens of a span of the policy whose texts are kept."""
 DIGITS = 4
-"""Of a loss."""
+"""Digits that are kept of a loss, after the point."""
 
 Losses = Mapping[str, Sequence[float]]
 """Sample id -> the loss of each of its trained tokens, nats."""

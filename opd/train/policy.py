@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from opd.losses.chunked import TokenStats
+from opd.losses.chunked import RewardedStats
 from opd.reward.records import Compared, PolicyStats, RewardStep
 from opd.train.batch import MicroBatch
 from opd.train.totals import row_weights, token_weights
@@ -91,9 +91,8 @@ class PolicyTotals:
         self.weight = 0.0
         self.domains: dict[str, PolicyStats] = {}
 
-    def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats) -> None:
+    def add(self, batch: MicroBatch, weight_N: Tensor, stats: RewardedStats) -> None:
         """Add one micro-batch; `weight_N` as in the policy gradient's own mean."""
-        assert stats.policy_N is not None and stats.masked_N is not None
         rewarded_N = weight_N != 0
         value_N = torch.where(rewarded_N, stats.policy_N.float(), 0.0)
         self.loss += float((value_N * weight_N).sum())
@@ -112,12 +111,18 @@ class Comparison:
     """Tells the policy gradient from the divergence's in the sum that a rank holds of both."""
 
     def __init__(self) -> None:
+        self._before: Sequence[Tensor] = ()
         self._policy: list[Tensor] = []
 
-    def add(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        """`before` and `after` a backward pass of the policy gradient alone: the rank's part of the sum, by parameter."""
-        added = [new - old for new, old in zip(after, before, strict=True)]
+    def begin(self, before: Sequence[Tensor]) -> None:
+        """Note the rank's part of the sum, by parameter: a backward pass of the policy gradient alone follows."""
+        self._before = before
+
+    def end(self, after: Sequence[Tensor]) -> None:
+        """Note it again after that pass."""
+        added = [new - old for new, old in zip(after, self._before, strict=True)]
         self._policy = [old + new for old, new in zip(self._policy, added, strict=True)] if self._policy else added
+        self._before = ()
 
     def result(self, both: Sequence[Tensor], share: float) -> Compared:
         """Compare them, once all passes are done; `both` is the sum, which the optimiser divides by `share`."""

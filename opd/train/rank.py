@@ -17,7 +17,6 @@ from opd.config.objectives import ObjectiveConfig
 from opd.devices import to_device
 from opd.errors import RunError
 from opd.lora import tensor_name
-from opd.losses.chunked import TokenStats
 from opd.losses.policy_gradient import PolicyGradient
 from opd.model_weights import load_causal_lm
 from opd.stream.heads import Head, HeadSource
@@ -131,36 +130,36 @@ class TrainerRank(ZeroEngine):
             weight_N = weight_N * self._turn_factors(batch, heads, ids)
         scaled_N = (weight_N * self._options.world_size).to(self._device)
         inputs = (to_device(batch, self._device), heads, scaled_N)
-        policy = step.work.policy.tokens(batch, ids) if step.work.policy else ()
-        stats = to_device(self._backward(inputs, policy, index), torch.device("cpu"))
+        work, last = step.work.policy, index == len(step.work.micro_batches) - 1
+        rewarded = work.tokens(batch, ids) if work else ()
+        if work and work.compare:
+            inputs = self._divergence_alone(*inputs)
+        loss, stats = self.model(*inputs, *self._scaled(rewarded))
+        self.add_gradients(loss, last=last)
+        if work and work.compare:
+            step.comparison.end(self.local_gradients())
         stale = frozenset(place for place, i in enumerate(ids) if i in step.work.stale)
+        stats = to_device(stats, torch.device("cpu"))
         step.totals.add(batch, weight_N, stats, stale)
         step.totals.keep(batch, stats, {place: i for place, i in enumerate(ids) if i in step.work.watched})
-        if policy:
-            step.policy_totals.add(batch, policy[1], stats)
+        if rewarded:
+            step.policy_totals.add(batch, rewarded[1], stats)
 
-    def _backward(self, inputs: tuple[Any, ...], policy: tuple[Tensor, ...], index: int) -> TokenStats:
-        """Add the gradients of one micro-batch; returns its per-token numbers. `policy`: `PolicyWork.tokens`, if any."""
-        work = self._step.work
-        last = index == len(work.micro_batches) - 1
-        if work.policy is not None:
-            advantage_N, weight_N = policy
-            policy = (
-                advantage_N.to(self._device),
-                (weight_N * work.policy.weight * self._options.world_size).to(self._device),
-            )
-        if work.policy is None or not work.policy.compare:
-            loss, stats = self.model(*inputs, *policy)
-            self.add_gradients(loss, last=last)
-            return stats
-        loss, _ = self.model(*inputs)
+    def _scaled(self, rewarded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What `PolicyWork.tokens` gave, on this device and with weights as in the loss."""
+        if not rewarded:
+            return ()
+        advantage_N, weight_N = rewarded
+        assert self._step.work.policy is not None
+        weight = self._step.work.policy.weight * self._options.world_size
+        return advantage_N.to(self._device), (weight_N * weight).to(self._device)
+
+    def _divergence_alone(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Any, ...]:
+        """Add the gradients of the divergence; returns the inputs of a pass in which it has no weight."""
+        loss, _ = self.model(batch, heads, weight_N)
         self.add_gradients(loss, last=False)
-        before = self.local_gradients()
-        *same, divergence_N = inputs
-        loss, stats = self.model(*same, torch.zeros_like(divergence_N), *policy)
-        self.add_gradients(loss, last=last)
-        self._step.comparison.add(before, self.local_gradients())
-        return stats
+        self._step.comparison.begin(self.local_gradients())
+        return batch, heads, torch.zeros_like(weight_N)
 
     def _turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head], ids: Sequence[str]) -> torch.Tensor:
         """[N] what turns make of the weights. If they depend on divergences, all ranks compute these in a pass of its own."""
@@ -196,9 +195,10 @@ class TrainerRank(ZeroEngine):
 
     def _policy_result(self, share: float) -> RankPolicy | None:
         """The sums of the policy gradient, before the optimiser steps; None without one."""
-        work, totals = self._step.work.policy, self._step.policy_totals
+        work = self._step.work.policy
         if work is None:
             return None
+        totals = self._step.policy_totals
         compared = self._step.comparison.result(self.local_gradients(), share) if work.compare else None
         return RankPolicy(loss=totals.loss, weight=totals.weight, domains=totals.domains, compared=compared)
 

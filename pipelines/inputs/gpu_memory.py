@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
@@ -24,6 +24,7 @@ from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
 from pipelines.inputs.memory import (
+    critic_state_bytes,
     gathered_bytes,
     heads_bytes,
     micro_batch_bytes,
@@ -132,6 +133,9 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
             passing=gathered_bytes(config, student) + max(micro_batch_bytes(config, inputs), summed),
         )
         found += [rank] * config.trainer.ranks
+        if config.objective.has_critic:
+            kept = critic_state_bytes(config, inputs) // config.trainer.ranks
+            found += [replace(rank, what="critic rank", kept=kept)] * config.trainer.ranks
     return found
 
 

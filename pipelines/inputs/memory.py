@@ -138,12 +138,32 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
                 knobs="trainer.head_memory, trainer.ranks",
             )
         )
-    return needs
+    return [*needs, *_critic(config, inputs)]
+
+
+def _critic(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    """The critic computes while the student's trainer does not, so it adds what it keeps."""
+    if not config.objective.has_critic:
+        return []
+    return [
+        Need(
+            what="critic: weights, gradients, AdamW",
+            nbytes=critic_state_bytes(config, inputs),
+            knobs="student.model, trainer.grad_accum_dtype, objective.reward.baseline",
+        )
+    ]
+
+
+def critic_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
+    """Bytes that all ranks of the critic hold together: those of a student of which every weight is trained."""
+    trainer = config.trainer
+    copy, gradients = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[trainer.grad_accum_dtype]
+    return inputs.student.parameters * (copy + 4 + 8 + gradients)
 
 
 def trainer_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
-    """Bytes that all ranks hold together: compute copy, float32 master, both moments, gradients in the type of their sum.
-    Weights that LoRA leaves alone have a compute copy only.
+    """Bytes that all ranks hold together: compute copy, float32 master, both moments, gradients in the type of their sum, and
+    three float32 copies of these in a run that compares gradients. Weights that LoRA leaves alone have a compute copy only.
 
     The optimiser also makes a float32 copy of the gradients. It is smaller than the memory for writing a checkpoint, which
     is counted, and exists at another time.
@@ -151,7 +171,9 @@ def trainer_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     trainer = config.trainer
     frozen = inputs.student.parameters if inputs.lora else 0
     copy, gradients = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[trainer.grad_accum_dtype]
-    return frozen * copy + inputs.trained * (copy + 4 + 8 + gradients)
+    reward = config.objective.reward
+    compared = 12 if reward is not None and reward.compare_every else 0
+    return frozen * copy + inputs.trained * (copy + 4 + 8 + gradients + compared)
 
 
 def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
@@ -292,7 +314,7 @@ def _processes(config: PipelineConfig, inputs: Inputs) -> Need:
         what="processes, Ray and prompts",
         nbytes=DRIVER_AND_RAY
         + prompts
-        + config.trainer.ranks * TRAINER_PROCESS
+        + config.trainer.ranks * TRAINER_PROCESS * (2 if config.objective.has_critic else 1)
         + config.rollout.workers * ROLLOUT_PROCESS
         + workers * TEACHER_PROCESS,
         knobs="trainer.ranks, rollout.workers, teachers.workers",

@@ -108,7 +108,8 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     warnings = _twins(by_name)
     for name, expert in by_name.items():
         warnings += check_fits(student, expert.info, name)
-    routes, notices = route_domains(config, by_name) if by_name else ({}, [])
+    taught = not isinstance(config.teachers, NoTeachers)
+    routes, notices = route_domains(config, by_name) if taught else ({}, [])
     refuse_unscorable(
         config, {a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned}
     )

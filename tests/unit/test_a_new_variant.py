@@ -224,8 +224,8 @@ def test_a_pipeline_names_them_and_their_options_are_checked() -> None:
         ("objective", {"kind": "imitate", "strength": 0}, ["objective.strength", "greater than 0"]),
         ("objective", {"kind": "reverse_kl"}, ["reverse_kl with teachers.payload greedy"]),
         ("teachers", {"payload": "hidden_states"}, ["imitate with teachers.payload hidden_states"]),
-        ("teachers", {"payload": "gready"}, ["'top_k' or 'greedy'"]),
-        ("objective", {"kind": "imitated"}, ["top_k, imitate"]),
+        ("teachers", {"payload": "gready"}, ["'none' or 'greedy'"]),
+        ("objective", {"kind": "imitated"}, ["none, imitate"]),
     ):
         with pytest.raises(ConfigError) as caught:
             validate(PipelineConfig, PIPELINE | {section: changes}, "p.yaml")

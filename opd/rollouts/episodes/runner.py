@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from opd.config.context import PLACE
 from opd.environments.records import Action, Outcome, Tool, ToolCall
@@ -27,12 +27,10 @@ from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogu
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
+from opd.rollouts.episodes.turns import Answer, Opening
 from opd.rollouts.episodes.worlds import CallersEnvironment, NoEnvironment, OwnEnvironment, World
 from opd.text import one_line
 from opd.types import Sampled, SegmentOrigin
-
-if TYPE_CHECKING:
-    from opd.prompts.line import Messages
 
 T = TypeVar("T")
 MAX_ERROR = 500
@@ -115,38 +113,6 @@ class _Site:
     """Writes the turns of a request's guide."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """What an episode begins with."""
-
-    dialogue: Dialogue
-    prompt: str | Messages
-    observation: str | Messages
-
-    def ids(self, note: str = "") -> list[int]:
-        """Token ids up to the first turn; `note` stands last."""
-        return self.dialogue.first(self.prompt, self.observation, note)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What follows a turn."""
-
-    observation: str | tuple[str, ...]
-    calls: int
-    """Tool calls of the turn."""
-    ended: bool
-    """Whether the turn ends with an end token."""
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        return (self.observation,) if isinstance(self.observation, str) else self.observation
-
-    def ids(self, dialogue: Dialogue, note: str = "") -> list[int]:
-        """Token ids up to the next turn; `note` stands last. Raises: BadObservation, and what a chat template raises."""
-        return dialogue.after(self.observation, calls=self.calls, ended=self.ended, note=note)
-
-
 class _Agent:
     """The agent of one episode while it runs, or a sub-agent."""
 
@@ -161,7 +127,7 @@ class _Agent:
         self._shares = shares
         self._origin: SegmentOrigin = "main" if caller is None else "sub_agent"
         self._trace = Trace(site.version, request.masked, "" if caller is None else request.sample.domain)
-        self._world = _world(request, request.options, caller._world if caller and shares else None)
+        self._world: World = _world(request, request.options, caller._world if caller and shares else None)
         self._delegation = Delegation(request, request.options, site.dialogues.clean)
         self._lent = asyncio.Lock()
         """Held by the sub-agent that acts on this agent's environment."""
@@ -255,7 +221,7 @@ class _Agent:
     def _seed(self, *what: object) -> int:
         return seed_of(self._request.seed, self._request.sample.sample_id, *what)
 
-    async def _go_on(self, segment: Segment, sampled: Sampled, answer: _Answer, opening: _Opening) -> Segment:
+    async def _go_on(self, segment: Segment, sampled: Sampled, answer: Answer, opening: Opening) -> Segment:
         """The segment that the next turn follows: this one with what the environment answered, or a compacted one."""
         ids = answer.ids(opening.dialogue)
         self._said += [f"environment: {text}" for text in answer.texts]
@@ -271,13 +237,13 @@ class _Agent:
         kept = self._compactor.cut(compaction.keep_last)
         return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], "summary", segment)
 
-    async def _begin(self) -> _Opening:
+    async def _begin(self) -> Opening:
         request = self._request
         first = await self._world.begin()
         dialogue = self._site.dialogues.make(request, (*self._world.tools, *self._delegation.tools))
         shown = [first] if isinstance(first, str) else [message["content"] for message in first]
         self._said += [f"environment: {text}" for text in shown if text]
-        return _Opening(dialogue, request.prompt.text, first)
+        return Opening(dialogue, request.prompt.text, first)
 
     def _room(self, segment: Segment) -> int:
         """Tokens of the next turn at most. Raises: EpisodeEnd if there are none."""
@@ -294,7 +260,7 @@ class _Agent:
         budget = self._options.max_tokens
         return None if budget is None else budget - self._trace.audit.sampled
 
-    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue, who: str) -> _Answer:
+    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue, who: str) -> Answer:
         """What environment and sub-agents say to the turn. Raises: EpisodeEnd."""
         ended = sampled.stop_reason == "stop"
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
@@ -306,15 +272,15 @@ class _Agent:
             delegated = [self._delegation.starts(call) for call in calls]
         except BadCall as error:
             self._invalid += 1
-            return _Answer(f"{UNREADABLE}{error}", calls=1, ended=ended)
+            return Answer(f"{UNREADABLE}{error}", calls=1, ended=ended)
         theirs = tuple(call for call, ours in zip(calls, delegated, strict=True) if not ours)
         outcome = await self._world.step(Action(text=text, calls=theirs)) if theirs or not calls else Outcome()
         if outcome.done:
             raise EpisodeEnd("done")
         if len(theirs) == len(calls):
-            return _Answer(outcome.observation, calls=len(calls), ended=ended)
+            return Answer(outcome.observation, calls=len(calls), ended=ended)
         answers = await self._delegated([c for c, ours in zip(calls, delegated, strict=True) if ours], segment)
-        return _Answer(in_order(delegated, answers, outcome), calls=len(calls), ended=ended)
+        return Answer(in_order(delegated, answers, outcome), calls=len(calls), ended=ended)
 
     async def _delegated(self, calls: Sequence[ToolCall], segment: Segment) -> list[str]:
         """What sub-agents answer to these calls of a turn. Raises: EpisodeEnd if the environment is over then."""

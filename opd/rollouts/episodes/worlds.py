@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from opd.environments import find
@@ -33,8 +33,8 @@ class World(Protocol):
         ...
 
     @property
-    def rewards(self) -> list[float]:
-        """What the agent's turns earned."""
+    def rewards(self) -> Sequence[float]:
+        """What was earned there, if it is the agent's own."""
         ...
 
     async def begin(self) -> str | Messages:
@@ -119,6 +119,8 @@ class OwnEnvironment:
 class CallersEnvironment:
     """The environment of the agent that called this one. A turn without a call is the agent's answer and does not reach it."""
 
+    rewards: Sequence[float] = ()
+
     def __init__(self, caller: World) -> None:
         self._caller = caller
         self.tools = caller.tools
@@ -126,10 +128,6 @@ class CallersEnvironment:
     @property
     def over(self) -> EpisodeEnd | None:
         return self._caller.over
-
-    @property
-    def rewards(self) -> list[float]:
-        return self._caller.rewards
 
     async def begin(self) -> str:
         return ""
@@ -149,7 +147,7 @@ class NoEnvironment:
 
     tools: tuple[Tool, ...] = ()
     over: EpisodeEnd | None = None
-    rewards: list[float] = []  # noqa: RUF012 nobody adds to it
+    rewards: Sequence[float] = ()
 
     async def begin(self) -> str:
         return ""

@@ -46,6 +46,17 @@ def test_what_is_added_can_be_read_again(registry: Registry, model: Path, prompt
     assert [p.name for p in (tmp_path / "registry/math").iterdir()] == ["manifest.json"]
 
 
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"method": "ppo", "base": {"seed": 0}}'])
+def test_the_manifest_has_what_the_model_says_of_its_training(
+    text: str | None, registry: Registry, model: Path
+) -> None:
+    if text is not None:
+        (model / "training.json").write_text(text)
+    known = {"method": "ppo", "base": {"seed": 0}} if text and "ppo" in text else None
+    assert registry.add("math", model, domain="d").training == known == registry.get("math").training
+    assert registry.verify("math") == []
+
+
 def test_names_and_all_are_sorted_and_skip_what_is_no_entry(registry: Registry, model: Path, tmp_path: Path) -> None:
     assert registry.names() == []
     for name in ("b", "a"):

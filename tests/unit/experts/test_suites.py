@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experts.suites import DOMAINS, SUITES, write_suite
+from experts.suites import DOMAINS, SUITES, rewards, write_suite
 from experts.suites.letters import CHARACTERS, SPECIALS, build_tokenizer
 from experts.suites.rows import Row
+from opd.environments import find
+from opd.environments.records import Action
 from opd.errors import ConfigError
 from opd.evaluation.verifiers.exact import LastLine
 from opd.evaluation.verifiers.reasoning_gym import ReasoningGym
@@ -128,7 +130,11 @@ def test_reasoning_answers_score_one_and_a_wrong_one_zero(domain: str):
         assert judge(row["answer"], row["answer"], row["metadata"]) == 1.0
 
 
-@pytest.mark.parametrize(("suite", "domain"), [(suite, domain) for suite in DOMAINS for domain in DOMAINS[suite]])
+@pytest.mark.parametrize(
+    ("suite", "domain"),
+    # Where many answers are right there is no `answer`: test_no_answer_is_right_everywhere.
+    [(suite, domain) for suite in DOMAINS for domain in DOMAINS[suite] if domain not in rewards.SKILLS],
+)
 def test_no_domain_is_answered_by_saying_the_same_to_every_question(suite: str, domain: str):
     answers = Counter(str(row["answer"]) for row in SUITES[suite](domain, 200, 3))
     assert max(answers.values()) <= 0.6 * answers.total(), answers.most_common(2)
@@ -197,3 +203,90 @@ def test_the_tokenizer_gives_each_character_its_own_id(tmp_path: Path):
     )
     chat = [{"role": "user", "content": "rev ab"}]
     assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == "rev ab="
+
+
+# Tasks with many right answers
+
+
+def between(task: str, text: str) -> bool:
+    low, high = task.split(":")
+    return text in {str(n) for n in range(100)} and int(low) < int(text) < int(high)
+
+
+def ascend(task: str, text: str) -> bool:
+    return text in {"".join(sorted(chosen)) for chosen in combinations(task, 3)}
+
+
+def route(task: str, text: str) -> bool:
+    column, row = ord(task[0]), int(task[1])
+    for step in text:
+        column, row = column + (step == "r"), row + (step == "d")
+    goal = (ord(task[2]), int(task[3]))
+    return (column, row) == goal and len(text) == goal[0] - ord(task[0]) + goal[1] - int(task[1])
+
+
+def beside(task: str, text: str) -> bool:
+    around = "z" + ALPHABET + "a"
+    return (
+        len(text) == 1
+        and any(pair in around for letter in task for pair in (letter + text, text + letter))
+        and text.isalpha()
+    )
+
+
+def avoid(task: str, text: str) -> bool:
+    rest = [letter for letter in ALPHABET if letter not in task]
+    return len(text) == 4 and len(set(text)) == 4 and all(letter in rest for letter in text)
+
+
+MANY: dict[str, tuple[Callable[[str, str], bool], float, float]] = {
+    "between": (between, 0.03, 0.2),
+    "ascend": (ascend, 0.1, 0.25),
+    "route": (route, 0.15, 0.4),
+    "beside": (beside, 0.12, 0.35),
+    "avoid": (avoid, 0.2, 0.4),
+}
+"""Domain -> its rule, written another way than the suite's, and how often a blind attempt is right."""
+WRONG = ["", " ", "a", "zz", "12", "100", "-5", "7.5", "987", "aaaa", "rrr", "rdrdrdrd", "٣", "x y", "ABCD", "abcdefgh"]
+
+
+def test_every_domain_of_one_turn_has_a_rule_here_and_the_others_are_games() -> None:
+    assert set(MANY) | set(rewards.GAMES) == set(DOMAINS["rewards"])
+
+
+@pytest.mark.parametrize("domain", MANY)
+def test_the_judge_is_right_about_attempts_and_about_anything_else(domain: str) -> None:
+    rule, least, most = MANY[domain]
+    rows = SUITES["rewards"](domain, 300, 3)
+    right = 0
+    for i, row in enumerate(rows):
+        task = row["metadata"]["task"]
+        for text in (row["completion"], rows[i - 1]["completion"], *WRONG):
+            assert rewards.judge(text, "", row["metadata"]) == float(rule(task, text.strip())), (task, text)
+        right += rule(task, row["completion"])
+    assert least < right / len(rows) < most, "a base that learns these has a reward now and then, and room above it"
+    assert all(set(row["prompt"] + row["completion"]) <= set(CHARACTERS) for row in rows)
+
+
+@pytest.mark.parametrize("domain", MANY)
+def test_no_answer_is_right_everywhere(domain: str) -> None:
+    rows = SUITES["rewards"](domain, 300, 3)
+    best = max(sum(rewards.judge(one["completion"], "", row["metadata"]) for row in rows) for one in rows[:100])
+    assert best / len(rows) < 0.5, "who does not read the task must not get far"
+
+
+@pytest.mark.parametrize("domain", rewards.GAMES)
+def test_games_are_played_blindly_and_every_move_is_learned(domain: str) -> None:
+    rows = SUITES["rewards"](domain, 60, 3)
+    moves = [turn for row in rows for turn in row["messages"] if turn["role"] == "assistant"]
+    assert all(turn["weight"] == 1 for turn in moves)
+    won = sum(played(domain, row) for row in rows)
+    assert 0 < won < 0.45 * len(rows)
+
+
+def played(domain: str, row: Any) -> bool:
+    """Whether the recorded moves win."""
+    game = find(domain, "test")()
+    game.reset(row["metadata"], 0)
+    turns = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
+    return any(game.step(Action(text=text)).done for text in turns)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from opd.checkpoints import CheckpointStore, choose, supersede, verify
+from opd.checkpoints import CheckpointStore, SavesBeside, choose, supersede, verify
 from opd.config.sections import CheckpointConfig
 from opd.errors import RunDirError, RunError, StorageError
 from opd.types import SavedCheckpoint, WrittenFile
@@ -270,3 +270,47 @@ def test_what_a_resume_goes_back_behind_is_kept_until_the_run_has_passed_it(tmp_
     assert names(tmp_path) == ["step-000005", "superseded-step-000010", "superseded-step-000015"]
     write(saver, 15)
     assert names(tmp_path) == ["step-000005", "step-000015"]
+
+
+class Other:
+    """Something else that is saved, perhaps later than the trainer."""
+
+    def __init__(self) -> None:
+        self.done = True
+
+    def begin_save(self, path: Path) -> None:
+        (path / "rank-0.safetensors").write_bytes(b"its own")
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
+        digest = blake3(b"its own").hexdigest()
+        return [WrittenFile(name="rank-0.safetensors", blake3=digest, size=7, seconds=0.0)] if self.done else None
+
+
+def test_what_is_saved_beside_the_trainer_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    trainer, other = FakeTrainer(), Other()
+    other.done = False
+    both = SavesBeside(trainer, other, "credit")
+    saver = CheckpointStore(tmp_path, both, CheckpointConfig(), world_size=2, identity=IDENTITY, timeout_s=60)
+    saver.save(3, 3)
+    assert saver.committed(wait=False) is None, "not before both are there"
+    other.done = True
+    saved = saver.committed(wait=True)
+    assert saved is not None and saved.size == 4 + 3 + 2 + 7
+    path = tmp_path / "step-000003"
+    assert (path / "rank-0.safetensors").read_bytes() == b"zero"
+    assert (path / "credit" / "rank-0.safetensors").read_bytes() == b"its own"
+    assert verify(path).step == 3
+    (path / "credit" / "rank-0.safetensors").write_bytes(b"changed")
+    with pytest.raises(RunDirError, match=r"credit/rank-0\.safetensors"):
+        verify(path)
+
+
+def test_what_takes_too_long_beside_the_trainer_misses_the_same_deadline(tmp_path: Path) -> None:
+    other = Other()
+    other.done = False
+    both = SavesBeside(FakeTrainer(), other, "credit")
+    saver = CheckpointStore(tmp_path, both, CheckpointConfig(), world_size=2, identity=IDENTITY, timeout_s=0.05)
+    saver.save(3, 3)
+    with pytest.raises(RunError, match="took longer"):
+        saver.committed(wait=True)
+    assert list(tmp_path.iterdir()) == []

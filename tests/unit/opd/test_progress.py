@@ -56,6 +56,21 @@ def test_a_sub_agent_that_broke_is_told(tmp_path: Path) -> None:
     assert heard.lines[0] == "step 3: a sub-agent of domain x broke: s/ask-1: step: KeyError"
 
 
+def test_rewards_are_shown_and_verifiers_that_fail_are_told(tmp_path: Path) -> None:
+    heard = Heard()
+    domains = {
+        "x": {"episodes": 4, "reward": 0.25, "failed": 3, "error": "ValueError: no"},
+        "y": {"episodes": 2, "reward": 0.75},
+    }
+    RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), RunPaths(tmp_path), heard).step(
+        record(reward={"weight": 1.0, "domains": domains})
+    )
+    assert heard.lines == [
+        "step 3: the verifier of x failed on 3 of 4 responses, whose reward is 0: ValueError: no",
+        "3: loss 0.5000  5 tok/s  gap 1.0e-03  reward 0.500",
+    ]
+
+
 def test_an_evaluation_is_a_file_of_its_own(tmp_path: Path) -> None:
     found = Evaluation(model="me", scores={"x": DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=9)})
     reporter = RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), RunPaths(tmp_path), Heard())

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from experts.rl.spec import ReinforceSpec, load_training
 from experts.spec import find_spec, load_spec
-from experts.suites import DOMAINS, agents
+from experts.suites import DOMAINS, agents, rewards
 from opd.config import load_pipeline
 from opd.config.domains import RegisteredExperts
+from opd.config.verifiers import PythonConfig
 from pipelines.catalog import find
+from pipelines.reinforce import pipeline_of
 
 MAKEFILE = Path(__file__).parents[3] / "Makefile"
 
@@ -45,3 +48,43 @@ def test_make_agents_holds_out_no_more_tasks_than_come_once():
     asked = re.search(r"prompts make agents .*--eval (\d+)", MAKEFILE.read_text())
     assert asked
     assert int(asked[1]) <= min(domain.held_out for domain in agents.DOMAINS.values())
+
+
+def test_the_suite_of_rewards_ships_a_spec_and_the_merge_of_its_experts():
+    config, spec = load_pipeline(find("rewards")), load_training(find_spec("rewards-experts"))
+
+    assert isinstance(spec, ReinforceSpec) and isinstance(config.experts, RegisteredExperts)
+    assert list(config.experts.use) == list(config.domains) == list(spec.experts) == list(DOMAINS["rewards"])
+    assert (config.registry, config.student.model) == (spec.registry, spec.base_dir)
+    for name, domain in config.domains.items():
+        expert = spec.experts[name]
+        assert (expert.domain, expert.prompts, expert.eval) == (name, domain.prompts, domain.eval)
+        assert expert.environment == domain.environment
+        assert domain.prompts == Path(f"prompts/rewards/{name}/train.jsonl") and domain.prompts in spec.base.data
+        if name in rewards.GAMES:
+            assert domain.environment is not None
+            assert (domain.environment.name, domain.environment.max_turns) == (name, rewards.GAMES[name].max_turns)
+        else:
+            assert domain.eval is not None and domain.eval.verifier == PythonConfig(
+                kind="python", function=rewards.VERIFIER
+            )
+        pipeline_of(spec, name)
+
+
+def test_all_domains_at_once_have_the_responses_of_all_experts():
+    merged, alone = load_pipeline(find("rewards")), load_pipeline(find("rewards-at-once"))
+    spec = load_training(find_spec("rewards-experts"))
+    assert isinstance(spec, ReinforceSpec)
+
+    assert (alone.domains, alone.student, alone.experts) == (merged.domains, merged.student, {})
+    experts = [pipeline_of(spec, name) for name in spec.experts]
+    assert all(e.objective == alone.objective for e in experts)
+    assert sum(e.trainer.steps * e.trainer.samples_per_step for e in experts) == (
+        alone.trainer.steps * alone.trainer.samples_per_step
+    )
+
+
+def test_make_rl_holds_out_no_more_tasks_than_come_once():
+    asked = re.search(r"prompts make rewards .*--eval (\d+)", MAKEFILE.read_text())
+    assert asked
+    assert int(asked[1]) <= min(game.held_out for game in rewards.GAMES.values())

@@ -20,7 +20,7 @@ from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
 from opd.train.zero import ZeroOptions
-from pipelines.specs import flight_spec, imitation_spec, pool_spec, rollout_spec, trainer_spec
+from pipelines.specs import flight_spec, imitation_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightSpec
 from teachers.pool import PoolSpec
 
@@ -53,7 +53,14 @@ OWN: dict[str, dict[str, Any]] = {
     "vllm": {},
     "openai": {"payload": "sampled_logprobs", "servers": {"e": SERVER}},
     "flight": {"address": "grpc://localhost:1"},
+    "none": {},
 }
+ALONE: dict[str, Any] = {
+    "experts": {},
+    "domains": {"d": {"environment": {"name": "maze"}}},
+    "objective": {"kind": "none", "reward": {}},
+}
+"""What goes with `teachers.engine: none`."""
 
 
 def config(**sections: Any) -> PipelineConfig:
@@ -70,7 +77,8 @@ def config(**sections: Any) -> PipelineConfig:
 
 
 def specs(config: PipelineConfig) -> list[Any]:
-    teachers = flight_spec(config, 76) if config.teachers.engine == "flight" else pool_spec(config, 76)
+    made = {"flight": flight_spec, "none": lambda config, _: nobody_spec(config)}
+    teachers = made.get(config.teachers.engine, pool_spec)(config, 76)
     return [rollout_spec(config, Path("base"), 76, (2,)), trainer_spec(config, 76), teachers]
 
 
@@ -90,10 +98,12 @@ def test_every_key_of_a_teachers_engine_reaches_its_spec(engine: str) -> None:
         teachers = {"engine": engine} | OWN[engine] | changes
         kinds = {"hidden_states": "reverse_kl", "sampled_logprobs": "sampled", "top_k": "top_k"}
         objective = {"kind": kinds[teachers.get("payload", "hidden_states")]}
-        return specs(config(teachers=teachers, objective=objective))
+        alone = ALONE if engine == "none" else {"objective": objective}
+        return specs(config(teachers=teachers, **alone))
 
     before = made()
-    for key in set(ENGINES[engine].model_fields) - ELSEWHERE:
+    one_value = {"payload"} if engine == "none" else set()
+    for key in set(ENGINES[engine].model_fields) - ELSEWHERE - one_value:
         more = {"address": "grpc+tls://h:1"} if key == "tls_root_certs" else {}
         assert made(**{key: TEACHERS[key]}, **more) != before, key
 

@@ -231,3 +231,14 @@ def test_a_damaged_file_is_named(run_dir: Path, name: str, text: str, words: str
 def test_no_run_directory(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"neither pipeline\.yaml nor report\.json"):
         read_run(tmp_path)
+
+
+def test_without_experts_there_is_what_was_gained_and_no_headroom() -> None:
+    found = report(exams={"before": {"a": 0.2, "b": 0.5}, "expert": {}, "after": {"a": 0.6, "b": 1.0}})
+    assert found["domains"]["a"] == {"before": 0.2, "after": 0.6, "expert": None, "headroom": None}
+    assert found["mean_headroom"] is None and found["worst_headroom"] is None
+    assert domain_rows(found) == [
+        ("a", "0.20", "-", "0.60", "-"),
+        ("b", "0.50", "-", "1.00", "-"),
+        ("mean", "0.35", "-", "0.80", "-"),
+    ]

@@ -44,6 +44,15 @@ def test_only_episodes_that_began_in_a_domain_that_takes_part_have_advantages() 
     }  # fmt: skip
 
 
+def test_an_episodes_reward_is_that_of_the_domain_where_it_began() -> None:
+    made = stream()
+    rollouts = [rollout("e", reward=0.5), rollout("e.1", "b", episode="e", reward=0.5)]
+    made.step(1, rollouts)
+    found = made.record(rollouts, trained()).domains
+    assert (found["a"].episodes, found["a"].reward) == (1, 0.5)
+    assert (found["b"].episodes, found["b"].tokens) == (0, 2), "its tokens are trained all the same"
+
+
 def test_the_weight_is_a_function_of_the_step() -> None:
     linear = RewardConfig.model_validate({"weight": 2.0, "schedule": {"to": 0.5, "steps": 4}})
     assert [linear.weight_at(step) for step in (1, 2, 3, 4, 5, 99)] == [2.0, 1.5, 1.0, 0.5, 0.5, 0.5]

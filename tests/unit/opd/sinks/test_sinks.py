@@ -48,6 +48,19 @@ def test_how_busy_the_roles_were_and_how_old_the_tokens() -> None:
     }  # fmt: skip
 
 
+def test_rewards_have_curves_of_their_own() -> None:
+    a = {"episodes": 2, "reward": 0.5, "tokens": 8, "loss": 0.75, "masked": 0.25}
+    b = {"episodes": 0, "reward": 0.0, "tokens": 0, "loss": 0.0, "masked": 0.0}
+    reward = {"weight": 2.0, "loss": 0.125, "masked": 0.25, "domains": {"a": a, "b": b}, "credit": {"flat": 0.5}}
+    found = scalars(record(3, 0.25, reward=reward | {"cosine": -0.5}))
+    plain = scalars(record(3, 0.25))
+    assert found["step/loss"] == 0.25
+    assert {name: value for name, value in found.items() if name not in plain} == {
+        "step/policy_loss": 0.125, "step/reward_weight": 2.0, "step/masked": 0.25, "step/cosine": -0.5,
+        "reward/a": 0.5, "policy_loss/a": 0.75, "masked/a": 0.25, "credit/flat": 0.5,
+    }  # fmt: skip
+
+
 def test_tensorboard_forgets_the_steps_that_a_resume_takes_again(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -12,6 +12,7 @@ import torch
 
 from opd.errors import RunError
 from opd.payloads import PAYLOADS, answer_class
+from opd.payloads.none import Unscored
 from opd.stream.schema import (
     VERSION,
     PartRecord,
@@ -161,6 +162,7 @@ def test_a_payload_has_no_columns_of_another(payload: str) -> None:
         "hidden_states": {"head", "hidden_size", "hidden"},
         "sampled_logprobs": {"teacher_logprobs"},
         "top_k": {"topk_ids", "topk_logprobs"},
+        "none": set(),
     }
     found = set(FIELDS[payload].names) | {f.name for f in FIELDS[payload].field("shared").type.value_type}
     assert found & set().union(*mine.values()) == mine[payload]
@@ -422,12 +424,15 @@ def test_names_that_are_not_utf8_are_refused() -> None:
         read_stream(whole.replace(b"RRRR", b"RR\xffR"))
 
 
+def unscored(i: int, domain: str) -> TargetRow:
+    return TargetRow(rollout=row(i, domain=domain).rollout, teacher="nobody", answer=Unscored())
+
+
 @pytest.mark.parametrize("payload", FIELDS)
 def test_damaged_bytes_are_refused_or_harmless_to_the_reader(payload: str) -> None:
-    rows = [
-        row(i, response=1 + i, domain=name) if payload == "hidden_states" else answered(payload, i, domain=name)
-        for i, name in enumerate(["reverse", "sort", "sort", "gcd"])
-    ]
+    made = {"hidden_states": lambda i, name: row(i, response=1 + i, domain=name), "none": unscored}
+    make = made.get(payload, lambda i, name: answered(payload, i, domain=name))
+    rows = [make(i, name) for i, name in enumerate(["reverse", "sort", "sort", "gcd"])]
     whole, rng = write_stream(rows, "float32", payload).to_pybytes(), random.Random(1)
     refused = 0
     for _ in range(3000):

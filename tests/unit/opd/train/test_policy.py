@@ -13,6 +13,7 @@ import torch
 from opd.losses.policy_gradient import PolicyGradient
 from opd.losses.reverse_kl import ReverseKL
 from opd.reward.records import Compared, PolicyReport, PolicyStats, RewardStep
+from opd.stream.schema import write_stream
 from opd.train import rank
 from opd.train.batch import micro_batch
 from opd.train.deepspeed import _policy_report
@@ -141,7 +142,8 @@ def test_the_policy_gradient_is_told_from_the_sum() -> None:
         d, p = some(), some()
         before = [t + x for t, x in zip(total, d, strict=True)]
         total = [t + x for t, x in zip(before, p, strict=True)]
-        comparison.add(before, total)
+        comparison.begin(before)
+        comparison.end(total)
         divergence = [t + x for t, x in zip(divergence, d, strict=True)]
         policy = [t + x for t, x in zip(policy, p, strict=True)]
     found = comparison.result(total, 0.5)
@@ -169,7 +171,7 @@ def trained_domains(loss: float, ranks: int = 1) -> dict[str, Any]:
 
 
 class Passes:
-    """Stands for DeepSpeed around a student: keeps what every pass was asked for, and its gradient."""
+    """Stands for DeepSpeed around a student: keeps what every pass was asked for."""
 
     def __init__(self, student: Student) -> None:
         self.student = student
@@ -178,51 +180,55 @@ class Passes:
 
     def __call__(self, batch: Any, known: Any, weight_N: torch.Tensor, *policy: torch.Tensor) -> Any:
         self.seen.append((bool(weight_N.any()), bool(policy)))
-        return self.student(batch, known, weight_N, *policy)
+        return self.student(batch, heads(), weight_N, *policy)
+
+
+class Rank(rank.TrainerRank):
+    """A rank without DeepSpeed."""
+
+    def __init__(self, student: Student) -> None:
+        self._options: Any = dataclasses.make_dataclass("Options", ["world_size", "vocab_size"])(1, 76)
+        self._device = torch.device("cpu")
+        self._layout = "packed"
+        self._engine = Passes(student)
+        self._student = student
+        self.lasts: list[bool] = []
+
+    def _head(self, source: Any) -> Any:
+        return source
+
+    def add_gradients(self, loss: torch.Tensor, *, last: bool) -> None:
+        self.lasts.append(last)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def local_gradients(self) -> list[torch.Tensor]:
+        return [torch.cat([p.grad.flatten() for p in self._student.parameters() if p.grad is not None])]
 
 
 @pytest.mark.parametrize("compare", [False, True])
 def test_a_step_that_compares_ends_with_the_same_gradient(compare: bool, student: Student) -> None:
-    """Two passes, first the divergence and then the reward, for the gradient of one."""
-    ids = list("abcdef")
-    engine = Passes(student)
-
-    class Rank(rank.TrainerRank):
-        def __init__(self) -> None:
-            self._options = dataclasses.make_dataclass("Options", ["world_size"])(1)
-            self._device = torch.device("cpu")
-            self._engine = engine
-
-        def add_gradients(self, loss: torch.Tensor, *, last: bool) -> None:
-            lasts.append(last)
-            loss.backward()
-
-        def local_gradients(self) -> list[torch.Tensor]:
-            return [torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])]
-
-    lasts: list[bool] = []
+    """Two passes for each micro-batch, first the divergence and then the reward, for the gradient of one."""
+    cuts = (tuple("ab"), tuple("fedc"))
     student.zero_grad()
-    one = Rank()
-    one._step = rank._Step(
-        RankWork(
-            step=1, lr=0.1, micro_batches=(tuple(ids),), weights=row_weights(STEP, "token_mean", {}),
-            policy=work(compare=compare),
-        ),
-        {},
-        76,
-    )  # fmt: skip
-    batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
-    weight = token_weights(batch, [one._step.work.weights[i] for i in ids])
-    policy = work().tokens(batch, ids)
-    stats = one._backward((batch, heads(), weight), policy, 0)
-    assert engine.seen == ([(True, False), (False, True)] if compare else [(True, True)])
-    assert lasts == ([False, True] if compare else [True])
-    found = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
-    _, want = trained(student, [ids], work())
+    one = Rank(student)
+    weights = row_weights(STEP, "token_mean", {})
+    whole = RankWork(step=1, lr=0.1, micro_batches=(), weights=weights, policy=work(compare=compare))
+    one.begin_step(whole.of(cuts), heads())  # type: ignore[arg-type]
+    part = np.frombuffer(write_stream(list(ROWS.values()), "float32"), dtype=np.uint8)
+    one.accumulate(0, frozenset(), part)
+    one.accumulate(1, frozenset())
+    assert one._engine.seen == ([(True, False), (False, True)] * 2 if compare else [(True, True)] * 2)
+    assert one.lasts == ([False, False, False, True] if compare else [False, True])
+    (found,) = one.local_gradients()
+    sums = one._policy_result(1.0)
+    assert sums is not None and sums.weight == pytest.approx(1.0)
+    totals, want = trained(student, cuts, work())
     assert float((found - want).norm()) < 1e-6 * float(want.norm())
-    assert stats.policy_N is not None and float(stats.kl_N.sum()) > 0
-    if compare:
-        _, divergence = trained(student, [ids], work(weight=0.0))
-        sums = one._step.comparison.result([found], 1.0)
-        assert sums.divergence_sq**0.5 == pytest.approx(float(divergence.norm()), rel=1e-4)
-        assert sums.policy_sq**0.5 == pytest.approx(float((want - divergence).norm()), rel=1e-4)
+    assert sums.loss == pytest.approx(totals.loss)
+    if not compare:
+        assert sums.compared is None
+        return
+    _, divergence = trained(student, cuts, work(weight=0.0))
+    assert sums.compared is not None
+    assert sums.compared.divergence_sq**0.5 == pytest.approx(float(divergence.norm()), rel=1e-4)
+    assert sums.compared.policy_sq**0.5 == pytest.approx(float((want - divergence).norm()), rel=1e-4)

@@ -463,7 +463,7 @@ def test_the_ranks_hear_which_of_their_samples_are_stale(in_process: Any) -> Non
 def test_the_losses_of_shown_episodes_come_back_from_all_ranks(in_process: Any) -> None:
     class Telling(FakeRank):
         def finish_step(self, share: float) -> RankResult:
-            work = self.works[0][0]
+            work = self.works[-1][0]
             mine = {i for part in work.micro_batches for i in part} & work.watched
             return dataclasses.replace(super().finish_step(share), token_losses=dict.fromkeys(mine, (0.5, 0.25)))
 

@@ -43,6 +43,8 @@ def test_the_trainers_state_is_20_bytes_a_parameter_and_a_gathered_copy_on_each_
     assert lines(given, trainer={"ranks": 3, "dtype": "bfloat16"})[what] == (18 + 3 * 2) * PARAMETERS
     narrow = {"ranks": 1, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16"}
     assert lines(given, trainer=narrow)[what] == (16 + 2) * PARAMETERS
+    compared = lines(given, trainer={"ranks": 1}, objective={"reward": {"compare_every": 5}})[what]
+    assert compared == (20 + 12 + 4) * PARAMETERS, "three copies of the gradient"
 
 
 LORA = 2 * 4 * (4 * 2 * 64 + 3 * (64 + 128))

@@ -169,6 +169,7 @@ def test_every_pattern_names_a_key() -> None:
     keys |= changed_keys({}, config(domains__d__environment__name="maze"))
     keys |= changed_keys({}, config(domains__d__agent__command=["python", "agent.py"]))
     keys |= changed_keys({}, config(schedule__max_staleness=2))
+    keys |= changed_keys({}, config(domains__d__environment__name="maze", objective__reward__weight=1.0))
     keys |= {f"teachers.{key}": (None, None) for engine in ENGINES.values() for key in engine.model_fields}
     for pattern in (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING):
         assert any(fnmatchcase(key, pattern) for key in keys), pattern

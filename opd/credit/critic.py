@@ -1,0 +1,162 @@
+"""A critic says what each state is worth, and each token's advantage is what it changed about that.
+
+    each step:  values ─▶ GAE ─▶ advantages for the policy
+                           └───▶ returns ─▶ `updates` updates of the critic, each over the whole step
+
+The values that advantages rest on are those before the critic saw the step. While it explains nothing, its advantages are
+noise: the policy waits until it is warm, and stays warm from then on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from opd.credit.episodes import Episode, episodes
+from opd.credit.gae import GaeSpec, credit
+from opd.credit.interfaces import Assigned
+from opd.credit.state import read_state, write_state
+from opd.errors import RunError
+from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
+from opd.types import Rollout, WrittenFile
+
+if TYPE_CHECKING:
+    from opd.credit.interfaces import Floats
+
+SHOWN_TURNS = 8
+"""Turns whose bias is among the readings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """When the policy may begin to train."""
+
+    explained: float = 0.0
+    """The critic is warm once it explains more than this share of the returns' variance, in states that it did not learn."""
+    steps: int = 2
+    """So many steps in a row."""
+    at_most: int | None = None
+    """The run stops after so many steps without a warm critic; None: it goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSpec:
+    """A critic, how it learns, and how far credit reaches."""
+
+    engine: CriticEngineSpec
+    gae: GaeSpec = field(default_factory=GaeSpec)
+    updates: int = 2
+    """Updates of the critic in each step, every one over all of its tokens."""
+    warm_up: WarmUp = field(default_factory=WarmUp)
+
+
+class CriticCredit:
+    """Implements `opd.credit.interfaces.Credit`."""
+
+    def __init__(self, spec: CriticSpec) -> None:
+        self._spec = spec
+        self._engine = DeepSpeedCritic(spec.engine)
+        self._above = 0
+        """Steps in a row in which the critic explained enough."""
+        self._cold_steps = 0
+        """Steps that were taken before the critic was warm."""
+        self._written: tuple[WrittenFile, ...] = ()
+
+    def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:
+        tries = episodes(rollouts)
+        segments = [segment for episode in tries for segment in episode.segments]
+        if not any(segment.num_trained for segment in segments):
+            return Assigned(advantages={s.sample_id: np.zeros(0, np.float32) for s in segments}, warm=self._warm)
+        values = self._engine.values(segments)
+        _refuse_broken(step, values)
+        advantages: dict[str, Floats] = {}
+        returns: dict[str, Floats] = {}
+        for episode in tries:
+            found = credit(episode, values, self._spec.gae)
+            advantages |= found.advantages
+            returns |= found.returns
+        before = {sample_id: value_N[:-1] for sample_id, value_N in values.items()}
+        updates = [self._engine.update(step, returns, before) for _ in range(self._spec.updates)]
+        readings = _readings(tries, before, returns)
+        # Measured on values from before the updates: states that the critic has not learnt from.
+        self._count(step, readings.get("explained_variance"))
+        readings |= {"value_loss": updates[0][0], "critic_grad_norm": updates[-1][1]} if updates else {}
+        return Assigned(advantages=advantages, readings=readings, warm=self._warm)
+
+    @property
+    def _warm(self) -> bool:
+        return self._above >= self._spec.warm_up.steps
+
+    def _count(self, step: int, explained: float | None) -> None:
+        """Count the step toward the warm-up. Raises: RunError if that takes too long."""
+        warm_up = self._spec.warm_up
+        if self._warm:
+            return
+        self._above = self._above + 1 if explained is not None and explained > warm_up.explained else 0
+        self._cold_steps += not self._warm
+        if warm_up.at_most is not None and self._cold_steps >= warm_up.at_most:
+            found = "all returns are equal, so no reward tells states apart"
+            if explained is not None:
+                found = f"it explains {explained:.3g} of the variance of the returns, wanted more than {warm_up.explained:g}"
+            raise RunError(
+                f"step {step}: the critic is not warm after {self._cold_steps} steps: {found}; the policy has not trained"
+            )
+
+    def wait_ready(self) -> None:
+        self._engine.wait_ready()
+
+    def begin_save(self, path: Path) -> None:
+        self._written = (write_state(path, json.dumps({"above": self._above, "cold_steps": self._cold_steps})),)
+        self._engine.begin_save(path)
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
+        files = self._engine.saved(wait_s)
+        return None if files is None else (*files, *self._written)
+
+    def load(self, path: Path) -> None:
+        state = read_state(path)
+        self._above, self._cold_steps = state["above"], state["cold_steps"]
+        self._engine.load(path)
+
+
+def _refuse_broken(step: int, values: Mapping[str, Floats]) -> None:
+    """Raises: RunError naming a sample whose values are not finite."""
+    for sample_id, value_N in values.items():
+        if not np.isfinite(value_N).all():
+            raise RunError(f"step {step}: the critic's values of {sample_id} are not finite: its weights broke")
+
+
+def explained_variance(value_N: Floats, return_N: Floats) -> float | None:
+    """1 - Var(return - value) / Var(return): 1 is all of it, 0 what a constant explains. None if all returns are equal."""
+    total = float(return_N.astype(np.float64).var())
+    if total < 1e-12:
+        return None
+    return 1 - float((return_N.astype(np.float64) - value_N).var()) / total
+
+
+def _readings(
+    tries: Sequence[Episode], values: Mapping[str, Floats], returns: Mapping[str, Floats]
+) -> dict[str, float]:
+    """What the critic said of the step before it learnt from it."""
+    segments = [segment for episode in tries for segment in episode.segments]
+    value_N = np.concatenate([values[s.sample_id] for s in segments])
+    return_N = np.concatenate([returns[s.sample_id] for s in segments])
+    found = {
+        "mean_return": fmean(episode.reward for episode in tries),
+        "mean_value": float(value_N.mean(dtype=np.float64)),
+    }
+    explained = explained_variance(value_N, return_N)
+    if explained is not None:
+        found["explained_variance"] = explained
+    turn_N = np.array([turn for s in segments for turn in s.turns])
+    error_N = value_N.astype(np.float64) - return_N
+    turns = [turn for turn in np.unique(turn_N) if turn < SHOWN_TURNS]
+    return found | {
+        f"value_bias_turn_{turn}": float(error_N[turn_N == turn].mean()) for turn in turns if len(turns) > 1
+    }

@@ -1,0 +1,73 @@
+"""The critic as the driver sees it: N DeepSpeed ranks in Ray actors, beside those of the trainer and without a module in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from opd import cluster
+from opd.train.critic_rank import CriticOptions, CriticRank, UpdateWork
+from opd.train.ranks import Ranks, RanksSpec
+from opd.train.schedule import LearningRate
+from opd.types import Rollout
+
+if TYPE_CHECKING:
+    from opd.train.value import Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticEngineSpec(RanksSpec):
+    """The settings that a critic's engine is started with."""
+
+    rank: CriticOptions
+    """Settings of every rank; there are `rank.world_size` ranks."""
+    rate: LearningRate
+    """Learning rate of every step; all updates of a step have the same."""
+
+
+class DeepSpeedCritic(Ranks[CriticRank]):
+    """Values of a step's states, and updates toward its returns, by all ranks together."""
+
+    def __init__(self, spec: CriticEngineSpec) -> None:
+        super().__init__(CriticRank, spec.rank, spec, "critic")
+        self._rate = spec.rate
+        self._plan: list[list[list[str]]] = []
+        """That of the last `values`."""
+
+    def values(self, rollouts: Sequence[Rollout]) -> dict[str, Floats]:
+        """Sample id -> [N + 1] the value of the state before each trained token, and of the state behind the last token.
+
+        Raises: what `opd.cluster.wait` raises.
+        """
+        by_id = {rollout.sample_id: rollout for rollout in rollouts}
+        self._plan = self.plan(rollouts)
+        pending = [
+            rank.submit(CriticRank.values, [[by_id[i] for i in ids] for ids in part])
+            for rank, part in zip(self._ranks, self._plan, strict=True)
+        ]
+        found: dict[str, Floats] = {}
+        for answer in cluster.wait(pending, timeout_s=self._timeout_s):
+            found |= answer
+        return found
+
+    def update(self, step: int, returns: Mapping[str, Floats], values: Mapping[str, Floats]) -> tuple[float, float]:
+        """Take one optimiser step toward the returns of the rollouts that `values` was asked about last.
+
+        Both are [N] by sample id. Returns the mean squared error before it, and the gradient's norm. Raises: RunError on a
+        non-finite gradient, and what `opd.cluster.wait` raises.
+        """
+        weight = 1 / sum(len(part) for part in returns.values())
+        pending = []
+        for rank, part in zip(self._ranks, self._plan, strict=True):
+            mine = [i for ids in part for i in ids]
+            work = UpdateWork(
+                step=step,
+                lr=self._rate.at(step),
+                returns={i: returns[i] for i in mine},
+                values={i: values[i] for i in mine},
+                weight=weight,
+            )
+            pending.append(rank.submit(CriticRank.update, work))
+        results = cluster.wait(pending, timeout_s=self._timeout_s)
+        return sum(result.loss for result in results), results[0].grad_norm

@@ -1,0 +1,99 @@
+"""One rank of a critic: values of a step's states, and updates toward its returns. Runs in a Ray actor; every method is called
+on all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from opd.devices import to_device
+from opd.model_weights import load_causal_lm
+from opd.train.value import Critic, laid_out, states, value_batch
+from opd.train.zero import ModelOptions, ZeroEngine
+from opd.types import Rollout
+
+if TYPE_CHECKING:
+    from opd.train.value import Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticOptions(ModelOptions):
+    """What a rank of a critic is started with; its backbone is the model of `model_dir`, the policy's first."""
+
+    value_clip: float | None = None
+    """Distance from the value that the step began with behind which an error that shrinks gives no gradient; None: no such
+    bound."""
+    freeze_attention: bool = False
+    """Keep the attention layers of the backbone as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateWork:
+    """One rank's part of one update."""
+
+    step: int
+    lr: float
+    returns: Mapping[str, Floats]
+    """Sample id -> [N] what the critic is to say before each trained token."""
+    values: Mapping[str, Floats]
+    """Sample id -> [N] what it said when the step began."""
+    weight: float
+    """Weight of each token in the loss: one over the trained tokens of all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """What came of one update on one rank."""
+
+    loss: float
+    """This rank's share of the mean squared error, before the update."""
+    grad_norm: float
+
+
+class CriticRank(ZeroEngine):
+    """Values and their updates on a ZeRO engine that holds a critic."""
+
+    _options: CriticOptions
+
+    def __init__(self, options: CriticOptions, rank: int) -> None:
+        super().__init__(options, rank, partial(_load_critic, options))
+        self._micro_batches: Sequence[Sequence[Rollout]] = ()
+
+    def values(self, micro_batches: Sequence[Sequence[Rollout]]) -> dict[str, Floats]:
+        """Sample id -> [N + 1] the value of the state before each trained token, and behind the last token.
+
+        The rank keeps the micro-batches for the updates that follow; all ranks have the same number of them.
+        """
+        self._micro_batches = micro_batches
+        found: dict[str, Floats] = {}
+        for rollouts in micro_batches:
+            packed = laid_out(rollouts, self._layout)
+            state_N = states(packed, rollouts)
+            with torch.no_grad():
+                moved = to_device(packed, self._device), state_N.to(self._device)
+                value_N = self._engine.module.values(*moved).float().cpu()
+            sizes = [r.num_trained for r in rollouts]
+            *before, ends_B = value_N.split([*sizes, len(rollouts)])
+            for place, rollout in enumerate(rollouts):
+                found[rollout.sample_id] = torch.cat([before[place], ends_B[place : place + 1]]).numpy()
+        return found
+
+    def update(self, work: UpdateWork) -> UpdateResult:
+        """Take an optimiser step on all micro-batches. Raises: RunError on a non-finite gradient."""
+        total, ranks = 0.0, self._options.world_size
+        for index, rollouts in enumerate(self._micro_batches):
+            # DeepSpeed averages gradients over ranks; the weight makes a sum over all ranks a mean.
+            batch = value_batch(rollouts, work.returns, work.values, work.weight * ranks, self._layout)
+            loss = self.model(to_device(batch, self._device))
+            total += float(loss.detach()) / ranks
+            self.add_gradients(loss, last=index == len(self._micro_batches) - 1)
+        return UpdateResult(loss=total, grad_norm=self.take_step(work.step, work.lr))
+
+
+def _load_critic(options: CriticOptions) -> Critic:
+    lm = load_causal_lm(options.model_dir, getattr(torch, options.dtype))
+    return Critic(lm, clip=options.value_clip, freeze_attention=options.freeze_attention)

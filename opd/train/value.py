@@ -1,0 +1,131 @@
+"""The critic as its ranks run it: the body of a language model, and a head that gives each state one number.
+
+The head takes the place of the model's output head, so that weights, moments and shards of a critic are handled like those of
+any model. It begins at zero: a critic that has learnt nothing says that every state is worth nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from opd.errors import ModelError
+from opd.layouts import LAYOUTS, Packed, predict_trained
+from opd.losses.logits import upcast
+from opd.losses.value import value_loss
+from opd.types import Rollout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueBatch:
+    """One micro-batch of a critic's update."""
+
+    packed: Packed
+    state_N: Tensor
+    """Flat index of the state before each trained token: the position that predicts it."""
+    return_N: Tensor
+    """What the critic is to say there."""
+    old_N: Tensor
+    """What it said when the step began."""
+    weight: float
+    """Weight of each token in the loss."""
+
+
+class ValueHead(nn.Module):
+    """A number for each hidden state, in float32 at least."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
+
+    def forward(self, hidden_N_D: Tensor) -> Tensor:
+        value_N_1: Tensor = nn.functional.linear(upcast(hidden_N_D), upcast(self.weight), upcast(self.bias))
+        return value_N_1.squeeze(-1)
+
+
+class Critic(nn.Module):
+    """`lm` is a transformers causal language model, whose output head is replaced."""
+
+    def __init__(self, lm: Any, *, clip: float | None = None, freeze_attention: bool = False) -> None:
+        super().__init__()
+        lm.set_output_embeddings(ValueHead(lm.config.get_text_config(decoder=True).hidden_size, lm.dtype))
+        if freeze_attention:
+            freeze(lm)
+        self.lm = lm
+        self._clip = clip
+
+    def forward(self, batch: ValueBatch) -> Tensor:
+        """The micro-batch's share of the loss."""
+        value_N = self.values(batch.packed, batch.state_N)
+        error_N = value_loss(value_N, batch.return_N, batch.old_N, self._clip)
+        return (error_N * batch.weight).sum()
+
+    def values(self, packed: Packed, state_N: Tensor) -> Tensor:
+        """[N] the value of each of these states, by flat index."""
+        value_N: Tensor = self.lm.get_output_embeddings()(self.hidden(packed)[state_N])
+        return value_N
+
+    def hidden(self, packed: Packed) -> Tensor:
+        """[B*T, D] last hidden state after the final norm."""
+        states_B_T_D: Tensor = self.lm.base_model(**packed.inputs(self.lm.dtype)).last_hidden_state
+        return states_B_T_D.flatten(0, 1)
+
+
+def freeze(lm: Any) -> None:
+    """Keep the attention layers as they are, so that only what lies between them and the head learn. Raises: ModelError."""
+    layers = [module for module in lm.modules() if type(module).__name__.endswith("Attention")]
+    if not layers:
+        raise ModelError.at(
+            "the critic's attention",
+            found=f"no layer of {type(lm).__name__} is one",
+            wanted="layers of attention that can be kept as they are",
+            fix="train the critic whole",
+        )
+    for layer in layers:
+        layer.requires_grad_(False)
+
+
+def states(packed: Packed, rollouts: Sequence[Rollout]) -> Tensor:
+    """Flat indices of the states before all trained tokens, then of the state behind the last token of each rollout."""
+    lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
+    ends_B = torch.tensor([packed.at(i, length - 1) for i, length in enumerate(lengths)], dtype=torch.long)
+    return torch.cat([predict_trained(packed, rollouts), ends_B])
+
+
+def laid_out(rollouts: Sequence[Rollout], layout: str) -> Packed:
+    """The rollouts in a layout; one padding token if there are none, because ranks have to run in step."""
+    return LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in rollouts] or [[0]])
+
+
+def value_batch(
+    rollouts: Sequence[Rollout],
+    returns: Mapping[str, Floats],
+    values: Mapping[str, Floats],
+    weight: float,
+    layout: str,
+) -> ValueBatch:
+    """The tensors of a micro-batch; `returns` and `values` by sample id, [N] each."""
+    packed = laid_out(rollouts, layout)
+
+    def column(found: Mapping[str, Floats]) -> Tensor:
+        parts = [found[r.sample_id] for r in rollouts]
+        return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.float32))
+
+    return ValueBatch(
+        packed=packed,
+        state_N=predict_trained(packed, rollouts),
+        return_N=column(returns),
+        old_N=column(values),
+        weight=weight,
+    )
