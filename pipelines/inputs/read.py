@@ -151,12 +151,10 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples)
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
-    prompts: dict[str, PromptTable] = {}
-    for domain, table in every.items():
-        notices += _left_out(table)
-        asking = table.where(table.lengths > 0)
-        _refuse_all_too_long(asking, config.rollout.max_model_len)
-        prompts[domain] = asking
+    notices += [notice for table in every.values() for notice in _left_out(table)]
+    prompts = {domain: table.where(table.lengths > 0) for domain, table in every.items()}
+    for table in prompts.values():
+        _refuse_all_too_long(table, config.rollout.max_model_len)
     check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
     refuse_unrewardable(config, prompts, exams)
     check_drift(config, routes, prompts)
