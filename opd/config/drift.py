@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from opd.config.strict import Strict
 
 if TYPE_CHECKING:
-    from opd.config.domains import DomainConfig
+    from opd.config.domains import DomainConfig, EnvironmentConfig
     from opd.config.objectives import ObjectiveConfig
 
 
@@ -77,34 +77,46 @@ def refuse_contradictions(domains: Mapping[str, DomainConfig], objective: Object
                 str(acts.curriculum.first),
                 f"below max_turns, {acts.max_turns}, which is where the curriculum ends",
             )
-        others = [key for key in ("curriculum", "teacher_turns", "turn_weights") if getattr(acts, key) is not None]
-        if acts.replay and others:
-            raise _refused(
-                f"{where}.replay",
-                f"true with {others[0]}",
-                f"no {others[0]}: with replay the student writes one turn after each prefix, and no episode is played",
-            )
-        if acts.replay and domain.eval is not None and domain.eval.holdout is not None:
-            raise _refused(
-                f"domains.{name}.eval.holdout",
-                f"{domain.eval.holdout:g} with environment.replay",
-                "eval.prompts, a file of tasks: prefixes are no tasks that an exam could play",
-            )
-        trains = acts.teacher_turns is not None and acts.teacher_turns.train
-        key = "turn_weights" if acts.turn_weights is not None else "teacher_turns.train" if trains else ""
-        if key and (objective.IS_ESTIMATE or not objective.HAS_DIVERGENCE):
-            raise _refused(
-                f"{where}.{key}",
-                f"set with objective.kind {objective.kind}",
-                "an objective that is a divergence: one that estimates it from sampled tokens needs tokens of the student's own, "
-                "with weights that do not depend on them",
-            )
-        if key and objective.reward is not None:
-            raise _refused(
-                f"{where}.{key}",
-                "set with objective.reward",
-                "no objective.reward: the policy gradient is about tokens that the student sampled, each with the same weight",
-            )
+        if acts.replay:
+            _refuse_beside_replay(f"domains.{name}", domain, acts)
+        if acts.turn_weights is not None:
+            _refuse_objective(f"{where}.turn_weights", objective)
+        if acts.teacher_turns is not None and acts.teacher_turns.train:
+            _refuse_objective(f"{where}.teacher_turns.train", objective)
+
+
+def _refuse_beside_replay(where: str, domain: DomainConfig, acts: EnvironmentConfig) -> None:
+    """Raises: PydanticCustomError."""
+    others = [key for key in ("curriculum", "teacher_turns", "turn_weights") if getattr(acts, key) is not None]
+    if others:
+        raise _refused(
+            f"{where}.environment.replay",
+            f"true with {others[0]}",
+            f"no {others[0]}: with replay the student writes one turn after each prefix, and no episode is played",
+        )
+    if domain.eval is not None and domain.eval.holdout is not None:
+        raise _refused(
+            f"{where}.eval.holdout",
+            f"{domain.eval.holdout:g} with environment.replay",
+            "eval.prompts, a file of tasks: prefixes are no tasks that an exam could play",
+        )
+
+
+def _refuse_objective(where: str, objective: ObjectiveConfig) -> None:
+    """Raises: PydanticCustomError for an objective under which not every token can be trained with a weight of its own."""
+    if objective.IS_ESTIMATE or not objective.HAS_DIVERGENCE:
+        raise _refused(
+            where,
+            f"set with objective.kind {objective.kind}",
+            "an objective that is a divergence: one that estimates it from sampled tokens needs tokens of the student's own, "
+            "with weights that do not depend on them",
+        )
+    if objective.reward is not None:
+        raise _refused(
+            where,
+            "set with objective.reward",
+            "no objective.reward: the policy gradient is about tokens that the student sampled, each with the same weight",
+        )
 
 
 def _refused(where: str, found: str, wanted: str) -> PydanticCustomError:

@@ -28,7 +28,7 @@ class TeacherTurns:
     """A probability that falls in a straight line to 0."""
 
     model_dir: Path
-    """Of the domain's expert, a whole model."""
+    """The domain's expert, a whole model."""
     share: float
     over_steps: int
     train: bool
