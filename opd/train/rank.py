@@ -47,7 +47,7 @@ class RankWork:
     stale: frozenset[str] = frozenset()
     """Samples that older weights than the trainer's wrote."""
     first_turns: Mapping[str, int] = field(default_factory=dict)
-    """Sample id -> turns of its episode in the segments before it, for weights by turn."""
+    """Sample id -> turns of its dialogue in the segments before it, for weights by turn."""
     watched: frozenset[str] = frozenset()
     """Samples whose loss is reported token by token."""
     policy: PolicyWork | None = None

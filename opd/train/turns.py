@@ -33,14 +33,15 @@ class TurnWeights:
 
 
 def first_turns(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    """Sample id -> turns of its episode in the segments before it; only of samples that have some."""
-    done: dict[str, int] = {}
+    """Sample id -> turns of its dialogue in the segments before it, which it begins with a summary of; only of samples that have
+    some. A sub-agent's dialogue is its own."""
+    ends: dict[str | None, int] = {}
     found = {}
     for rollout in rollouts:
-        before = done.get(rollout.episode, 0)
-        if before:
-            found[rollout.sample_id] = before
-        done[rollout.episode] = before + max(rollout.turns, default=-1) + 1
+        first = ends.get(rollout.parent, 0) if rollout.origin == "summary" else 0
+        if first:
+            found[rollout.sample_id] = first
+        ends[rollout.sample_id] = first + max(rollout.turns, default=-1) + 1
     return found
 
 

@@ -88,6 +88,11 @@ def test_what_makes_no_sense_is_refused(acts: dict[str, Any], where: str, said: 
             "a second one",
         ),
         (
+            {"turn_weights": WEIGHTS, "domain": {"reward": True}, "pipeline": {"objective": {"reward": {}}}},
+            "domains.math.environment.turn_weights",
+            "no objective.reward",
+        ),
+        (
             {"replay": True, "domain": {"eval": {"holdout": 0.1}}},
             "domains.math.eval.holdout",
             "prefixes are no tasks",

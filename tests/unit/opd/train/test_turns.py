@@ -31,12 +31,12 @@ BY_TURN = TurnWeights(decay=0.5, divergence=0.0, floor=0.1)
 BY_DRIFT = TurnWeights(decay=0.9, divergence=2.0, floor=0.05)
 
 
-def episode(sample_id: str, domain: str, turns: Sequence[int], episode_id: str = "") -> Rollout:
-    """Turns of so many tokens, two tokens of the environment after each."""
+def episode(sample_id: str, domain: str, turns: Sequence[int], **place: str) -> Rollout:
+    """Turns of so many tokens, two tokens of the environment after each; `place` is its place in an episode."""
     rng = random.Random(sample_id)
     mask = [t for turn in turns for t in (*([True] * turn), False, False)][:-2]
     return make_rollout(
-        sample_id=sample_id, episode=episode_id or sample_id, step=1, domain=domain, policy_version=0,
+        sample_id=sample_id, step=1, domain=domain, policy_version=0, **place,
         prompt_ids=tuple(rng.choices(range(76), k=rng.randint(1, 5))),
         response_ids=tuple(rng.choices(range(76), k=len(mask))),
         behaviour_logprobs=tuple(-rng.random() for _ in mask), loss_mask=mask,
@@ -48,7 +48,8 @@ STEP = [
     episode("b", "maze", [4]),
     episode("c", "code", [1, 5]),
     episode("d", "maze", [2, 2]),
-    episode("d+1", "maze", [1, 2, 3], "d"),
+    episode("d+1", "maze", [1, 2, 3], episode="d", origin="summary", parent="d"),
+    episode("d+2", "chat", [3, 1], episode="d", origin="sub_agent", parent="d"),
     episode("e", "chat", [9]),
 ]
 DOMAIN_WEIGHTS = {"maze": 2.0, "code": 0.5}
@@ -80,7 +81,9 @@ def test_a_turn_weighs_by_its_number_and_by_what_came_before() -> None:
 
 
 def test_turns_go_on_in_the_next_segment_of_an_episode() -> None:
-    assert first_turns(STEP) == {"d+1": 2}
+    assert first_turns(STEP) == {"d+1": 2}, "a sub-agent begins anew"
+    third = episode("d+3", "maze", [1], episode="d", origin="summary", parent="d+1")
+    assert first_turns([*STEP, third]) == {"d+1": 2, "d+3": 5}
     batch = micro_batch([(ROWS["d+1"],), (ROWS["e"],)], torch.float32)
     found = turn_factors(batch, {"maze": BY_TURN}, [2, 0], None)
     assert found.tolist() == pytest.approx([0.25, 0.125, 0.125, 0.1, 0.1, 0.1] + [1.0] * 9)
@@ -153,13 +156,13 @@ def test_no_split_over_ranks_and_micro_batches_changes_loss_or_gradient(
     weights: TurnWeights, tiny_model_dir: Any
 ) -> None:
     driven = Driven(tiny_model_dir, {"maze": weights, "code": weights})
-    loss, grad, share = driven.step([[["a", "b", "c", "d", "d+1", "e"]]])
+    loss, grad, share = driven.step([[["a", "b", "c", "d", "d+1", "d+2", "e"]]])
     assert loss == pytest.approx(by_hand(tiny_model_dir, {"maze": weights, "code": weights}), rel=1e-5)
     assert 0.1 < share < 0.95, "the weights of the rows alone add up to 1"
     for cut in (
-        [[["a"], ["b", "c"], ["d"], ["d+1"], ["e"]]],
-        [[["d+1", "a"], []], [["e", "b"], ["c", "d"]]],
-        [[["a"]], [["b"]], [["c", "e"]], [["d", "d+1"]]],
+        [[["a"], ["b", "c"], ["d"], ["d+1", "d+2"], ["e"]]],
+        [[["d+1", "a"], []], [["e", "d+2", "b"], ["c", "d"]]],
+        [[["a"]], [["b"]], [["c", "d+2", "e"]], [["d", "d+1"]]],
     ):
         # A rank scales its weights by the number of ranks, because DeepSpeed takes the mean of their gradients.
         other, other_grad, other_share = driven.step(cut)
@@ -168,7 +171,7 @@ def test_no_split_over_ranks_and_micro_batches_changes_loss_or_gradient(
 
 
 def test_without_weights_nothing_is_multiplied(tiny_model_dir: Any) -> None:
-    _, _, share = Driven(tiny_model_dir, {}).step([[["a", "b", "c", "d", "d+1", "e"]]])
+    _, _, share = Driven(tiny_model_dir, {}).step([[["a", "b", "c", "d", "d+1", "d+2", "e"]]])
     assert share == pytest.approx(1.0, rel=1e-6)
 
 

@@ -15,6 +15,7 @@ from opd.rollouts.episodes.trace import Trace
 from opd.stream.rollouts import read_file, write_file
 from opd.types import Sampled
 from tests.unit.opd.rollouts.episodes import test_runner as runner
+from tests.unit.opd.rollouts.episodes import test_sub_agents as sub
 from tests.unit.opd.rollouts.episodes.test_runner import CONTEXT, EOS, TOKENIZER, Speaker, request
 
 MASKED, TAUGHT = (
@@ -131,6 +132,18 @@ def test_the_episodes_budget_is_for_the_policys_own_tokens() -> None:
     results, _, _ = play(*(guided(i, max_tokens=4, max_turns=40) for i in range(6)))
     assert {(found.stop_reason, found.audit.sampled) for found in results} == {("tokens", 4)}
     assert sum(found.audit.teacher_turns for found in results) > 3
+
+
+def test_sub_agents_are_the_policys_alone() -> None:
+    sub.Desk.made.clear()
+    guide = replace(MASKED, probability=1.0)
+    policy, expert = Speaker(sub.policy()), Speaker(sub.policy(sub.ask("2+3")))
+    made = run_episodes([replace(sub.asking(), guide=guide)], policy, Dialogues(sub.CHAT, [EOS]), CONTEXT, 2, expert)
+    (found,) = asyncio.run(made)
+    main, helper = found.rollouts
+    assert {span.origin for span in main.spans} == {"teacher", "environment"}
+    assert [span.origin for span in helper.spans] == ["policy"] and sub.wrote(helper) == ["5"]
+    assert (found.audit.teacher_turns, found.audit.turns, found.audit.sampled) == (2, 3, 2)
 
 
 def test_a_segment_that_the_expert_wrote_alone_is_a_row_without_a_trained_token() -> None:
