@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.balance import BalanceConfig, SamplesBalance
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
+from opd.config.drift import refuse_contradictions
 from opd.config.evaluate import EvaluateConfig
 from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
@@ -105,6 +106,17 @@ class PipelineConfig(Strict):
         problem = self.objective.problem_with(self.teachers.payload)
         if problem is not None:
             raise problem
+        return self
+
+    @model_validator(mode="after")
+    def _cures_of_drift_that_fit(self) -> PipelineConfig:
+        refuse_contradictions(self.domains, self.objective)
+        if self.rollout.sleep and any(d.environment and d.environment.teacher_turns for d in self.domains.values()):
+            raise PydanticCustomError(
+                "sleep",
+                "false: vLLM lets one engine of a process sleep, and the expert that writes teacher_turns is a second one",
+                {"where": "rollout.sleep", "found": "true with teacher_turns"},
+            )
         return self
 
     @model_validator(mode="after")

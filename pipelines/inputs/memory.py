@@ -226,15 +226,16 @@ def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     logits = rollout.max_num_seqs * student.vocab_rows * 4 * 3
     tokens = max(PREFILLED_AT_ONCE, rollout.max_model_len)
     activations = tokens * _widest(student) * 4 * width
+    engines = 2 if any(d.environment and d.environment.teacher_turns for d in config.domains.values()) else 1
     return [
         Need(
             what="rollout: weights and logits",
-            nbytes=rollout.workers * (weights + logits + activations),
+            nbytes=rollout.workers * engines * (weights + logits + activations),
             knobs="rollout.max_num_seqs, rollout.dtype, rollout.workers",
         ),
         Need(
             what="rollout: key-value cache",
-            nbytes=rollout.workers * (rollout.kv_cache_gib << 30),
+            nbytes=rollout.workers * engines * (rollout.kv_cache_gib << 30),
             knobs="rollout.kv_cache_gib, rollout.workers",
         ),
     ]
@@ -301,7 +302,7 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 def _written(config: PipelineConfig, domain: DomainConfig) -> int:
     """Tokens that the student writes for one sample at most."""
     acts, turn = domain.environment, config.rollout.max_new_tokens
-    if acts is None:
+    if acts is None or acts.replay:
         return turn
     return min(config.rollout.max_model_len, acts.max_turns * turn, acts.max_tokens or config.rollout.max_model_len)
 

@@ -33,6 +33,7 @@ from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
+from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
@@ -150,14 +151,13 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples)
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
-    prompts: dict[str, PromptTable] = {}
-    for domain, table in every.items():
-        notices += _left_out(table)
-        asking = table.where(table.lengths > 0)
-        _refuse_all_too_long(asking, config.rollout.max_model_len)
-        prompts[domain] = asking
+    notices += [notice for table in every.values() for notice in _left_out(table)]
+    prompts = {domain: table.where(table.lengths > 0) for domain, table in every.items()}
+    for table in prompts.values():
+        _refuse_all_too_long(table, config.rollout.max_model_len)
     check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
     refuse_unrewardable(config, prompts, exams)
+    check_drift(config, routes, prompts)
     return Inputs(
         student=teaching.student,
         experts={a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned},
