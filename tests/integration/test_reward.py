@@ -66,7 +66,7 @@ def test_a_killed_merge_with_rewards_ends_with_the_same_weights(tmp_path: Path, 
     file = rewarded(tmp_path, pipeline, baseline={"kind": "ema", "decay": 0.5}, compare_every=3)
     opd("merge", file, "--run-dir", "whole", cwd=tmp_path)
     kill_when_logged(file, tmp_path / "broken", 4)
-    assert "means" in (tmp_path / "broken" / "checkpoints" / "step-000002" / "credit" / "credit.json").read_text()
+    assert "left-domain" in (tmp_path / "broken" / "checkpoints" / "step-000002" / "credit" / "credit.json").read_text()
     opd("merge", "--resume", "broken", cwd=tmp_path)
     whole, broken = (records(tmp_path / name) for name in ("whole", "broken"))
     assert [r["reward"] for r in broken] == [r["reward"] for r in whole]
