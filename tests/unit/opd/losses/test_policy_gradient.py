@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opd.credit.leave_one_out import LeaveOneOut
 from opd.losses import chunked
-from opd.losses.chunked import Loss, LossHead, Tokens, TokenStats
+from opd.losses.chunked import Loss, LossHead, RewardedStats, Tokens, TokenStats
 from opd.losses.none import NoDivergence
 from opd.losses.policy_gradient import PolicyGradient
 from opd.losses.reverse_kl import ReverseKL
@@ -98,7 +98,7 @@ def test_the_gradient_is_that_of_both_surrogates(rule: LogitRule, detached: bool
     found = torch.autograd.grad(loss, (hidden, head))
     for grad, want in zip(found, differences(surrogate, hidden.detach(), head.detach()), strict=True):
         torch.testing.assert_close(grad, want, rtol=1e-6, atol=1e-8)
-    assert stats.masked_N is not None and stats.masked_N.tolist() == (~inside).double().tolist()
+    assert isinstance(stats, RewardedStats) and stats.masked_N.tolist() == (~inside).double().tolist()
     want = -torch.where(inside, ratio * advantage, 0.0) * at
     torch.testing.assert_close(stats.policy_N, want)
     assert float(loss.detach()) == pytest.approx(float((want * weight).sum()))
@@ -123,7 +123,7 @@ def test_it_adds_to_the_divergence_and_changes_nothing_of_it() -> None:
     assert torch.equal(after.kl_N, before.kl_N), "the reward is not in the divergence"
     nothing, _ = grads(tokens(weight_N=weight, policy_weight_N=torch.zeros(N, dtype=torch.float64)), divergence=teacher)
     assert all(torch.equal(one, other) for one, other in zip(alone, nothing, strict=True)), "bit for bit"
-    assert before.policy_N is None and before.masked_N is None
+    assert type(before) is TokenStats and type(after) is RewardedStats
 
 
 def test_what_carries_no_weight_has_no_effect() -> None:

@@ -189,6 +189,7 @@ class Rank(rank.TrainerRank):
     def __init__(self, student: Student) -> None:
         self._options: Any = dataclasses.make_dataclass("Options", ["world_size", "vocab_size"])(1, 76)
         self._device = torch.device("cpu")
+        self._layout = "packed"
         self._engine = Passes(student)
         self._student = student
         self.lasts: list[bool] = []
