@@ -83,7 +83,8 @@ def spec_of(root: Path, pipeline: dict[str, Any], method: str) -> Path:
         "method": method,
         "reward": data["objective"]["reward"] if method == "ppo" else {},
         "experts": {"right": {"domain": "right-domain", **data["domains"]["right-domain"]}},
-        **{key: data[key] for key in ("rollout", "trainer", "checkpoint", "evaluate")},
+        "trainer": data["trainer"] | {"steps": 5},
+        **{key: data[key] for key in ("rollout", "checkpoint", "evaluate")},
     }
     path = root / "spec.yaml"
     path.write_text(yaml.safe_dump(raw))
@@ -117,7 +118,7 @@ def test_an_expert_killed_and_resumed_is_the_same_bit_for_bit(
     for name in ("models", "runs", "registry"):
         (tmp_path / name).rename(tmp_path / f"whole-{name}")
 
-    kill_in(spec, tmp_path / "runs" / f"right-{method}" / "targets" / "step-000003")
+    kill_in(spec, tmp_path / "runs" / f"right-{method}" / "targets" / "step-000004")
     done = opd("experts", "train", spec, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "right: going on" in done.stderr and "resumed from step 2" in done.stderr

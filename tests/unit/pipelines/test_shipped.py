@@ -76,9 +76,15 @@ def test_all_domains_at_once_have_the_responses_of_all_experts():
     spec = load_training(find_spec("rewards-experts"))
     assert isinstance(spec, ReinforceSpec)
 
-    assert (alone.domains, alone.student, alone.experts) == (merged.domains, merged.student, {})
+    assert alone.student == merged.student
+    assert {n: d.model_copy(update={"teachers": None}) for n, d in alone.domains.items()} == merged.domains
+    assert {domain.teachers for domain in alone.domains.values()} == {"base"}
     experts = [pipeline_of(spec, name) for name in spec.experts]
-    assert all(e.objective == alone.objective for e in experts)
+    for expert in experts:
+        assert isinstance(expert.experts, dict) and isinstance(alone.experts, dict)
+        assert expert.experts["base"].model == alone.experts["base"].model == spec.base_dir
+        assert expert.objective == alone.objective
+        assert (expert.trainer.lr, expert.trainer.max_grad_norm) == (alone.trainer.lr, alone.trainer.max_grad_norm)
     assert sum(e.trainer.steps * e.trainer.samples_per_step for e in experts) == (
         alone.trainer.steps * alone.trainer.samples_per_step
     )
