@@ -18,7 +18,7 @@ from blake3 import blake3
 
 import opd
 from experts.bound_files import TOKENIZER_FILES, file_hashes
-from opd.cluster.environment import worker_env
+from opd.cluster import worker_env
 from opd.config import PipelineConfig
 from opd.evaluation.cache import ExamCache, exam_cache_dir
 from opd.evaluation.scores import Evaluation
