@@ -220,9 +220,7 @@ class PipelineConfig(Strict):
                         "1, or experts of each round's own: with the same experts a round takes back what the one before "
                         "it gained beyond them, because it starts from the model of that round"
                     )
-                    raise _refused_beyond(
-                        config, name, f"round {index + 1} with the experts of the round before", wanted
-                    )
+                    raise _refused_beyond(config, name, f"round {index + 1}, which has no `experts` of its own", wanted)
         return self
 
 

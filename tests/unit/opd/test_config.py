@@ -217,7 +217,10 @@ def test_an_option_that_an_objective_cannot_take_is_refused(objective: Any, key:
             },
             ["objective.extrapolate", "found:  1.25 with teachers.engine openai", "has no server"],
         ),
-        ({"objective": {"extrapolate": 1.25}, "rounds": 2}, ["objective.extrapolate", "round 2 with the experts of"]),
+        (
+            {"objective": {"extrapolate": 1.25}, "rounds": 2},
+            ["objective.extrapolate", "found:  1.25 with round 2, which has no `experts`"],
+        ),
         (
             {"rounds": [{}, {"experts": {"m": {"model": "m", "domain": "math"}}}, {"objective": {"extrapolate": 2}}]},
             ["objective.extrapolate", "found:  2 with round 3"],

@@ -162,7 +162,9 @@ def test_a_student_with_a_logit_for_every_state_reaches_the_target_exactly(name:
     q_N_V, start_N_V = expert.logits_N_V.softmax(-1), start.logits_N_V.softmax(-1)
     target_N_V = q_N_V**factor * start_N_V ** (1 - factor)
     target_N_V /= target_N_V.sum(-1, keepdim=True)
-    optimizer = torch.optim.LBFGS([logits_N_V], lr=1, max_iter=400, tolerance_grad=1e-12, tolerance_change=1e-16)
+    optimizer = torch.optim.LBFGS(
+        [logits_N_V], max_iter=400, tolerance_grad=1e-12, tolerance_change=1e-16, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()

@@ -68,7 +68,7 @@ class Runs:
         return asked
 
     def files(self) -> dict[str, Any]:
-        return {f.name: json.loads(f.read_text()) for f in self.paths.evaluation.iterdir()}
+        return {f.name: json.loads(f.read_text()) for f in sorted(self.paths.evaluation.iterdir())}
 
 
 @pytest.fixture
