@@ -147,7 +147,7 @@ def _tiny(folder: Path) -> dict[str, Any]:
         "output_dir": "models",
         "registry": "registry",
         "base": {"from_scratch": {"tokenizer": "letters", **size}, "data": list(data.values())},
-        "train": {"max_steps": 2, "per_device_train_batch_size": 8},
+        "train": {"max_steps": 2, "learning_rate": 1.0e-3, "per_device_train_batch_size": 8},
         "experts": {name: {"domain": name, "data": file} for name, file in data.items()},
     }
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
