@@ -264,7 +264,8 @@ class WeightedTeacher:
 
     teacher: Teacher
     weight: float
-    """Share of this teacher in the domain's objective; the weights of a domain add up to 1."""
+    """Share of this teacher in the domain's objective; the weights of a domain add up to 1. The start student's is negative
+    where the target lies beyond the experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

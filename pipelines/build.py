@@ -194,7 +194,7 @@ def _start_workers(
     """Start all workers side by side, except for those that must be ready before the others start. Raises: RunError."""
 
     def start_pool() -> AnyPool:
-        return POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
+        return POOLS[config.teachers.engine](config, inputs.scoring, inputs.student.vocab_size)
 
     elsewhere = None if config.teachers.scoring_workers else start_pool()
     if elsewhere is not None:

@@ -167,6 +167,8 @@ class DomainConfig(Strict):
         Discriminator(text_or_more),
     ] = "auto"
     """Share of each step's samples, or of what `balance` says; `auto` gives every domain the same."""
+    extrapolate: float | None = Field(None, ge=1)
+    """How far beyond the domain's experts the student is trained; default: `objective.extrapolate`."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """How much a token (or response) of this domain counts in the mean that is optimised."""
     reward: Literal["auto"] | bool = "auto"

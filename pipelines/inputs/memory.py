@@ -214,7 +214,7 @@ def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
 
 def heads_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     """Teachers' output heads that one rank keeps."""
-    sizes = [_head_bytes(config, expert.info) for expert in inputs.experts.values()]
+    sizes = [_head_bytes(config, expert.info) for expert in inputs.scorers.values()]
     return max(max(sizes, default=0), min(sum(sizes), int(config.trainer.head_memory)))
 
 
@@ -246,8 +246,8 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     if teachers.elsewhere or not inputs.experts:
         return []
     width = DTYPE_BYTES[teachers.dtype]
-    models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.experts.values()}
-    adapters = sum(expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter) * width
+    models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.scorers.values()}
+    adapters = sum(expert.adapter.parameters for expert in inputs.scorers.values() if expert.adapter) * width
     sizes = [info.parameters * width for info in models.values()]
     _, activations = scoring_bytes(config, inputs)
     if isinstance(teachers, VLLMTeachers):
@@ -272,8 +272,8 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
     """(weights of the largest teacher, activations of one pass) of one scoring worker."""
     width = DTYPE_BYTES[config.teachers.dtype]
-    largest = max((expert.info for expert in inputs.experts.values()), key=lambda info: info.parameters)
-    adapter = max((expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter), default=0)
+    largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
+    adapter = max((expert.adapter.parameters for expert in inputs.scorers.values() if expert.adapter), default=0)
     tokens = min(SCORED_AT_ONCE, config.trainer.samples_per_step * config.rollout.max_model_len)
     activations = tokens * _widest(largest) * 6 * width + tree_mask_bytes(config, tokens)
     return (largest.parameters + adapter) * width, activations
@@ -283,11 +283,11 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     pushed = inputs.pushed * DTYPE_BYTES[config.trainer.dtype]
     responses = config.trainer.samples_per_step * max(_written(config, domain) for domain in config.domains.values())
     per_token = answer_class(config.teachers.payload).token_bytes(
-        hidden_size=max((e.info.hidden_size for e in inputs.experts.values()), default=0),
+        hidden_size=max((e.info.hidden_size for e in inputs.scorers.values()), default=0),
         itemsize=DTYPE_BYTES[config.teachers.dtype],
         top_k=config.objective.top_k,
     )
-    opinions = max((len(part) for part in inputs.routes.values()), default=1)
+    opinions = max((len(part) for part in inputs.scoring.values()), default=1)
     return [
         Need(what="new weights on their way", nbytes=2 * pushed, knobs="trainer.dtype"),
         # One copy in the worker that builds them, one in the object store.
