@@ -29,6 +29,7 @@ def score(prompt, verdicts):
 '''
 
 
+@pytest.mark.slow
 def test_what_a_judge_said_stands_whatever_kills_the_run(
     tmp_path: Path, pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
