@@ -1,8 +1,7 @@
-"""The records that the parts hand to each other. Everything about one trained sequence is one record.
+"""The records that the parts hand to each other: one for everything about a trained sequence. Nothing here imports torch.
 
 Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row, N trained response tokens of a
 rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response tokens.
-Nothing in this file imports torch, so the command line stays light.
 """
 
 from __future__ import annotations
@@ -57,10 +56,9 @@ class Span:
     length: int
     """Tokens in the run; the lengths of a rollout's spans add up to its response length."""
     origin: Origin
-    """`policy`: the student sampled the tokens, and they are trained; `blocked`: the same, and rewards count against them, because
-    the guard blocked the turn. `masked`: it sampled them, but `teachers.mask_tokens` or the guard keeps them out of the loss.
-    `environment`: a tool or an environment wrote them. `teacher`, `taught`: the domain's expert wrote them in the student's
-    place, without or with loss."""
+    """`policy`, `blocked`: the student sampled the tokens, and they are trained; rewards count against `blocked` ones, because the
+    guard blocked the turn. `masked`: it sampled them, without loss. `environment`: a tool or an environment wrote them. `teacher`,
+    `taught`: the domain's expert wrote them in the student's place, without or with loss."""
     policy_version: int
     """Number of weight pushes that the engine had received when the span was written, whoever wrote it."""
 

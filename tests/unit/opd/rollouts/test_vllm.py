@@ -20,7 +20,7 @@ from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed, _spans
 from opd.rollouts.worker import Generated, GenerateRequest, _generated
 from opd.types import Prompt, Sampled, Span, StopReason
-from pipelines.specs import rollout_spec
+from pipelines.specs import ForTraining, rollout_spec
 
 ROOM, LIMIT = 16, 6
 VOCABULARY = 100
@@ -91,7 +91,8 @@ def engine(
             "rollout": {"workers": workers, "max_model_len": ROOM, "max_new_tokens": LIMIT} | rollout,
         }
     )
-    return VLLMRolloutEngine(rollout_spec(config, Path("base"), VOCABULARY, (2,), untrained), Letters())
+    known = ForTraining(untrained=untrained or {})
+    return VLLMRolloutEngine(rollout_spec(config, Path("base"), VOCABULARY, (2,), known), Letters())
 
 
 def agents(in_process: Any, **environment: Any) -> VLLMRolloutEngine:
