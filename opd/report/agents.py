@@ -18,6 +18,8 @@ MOST_CHARACTERS = 1_500_000
 """The room for episodes on the page, about; those that do not fit are counted."""
 OF_A_TOKEN = 60
 """Characters that the page has for a token beside its text."""
+BY = {"teacher": ", the expert", "taught": ", the expert", "blocked": ", blocked"}
+"""Origin of a piece -> what is said of its turn."""
 COUNTS = ("episodes", "tokens", "segments", "forks", "lost_turns", "invalid_calls", "broken")
 
 
@@ -156,12 +158,12 @@ def _title(segment: SegmentTrace, domain: str) -> str:
 
 def _piece(turn: int, piece: Piece) -> dict[str, Any]:
     """Who wrote it, and its tokens with level and loss; the level is -1 where a token carries none."""
-    policy = piece.origin in ("policy", "blocked")
-    known = policy and bool(piece.losses)
+    trained = piece.origin in ("policy", "blocked", "taught")
+    known = trained and bool(piece.losses)
     mean = sum(piece.losses) / len(piece.losses) if known else None
     losses = piece.losses if known else (None,) * len(piece.texts)
     return {
-        "who": "environment" if piece.origin == "environment" else f"turn {turn}",
+        "who": "environment" if piece.origin == "environment" else f"turn {turn}{BY.get(piece.origin, '')}",
         "kind": piece.origin,
         "length": piece.length,
         "version": piece.policy_version,

@@ -57,4 +57,4 @@ def _of_domain(names: Sequence[str], episodes: Mapping[str, Sequence[Rollout]]) 
 
 def _sampled(rollout: Rollout) -> int:
     """Tokens that the policy sampled."""
-    return sum(span.length for span in rollout.spans if span.origin != "environment")
+    return sum(span.length for span in rollout.spans if span.sampled)

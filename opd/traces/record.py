@@ -82,7 +82,7 @@ class EpisodeTrace:
     @property
     def sampled(self) -> int:
         """Tokens that the policy sampled."""
-        return sum(p.length for s in self.segments for p in s.pieces if p.origin != "environment")
+        return sum(p.length for s in self.segments for p in s.pieces if p.origin in ("policy", "masked", "blocked"))
 
     @property
     def trained(self) -> int:

@@ -15,6 +15,13 @@ from opd.traces.making import guard_events, trace_of
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces, read_traces
 from pipelines.inputs.read import load_tokenizer
 
+BESIDE = {
+    "masked": " without loss",
+    "blocked": " counted against the student",
+    "teacher": " of the expert without loss",
+    "taught": " of the expert",
+}
+"""Origin of a piece -> what is said of it."""
 LAST = "last"
 """The newest step that is there, for `--step`."""
 
@@ -112,7 +119,7 @@ def _beside(piece: Piece) -> str:
     """What is said of a piece beside its length."""
     if piece.origin == "environment":
         return ""
-    masked = {"masked": " without loss", "blocked": " counted against the student"}.get(piece.origin, "")
+    masked = BESIDE.get(piece.origin, "")
     loss = f", mean loss {sum(piece.losses) / len(piece.losses):.3f}" if piece.losses else ""
     cut = f", the last {piece.left_out} not shown" if piece.left_out else ""
     return f"{masked} by weights {piece.policy_version}{loss}{cut}"

@@ -184,6 +184,17 @@ def test_many_long_episodes_do_not_blow_the_page_up(run_dir: Path) -> None:
     assert len(text) < MOST_CHARACTERS + 500_000 and "more episodes did not fit here" in text
 
 
+@pytest.mark.usefixtures("sections")
+def test_turns_that_an_expert_wrote(run_dir: Path) -> None:
+    trace = episode(
+        segment(wrote("guided", origin="teacher", losses=()), saw("a wall"), wrote("taught", origin="taught"))
+    )
+    assert (trace.sampled, trace.trained) == (0, 0)
+    text, _ = written(add_agents(run_dir, trace))
+    assert '<span class="no-loss">guided</span>' in text and '<span class="loss0" title="0.0">taught</span>' in text
+    assert text.count(", the expert<br>") == 2
+
+
 def test_the_colour_of_a_loss() -> None:
     assert [level(loss) for loss in (None, -1.0, 0.0, 0.05, 0.49, 0.5, 1.99, 2.0, 99.0)] == [-1, 0, 0, 1, 2, 3, 4, 5, 5]
 
