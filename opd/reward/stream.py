@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from opd.config.reward import RewardConfig
 from opd.credit.interfaces import Credit
 from opd.reward.records import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep, comparison
 from opd.reward.verified import Failure, VerifiedRewards
+from opd.rollouts.episodes.spec import BROKEN
 from opd.types import Prompt, Rollout, RolloutBatch
 
 if TYPE_CHECKING:
@@ -41,7 +43,14 @@ class RewardStream:
 
     def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
         judged, self._failures = self._verified.give(batch, prompts)
-        return judged
+        unpaid = {
+            rollout.sample_id
+            for rollout, _ in self._taking_part(judged.rollouts)
+            if rollout.reward is None and rollout.stop_reason not in BROKEN
+        }
+        # A game that is lost says nothing; in an exam that is a 0, too. What broke is not the student's fault.
+        paid = (replace(r, reward=0.0) if r.sample_id in unpaid else r for r in judged.rollouts)
+        return replace(judged, rollouts=tuple(paid))
 
     def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:
         taking_part = [rollout for rollout, _ in self._taking_part(rollouts)]

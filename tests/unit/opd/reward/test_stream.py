@@ -151,3 +151,18 @@ def test_what_a_baseline_has_learned_goes_on_after_a_resume(tmp_path: Path) -> N
 def test_no_reward_at_all_asks_for_nothing() -> None:
     asked = stream().step(1, [rollout("e", reward=None)])
     assert dict(asked.advantages) == {}
+
+
+def test_an_episode_that_earned_nothing_is_worth_0_and_one_that_broke_has_no_reward() -> None:
+    """A game says something when it is won. If only those that were won counted, all rewards were 1 and nothing was learned."""
+    rollouts = (
+        rollout("e", reward=None, stop_reason="turns"), rollout("e.1", "b", episode="e", reward=None, stop_reason="turns"),
+        rollout("f", reward=1.0, stop_reason="done"), rollout("g", reward=None, stop_reason="raised"),
+        rollout("x", "b", reward=None, stop_reason="turns"),
+    )  # fmt: skip
+    made = RewardStream(RewardConfig(), ["a"], VerifiedRewards({}, Letters(), 5.0), LeaveOneOut())
+    judged = made.judged(RolloutBatch(rollouts=rollouts, quarantined=()), []).rollouts
+    assert [r.reward for r in judged] == [0.0, 0.0, 1.0, None, None]
+    assert {i: list(v) for i, v in made.step(1, judged).advantages.items()} == {
+        "e": [-1.0, -1.0], "e.1": [-1.0, -1.0], "f": [1.0, 1.0],
+    }  # fmt: skip
