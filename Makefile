@@ -63,7 +63,7 @@ gpu-check:
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests/unit
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/integration
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/integration
 
 lint: setup
 	$(BIN)/ruff check .

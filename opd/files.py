@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,6 +104,13 @@ def storing(path: Path) -> Iterator[None]:
         if number is None or int(number[1]) not in STORAGE_ERRNOS:
             raise
         raise StorageError(f"{path}: could not be written: {os.strerror(int(number[1]))}") from None
+
+
+def cache_dir() -> Path:
+    """Where the platform has caches, the directory of ours. It need not exist."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "opd-merge"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opd-merge"
 
 
 def blake3_file(path: Path, threads: int = blake3.AUTO) -> str:

@@ -101,6 +101,8 @@ class EpisodesRecord:
     """Segments that were begun because a history did not continue any other."""
     lost_turns: int = 0
     """Turns that were sampled, at least in part, and are in no segment."""
+    teacher_turns: int = 0
+    """Turns that the domain's expert wrote in the student's place."""
     invalid_calls: int = 0
     """Turns with a tool call that could not be made as it was written."""
     stop_reasons: Mapping[str, int] = field(default_factory=dict)
@@ -129,6 +131,7 @@ class EpisodesRecord:
             segments=audit.segments,
             forks=audit.forks,
             lost_turns=audit.lost_turns,
+            teacher_turns=audit.teacher_turns,
             invalid_calls=stats.invalid_calls,
             stop_reasons=dict(stats.stop_reasons),
             broken=stats.broken,
@@ -147,7 +150,8 @@ class EpisodesRecord:
 
     def to_json(self) -> dict[str, Any]:
         """The fields that these episodes have, by name."""
-        return {name: value for name, value in asdict(self).items() if value or name not in ("sub_agents", "guard")}
+        seldom = ("sub_agents", "guard", "teacher_turns")
+        return {name: value for name, value in asdict(self).items() if value or name not in seldom}
 
 
 def _turn(stats: TurnStats | None) -> TurnRecord:

@@ -1,8 +1,7 @@
-"""The records that the parts hand to each other. Everything about one trained sequence is one record.
+"""The records that the parts hand to each other: one for everything about a trained sequence. Nothing here imports torch.
 
 Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row, N trained response tokens of a
 rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response tokens.
-Nothing in this file imports torch, so the command line stays light.
 """
 
 from __future__ import annotations
@@ -18,26 +17,23 @@ if TYPE_CHECKING:
     from opd.reward.records import PolicyReport
     from opd.rollouts.episodes.spec import EpisodeResult, EpisodeStats
 
-Origin = Literal["policy", "masked", "environment", "blocked"]
+Origin = Literal["policy", "masked", "environment", "blocked", "teacher", "taught"]
 """Why a response token is there, and whether it is trained: see `Span`."""
 TurnStop = Literal["stop", "length"]
 """vLLM's words for a response that ended with an end token, and for one that reached the token limit."""
 Broken = Literal["raised", "timeout", "observation", "agent", "silent", "foreign"]
 """Why an episode broke: the environment raised; a call of it, or the agent's program, was not back in time; it gave an
 observation that nobody can use; the agent's program failed, asked nothing, or asked in another episode's name."""
-StopReason = Literal[TurnStop, "done", "turns", "tokens", "context", "template", Broken]
+StopReason = Literal[TurnStop, "done", "turns", "curriculum", "tokens", "context", "template", Broken]
 """Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
-of `turns`, of `tokens`, or the model's `context`; `template`: the chat template cannot append the next message."""
+of `turns` (`curriculum`: of the step), of `tokens`, or the model's `context`; `template`: the template cannot append a message."""
 SegmentOrigin = Literal["main", "summary", "sub_agent"]
 """What a segment of an episode begins with: the dialogue, a summary of the segment before it, or what a tool was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One line of a domain's prompts file, tokenised with the student's tokenizer.
-
-    Example: Prompt(id="reverse/17", domain="reverse", token_ids=(21, 8, 25, 3, 11, 40), answer="qkxh")
-    """
+    """One line of a domain's prompts file, tokenised with the student's tokenizer."""
 
     id: str
     """Domain and zero-based line number; stable across runs."""
@@ -60,16 +56,21 @@ class Span:
     length: int
     """Tokens in the run; the lengths of a rollout's spans add up to its response length."""
     origin: Origin
-    """`policy`: the student sampled the tokens, and they are trained; `blocked`: the same, and rewards count against them, because
-    the guard blocked the turn. `masked`: it sampled them, but `teachers.mask_tokens` or the guard keeps them out of the loss.
-    `environment`: a tool or an environment wrote them."""
+    """`policy`, `blocked`: the student sampled the tokens, and they are trained; rewards count against `blocked` ones, because the
+    guard blocked the turn. `masked`: it sampled them, without loss. `environment`: a tool or an environment wrote them. `teacher`,
+    `taught`: the domain's expert wrote them in the student's place, without or with loss."""
     policy_version: int
     """Number of weight pushes that the engine had received when the span was written, whoever wrote it."""
 
     @property
     def trained(self) -> bool:
         """True if the tokens carry loss, so that teachers have to score them."""
-        return self.origin in ("policy", "blocked")
+        return self.origin in ("policy", "blocked", "taught")
+
+    @property
+    def sampled(self) -> bool:
+        """True if the student sampled the tokens."""
+        return self.origin in ("policy", "masked", "blocked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +78,6 @@ class Rollout:
     """One token sequence as the engine saw it: a prompt, and the response that the student and its environment wrote.
 
     An episode of several turns may need more than one such sequence; each of them is a segment of the episode.
-
-    Example: Rollout(sample_id="000012/reverse/17", domain="reverse", ..., response_ids=(5, 9, 2),
-    spans=(Span(length=3, origin="policy", policy_version=11),))
     """
 
     sample_id: str
@@ -97,8 +95,8 @@ class Rollout:
     response_ids: tuple[int, ...]
     """[R] the end token included when the student wrote one."""
     behaviour_logprobs: tuple[float, ...]
-    """[R] natural-log probability of each response token in the distribution that the engine sampled from: that of the
-    student at the rollout temperature. Nothing reads it where the student did not sample the token."""
+    """[R] natural-log probability of each token in the distribution that the engine sampled from, the student's at the rollout
+    temperature. Nothing reads it where the student did not sample the token."""
     spans: tuple[Span, ...]
     """Who wrote which part of the response; at least one, an empty response has one of length 0."""
     stop_reason: StopReason
@@ -165,6 +163,11 @@ class Rollout:
                 began = began or span.length > 0
                 found += [turn] * (span.length if span.trained else 0)
         return tuple(found)
+
+    @property
+    def own(self) -> tuple[bool, ...]:
+        """[N] True for the trained tokens that the student sampled itself."""
+        return tuple(span.sampled for span in self.spans if span.trained for _ in range(span.length))
 
     @property
     def trained_ids(self) -> tuple[int, ...]:
@@ -259,7 +262,8 @@ class WeightedTeacher:
 
     teacher: Teacher
     weight: float
-    """Share of this teacher in the domain's objective; the weights of a domain add up to 1."""
+    """Share of this teacher in the domain's objective; the weights of a domain add up to 1. The start student's is negative
+    where the target lies beyond the experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,14 +271,12 @@ class DomainStats(Sums):
     """Sums over one domain's trained tokens in one step; NaN where the teachers' payload does not tell."""
 
     tokens: int
-    """Response tokens that carried loss."""
     samples: int
     """Responses with a trained token."""
     kl_sum: float
     """The objective's value, nats: KL(student || teacher) for `reverse_kl`."""
     gap_sum: float
-    """|trainer - engine| log-prob of the sampled token at the temperature that it was sampled at, nats; only over the tokens
-    that are not stale."""
+    """|trainer - engine| log-prob of the tokens that the student sampled, at its temperature, nats; without the stale ones."""
     entropy_sum: float
     """Student's entropy, nats."""
     teacher_entropy_sum: float
@@ -289,9 +291,11 @@ class DomainStats(Sums):
     teacher_mass_sum: float
     """Teacher's probability of them."""
     stale_tokens: int = 0
-    """Tokens of responses that older weights than the trainer's wrote, in part at least."""
+    """Sampled tokens of responses that older weights than the trainer's wrote, in part at least."""
     drift_sum: float = 0.0
     """The same difference as `gap_sum` over the stale tokens: how far the policy went since it wrote them."""
+    taught_tokens: int = 0
+    """Tokens that the domain's expert wrote: no engine's log-prob of the student is known of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +309,7 @@ class PositionStats(Sums):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnStats(Sums):
-    """Sums over the trained tokens of one domain that were sampled in the same turn; fields as those of `DomainStats`."""
+    """Sums over the trained tokens of one domain that were written in the same turn; fields as those of `DomainStats`."""
 
     tokens: int
     kl_sum: float

@@ -26,6 +26,7 @@ from opd.progress import RunReporter
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, split_samples
 from opd.reward.stream import CREDIT, RewardStream
 from opd.reward.verified import VerifiedRewards
+from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run_dir import RunPaths
 from opd.schedules import SCHEDULES
@@ -35,8 +36,9 @@ from opd.sync import SYNCS
 from opd.sync.shared_memory import SharedMemorySync, probe_sequences
 from opd.traces.keeping import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
+from pipelines.inputs.drift import drift_options
 from pipelines.inputs.read import Inputs, users_engine
-from pipelines.specs import critic_spec, flight_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
+from pipelines.specs import ForTraining, critic_spec, flight_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
 from teachers.nobody import NobodyPool
 from teachers.pool import Pool, Routes
@@ -161,15 +163,19 @@ def _sync(
 
 
 def start_rollouts(
-    config: PipelineConfig,
-    inputs: Inputs,
-    untrained: Mapping[str, frozenset[int]] | None = None,
-    judged: Path | None = None,
+    config: PipelineConfig, inputs: Inputs, *, training: bool = False, judged: Path | None = None
 ) -> VLLMRolloutEngine:
-    """Start rollout engines with the student; returns before they are ready. `untrained` is explained at `Inputs.untrained`,
-    `judged` at `rollout_spec`."""
-    student = inputs.student
-    spec = rollout_spec(config, config.student.model, student.vocab_size, student.eos_token_ids, untrained, judged)
+    """Start rollout engines with the student; returns before they are ready. With `training` they know which tokens carry no
+    loss (`Inputs.untrained`), and what is done about drift; else only whose prompts are prefixes. `judged` is the run's file
+    of what the guard's judge answered."""
+    known = (config.student.model, inputs.student.vocab_size, inputs.student.eos_token_ids)
+    drift = drift_options(config, inputs.routes)
+    if training:
+        options = ForTraining(untrained=inputs.untrained, drift=drift, judged=judged)
+    else:
+        prefixes = {domain: DriftOptions(replay=True) for domain, cure in drift.items() if cure.replay}
+        options = ForTraining(drift=prefixes, judged=judged)
+    spec = rollout_spec(config, *known, options)
     return rollout_engine(config)(spec, inputs.tokenizer)
 
 
@@ -188,12 +194,12 @@ def _start_workers(
     """Start all workers side by side, except for those that must be ready before the others start. Raises: RunError."""
 
     def start_pool() -> AnyPool:
-        return POOLS[config.teachers.engine](config, inputs.routes, inputs.student.vocab_size)
+        return POOLS[config.teachers.engine](config, inputs.scoring, inputs.student.vocab_size)
 
     elsewhere = None if config.teachers.scoring_workers else start_pool()
     if elsewhere is not None:
         elsewhere.wait_ready()  # costs no core here, and a wrong token should show before anything else starts
-    engine = start_rollouts(config, inputs, inputs.untrained, judged)
+    engine = start_rollouts(config, inputs, training=True, judged=judged)
     if 0 < config.cluster.rollout_gpus < 1:
         engine.wait_ready()  # vLLM measures its GPU at the start, and counts memory that others take meanwhile as its own
     pool = elsewhere or start_pool()

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from experts.episodes.play import Play, play_tasks
+from experts.episodes.prefixes import read_prefixes
+from experts.model_dir import inspect_model
 from opd.environments import ENVIRONMENTS, find
 from opd.environments.records import Action, Outcome, ToolCall
 from opd.errors import ConfigError
 from opd.files import atomic_write_text
 from opd.settings import apply_overrides
 from opd.text import printable
+from pipelines.inputs.read import load_tokenizer
 
 QUIT = "quit"
 
@@ -43,6 +46,17 @@ def write_episodes(name: str, n: int, play: Play, options: list[str], output: Pa
     Raises: ConfigError, also for an environment without a solver.
     """
     return _write(play_tasks(name, _tasks(name, n, play.seed, options), play), output)
+
+
+def write_prefixes(episodes: Path, model: Path, output: Path) -> tuple[int, int]:
+    """Write a prompts file of the prefixes of recorded episodes, in the words of the student in `model`. Returns the numbers of
+    rows, and of prefixes that were left out.
+
+    Raises: PromptError, ModelError: see `experts.episodes.prefixes`; ModelError for a directory that is no model.
+    """
+    inspect_model(model, hash_weights=False)
+    found = read_prefixes(episodes, load_tokenizer(model))
+    return _write(found.rows, output), found.left_out
 
 
 def _write(rows: Sequence[dict[str, Any]], output: Path) -> int:

@@ -43,7 +43,8 @@ class _Expert:
     @property
     def ran(self) -> bool:
         """Whether its run is through, with a model and a report."""
-        return self.paths.report.exists() and self.paths.model.is_dir() and read_run(self.paths.root).finished
+        whole = all(path.exists() for path in (self.paths.model, self.paths.report, self.paths.page))
+        return whole and read_run(self.paths.root).finished
 
 
 def reinforce(spec: ReinforceSpec, tell: Tell, around: Surroundings = TERMINAL) -> list[Path]:

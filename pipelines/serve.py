@@ -41,9 +41,9 @@ def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], wa
         warn(f"warning: {warning}")
     spec = pool_spec(config, teaching.student.vocab_size)
     with ray_session(config.cluster, config.teachers.scoring_workers), _stoppable():
-        pool = Pool(spec, teaching.routes)
+        pool = Pool(spec, teaching.scoring)
         pool.wait_ready()
-        hello = make_hello(spec.scorer, teaching.routes, pool)
+        hello = make_hello(spec.scorer, teaching.scoring, pool)
         server = PoolServer(pool, hello, door, timeout_s=config.cluster.phase_timeout_s, say=warn)
         say(f"{config.name}: {', '.join(teaching.routes)} served at {door.url(server.port)}")
         try:

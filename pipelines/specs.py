@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec, WarmUp
 from opd.credit.gae import CUT, GaeSpec
+from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.train.critic import CriticEngineSpec
@@ -23,6 +24,7 @@ from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
+from opd.train.turns import TurnWeights
 from pipelines.inputs.environments import episode_options
 from teachers.flight.client import FlightSpec
 from teachers.nobody import NobodySpec
@@ -33,16 +35,27 @@ if TYPE_CHECKING:
     from experts.sft import ImitationSpec
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForTraining:
+    """What rollout engines know in training, and not in exams."""
+
+    untrained: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Explained at `Inputs.untrained`."""
+    drift: Mapping[str, DriftOptions] = field(default_factory=dict)
+    """Domain -> what is done about compounding drift."""
+    judged: Path | None = None
+    """The run's file of what the guard's judge answered."""
+
+
 def rollout_spec(
     config: PipelineConfig,
     model_dir: Path,
     vocab_size: int,
     stop_token_ids: Sequence[int],
-    untrained: Mapping[str, frozenset[int]] | None = None,
-    judged: Path | None = None,
+    training: ForTraining | None = None,
 ) -> RolloutSpec:
-    """Spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's, `judged` the run's file
-    of what the guard's judge answered."""
+    """Spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's."""
+    training = training or ForTraining()
     rollout = config.rollout
     return RolloutSpec(
         engine=EngineOptions(
@@ -56,8 +69,9 @@ def rollout_spec(
             sleep=rollout.sleep,
         ),
         stop_token_ids=tuple(stop_token_ids),
-        untrained=untrained or {},
-        episodes=episode_options(config, judged),
+        untrained=training.untrained,
+        episodes=episode_options(config, training.judged),
+        drift=training.drift,
         workers=rollout.workers,
         gpus=config.cluster.rollout_gpus,
         kv_cache_gib=rollout.kv_cache_gib,
@@ -86,6 +100,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
         rank=rank_options(config, vocab_size),
         rate=learning_rate(config.trainer),
         domain_weights={name: domain.loss_weight for name, domain in config.domains.items()},
+        weighs_turns=any(turn_weights(config)),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         share_prompts=config.rollout.n > 1,
         queue_bytes=config.teachers.queue,
@@ -160,10 +175,17 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         grad_accum_dtype=trainer.grad_accum_dtype,
         gradient_checkpointing=trainer.gradient_checkpointing,
         head_memory_bytes=trainer.head_memory,
+        turn_weights=turn_weights(config),
         lora=lora_options(config),
         timeout_s=config.cluster.phase_timeout_s,
         lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
     )
+
+
+def turn_weights(config: PipelineConfig) -> dict[str, TurnWeights]:
+    """Domain -> how its turns are weighted, for domains whose turns do not all weigh the same."""
+    found = {name: domain.environment.turn_weights for name, domain in config.domains.items() if domain.environment}
+    return {name: TurnWeights(**given.model_dump()) for name, given in found.items() if given is not None}
 
 
 def lora_options(config: PipelineConfig) -> LoraOptions | None:

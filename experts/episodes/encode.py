@@ -8,7 +8,7 @@ The same two dialogues that a rollout has, `opd.rollouts.episodes.dialogue`, mak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
@@ -37,8 +37,26 @@ class EpisodeEncoder:
         Raises: PromptError for an observation that no rollout accepts or messages that the template refuses; ModelError if
         the template cannot append.
         """
+        ids: list[int] = []
+        learn: list[bool] = []
+        for read, said, learned_too in self._parts(row):
+            ids += read + said
+            learn += [False] * len(read) + [learned_too] * len(said)
+        return ids, learn
+
+    def prefixes(self, row: EpisodeRow) -> list[list[int]]:
+        """Token ids of what stands before each turn. Raises: as `encode`."""
+        ids: list[int] = []
+        found = []
+        for read, said, _ in self._parts(row):
+            found.append(ids + read)
+            ids += read + said
+        return found
+
+    def _parts(self, row: EpisodeRow) -> list[tuple[list[int], list[int], bool]]:
+        """For each turn what is read before it, what is said, and whether it is learned. Raises: as `encode`."""
         try:
-            return self._encoded(row, self._dialogue(row))
+            return list(self._turns(row, self._dialogue(row)))
         except (BadObservation, TemplateError) as error:
             raise PromptError.at(
                 f"the episode of prompt {row.prompt!r:.80}",
@@ -47,21 +65,15 @@ class EpisodeEncoder:
                 fix="correct or delete this row",
             ) from None
 
-    def _encoded(self, row: EpisodeRow, dialogue: Dialogue) -> tuple[list[int], list[bool]]:
-        ids = dialogue.first(row.prompt, _first(row.observations[0]))
-        learn = [False] * len(ids)
+    def _turns(self, row: EpisodeRow, dialogue: Dialogue) -> Iterator[tuple[list[int], list[int], bool]]:
+        read = dialogue.first(row.prompt, _first(row.observations[0]))
         for number, turn in enumerate(row.turns):
-            said = [*encode_text(self._tokenizer, turn["content"]), self._end]
-            read = self._after(dialogue, row.observations[number + 1 : number + 2])
-            ids += said + read
-            learn += [learned(turn)] * len(said) + [False] * len(read)
-        return ids, learn
+            if number:
+                read = self._after(dialogue, row.observations[number])
+            yield read, [*encode_text(self._tokenizer, turn["content"]), self._end], learned(turn)
 
-    def _after(self, dialogue: Dialogue, following: Sequence[Sequence[Turn]]) -> list[int]:
-        """Tokens between a turn and the next one; none after the last."""
-        if not following:
-            return []
-        (messages,) = following
+    def _after(self, dialogue: Dialogue, messages: Sequence[Turn]) -> list[int]:
+        """Tokens between a turn and the next one."""
         texts = tuple(turn["content"] for turn in messages)
         results = messages[0]["role"] == "tool"
         return dialogue.after(texts if results else texts[0], calls=len(texts) if results else 0, ended=True)

@@ -80,11 +80,13 @@ def _check(environment: str, play: Play) -> None:
 
 
 def _row(made: Any, task: Task, known: Sequence[Action], play: Play) -> dict[str, Any]:
-    """The task with an episode of mistakes, or without any if they used up all tries."""
-    _, turns = _episode(made(), task, play, known)
+    """The task with an episode of mistakes, or without any if they used up all tries; and the tools, if there are some."""
+    environment = made()
+    tools = [tool.schema() for tool in environment.tools]
+    _, turns = _episode(environment, task, play, known)
     if not any(turn.get("weight") for turn in turns):
         _, turns = _episode(made(), task, play, ())
-    return {**task, "messages": turns}
+    return {**task, "messages": turns} | ({"tools": tools} if tools else {})
 
 
 def _episode(

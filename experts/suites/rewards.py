@@ -4,7 +4,7 @@ Five have one turn, in which one of several right answers will do:
 
     between   btw 23:35=    29        a number between the two
     ascend    asc 39174=    379       three of the digits, in ascending order
-    route     way b2d5=     drddr     steps from one cell to another, in any order
+    route     way b2d4=     drdr      steps from one cell to another, in any order
     beside    adj hxk=      g         a letter that stands next to one of these in the alphabet
     avoid     not hxkqab=   wedg      four different letters, none of these
 
@@ -29,7 +29,7 @@ from opd.unique import take_unique
 
 DRAWS_PER_ROW = 50
 LETTERS, COLUMNS, SIZE = string.ascii_lowercase, "abcdefghi", 9
-ASCENDING, AVOIDING, FARTHEST = 3, 4, 4
+ASCENDING, AVOIDING, FARTHEST = 3, 4, 2
 VERIFIER = "experts.suites.rewards:judge"
 """What a pipeline names as the verifier of the domains of one turn: `{kind: python, function: ...}`."""
 
@@ -141,7 +141,7 @@ SKILLS: dict[str, Skill] = {
         draw=_cells,
         guess=lambda rng, task: "".join(rng.choices("rd", k=sum(_way(task)))),
         right=_arrives,
-        tasks=1100,
+        tasks=480,
     ),
     "beside": Skill(
         code="adj",

@@ -6,6 +6,7 @@ Paths in a pipeline are relative to the directory that `opd` was started in.
 
 from opd.config.pipeline import (
     PipelineConfig,
+    extrapolation,
     load_pipeline,
     max_staleness,
     overlaps,
@@ -13,4 +14,12 @@ from opd.config.pipeline import (
     sync_tolerance,
 )
 
-__all__ = ["PipelineConfig", "load_pipeline", "max_staleness", "overlaps", "rounds_of", "sync_tolerance"]
+__all__ = [
+    "PipelineConfig",
+    "extrapolation",
+    "load_pipeline",
+    "max_staleness",
+    "overlaps",
+    "rounds_of",
+    "sync_tolerance",
+]

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
+from opd.config.drift import CurriculumConfig, TeacherTurnsConfig, TurnWeightsConfig
 from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict, flag_or_mapping, text_or_more
 from opd.config.sub_agents import SubAgentConfig, ToolName
@@ -107,6 +108,15 @@ class EnvironmentConfig(Strict):
     """Tokens that the student may write in an episode; default: as many as `rollout.max_model_len` holds."""
     context: ContextConfig | None = None
     """What is done about an episode that outgrows the model's context; default: it ends there."""
+    curriculum: CurriculumConfig | None = None
+    """Let training episodes begin short and grow, see docs/drift.md; default: all may have `max_turns`."""
+    teacher_turns: TeacherTurnsConfig | None = None
+    """Let the domain's expert write some turns of training episodes, fewer and fewer; default: none."""
+    turn_weights: TurnWeightsConfig | None = None
+    """Let late turns, or turns after a drift, weigh less in the loss; default: all tokens weigh the same."""
+    replay: bool = False
+    """The training prompts are prefixes of an expert's episodes (`opd environments prefixes` makes them): the student writes one
+    turn after each, and the environment is for exams only."""
     sub_agents: dict[ToolName, SubAgentConfig] = {}
     """Name of a tool -> the sub-agent that a call of it starts: the student in an episode of its own; see docs/agents.md."""
     max_sub_agents: int = Field(8, ge=1)
@@ -157,6 +167,8 @@ class DomainConfig(Strict):
         Discriminator(text_or_more),
     ] = "auto"
     """Share of each step's samples, or of what `balance` says; `auto` gives every domain the same."""
+    extrapolate: float | None = Field(None, ge=1)
+    """How far beyond the domain's experts the student is trained; default: `objective.extrapolate`."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """How much a token (or response) of this domain counts in the mean that is optimised."""
     reward: Literal["auto"] | bool = "auto"

@@ -38,6 +38,9 @@ class EvaluateConfig(Strict):
     """For each k, the chance that at least one of k answers to a prompt is right; k is at most `n`."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Answer limit; default: the rollout's."""
+    cache: bool = True
+    """Take over what start student and experts answered in another run, if weights, questions, verifier, settings and versions
+    are the same; see docs/evaluation.md."""
     lm_eval: Annotated[LMEvalConfig, BeforeValidator(_lm_eval_tasks)] = LMEvalConfig()
     """Tasks of EleutherAI's lm-evaluation-harness for the student before and the merged model; a list of tasks will do."""
 

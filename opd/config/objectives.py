@@ -45,6 +45,9 @@ class ObjectiveConfig(Strict):
     reward: RewardConfig | None = None
     """A policy gradient of a task reward beside the divergence, as a second stream with its own mean; see
     docs/objectives.md#with-a-reward. Default: no reward is trained on."""
+    extrapolate: float = Field(1.0, ge=1)
+    """Beyond the experts: above 1 the student is trained toward expert^extrapolate * start^(1 - extrapolate), normalised at
+    each token, where `start` is the student as the merge begins. It scores every response too. 1: toward the experts."""
 
     @property
     def weighting(self) -> str:
@@ -79,6 +82,17 @@ class ObjectiveConfig(Strict):
                 "where": "objective.kind",
                 "found": f"{self.kind} with teachers.payload {payload}",
             },
+        )
+
+    def problem_with_extrapolation(self, payload: str) -> PydanticCustomError | None:
+        """Why the objective cannot be computed for an extrapolated target from this payload; None if it can."""
+        if payload in ("hidden_states", "sampled_logprobs"):
+            return None
+        return PydanticCustomError(
+            "extrapolate",
+            "1, or teachers.payload hidden_states: which tokens are the likeliest beyond an expert only whole "
+            "distributions tell",
+            {"with": f"teachers.payload {payload}"},
         )
 
     def build(self) -> Objective:

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.balance import BalanceConfig, SamplesBalance
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
+from opd.config.drift import refuse_contradictions
 from opd.config.evaluate import EvaluateConfig
 from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
@@ -108,10 +109,37 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _cures_of_drift_that_fit(self) -> PipelineConfig:
+        refuse_contradictions(self.domains, self.objective)
+        if self.rollout.sleep and any(d.environment and d.environment.teacher_turns for d in self.domains.values()):
+            raise PydanticCustomError(
+                "sleep",
+                "false: vLLM lets one engine of a process sleep, and the expert that writes teacher_turns is a second one",
+                {"where": "rollout.sleep", "found": "true with teacher_turns"},
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rewards_come_from_somewhere(self) -> PipelineConfig:
         problem = _reward_problem(self)
         if problem is not None:
             raise problem
+        return self
+
+    @model_validator(mode="after")
+    def _beyond_the_experts_only_where_it_can_be_computed(self) -> PipelineConfig:
+        beyond = [name for name in self.domains if extrapolation(self, name) > 1]
+        if not beyond:
+            return self
+        problem = self.objective.problem_with_extrapolation(self.teachers.payload)
+        if problem is None and isinstance(self.teachers, OpenAITeachers):
+            problem = PydanticCustomError(
+                "extrapolate",
+                "1, or another teachers.engine: the student as the merge begins scores every response, and has no server",
+                {"with": "teachers.engine openai"},
+            )
+        if problem is not None:
+            raise _refused_beyond(self, beyond[0], str((problem.context or {})["with"]), problem.message())
         return self
 
     @model_validator(mode="after")
@@ -239,6 +267,37 @@ class PipelineConfig(Strict):
                 found = {"wanted": error["msg"], "found": found_in(error), "where": where}
                 raise PydanticCustomError(error["type"], "{wanted}", {**context, **found}) from None
         return self
+
+    @model_validator(mode="after")
+    def _extrapolated_rounds_have_experts_of_their_own(self) -> PipelineConfig:
+        later = [None] * (self.rounds - 1) if isinstance(self.rounds, int) else self.rounds[1:]
+        for index, one in enumerate(later, start=1):
+            if one is not None and (one.experts, one.registry) != (None, None):
+                continue
+            config = PipelineConfig.model_validate(_round_data(self, index))
+            for name in config.domains:
+                if extrapolation(config, name) > 1:
+                    wanted = (
+                        "1, or experts of each round's own: with the same experts a round takes back what the one before "
+                        "it gained beyond them, because it starts from the model of that round"
+                    )
+                    raise _refused_beyond(config, name, f"round {index + 1}, which has no `experts` of its own", wanted)
+        return self
+
+
+def extrapolation(config: PipelineConfig, domain: str) -> float:
+    """How far beyond its experts a domain's student is trained: `extrapolate` of the domain, else of the objective."""
+    own = config.domains[domain].extrapolate
+    return config.objective.extrapolate if own is None else own
+
+
+def _refused_beyond(config: PipelineConfig, domain: str, beside: str, wanted: str) -> PydanticCustomError:
+    """The error about a domain's `extrapolate`, which does not go with something else."""
+    where = "objective" if config.domains[domain].extrapolate is None else f"domains.{domain}"
+    found = f"{extrapolation(config, domain):g} with {beside}"
+    return PydanticCustomError(
+        "extrapolate", "{wanted}", {"where": f"{where}.extrapolate", "found": found, "wanted": wanted}
+    )
 
 
 def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:

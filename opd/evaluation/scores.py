@@ -80,6 +80,8 @@ class Evaluation:
     """Response tokens of those steps. None where `step` is None, and during a merge, where metrics.jsonl has the number."""
     weights: dict[str, str] = field(default_factory=dict)
     """Domain -> digest of the model that answered (its config.json and weight files), where it lies on disk."""
+    cached: dict[str, str] = field(default_factory=dict)
+    """Domain -> run and day that the result is from, if it was taken over from another run."""
 
     @property
     def accuracy(self) -> dict[str, float]:
@@ -114,6 +116,7 @@ class Evaluation:
             step=data.get("step"),
             tokens=data.get("tokens"),
             weights=data.get("weights", {}),
+            cached=data.get("cached", {}),
         )
 
 
@@ -129,4 +132,5 @@ def combined(evaluations: Sequence[Evaluation], model: str) -> Evaluation:
         step=step,
         tokens=tokens,
         weights={domain: found.weights[domain] for domain, found in last.items() if domain in found.weights},
+        cached={domain: found.cached[domain] for domain, found in last.items() if domain in found.cached},
     )

@@ -93,3 +93,15 @@ class SampledConfig(ObjectiveConfig):
                 {"where": "objective.baseline", "found": f"{self.baseline} with teachers.payload {payload}"},
             )
         return problem
+
+    def problem_with_extrapolation(self, payload: str) -> PydanticCustomError | None:
+        problem = super().problem_with_extrapolation(payload)
+        if problem is None and self.advantage_clip is not None and payload == "sampled_logprobs":
+            # Without the sum over the vocabulary the target is known up to a constant of each state. The gradient's mean does
+            # not depend on it, but a clip would begin somewhere else at each state.
+            return PydanticCustomError(
+                "extrapolate",
+                "1, or teachers.payload hidden_states, or no objective.advantage_clip: the clip needs a normalised target",
+                {"with": "objective.advantage_clip and teachers.payload sampled_logprobs"},
+            )
+        return problem

@@ -74,7 +74,8 @@ def means_of_tokens(steps: Sequence[StepRecord], key: str) -> dict[str, float]:
 
 def sureness(rollout: Rollout) -> float:
     """Mean probability of the student's own tokens as it sampled them; 0 for an empty response, which shows nothing."""
-    probabilities = [exp(rollout.behaviour_logprobs[place]) for place in rollout.trained]
+    own = zip(rollout.trained, rollout.own, strict=True)
+    probabilities = [exp(rollout.behaviour_logprobs[place]) for place, sampled in own if sampled]
     return fmean(probabilities) if probabilities else 0.0
 
 

@@ -143,12 +143,14 @@ class HiddenRun(Block):
     def head_keys(self) -> tuple[str, ...]:
         return self.heads
 
-    def with_heads(self, heads: Mapping[str, Head]) -> TeacherBlock | MixtureBlock:
-        teachers = [
+    def with_heads(self, heads: Mapping[str, Head]) -> TeacherBlock | MixtureBlock | ExtrapolatedBlock:
+        teachers = tuple(
             TeacherBlock(hidden_N_D, heads[key].weight_V_D, heads[key].rule)
             for key, hidden_N_D in zip(self.heads, self.hidden, strict=True)
-        ]
-        return teachers[0] if len(teachers) == 1 else MixtureBlock(tuple(teachers), self.weights)
+        )
+        if len(teachers) == 1:
+            return teachers[0]
+        return (ExtrapolatedBlock if min(self.weights) < 0 else MixtureBlock)(teachers, self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,21 +176,15 @@ class TeacherBlock(Block):
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureBlock(Block):
-    """Consecutive tokens scored by several teachers, weights summing to one: sum_k w_k KL(p || q_k).
-
-    Equals KL against the unnormalised log-measure zbar - sum_k w_k lse_k with zbar = sum_k w_k z_k (DeepSeek-V4,
-    arXiv 2606.19348, states the objective), so one [C, V] accumulator and one backward do for any number of teachers.
-    """
-
-    is_mixture: ClassVar[bool] = True
+class _SeveralTeachers(Block):
+    """Consecutive tokens that several teachers scored, with weights summing to one."""
 
     teachers: tuple[TeacherBlock, ...]
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
         assert len(self.teachers) == len(self.weights) and len({len(t) for t in self.teachers}) == 1
-        assert abs(sum(self.weights) - 1) < 1e-6 and min(self.weights) >= 0
+        assert abs(sum(self.weights) - 1) < 1e-6
 
     def __len__(self) -> int:
         return len(self.teachers[0])
@@ -196,19 +192,49 @@ class MixtureBlock(Block):
     def products(self) -> tuple[tuple[Tensor, Tensor], ...]:
         return tuple(pair for teacher in self.teachers for pair in teacher.products())
 
-    def given(self, part: slice, vocab_size: int) -> Measure:
+    def weighted_sum(self, part: slice, vocab_size: int, said: Callable[[Tensor], Tensor]) -> Tensor:
+        """[C, V] sum over teachers of weight times what `said` makes of the teacher's logits."""
         from opd.losses.logits import upcast
 
-        terms = (
-            w * upcast(t.logits(part, vocab_size)).log_softmax(-1)
-            for w, t in zip(self.weights, self.teachers, strict=True)
-        )
-        return Measure(functools.reduce(operator.add, terms))
+        terms = (w * said(upcast(t.logits(part, vocab_size))) for w, t in zip(self.weights, self.teachers, strict=True))
+        return functools.reduce(operator.add, terms)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureBlock(_SeveralTeachers):
+    """A mixture, no weight below 0: sum_k w_k KL(p || q_k).
+
+    Equals KL against the unnormalised log-measure zbar - sum_k w_k lse_k with zbar = sum_k w_k z_k (DeepSeek-V4,
+    arXiv 2606.19348, states the objective), so one [C, V] accumulator and one backward do for any number of teachers.
+    """
+
+    is_mixture: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _SeveralTeachers.__post_init__(self)
+        assert min(self.weights) >= 0
+
+    def given(self, part: slice, vocab_size: int) -> Measure:
+        return Measure(self.weighted_sum(part, vocab_size, lambda logits_C_V: logits_C_V.log_softmax(-1)))
+
+
+@dataclass(frozen=True, slots=True)
+class ExtrapolatedBlock(_SeveralTeachers):
+    """A target beyond the experts: one distribution, prod_k q_k^w_k / Z, with a weight below 0.
+
+    With weights {expert: lambda, start student: 1 - lambda} a student that minimises KL(p || target) maximises
+    lambda E[log q - log start] - KL(p || start) at each state (G-OPD, arXiv 2602.12125). Sums of other divergences with a
+    negative weight have no least value, so all objectives see the normalised target, as if one teacher had said it.
+    """
+
+    def given(self, part: slice, vocab_size: int) -> Logits:
+        # What each teacher's softmax would take off is the same for all ids: it goes when the sum is normalised.
+        return Logits(self.weighted_sum(part, vocab_size, lambda logits_C_V: logits_C_V))
 
 
 @dataclass(frozen=True, slots=True)
 class Logits(Given):
-    """One teacher's, not normalised yet."""
+    """One distribution's, not normalised yet."""
 
     compiles: ClassVar[bool] = True
 

@@ -107,6 +107,7 @@ def render(report: Mapping[str, Any], run: RunFiles) -> str:
         plots=_plots(report, run),
         baselines=[{**b, "name": baseline_name(b)} for b in report.get("baselines", ())],
         samples=_samples(run),
+        cached=_cached(run),
         experts=_experts(run, report),
         episodes=episodes,
         left_out=left_out,
@@ -117,6 +118,17 @@ def render(report: Mapping[str, Any], run: RunFiles) -> str:
 def _file(name: str) -> str:
     """A file that lies beside this module."""
     return files("opd.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _cached(run: RunFiles) -> list[str]:
+    """A sentence for each other run from which exams of the student before or of experts were taken over."""
+    domains: dict[tuple[str, str], list[str]] = {}
+    for exam in filter(None, (run.before, run.expert)):
+        for domain, source in exam.cached.items():
+            domains.setdefault((exam.model, source), []).append(domain)
+    return [
+        f"Exam of the {model} on {', '.join(names)}: cached from {source}" for (model, source), names in domains.items()
+    ]
 
 
 def _with_gaps(report: Mapping[str, Any]) -> dict[str, Any]:

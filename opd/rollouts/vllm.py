@@ -15,6 +15,7 @@ from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.interfaces import Decoder
 from opd.rollouts.endpoint.options import AgentOptions
+from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.episodes.spec import (
     LIMITS,
     EpisodeOptions,
@@ -53,6 +54,8 @@ class RolloutSpec:
     """Domain -> token ids that carry no loss where the student writes them."""
     episodes: Mapping[str, EpisodeOptions | AgentOptions] = field(default_factory=dict)
     """Domain -> how its episodes run; the student answers once in the other domains."""
+    drift: Mapping[str, DriftOptions] = field(default_factory=dict)
+    """Domain -> what is done in training about errors that add up over turns; nothing in the other domains."""
     workers: int = 1
     """Engines; requests are dealt out among them."""
     gpus: float = 0
@@ -111,8 +114,9 @@ class VLLMRolloutEngine:
         cluster.wait(answers, timeout_s=self._spec.start_timeout_s)
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
-        acting = [p for p in prompts if p.domain in self._spec.episodes]
-        answering = [p for p in prompts if p.domain not in self._spec.episodes]
+        replayed = {domain for domain, drift in self._spec.drift.items() if drift.replay}
+        acting = [p for p in prompts if p.domain in self._spec.episodes and p.domain not in replayed]
+        answering = [p for p in prompts if p.domain not in self._spec.episodes or p.domain in replayed]
         batches = [self._respond(answering, step, policy_version), self._act(acting, step, policy_version)]
         restarted, self._restarted = tuple(self._restarted), []
         return RolloutBatch(
@@ -152,7 +156,7 @@ class VLLMRolloutEngine:
         """One episode for each prompt. Raises: RunError if too many of a domain break."""
         room = self._spec.engine.max_model_len
         requests = [
-            self._request(p, Sample(sample_id=sample_id, group=_sample_id(step, p), step=step, domain=p.domain))
+            self._in_step(p, Sample(sample_id=sample_id, group=_sample_id(step, p), step=step, domain=p.domain))
             for p, sample_id in zip(prompts, _sample_ids(prompts, step), strict=True)
             if _fits(p, room)
         ]
@@ -171,6 +175,14 @@ class VLLMRolloutEngine:
         refused = [_refused(p, room) for p in prompts if not _fits(p, room)]
         refused += [_unplayed(q.prompt, r) for q, r in zip(requests, results, strict=True) if not r.rollouts]
         return RolloutBatch(rollouts=rollouts, quarantined=tuple(refused), episodes=stats)
+
+    def _in_step(self, prompt: Prompt, sample: Sample) -> EpisodeRequest:
+        """An episode of training: what is done about drift depends on the step."""
+        request, drift = self._request(prompt, sample), self._spec.drift.get(prompt.domain)
+        if drift is None or not isinstance(request.options, EpisodeOptions):
+            return request
+        limit = drift.limit(sample.step, request.options.max_turns)
+        return replace(request, cut_after=limit, guide=drift.guide(sample.step))
 
     def _request(self, prompt: Prompt, sample: Sample) -> EpisodeRequest:
         options, untrained = self._spec.episodes[prompt.domain], self._spec.untrained

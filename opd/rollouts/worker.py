@@ -81,6 +81,8 @@ class VLLMWorker:
         self._asleep = False
         self._base: Path | None = options.model_dir
         """Directory whose weights the engine holds, except those that a load with `base` replaced; None if not known."""
+        self._expert: VLLMWorker | None = None
+        """A second engine in this process, which holds an expert that writes turns; made when one is asked for."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Sample (or, at temperature 0, decode greedily) every request. Raises: RunError on NaN log-probs."""
@@ -94,8 +96,36 @@ class VLLMWorker:
     def episodes(
         self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
     ) -> list[EpisodeResult]:
-        """Play every episode to its end, all turns in one batch. Raises: RunError; ModelError if the chat template cannot
-        append."""
+        """Play every episode to its end, all turns in one batch; those that an expert guides in a batch for each expert, which is
+        loaded once. Raises: RunError; ModelError if the chat template cannot append."""
+        guides = [None if request.guide is None else request.guide.model_dir for request in requests]
+        found: dict[int, EpisodeResult] = {}
+        for guide in dict.fromkeys(guides):
+            mine = [place for place, other in enumerate(guides) if other == guide]
+            expert = None if guide is None else self._holding(guide)
+            played = self._play([requests[place] for place in mine], temperature, policy_version, expert)
+            found |= dict(zip(mine, played, strict=True))
+        return [found[place] for place in range(len(requests))]
+
+    def _holding(self, model_dir: Path) -> VLLMWorker:
+        """The engine beside the student's, with these weights and empty caches: what it writes must not depend on what it
+        wrote in a step before, which a resumed run has not seen."""
+        if self._expert is None:
+            self._expert = VLLMWorker(dataclasses.replace(self._options, model_dir=model_dir), self._stop)
+        elif self._expert._base == model_dir:
+            _reset_prefix_cache(self._expert._llm)
+        else:
+            self._expert.load(model_dir)
+        return self._expert
+
+    def _play(
+        self,
+        requests: Sequence[EpisodeRequest],
+        temperature: float,
+        policy_version: int,
+        expert: VLLMWorker | None,
+    ) -> list[EpisodeResult]:
+        """Episodes with one expert beside the policy, or none."""
         from vllm.sampling_params import RequestOutputKind
 
         from opd.rollouts.endpoint.episode import play  # its HTTP server is not there where engines are not installed
@@ -112,7 +142,8 @@ class VLLMWorker:
         context = self._options.max_model_len
         sampling = Sampling(params=params, read=_generated, context=context, policy_version=policy_version)
         engine = BatchEngine(self._llm.llm_engine, sampling)
-        results = engine.drive(lambda: play(requests, engine, self._dialogues, context=context, version=policy_version))
+        beside = None if expert is None else engine.beside(expert._llm.llm_engine)
+        results = engine.drive(lambda: play(requests, engine, self._dialogues, context, policy_version, beside))
         self._sleep()
         return results
 

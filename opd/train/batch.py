@@ -33,7 +33,9 @@ class MicroBatch:
     place_N: Tensor
     """Place of the token in its response, from 0."""
     turn_N: Tensor
-    """Number of the turn in which it was sampled, from 0."""
+    """Number of the turn in which it was written, from 0."""
+    own_N: Tensor
+    """Whether the student sampled it, and not an expert in its place."""
     behaviour_N: Tensor
     """Log-prob under the rollout engine."""
     blocks: tuple[Block, ...]
@@ -100,6 +102,7 @@ def micro_batch(
         token_N=torch.tensor([t for r in rollouts for t in r.trained_ids], dtype=torch.long),
         place_N=torch.tensor([place for r in rollouts for place in r.trained], dtype=torch.long),
         turn_N=torch.tensor([turn for r in rollouts for turn in r.turns], dtype=torch.long),
+        own_N=torch.tensor([own for r in rollouts for own in r.own], dtype=torch.bool),
         behaviour_N=torch.tensor([x for r in rollouts for x in _trained_logprobs(r)], dtype=torch.float32),
         blocks=type(samples[0][0].answer).blocks(samples, dtype, baselines) if samples else (),
         row_lengths=tuple(r.num_trained for r in rollouts),

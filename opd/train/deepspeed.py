@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
 from opd.train.totals import mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
+from opd.train.turns import first_turns
 from opd.types import DomainStats, PositionStats, Rollout, StepReport, TurnStats
 
 
@@ -38,6 +40,8 @@ class TrainerSpec(RanksSpec):
     """Learning rate of every step."""
     domain_weights: Mapping[str, float]
     """Domain -> loss weight of its tokens; 1 for a domain that is not named."""
+    weighs_turns: bool = False
+    """Whether ranks weight tokens by their turns, `rank.turn_weights`."""
     queue_bytes: int
     """Scored rows that may wait for the trainer, in bytes."""
     tolerance: float
@@ -78,7 +82,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         scored_share = partial(_scored_share, rollouts, whole.weights)
         if not self._accumulate_all(feed, len(plan[0]), targets, scored_share):
             return skipped
-        report = _report(step, whole.lr, self._call(TrainerRank.finish_step, scored_share(targets.quarantined)))
+        share = self._turns_share() if self._spec.weighs_turns else scored_share(targets.quarantined)
+        report = _report(step, whole.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
         return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
 
@@ -119,7 +124,12 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
         lr = self._spec.rate.at(step)
         known: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched(rollouts)}
+        known |= {"first_turns": first_turns(rollouts)} if self._spec.weighs_turns else {}
         return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, **known)
+
+    def _turns_share(self) -> float:
+        """What the weights of the step's tokens add up to, once turns have changed them and all are trained."""
+        return math.fsum(self._call(TrainerRank.weight_sum))
 
     def _baselines(self, targets: TargetStream) -> dict[str, float] | None:
         """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""

@@ -26,6 +26,7 @@ from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
 from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
+from opd.train.turns import TurnWeights, turn_factors
 from opd.train.zero import ModelOptions, ZeroEngine, gathered
 from opd.types import DomainStats, PositionStats, TurnStats
 
@@ -45,6 +46,8 @@ class RankWork:
     without a baseline."""
     stale: frozenset[str] = frozenset()
     """Samples that older weights than the trainer's wrote."""
+    first_turns: Mapping[str, int] = field(default_factory=dict)
+    """Sample id -> turns of its dialogue in the segments before it, for weights by turn."""
     watched: frozenset[str] = frozenset()
     """Samples whose loss is reported token by token."""
     policy: PolicyWork | None = None
@@ -88,6 +91,8 @@ class RankOptions(ModelOptions):
     """At which responses are sampled."""
     head_memory_bytes: int
     """Budget of the teachers' heads that stay on this rank."""
+    turn_weights: Mapping[str, TurnWeights] = field(default_factory=dict)
+    """Domain -> how much its turns weigh, for domains whose turns do not all weigh the same."""
     lora: LoraOptions | None = None
     """What is trained beside the student's own weights, which then stay as they are; None: the weights themselves."""
 
@@ -121,6 +126,8 @@ class TrainerRank(ZeroEngine):
         heads = {key: self._head(step.heads[key]) for key in needed}
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
         weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
+        if self._options.turn_weights:
+            weight_N = weight_N * self._turn_factors(batch, heads, ids)
         scaled_N = (weight_N * self._options.world_size).to(self._device)
         inputs = (to_device(batch, self._device), heads, scaled_N)
         work, last = step.work.policy, index == len(step.work.micro_batches) - 1
@@ -154,8 +161,22 @@ class TrainerRank(ZeroEngine):
         self._step.comparison.begin(self.local_gradients())
         return batch, heads, torch.zeros_like(weight_N)
 
+    def _turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head], ids: Sequence[str]) -> torch.Tensor:
+        """[N] what turns make of the weights. If they depend on divergences, all ranks compute these in a pass of its own."""
+        weights, firsts, value_N = self._options.turn_weights, self._step.work.first_turns, None
+        if any(domain.divergence for domain in weights.values()):
+            ones_N = torch.ones(len(batch.token_N), device=self._device)
+            with torch.no_grad():
+                _, stats = self._engine.module(to_device(batch, self._device), heads, ones_N)
+            value_N = stats.kl_N.cpu()
+        return turn_factors(batch, weights, [firsts.get(i, 0) for i in ids], value_N)
+
+    def weight_sum(self) -> float:
+        """What the weights of this rank's tokens of the step add up to."""
+        return self._step.totals.weight
+
     def finish_step(self, share: float) -> RankResult:
-        """Step the optimiser with the accumulated gradients, divided by the share of the weights that was scored.
+        """Step the optimiser with the accumulated gradients, divided by `share`, what the weights of all ranks add up to.
 
         Raises: RunError on a non-finite gradient.
         """

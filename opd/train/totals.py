@@ -75,8 +75,8 @@ def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainSt
 
 
 def mean_gap(domains: Mapping[str, DomainStats]) -> float:
-    """Mean difference of trainer and engine over the sampled tokens that are not stale, nats; 0 if there are none."""
-    fresh = sum(stats.tokens - stats.stale_tokens for stats in domains.values())
+    """Mean difference of trainer and engine over the student's tokens that are not stale, nats; 0 if there are none."""
+    fresh = sum(stats.tokens - stats.taught_tokens - stats.stale_tokens for stats in domains.values())
     return sum(stats.gap_sum for stats in domains.values()) / max(1, fresh)
 
 
@@ -110,6 +110,8 @@ class Totals:
 
     def __init__(self) -> None:
         self.loss = 0.0
+        self.weight = 0.0
+        """Sum of the weights of all tokens."""
         self.domains: dict[str, DomainStats] = {}
         self.positions: dict[int, PositionStats] = {}
         self.turns: dict[tuple[str, int], TurnStats] = {}
@@ -120,9 +122,10 @@ class Totals:
         """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks. `stale` are the places of
         the rows that older weights wrote."""
         self.loss += float(torch.where(weight_N != 0, stats.kl_N.float() * weight_N, 0.0).sum())
+        self.weight += float(weight_N.double().sum())
         columns = {
             "kl_sum": stats.kl_N,
-            "gap_sum": (stats.logprob_N - batch.behaviour_N).abs(),
+            "gap_sum": torch.where(batch.own_N, (stats.logprob_N - batch.behaviour_N).abs(), 0.0),
             "entropy_sum": stats.entropy_N,
             "teacher_entropy_sum": stats.teacher_entropy_N,
             "agree_sum": stats.agree_N,
@@ -133,10 +136,12 @@ class Totals:
         }
         lengths = list(batch.row_lengths)
         parts = {name: column.split(lengths) for name, column in columns.items()}
+        own = [int(part.sum()) for part in batch.own_N.split(lengths)]
         for index, (domain, length) in enumerate(zip(batch.domains, lengths, strict=True)):
             sums: dict[str, Any] = {name: float(part[index].sum()) for name, part in parts.items()}
+            sums["taught_tokens"] = length - own[index]
             if index in stale:
-                sums |= {"stale_tokens": length, "drift_sum": sums["gap_sum"], "gap_sum": 0.0}
+                sums |= {"stale_tokens": own[index], "drift_sum": sums["gap_sum"], "gap_sum": 0.0}
             row = DomainStats(tokens=length, samples=int(length > 0), **sums)
             self.domains[domain] = self.domains[domain] + row if domain in self.domains else row
         self._add_positions(batch, stats.kl_N)
@@ -144,7 +149,7 @@ class Totals:
             torch.tensor([place not in stale for place in range(len(lengths))], dtype=torch.bool),
             torch.tensor(lengths, dtype=torch.long),
         )
-        self._add_turns(batch, stats.kl_N, columns["gap_sum"], fresh_N)
+        self._add_turns(batch, stats.kl_N, columns["gap_sum"], fresh_N & batch.own_N)
 
     def keep(self, batch: MicroBatch, stats: TokenStats, samples: Mapping[int, str]) -> None:
         """Keep the losses of single tokens; `samples`: place of a row in the batch -> its sample id."""

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from experts.model_dir import inspect_model
 from opd.errors import RunError
-from opd.files import blake3_file, replace_dir
+from opd.files import blake3_file, cache_dir, replace_dir
 
 REQUIREMENTS = Path(__file__).with_name("mergekit.txt")
 INSTALL_TIMEOUT_S = 600
@@ -32,7 +32,7 @@ Recipe = dict[str, Any]
 def environment_dir() -> Path:
     """The directory that mergekit is imported from; it need not exist yet."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return _cache_dir() / "opd-merge" / f"mergekit-py{version}-{blake3_file(REQUIREMENTS)[:12]}"
+    return cache_dir() / f"mergekit-py{version}-{blake3_file(REQUIREMENTS)[:12]}"
 
 
 def environment(tell: Callable[[str], None]) -> Path:
@@ -70,13 +70,6 @@ def merge_weights(recipes: Mapping[str, Recipe], out: Path, *, seed: int, timeou
     _run([*command, "--random-seed", str(seed), "--quiet"], "mergekit", timeout_s, env)
     for name in recipes:
         inspect_model(out / name, hash_weights=False)
-
-
-def _cache_dir() -> Path:
-    """The platform's directory for caches."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def _install(target: Path) -> None:

@@ -60,6 +60,20 @@ def episodes(
     say(f"{name}: {written} episodes in {output}", err=False)
 
 
+@app.command("prefixes")
+def prefixes(
+    episodes: Annotated[Path, typer.Argument(help="File of `opd environments episodes`, or episodes of your own.")],
+    model: Annotated[Path, typer.Option(help="Directory of the student, whose tokenizer and chat template are used.")],
+    output: Annotated[Path, typer.Option(help="Prompts file to write (JSONL), for a domain with `replay: true`.")],
+) -> None:
+    """Write what stands before each turn of recorded episodes as prompts."""
+    from pipelines import environments
+
+    written, left_out = environments.write_prefixes(episodes, model, output)
+    more = f"; {left_out} left out, because their text would become other tokens" if left_out else ""
+    say(f"{written} prefixes in {output}{more}", err=False)
+
+
 @app.command("play")
 def play(name: NameArgument, seed: int = 0, options: SetOption = None) -> None:
     """Play one task at the terminal; `quit` ends it."""

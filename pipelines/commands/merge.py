@@ -26,6 +26,10 @@ def merge(
     resume_from: Annotated[
         str | None, typer.Option(help="latest (default), latest-valid (pass over damaged ones), or a step.")
     ] = None,
+    no_cache: Annotated[
+        bool,
+        typer.Option("--no-cache", help="Take every exam here, whatever other runs measured: evaluate.cache=false."),
+    ] = False,
 ) -> None:
     """Merge experts into one student; prints what each domain gained."""
     if pipeline is None and resume is None:
@@ -34,6 +38,8 @@ def merge(
         raise typer.BadParameter("--resume names the run directory; --run-dir does not go with it")
     if resume is None and resume_from:
         raise typer.BadParameter("--resume-from goes with --resume RUN_DIR")
+    if no_cache:
+        overrides = [*(overrides or []), "evaluate.cache=false"]
     from opd.config import load_pipeline
     from pipelines.catalog import find
 

@@ -214,7 +214,7 @@ def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
 
 def heads_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     """Teachers' output heads that one rank keeps."""
-    sizes = [_head_bytes(config, expert.info) for expert in inputs.experts.values()]
+    sizes = [_head_bytes(config, expert.info) for expert in inputs.scorers.values()]
     return max(max(sizes, default=0), min(sum(sizes), int(config.trainer.head_memory)))
 
 
@@ -226,15 +226,16 @@ def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     logits = rollout.max_num_seqs * student.vocab_rows * 4 * 3
     tokens = max(PREFILLED_AT_ONCE, rollout.max_model_len)
     activations = tokens * _widest(student) * 4 * width
+    engines = 2 if any(d.environment and d.environment.teacher_turns for d in config.domains.values()) else 1
     return [
         Need(
             what="rollout: weights and logits",
-            nbytes=rollout.workers * (weights + logits + activations),
+            nbytes=rollout.workers * engines * (weights + logits + activations),
             knobs="rollout.max_num_seqs, rollout.dtype, rollout.workers",
         ),
         Need(
             what="rollout: key-value cache",
-            nbytes=rollout.workers * (rollout.kv_cache_gib << 30),
+            nbytes=rollout.workers * engines * (rollout.kv_cache_gib << 30),
             knobs="rollout.kv_cache_gib, rollout.workers",
         ),
     ]
@@ -245,8 +246,8 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     if teachers.elsewhere or not inputs.experts:
         return []
     width = DTYPE_BYTES[teachers.dtype]
-    models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.experts.values()}
-    adapters = sum(expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter) * width
+    models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.scorers.values()}
+    adapters = sum(expert.adapter.parameters for expert in inputs.scorers.values() if expert.adapter) * width
     sizes = [info.parameters * width for info in models.values()]
     _, activations = scoring_bytes(config, inputs)
     if isinstance(teachers, VLLMTeachers):
@@ -271,8 +272,8 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
     """(weights of the largest teacher, activations of one pass) of one scoring worker."""
     width = DTYPE_BYTES[config.teachers.dtype]
-    largest = max((expert.info for expert in inputs.experts.values()), key=lambda info: info.parameters)
-    adapter = max((expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter), default=0)
+    largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
+    adapter = max((expert.adapter.parameters for expert in inputs.scorers.values() if expert.adapter), default=0)
     tokens = min(SCORED_AT_ONCE, config.trainer.samples_per_step * config.rollout.max_model_len)
     activations = tokens * _widest(largest) * 6 * width + tree_mask_bytes(config, tokens)
     return (largest.parameters + adapter) * width, activations
@@ -282,11 +283,11 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     pushed = inputs.pushed * DTYPE_BYTES[config.trainer.dtype]
     responses = config.trainer.samples_per_step * max(_written(config, domain) for domain in config.domains.values())
     per_token = answer_class(config.teachers.payload).token_bytes(
-        hidden_size=max((e.info.hidden_size for e in inputs.experts.values()), default=0),
+        hidden_size=max((e.info.hidden_size for e in inputs.scorers.values()), default=0),
         itemsize=DTYPE_BYTES[config.teachers.dtype],
         top_k=config.objective.top_k,
     )
-    opinions = max((len(part) for part in inputs.routes.values()), default=1)
+    opinions = max((len(part) for part in inputs.scoring.values()), default=1)
     return [
         Need(what="new weights on their way", nbytes=2 * pushed, knobs="trainer.dtype"),
         # One copy in the worker that builds them, one in the object store.
@@ -301,7 +302,7 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 def _written(config: PipelineConfig, domain: DomainConfig) -> int:
     """Tokens that the student writes for one sample at most."""
     acts, turn = domain.environment, config.rollout.max_new_tokens
-    if acts is None:
+    if acts is None or acts.replay:
         return turn
     return min(config.rollout.max_model_len, acts.max_turns * turn, acts.max_tokens or config.rollout.max_model_len)
 

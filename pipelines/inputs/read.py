@@ -33,11 +33,12 @@ from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
+from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
 from pipelines.inputs.rewards import refuse_unrewardable
-from pipelines.inputs.routes import Expert, route_domains
+from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
 from pipelines.inputs.template_date import dated
 from teachers.flight.access import read_roots, read_token
 
@@ -50,10 +51,12 @@ class Inputs:
     """The inputs of a merge, checked."""
 
     student: ModelInfo
-    experts: dict[str, Expert]
-    """Name -> expert, for experts that score a domain."""
+    scorers: dict[str, Expert]
+    """Name -> everyone who scores a domain: experts, and the start student if a domain's target lies beyond its experts."""
     routes: dict[str, tuple[WeightedTeacher, ...]]
-    """Domain -> its teachers, the heaviest first."""
+    """Domain -> its experts, the heaviest first; their weights add up to 1."""
+    scoring: dict[str, tuple[WeightedTeacher, ...]]
+    """Domain -> who scores its responses, with which weight: the same but for domains whose target lies beyond the experts."""
     prompts: dict[str, PromptTable]
     """Domain -> training prompts; each `Prompt` is made on demand."""
     exams: dict[str, DomainExam]
@@ -77,6 +80,11 @@ class Inputs:
         return self.lora.pushed if self.lora else self.student.parameters
 
     @property
+    def experts(self) -> dict[str, Expert]:
+        """Name -> expert, for experts that score a domain."""
+        return {name: one for name, one in self.scorers.items() if name != START}
+
+    @property
     def teachers(self) -> dict[str, Teacher]:
         """Domain -> the teacher with the largest weight, with which the student is compared; empty without teachers."""
         return {domain: assigned[0].teacher for domain, assigned in self.routes.items()}
@@ -91,10 +99,10 @@ class Teaching:
     """Who scores what, checked: the part of `Inputs` that needs no prompts."""
 
     student: ModelInfo
-    experts: dict[str, Expert]
-    """Name -> expert."""
+    scorers: dict[str, Expert]
     routes: dict[str, tuple[WeightedTeacher, ...]]
-    """The same as `Inputs.routes`."""
+    scoring: dict[str, tuple[WeightedTeacher, ...]]
+    """These three are as in `Inputs`."""
     warnings: tuple[str, ...]
 
 
@@ -109,10 +117,12 @@ def read_teachers(config: PipelineConfig) -> Teaching:
         warnings += check_fits(student, expert.info, name)
     taught = not isinstance(config.teachers, NoTeachers)
     routes, notices = route_domains(config, by_name) if taught else ({}, [])
-    refuse_unscorable(
-        config, {a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned}
-    )
-    return Teaching(student=student, experts=by_name, routes=routes, warnings=(*warnings, *notices))
+    start = Expert(teacher=as_teacher(START, student, None), domain="", info=student, prompts=None)
+    scoring = scoring_routes(config, routes, start.teacher)
+    everyone = by_name | {START: start}
+    scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
+    refuse_unscorable(config, scorers)
+    return Teaching(student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices))
 
 
 def users_engine(place: str) -> Any:
@@ -138,7 +148,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     exam = exam or config.evaluate
     _refuse_what_is_not_here(config)
     teaching = read_teachers(config)
-    by_name, routes = teaching.experts, teaching.routes
+    by_name, routes = teaching.scorers, teaching.routes
     refuse_untrainable(config, teaching.student)
     lora = size_of_lora(config, teaching.student)
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
@@ -150,18 +160,18 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples)
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
-    prompts: dict[str, PromptTable] = {}
-    for domain, table in every.items():
-        notices += _left_out(table)
-        asking = table.where(table.lengths > 0)
-        _refuse_all_too_long(asking, config.rollout.max_model_len)
-        prompts[domain] = asking
+    notices += [notice for table in every.values() for notice in _left_out(table)]
+    prompts = {domain: table.where(table.lengths > 0) for domain, table in every.items()}
+    for table in prompts.values():
+        _refuse_all_too_long(table, config.rollout.max_model_len)
     check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
     refuse_unrewardable(config, prompts, exams)
+    check_drift(config, routes, prompts)
     return Inputs(
         student=teaching.student,
-        experts={a.teacher.name: by_name[a.teacher.name] for assigned in routes.values() for a in assigned},
+        scorers=by_name,
         routes=routes,
+        scoring=teaching.scoring,
         prompts=prompts,
         exams=exams,
         untrained=_untrained(config, teaching.routes, tokenizer),

@@ -1,19 +1,23 @@
-"""Domain → teachers: by `domains.*.teachers`, else the one expert whose `domain` it is."""
+"""Domain → teachers: by `domains.*.teachers`, else the one expert whose `domain` it is; and the start student where the target
+lies beyond the experts."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, extrapolation
 from opd.config.objectives import objective_config
 from opd.errors import ConfigError
 from opd.losses import OBJECTIVES
 from opd.types import Teacher, WeightedTeacher
+
+START = "start student"
+"""The teacher's name of the student as the merge begins; an expert's name has no space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,22 @@ def route_domains(
         )
     _refuse_idle(config, experts, {a.teacher.name for assigned in routes.values() for a in assigned})
     return routes, notices
+
+
+def scoring_routes(
+    config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]], start: Teacher
+) -> dict[str, tuple[WeightedTeacher, ...]]:
+    """Who scores each domain, with which weight: its experts, and where the target lies beyond them the start student.
+
+    The target is prod_k expert_k^(lambda w_k) * start^(1 - lambda), normalised; lambda is the domain's `extrapolate`.
+    """
+    scoring = dict(routes)
+    for domain, assigned in routes.items():
+        factor = extrapolation(config, domain)
+        if factor > 1:
+            experts = (replace(one, weight=factor * one.weight) for one in assigned)
+            scoring[domain] = (*experts, WeightedTeacher(teacher=start, weight=1 - factor))
+    return scoring
 
 
 def _shares(config: PipelineConfig, domain: str, experts: Mapping[str, Expert]) -> dict[str, float]:

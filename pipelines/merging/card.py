@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from opd import __version__
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, extrapolation
 from opd.lora import ADAPTER_WEIGHTS
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.routes import Expert
@@ -24,6 +24,7 @@ def model_card(config: PipelineConfig, inputs: Inputs) -> str:
         "",
         f"- Student: `{config.student.model.name}` ({inputs.student.architecture}, {inputs.student.parameters:,} parameters)",
         f"- Steps: {config.trainer.steps} of {config.trainer.samples_per_step} responses, lr {config.trainer.lr:g}, seed {config.seed}",
+        *_beyond(config),
         *([f"- LoRA: {inputs.trained:,} parameters, rank {lora.r}, alpha {lora.alpha:g}"] if lora else []),
         "",
     ]
@@ -52,6 +53,13 @@ def _made(config: PipelineConfig, inputs: Inputs) -> list[str]:
         f"Merged from {len(inputs.experts)} experts by on-policy distillation with opd-merge {__version__}: the student wrote,",
         f"the experts of each prompt's domain scored every token, and the student was trained on `{config.objective.kind}`.",
     ]
+
+
+def _beyond(config: PipelineConfig) -> list[str]:
+    """The card's line about domains whose target lies beyond their experts, if there are any."""
+    factors = {domain: extrapolation(config, domain) for domain in config.domains}
+    shown = ", ".join(f"{domain} {factor:g}" for domain, factor in factors.items() if factor > 1)
+    return [f"- Extrapolated beyond the experts, away from the student as it was: {shown}"] if shown else []
 
 
 def _weights_cell(expert: Expert) -> str:

@@ -25,6 +25,7 @@ from opd.settings import validate
 SAME_WEIGHTS = (
     "checkpoint.*",
     "evaluate.every",
+    "evaluate.cache",
     "monitors.*",
     "sync.*",
     "cluster.*_timeout_s",

@@ -293,6 +293,7 @@ def _only(found: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
         scores={domain: score for domain, score in found.scores.items() if domain in domains},
         answers=tuple(answer for answer in found.answers if answer.domain in domains),
         weights={domain: digest for domain, digest in found.weights.items() if domain in domains},
+        cached={domain: source for domain, source in found.cached.items() if domain in domains},
     )
 
 

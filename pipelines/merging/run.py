@@ -11,22 +11,21 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from experts.adapter import whole_model
 from experts.bound_files import TOKENIZER_FILES
 from opd import checkpoints, loop
 from opd.checkpoints import Checkpoint
 from opd.cluster import WorkerDied, ray_session
 from opd.config import PipelineConfig, load_pipeline, overlaps
 from opd.errors import RunDirError
-from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED, measure_before, measure_experts
-from opd.evaluation.scores import Evaluation, combined
+from opd.evaluation.evaluator import MERGED
+from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text, replace_dir, storing, sweep
 from opd.interfaces import Display
 from opd.metrics import MetricsFile
@@ -37,7 +36,7 @@ from pipelines.build import build, num_workers
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large
-from pipelines.inputs.read import Inputs, as_teacher, read_inputs
+from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.interrupts import Interrupted, Interrupts
 from pipelines.merging.card import model_card
@@ -51,6 +50,7 @@ from pipelines.merging.changes import (
     version_warnings,
 )
 from pipelines.merging.directory import locked, new_directory, refuse_existing, says_what_is_intact
+from pipelines.merging.exams import StartingExams
 from pipelines.merging.layouts import record_layouts
 from pipelines.merging.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
 from pipelines.merging.results import of_merged, take_back, trained
@@ -306,43 +306,8 @@ def _plan(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
 
 
 def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Evaluation, Evaluation]:
-    """Evaluate the student before training and each domain's expert, once per run: results on disk are used if they were
-    measured on these models."""
-    inputs, paths = run.inputs, run.paths
-    student = as_teacher(BEFORE, inputs.student, None).digest
-
-    def once(name: str, weights: Mapping[str, str], measure: Callable[[Sequence[str]], Evaluation]) -> Evaluation:
-        file = paths.exam(name)
-        known = Evaluation.load(file) if file.exists() else None
-        missing = [d for d in inputs.exams if not (known and known.is_of(d, weights[d]))]
-        if known and not missing:
-            return known
-        found = measure(missing)
-        found = replace(found, weights={domain: weights[domain] for domain in found.scores})
-        if known:
-            found = combined([known, found], found.model)
-        parts.reporter.evaluation(name, found)
-        return found
-
-    before = once(
-        "before",
-        dict.fromkeys(inputs.exams, student),
-        lambda domains: replace(measure_before(parts.evaluator, domains, shown.say), step=0, tokens=0),
-    )
-
-    def experts(domains: Sequence[str]) -> Evaluation:
-        teachers = {domain: inputs.teachers[domain] for domain in domains}
-        engine, scratch = parts.engine, paths.scratch("expert")
-        found = measure_experts(
-            engine, parts.evaluator, before.accuracy, teachers, lambda teacher: whole_model(teacher, scratch), shown.say
-        )
-        engine.load(run.config.student.model)
-        return found
-
-    if not inputs.teachers:
-        return before, Evaluation(model=EXPERT, scores={})
-    expert = once("expert", {domain: teacher.digest for domain, teacher in inputs.teachers.items()}, experts)
-    return before, expert
+    """The exams of the student before training and of each domain's expert."""
+    return StartingExams(parts, run.config, run.inputs, run.paths, shown).take()
 
 
 def _export(parts: loop.Parts, run: Run) -> None:

@@ -25,6 +25,15 @@ def bind_to_own_cores() -> None:
 
 bind_to_own_cores()
 
+LONGEST = ("engines", "teachers", "merge", "agents", "scorers", "flight", "models")
+"""The files that take minutes. They run first, so that the processes that share the tests end together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path.stem, len(LONGEST)))
+
+
 WORDS = "abcdefghijklmnopqrstuvwxyz"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from opd.settings import validate
 from opd.traces.record import read_traces
 from opd.types import Prompt, RolloutBatch
 from pipelines.specs import rollout_spec
-from tests.chaos import Merge, in_method, lives
+from tests.chaos import Merge, in_method, lives, place_of_its_own
 from tests.integration.test_agents import largest_gap_by_turn
 from tests.integration.test_merge import opd, records, write
 
@@ -171,23 +172,26 @@ def test_an_engine_that_is_killed_under_its_agents_repeats_their_episodes(
     tmp_path: Path, pipeline: dict[str, Any]
 ) -> None:
     """The endpoint lives in the engine's process, so it dies with it; the merge ends with the weights of an undisturbed one."""
-    file = black_box_pipeline(tmp_path, pipeline)
-    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    file, whole = black_box_pipeline(tmp_path, pipeline), tmp_path / "whole"
     done = opd("merge", file, "--run-dir", whole, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    merge, deadline = Merge([file, "--run-dir", struck], struck, tmp_path), time.monotonic() + 300
-    orphans: list[psutil.Process] = []
-    while not orphans:
-        assert merge.driver.poll() is None and time.monotonic() < deadline
-        merge.look()
-        pid = in_method(merge, "engine", "episodes") if (struck / "evaluation" / "expert.json").exists() else None
-        if pid is not None and merge.records == 0:
-            orphans = psutil.Process(pid).children()
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    assert merge.wait(300) == 0, merge.errors.read_text()
-    (record,) = records(struck)
-    assert record["restarted"] and record["episodes"] == records(whole)[0]["episodes"]
-    weights = [blake3_file(run / "model" / "model.safetensors") for run in (whole, struck)]
-    assert weights[0] == weights[1]
-    assert not [orphan for orphan in orphans if lives(orphan)], "programs end when nobody answers them any more"
+    with place_of_its_own() as place:  # its path is short: Ray's sockets lie below it
+        shutil.copy(tmp_path / "program.py", place)
+        struck = place / "run"
+        merge, deadline = Merge([file, "--run-dir", struck], struck, place), time.monotonic() + 300
+        programs: list[psutil.Process] = []
+        while not programs:
+            assert merge.driver.poll() is None and time.monotonic() < deadline, merge.errors.read_text()
+            merge.look()
+            pid = in_method(merge, "engine", "episodes") if (struck / "evaluation" / "expert.json").exists() else None
+            if pid is not None and merge.records == 0:
+                programs = psutil.Process(pid).children()
+            time.sleep(0.02)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert merge.wait(300) == 0, merge.errors.read_text()
+        (record,) = records(struck)
+        assert record["restarted"] and record["episodes"] == records(whole)[0]["episodes"]
+        weights = [blake3_file(run / "model" / "model.safetensors") for run in (whole, struck)]
+        assert weights[0] == weights[1]
+        assert not [program for program in programs if lives(program)], "a program ends when nobody answers it"

@@ -35,22 +35,22 @@ def rewarded(root: Path, pipeline: dict[str, Any], **reward: Any) -> Path:
 
 def test_a_reward_rises_beside_the_divergence(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     pipeline["rollout"] |= {"n": 4}
-    pipeline["trainer"] |= {"steps": 14, "samples_per_step": 32, "lr": 5.0e-3, "ranks": 1}
+    pipeline["trainer"] |= {"steps": 20, "samples_per_step": 32, "lr": 5.0e-3, "ranks": 1}
     pipeline["checkpoint"] = {"every": 100}
-    file = rewarded(tmp_path, pipeline, weight=5.0, baseline="leave_one_out", compare_every=7)
+    file = rewarded(tmp_path, pipeline, weight=10.0, baseline="leave_one_out", compare_every=10)
     opd("merge", file, "--run-dir", "run", cwd=tmp_path)
     steps = records(tmp_path / "run")
     rewards = [step["reward"]["domains"]["left-domain"]["reward"] for step in steps]
-    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.2, rewards
+    assert fmean(rewards[-3:]) > rewards[0] + 0.3, rewards
     losses = [step["domains"]["right-domain"]["loss"] for step in steps]
-    assert fmean(losses[-3:]) < fmean(losses[:3]), "the other domain learns from its expert"
+    assert fmean(losses[-3:]) < losses[0], "the other domain learns from its expert"
     for step in steps:
         (domain,) = step["reward"]["domains"].values()
         assert domain["episodes"] == 16 and domain["tokens"] == step["domains"]["left-domain"]["tokens"]
         assert domain["masked"] == 0 and "failed" not in domain, "the engine's policy is the trainer's"
     compared = {step["step"]: step["reward"] for step in steps if "cosine" in step["reward"]}
-    assert sorted(compared) == [7, 14]
-    for step in (7, 14):
+    assert sorted(compared) == [10, 20]
+    for step in (10, 20):
         both = compared[step]
         whole = both["divergence_norm"] ** 2 + both["policy_norm"] ** 2
         whole += 2 * both["cosine"] * both["divergence_norm"] * both["policy_norm"]
@@ -66,7 +66,7 @@ def test_a_killed_merge_with_rewards_ends_with_the_same_weights(tmp_path: Path, 
     file = rewarded(tmp_path, pipeline, baseline={"kind": "ema", "decay": 0.5}, compare_every=3)
     opd("merge", file, "--run-dir", "whole", cwd=tmp_path)
     kill_when_logged(file, tmp_path / "broken", 4)
-    assert "means" in (tmp_path / "broken" / "checkpoints" / "step-000002" / "credit" / "credit.json").read_text()
+    assert "left-domain" in (tmp_path / "broken" / "checkpoints" / "step-000002" / "credit" / "credit.json").read_text()
     opd("merge", "--resume", "broken", cwd=tmp_path)
     whole, broken = (records(tmp_path / name) for name in ("whole", "broken"))
     assert [r["reward"] for r in broken] == [r["reward"] for r in whole]

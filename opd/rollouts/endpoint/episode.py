@@ -35,15 +35,20 @@ SHOWN = 200
 
 
 async def play(
-    requests: Sequence[EpisodeRequest], engine: TokenEngine, dialogues: Dialogues, context: int, version: int
+    requests: Sequence[EpisodeRequest],
+    engine: TokenEngine,
+    dialogues: Dialogues,
+    context: int,
+    version: int,
+    expert: TokenEngine | None = None,
 ) -> list[EpisodeResult]:
     """Run all episodes at once, those of agents' programs and those of environments.
 
-    `context` is the engine's, `version` the policy's. Raises: RunError, ModelError.
+    `context` is the engine's, `version` the policy's; `expert` writes some turns. Raises: RunError, ModelError.
     """
     theirs = [request for request in requests if isinstance(request.options, AgentOptions)]
     if not theirs:
-        return await run_episodes(requests, engine, dialogues, context, version)
+        return await run_episodes(requests, engine, dialogues, context, version, expert)
     ours = [request for request in requests if not isinstance(request.options, AgentOptions)]
     agents = [_Agent(request, engine, dialogues, context, version) for request in theirs]
     slots = {agent.domain: asyncio.Semaphore(agent.parallel) for agent in agents}

@@ -123,6 +123,8 @@ class Delegation:
                 sub_agents=self._options.sub_agents.inner(inner),
             ),
             masked=caller.masked_by_domain.get(domain, frozenset()) if kind.domain else caller.masked,
+            cut_after=None,
+            guide=None,
         )
 
 

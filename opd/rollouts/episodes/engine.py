@@ -16,10 +16,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.errors import RunError
+from opd.interfaces import TokenEngine
 from opd.types import Sampled
 
 if TYPE_CHECKING:  # that module starts engines, and uses this one
@@ -51,6 +53,8 @@ class _Ask:
     params: Any
     future: asyncio.Future[Sampled]
     loop: asyncio.AbstractEventLoop
+    engine: int
+    """Place of the engine that takes the turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,21 +69,30 @@ class BatchEngine:
 
     def __init__(self, engine: Any, sampling: Sampling) -> None:
         """`engine` is a `vllm.v1.engine.llm_engine.LLMEngine`, or what has its methods, that nobody else uses meanwhile."""
-        self._engine = engine
+        self._engines = [engine]
         self._sampling = sampling
         self._inbox: queue.SimpleQueue[_Ask | _Leave | None] = queue.SimpleQueue()
         self._waiting: dict[str, _Ask] = {}
         self._count = 0
         self._failed = ""
 
+    def beside(self, engine: Any) -> TokenEngine:
+        """Another engine, such as an expert's, that is stepped by the same thread and samples alike."""
+        self._engines.append(engine)
+        return _Beside(self, len(self._engines) - 1)
+
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+        return await self.turn(token_ids, max_tokens, seed, engine=0)
+
+    async def turn(self, token_ids: Sequence[int], max_tokens: int, seed: int, *, engine: int) -> Sampled:
+        """A turn by one of the engines: see `generate`."""
         room = min(max_tokens, self._sampling.context - len(token_ids))
         if self._failed or room < 1 or not token_ids:
             raise RunError(
                 self._failed or f"no room for a turn: {len(token_ids)} tokens before it, {max_tokens} asked for"
             )
         loop = asyncio.get_running_loop()
-        ask = _Ask(list(token_ids), self._sampling.params(room, seed), loop.create_future(), loop)
+        ask = _Ask(list(token_ids), self._sampling.params(room, seed), loop.create_future(), loop, engine)
         self._inbox.put(ask)
         if self._failed:  # after the inbox was emptied for the last time, perhaps
             raise RunError(self._failed)
@@ -115,7 +128,8 @@ class BatchEngine:
             thread.join(END_S)
             raise
         finally:
-            self._engine.abort_request(list(self._waiting))
+            for place, engine in enumerate(self._engines):
+                engine.abort_request([name for name, ask in self._waiting.items() if ask.engine == place])
             self._waiting.clear()
 
     def _take(self) -> bool:
@@ -136,15 +150,17 @@ class BatchEngine:
         self._count += 1
         name = str(self._count)
         self._waiting[name] = ask
-        self._engine.add_request(name, {"type": "token", "prompt_token_ids": ask.token_ids}, ask.params)
+        self._engines[ask.engine].add_request(name, {"type": "token", "prompt_token_ids": ask.token_ids}, ask.params)
 
     def _leave(self, ask: _Ask) -> None:
         for name in [name for name, waiting in self._waiting.items() if waiting is ask]:
-            self._engine.abort_request([name])
+            self._engines[ask.engine].abort_request([name])
             del self._waiting[name]
 
     def _step(self) -> None:
-        for output in self._engine.step():
+        """Step every engine that has something to do. One thread steps all: vLLM's state of a forward pass is the process's."""
+        at_work = {ask.engine for ask in self._waiting.values()}
+        for output in chain.from_iterable(self._engines[place].step() for place in sorted(at_work)):
             ask = self._waiting.pop(output.request_id, None) if output.finished else None
             if ask is not None:
                 found = self._sampling.read(output.outputs[0])
@@ -166,6 +182,17 @@ class BatchEngine:
                 asks += [item] if isinstance(item, _Ask) else []
         for ask in asks:
             _tell(ask, lambda future: future.set_exception(RunError(self._failed)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """Implements `opd.interfaces.TokenEngine` for one of the other engines of a batch."""
+
+    batch: BatchEngine
+    engine: int
+
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+        return await self.batch.turn(token_ids, max_tokens, seed, engine=self.engine)
 
 
 def _tell(ask: _Ask, settle: Callable[[asyncio.Future[Sampled]], None]) -> None:

@@ -72,10 +72,18 @@ class Dialogues:
 
 
 async def run_episodes(
-    requests: Sequence[EpisodeRequest], engine: TokenEngine, dialogues: Dialogues, context: int, version: int
+    requests: Sequence[EpisodeRequest],
+    engine: TokenEngine,
+    dialogues: Dialogues,
+    context: int,
+    version: int,
+    expert: TokenEngine | None = None,
 ) -> list[EpisodeResult]:
-    """Run all episodes at once; `context` is the engine's, `version` the policy's. Raises: RunError, ModelError."""
-    site = _Site(engine, dialogues, context, version)
+    """Run all episodes at once; `context` is the engine's, `version` the policy's; `expert` writes the turns of guides.
+
+    Raises: RunError, ModelError.
+    """
+    site = _Site(engine, dialogues, context, version, expert)
     return await _at_once(_Agent(request, site).run() for request in requests)
 
 
@@ -104,6 +112,8 @@ class _Site:
     """The engine's."""
     version: int
     """The policy's."""
+    expert: TokenEngine | None
+    """Writes the turns of a request's guide."""
 
 
 class _Agent:
@@ -186,21 +196,36 @@ class _Agent:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
         opening = await self._begin()
         segment = self._trace.begin(opening.ids(), self._origin)
-        for turn in range(self._options.max_turns):
-            sampled = await self._sample(segment, self._options.max_turn_tokens, "turn", turn)
-            answer = await self._answer(segment, sampled, opening.dialogue)
+        limit = self._request.cut_after or self._options.max_turns
+        for turn in range(limit):
+            who, sampled = await self._turn(segment, turn)
+            answer = await self._answer(segment, sampled, opening.dialogue, who)
             segment = await self._go_on(segment, sampled, answer, opening)
-        raise EpisodeEnd("turns")
+        raise EpisodeEnd("curriculum" if limit < self._options.max_turns else "turns")
+
+    async def _turn(self, segment: Segment, turn: int) -> tuple[str, Sampled]:
+        """Who writes the next turn, and what: each turn of each episode has a coin of its own. Raises: EpisodeEnd."""
+        guide, most = self._request.guide, self._options.max_turn_tokens
+        if guide is None or self._seed("guide", turn) >= guide.probability * 2**32:
+            return "policy", await self._sample(segment, most, "turn", turn)
+        assert self._site.expert is not None
+        written = await self._write(self._site.expert, segment, most, "turn", turn)
+        segment.guided(written, train=guide.train)
+        return "expert", written
 
     async def _sample(self, segment: Segment, max_tokens: int, *what: object) -> Sampled:
-        """Let the policy write after the segment; `what` decides the seed. Raises: EpisodeEnd."""
-        sampled = await self._site.engine.generate(
-            segment.ids,
-            max_tokens=min(self._room(segment), max_tokens),
-            seed=seed_of(self._request.seed, self._request.sample.sample_id, *what),
-        )
+        """Let the policy write after the segment. Raises: EpisodeEnd."""
+        sampled = await self._write(self._site.engine, segment, max_tokens, *what)
         segment.sampled(sampled)
         return sampled
+
+    async def _write(self, engine: TokenEngine, segment: Segment, max_tokens: int, *what: object) -> Sampled:
+        """What an engine writes after the segment; `what` decides the seed. Raises: EpisodeEnd."""
+        most = min(self._room(segment), max_tokens)
+        return await engine.generate(segment.ids, max_tokens=most, seed=self._seed(*what))
+
+    def _seed(self, *what: object) -> int:
+        return seed_of(self._request.seed, self._request.sample.sample_id, *what)
 
     async def _go_on(self, segment: Segment, sampled: Sampled, answer: Answer, opening: Opening) -> Segment:
         """The segment that the next turn follows: this one with what the environment answered, or a compacted one."""
@@ -241,14 +266,14 @@ class _Agent:
         budget = self._options.max_tokens
         return None if budget is None else budget - self._trace.audit.sampled
 
-    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue) -> Answer:
+    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue, who: str) -> Answer:
         """What environment and sub-agents say to the turn. Raises: EpisodeEnd."""
         ended = sampled.stop_reason == "stop"
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
             self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
         self._turns += 1
         self._text = text = self._decoded(sampled)
-        self._said.append(f"policy: {text}")
+        self._said.append(f"{who}: {text}")
         try:
             calls = dialogue.calls(text)
             delegated = [self._delegation.starts(call) for call in calls]

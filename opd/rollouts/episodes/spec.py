@@ -14,12 +14,13 @@ from opd.guard.build import GuardSpec
 from opd.guard.events import GuardStats
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.compaction import CompactionOptions
+from opd.rollouts.episodes.drift import Guide
 from opd.rollouts.episodes.sub_agents import REFUSED, SubAgentsOptions
 from opd.rollouts.episodes.trace import Audit, Sample
 from opd.types import Broken, Prompt, Rollout, StopReason
 
 BROKEN: frozenset[str] = frozenset(get_args(Broken))
-LIMITS = frozenset({"turns", "tokens", "context"})
+LIMITS = frozenset({"turns", "curriculum", "tokens", "context"})
 """Stop reasons of an episode that did not end by itself."""
 
 
@@ -71,6 +72,10 @@ class EpisodeRequest:
     environment does."""
     masked: frozenset[int] = frozenset()
     """Token ids that carry no loss where the policy writes them."""
+    cut_after: int | None = None
+    """Turns after which the curriculum ends the episode; None: `max_turns` alone does."""
+    guide: Guide | None = None
+    """The expert that writes some of the turns; None: the policy writes all."""
     masked_by_domain: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """The same for what sub-agents write and the experts of another domain score."""
 

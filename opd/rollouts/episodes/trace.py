@@ -32,6 +32,8 @@ class Audit:
     """Segments that were begun because a history did not continue any other."""
     lost_turns: int = 0
     """Turns that were sampled, at least in part, and are in no segment."""
+    teacher_turns: int = 0
+    """Turns that the domain's expert wrote in the policy's place; `turns` counts them too."""
 
     def __add__(self, other: Audit) -> Audit:
         return Audit(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -74,7 +76,9 @@ class Segment:
     """[R] of each token after the prompt; 0 where the policy did not sample it."""
     spans: list[Span] = field(default_factory=list)
     turns: int = 0
-    """Turns that the policy took in this segment."""
+    """Turns that were taken in this segment."""
+    teacher_turns: int = 0
+    """Those of them that the domain's expert took."""
     busy: bool = False
     """True while a turn is being sampled after it: see `Trace.continue_or_fork`."""
 
@@ -91,13 +95,23 @@ class Segment:
         odd = next((value for value in turn.logprobs if not math.isfinite(value)), None)
         if odd is not None:
             raise RunError(f"a sampled token came with log-prob {odd}")
-        self.ids += turn.token_ids
         self.logprobs += turn.logprobs
+        self._took(turn)
+        for masked, run in groupby(turn.token_ids, self.masked.__contains__):
+            self._span(len(list(run)), "masked" if masked else "policy")
+
+    def guided(self, turn: Sampled, *, train: bool) -> None:
+        """Add a turn that the domain's expert wrote in the policy's place; with `train` the policy is trained on it."""
+        self.logprobs += [0.0] * len(turn.token_ids)
+        self.teacher_turns += 1
+        self._took(turn)
+        self._span(len(turn.token_ids), "taught" if train else "teacher")
+
+    def _took(self, turn: Sampled) -> None:
+        self.ids += turn.token_ids
         self.policy_version = turn.policy_version
         self.turns += 1
         self.busy = False
-        for masked, run in groupby(turn.token_ids, self.masked.__contains__):
-            self._span(len(list(run)), "masked" if masked else "policy")
 
     def mark(self, turn: Sampled, origin: Origin) -> None:
         """Give the trained tokens of the turn that was added last another origin."""
@@ -115,12 +129,12 @@ class Segment:
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy sampled."""
-        return sum(span.length for span in self.spans if span.origin != "environment")
+        return sum(span.length for span in self.spans if span.sampled)
 
     @property
     def num_trained(self) -> int:
-        """Tokens that carry loss."""
-        return sum(span.length for span in self.spans if span.trained)
+        """Those of them that carry loss."""
+        return sum(span.length for span in self.spans if span.sampled and span.trained)
 
 
 class Trace:
@@ -198,10 +212,11 @@ class Trace:
             trained=sum(s.num_trained for s in kept),
             forks=self._forks,
             lost_turns=self._lost_turns,
+            teacher_turns=sum(s.teacher_turns for s in kept),
         )
 
     def rollouts(self, sample: Sample, stop_reason: StopReason, reward: float | None) -> list[Rollout]:
-        """The segments in which the policy took a turn. Each ends with its last turn: what followed it predicts nothing."""
+        """The segments in which a turn was taken. Each ends with its last turn: what followed it predicts nothing."""
         kept = [segment for segment in self.segments if segment.turns]
         names = {segment.number: sample.sample_id + (f"+{i}" if i else "") for i, segment in enumerate(kept)}
         return [

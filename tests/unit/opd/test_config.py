@@ -197,6 +197,77 @@ def test_an_option_that_an_objective_cannot_take_is_refused(objective: Any, key:
     assert f"found:  {found}" in message
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"objective": {"extrapolate": 0.5}}, ["objective.extrapolate", "found:  0.5"]),
+        ({"objective": {"extrapolate": float("inf")}}, ["objective.extrapolate"]),
+        ({"domains": {"math": {"extrapolate": 0.9}}}, ["domains.math.extrapolate", "found:  0.9"]),
+        (
+            {"objective": {"kind": "top_k", "extrapolate": 1.25}, "teachers": {"payload": "top_k"}},
+            ["objective.extrapolate", "found:  1.25 with teachers.payload top_k", "hidden_states"],
+        ),
+        (
+            {
+                "objective": {"kind": "sampled", "advantage_clip": 5},
+                "teachers": {"payload": "sampled_logprobs"},
+                "domains": {"math": {"extrapolate": 1.5}},
+            },
+            ["domains.math.extrapolate", "found:  1.5 with objective.advantage_clip", "hidden_states"],
+        ),
+        (
+            {
+                "objective": {"kind": "sampled", "extrapolate": 1.25},
+                "teachers": {
+                    "engine": "openai",
+                    "payload": "sampled_logprobs",
+                    "servers": {"math": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}},
+                },
+            },
+            ["objective.extrapolate", "found:  1.25 with teachers.engine openai", "has no server"],
+        ),
+        (
+            {"objective": {"extrapolate": 1.25}, "rounds": 2},
+            ["objective.extrapolate", "found:  1.25 with round 2, which has no `experts`"],
+        ),
+        (
+            {"rounds": [{}, {"experts": {"m": {"model": "m", "domain": "math"}}}, {"objective": {"extrapolate": 2}}]},
+            ["objective.extrapolate", "found:  2 with round 3"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_target_beyond_the_experts_that_cannot_be_computed_is_refused(keys: Any, words: list[str]) -> None:
+    message = refusal(one_domain(keys))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"objective": {"kind": "jsd", "extrapolate": 1.25}},
+        {"objective": {"kind": "top_k", "extrapolate": 1}, "teachers": {"payload": "top_k"}},
+        {"objective": {"kind": "sampled", "extrapolate": 1.25}, "teachers": {"payload": "sampled_logprobs"}},
+        {"objective": {"kind": "sampled", "extrapolate": 1.25, "advantage_clip": 5}},
+        {
+            "objective": {"extrapolate": 1.25},
+            "rounds": [{}, {"experts": {"m": {"model": "m2", "domain": "math"}}}],
+        },
+        {"objective": {"extrapolate": 1.25}, "rounds": [{}, {"objective": {"extrapolate": 1}}]},
+    ],
+    ids=str,
+)
+def test_a_target_beyond_the_experts_that_can_be_computed_is_taken(keys: Any) -> None:
+    validate(PipelineConfig, one_domain(keys), "p.yaml")
+
+
+def one_domain(keys: dict[str, Any]) -> dict[str, Any]:
+    """VALID with one expert and one domain, and these sections."""
+    experts = {"math": VALID["experts"]["math"]}
+    domain = {"math": VALID["domains"]["math"] | keys.get("domains", {}).get("math", {})}
+    return VALID | {"experts": experts} | keys | {"domains": domain}
+
+
 @pytest.mark.parametrize("kind", ["kl", "", None, 3, ["jsd"]])
 def test_an_unknown_objective_is_refused_with_the_known_ones(kind: Any) -> None:
     message = refusal(changed("objective", {"kind": kind}))

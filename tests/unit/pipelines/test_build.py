@@ -78,7 +78,7 @@ def test_an_engine_that_shares_its_gpu_is_up_before_others_take_of_it(
         "cluster": {"rollout_gpus": gpus},
     }
     inputs: Any = SimpleNamespace(
-        routes={}, student=SimpleNamespace(vocab_size=76, eos_token_ids=(2,)), tokenizer=None, untrained={}
+        scoring={}, student=SimpleNamespace(vocab_size=76, eos_token_ids=(2,)), tokenizer=None, untrained={}, routes={}
     )
     build._start_workers(PipelineConfig.model_validate(data), inputs)
     assert " ".join(seen) == order

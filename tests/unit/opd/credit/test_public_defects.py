@@ -173,7 +173,7 @@ def test_lambda_goes_by_trained_tokens_and_not_by_the_rows_width() -> None:
 
 
 Loss = Callable[[Tensor, Tensor, list[int]], Tensor]
-"""Of values, returns and the sizes of the micro-batches."""
+"""It takes values, returns and the sizes of the micro-batches."""
 RETURNS = torch.tensor([1.0, 0.0, 0.5, -1.0, 2.0, 0.25], dtype=torch.float64)
 HEAD = torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3)
 """Six states; a value is a product with three weights."""

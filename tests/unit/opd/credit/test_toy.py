@@ -34,7 +34,7 @@ CHANCE_OF_X = {A: 0.75, B: 0.25}
 POLICY = dict(zip(CONTEXTS, (0.75, *[0.5] * 4, 0.25, 0.5, 0.75, 0.5), strict=True))
 """Probability of A: quarters, so that 128 episodes have every one as often as it is likely."""
 REWARD = {(X, A): (0.9, 0.5), (X, B): (0.2, 0.4), (Y, A): (0.0, 0.4), (Y, B): (0.6, 1.0)}
-"""By o and a2: with a3 = A, with a3 = B."""
+"""Keys are o and a2; values with a3 = A, with a3 = B."""
 NUM = 128
 
 
@@ -106,7 +106,7 @@ def one_episode(way: Way) -> Episode:
 
 
 def exact_gradient(policy: Mapping[Context, float]) -> dict[Context, float]:
-    """By the logit of A in each context, from differences of the mean reward."""
+    """Its entry for the logit of A in each context, from differences of the mean reward."""
 
     def mean_reward(moved: Context, by: float) -> float:
         share = policy[moved]

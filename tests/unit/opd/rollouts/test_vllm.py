@@ -13,13 +13,14 @@ import pytest
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
+from opd.rollouts.episodes.drift import Curriculum, DriftOptions, Guide, TeacherTurns
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.vllm import VLLMRolloutEngine, _sample_ids, _seed, _spans
 from opd.rollouts.worker import Generated, GenerateRequest, _generated
 from opd.types import Prompt, Sampled, Span, StopReason
-from pipelines.specs import rollout_spec
+from pipelines.specs import ForTraining, rollout_spec
 
 ROOM, LIMIT = 16, 6
 VOCABULARY = 100
@@ -90,7 +91,8 @@ def engine(
             "rollout": {"workers": workers, "max_model_len": ROOM, "max_new_tokens": LIMIT} | rollout,
         }
     )
-    return VLLMRolloutEngine(rollout_spec(config, Path("base"), VOCABULARY, (2,), untrained), Letters())
+    known = ForTraining(untrained=untrained or {})
+    return VLLMRolloutEngine(rollout_spec(config, Path("base"), VOCABULARY, (2,), known), Letters())
 
 
 def agents(in_process: Any, **environment: Any) -> VLLMRolloutEngine:
@@ -123,6 +125,36 @@ def test_domains_with_an_environment_are_played_and_the_others_answered(in_proce
     )
     assert (stats.audit.sampled, stats.audit.trained, stats.rewarded, stats.reward_sum) == (6, 4, 3, 1.5)
     assert sorted(len(w.played) for w in in_process.workers) == [1, 2]
+
+
+def test_what_is_done_about_drift_is_done_in_training_and_not_in_exams(in_process: Any) -> None:
+    made = agents(in_process)
+    turns = TeacherTurns(model_dir=Path("expert"), share=0.5, over_steps=4, train=True)
+    drift = DriftOptions(curriculum=Curriculum(first=1, over_steps=4), teacher_turns=turns)
+    made._spec = replace(made._spec, drift={"e": drift})
+
+    def played(step: int) -> EpisodeRequest:
+        made.generate([task(1)], step=step, policy_version=0)
+        return in_process.workers[0].played[-1]
+
+    first, later, last = played(1), played(3), played(5)
+    assert [r.cut_after for r in (first, later, last)] == [1, 2, 3], "max_turns is 3"
+    assert first.guide == Guide(model_dir=Path("expert"), probability=0.5, train=True)
+    assert later.guide is not None and later.guide.probability == 0.25 and last.guide is None
+    made.answer([task(1)])
+    exam = in_process.workers[0].played[-1]
+    assert (exam.cut_after, exam.guide) == (None, None)
+
+
+def test_a_replayed_domain_is_answered_once_and_examined_in_episodes(in_process: Any) -> None:
+    made = agents(in_process)
+    made._spec = replace(made._spec, drift={"e": DriftOptions(replay=True)})
+    batch = made.generate([task(1), prompt(0)], step=1, policy_version=0)
+    assert sorted(r.sample_id for r in batch.rollouts) == ["000001/d/0", "000001/e/1"] and not batch.episodes
+    (turn,) = (r for r in batch.rollouts if r.domain == "e")
+    assert len(turn.response_ids) == LIMIT and turn.stop_reason == "length"
+    (done,) = made.answer([task(1)])
+    assert done.episode is not None
 
 
 def test_an_episode_that_broke_before_its_first_turn_is_quarantined(in_process: Any) -> None:

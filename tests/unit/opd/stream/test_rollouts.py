@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from opd.stream import rollouts as codec
-from opd.stream.rollouts import SCHEMA, RolloutError, check_schema, decode, encode, read_file, write_file
+from opd.stream.rollouts import ORIGINS, SCHEMA, RolloutError, check_schema, decode, encode, read_file, write_file
 from opd.types import Rollout, Span
 from tests.rows import spans_of
 
@@ -113,7 +113,7 @@ def replaced(column: str, values: list[Any]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
-@pytest.mark.parametrize("origin", [-1, 3])
+@pytest.mark.parametrize("origin", [-1, len(ORIGINS)])
 def test_an_origin_that_does_not_exist_is_refused(origin: int) -> None:
     with pytest.raises(RolloutError, match=f"rollout 000001/d/2: a span of origin {origin}$"):
         decode([replaced("spans", [[(4, 0, 4)], [(4, origin, 4)]])], 76)

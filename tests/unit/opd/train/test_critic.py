@@ -21,7 +21,7 @@ from tests.credit import PlainRank, critic_options, segment
 
 
 def rollouts() -> list[Rollout]:
-    """Of several lengths, one with gaps, one without a trained token, two that begin alike."""
+    """Rows of several lengths, one with gaps, one without a trained token, two that begin alike."""
     kinds = ["aaoa", "a", "oo", "aaaaaaaa", "aoma", "aaaaaaoo"]
     return [segment(k, episode=f"e{i}", prompt_ids=(1 + i % 3, 2, 9)) for i, k in enumerate(kinds)]
 

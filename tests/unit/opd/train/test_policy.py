@@ -187,7 +187,9 @@ class Rank(rank.TrainerRank):
     """A rank without DeepSpeed."""
 
     def __init__(self, student: Student) -> None:
-        self._options: Any = dataclasses.make_dataclass("Options", ["world_size", "vocab_size"])(1, 76)
+        self._options: Any = dataclasses.make_dataclass("Options", ["world_size", "vocab_size", "turn_weights"])(
+            1, 76, {}
+        )
         self._device = torch.device("cpu")
         self._layout = "packed"
         self._engine = Passes(student)

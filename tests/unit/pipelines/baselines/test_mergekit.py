@@ -20,7 +20,7 @@ RECIPES = {"merged-a": {"merge_method": "linear"}, "merged-b": {"merge_method": 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(mergekit, "_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(mergekit, "cache_dir", lambda: tmp_path / "cache" / "opd-merge")
 
 
 def fake_home(root: Path, program: str) -> Path:

@@ -116,6 +116,23 @@ def test_teachers_stay_within_their_budget_but_one_is_always_there(given: Any) -
     assert lines(given, teachers={"dtype": "bfloat16"})["teachers: weights"] == whole
 
 
+def test_the_start_student_is_one_more_teacher_where_the_target_lies_beyond_the_experts(world: Any, given: Any) -> None:
+    without = lines(given)
+    world.data["objective"] = {"extrapolate": 1.25}
+    config = load_pipeline(world.write())
+    found = lines((config, read_inputs(config)))
+    assert found["teachers: weights"] - without["teachers: weights"] == 4 * PARAMETERS
+    head = 4 * VOCABULARY * WIDTH
+    ranks = config.trainer.ranks
+    heads = "trainer: teachers' output heads"
+    assert found[heads] - without[heads] == ranks * head
+    assert found["a step's scored rows"] == 2 * without["a step's scored rows"]
+    # An expert that is an adapter of the start student has its weights in memory already.
+    world.data["experts"]["rev"]["model"] = world.data["student"]["model"]
+    config = load_pipeline(world.write())
+    assert lines((config, read_inputs(config)))["teachers: weights"] == without["teachers: weights"]
+
+
 def test_heads_stay_within_theirs(given: Any) -> None:
     head, what = VOCABULARY * WIDTH * 4, "trainer: teachers' output heads"
     for budget, kept in ((1, head), (10 * head, 2 * head)):

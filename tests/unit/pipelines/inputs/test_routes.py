@@ -201,3 +201,37 @@ def test_the_student_is_measured_against_the_heaviest(world: Any) -> None:
     assert {d: t.name for d, t in inputs.teachers.items()} == {"reverse": "up", "upper": "up"}
     assert set(inputs.experts) == {"rev", "up"}
     assert inputs.warnings == ("domains.reverse.teachers: weights add up to 4, taken as rev 0.25, up 0.75",)
+
+
+# Beyond the experts
+
+
+def scored(world: Any) -> dict[str, list[tuple[str, float]]]:
+    inputs = read_inputs(load_pipeline(world.write()))
+    return {d: [(a.teacher.name, round(a.weight, 9)) for a in part] for d, part in inputs.scoring.items()}
+
+
+def test_the_start_student_scores_where_the_target_lies_beyond_the_experts(world: Any) -> None:
+    inputs = read_inputs(load_pipeline(world.write()))
+    assert inputs.scoring == inputs.routes and inputs.scorers == inputs.experts
+    world.data["objective"] = {"extrapolate": 1.25}
+    world.data["domains"]["reverse"]["teachers"] = {"rev": 0.75, "up": 0.25}
+    start = ("start student", -0.25)
+    assert scored(world) == {
+        "reverse": [("rev", 0.9375), ("up", 0.3125), start],
+        "upper": [("up", 1.25), start],
+    }
+    inputs = read_inputs(load_pipeline(world.write()))
+    assert set(inputs.experts) == {"rev", "up"} and set(inputs.scorers) == {"rev", "up", "start student"}
+    assert {d: [a.weight for a in part] for d, part in inputs.routes.items()} == {"reverse": [0.75, 0.25], "upper": [1]}
+    (itself,) = (a.teacher for a in inputs.scoring["upper"] if a.weight < 0)
+    assert itself.model_dir.samefile(world.root / "base") and itself.digest
+
+
+def test_a_domain_has_its_own_factor(world: Any) -> None:
+    world.data["objective"] = {"extrapolate": 1.5}
+    world.data["domains"]["reverse"]["extrapolate"] = 1
+    assert scored(world) == {"reverse": [("rev", 1)], "upper": [("up", 1.5), ("start student", -0.5)]}
+    del world.data["objective"]
+    world.data["domains"]["upper"]["extrapolate"] = 2
+    assert scored(world) == {"reverse": [("rev", 1)], "upper": [("up", 2), ("start student", -1)]}

@@ -39,3 +39,11 @@ def test_a_lora_student_is_said_to_be_one(world: Any) -> None:
 def card(world: Any) -> str:
     pipeline = load_pipeline(world.write())
     return model_card(pipeline, read_inputs(pipeline))
+
+
+def test_what_lies_beyond_the_experts_is_said(world: Any) -> None:
+    assert "beyond" not in card(world)
+    world.data["domains"]["upper"]["extrapolate"] = 1.25
+    found = card(world)
+    assert "- Extrapolated beyond the experts, away from the student as it was: upper 1.25\n" in found
+    assert "start student" not in found, "the table is about experts"

@@ -361,7 +361,7 @@ def test_a_server_with_another_certificate_is_not_believed(
         (PAYLOADS["log-probs"], {}, "payload: they have sampled_logprobs, this pipeline hidden_states"),
         (PAYLOADS["top-k"], {**PAYLOADS["top-k"], "objective": {"kind": "top_k", "k": 4}}, "objective.k: they have 3, this pipeline 4"),
         ({"hello": {"vocab_size": 75}}, {}, "vocabulary: they have 75, this pipeline 76"),
-        ({"hello": {"stream": "9"}}, {}, "stream version: they have 9, this pipeline 5"),
+        ({"hello": {"stream": "9"}}, {}, "stream version: they have 9, this pipeline 6"),
         ({"hello": {"protocol": "9"}}, {}, "speaks protocol '9', this side '3'"),
         ({"hello": {"domains": {}}}, {}, r"domain reverse: they have no teacher, this pipeline rev \(1, digest of re"),
     ],
@@ -414,7 +414,7 @@ def test_rollouts_of_another_version_are_refused(routes: Routes, serve: Any, mon
     monkeypatch.setattr(
         flight_client, "rollout_batches", lambda r: (b.replace_schema_metadata(newer.metadata) for b in encode(r))
     )
-    with pytest.raises(RunError, match="rollouts of version 9, wanted 2"):
+    with pytest.raises(RunError, match="rollouts of version 9, wanted 3"):
         score(scoring)
 
 
@@ -537,7 +537,7 @@ def newer_stream() -> np.ndarray:
         ({"number": 1}, "part 1 of worker 0 came after 0 of its parts"),
         ({"broken": {"000001/reverse/77": "why"}}, "000001/reverse/77 is said to be broken, but was not sent"),
         ({"parts": ()}, "12 rows are missing"),
-        ({"parts": (newer_stream(),)}, "target stream: version 7, wanted 5"),
+        ({"parts": (newer_stream(),)}, "target stream: version 7, wanted 6"),
         ({"parts": (raw_stream("float32")[:-200],)}, "target stream: .*(cut|whole)"),
         ({"parts": (raw_stream("bfloat16"),)}, "hidden_states in bfloat16 came, wanted hidden_states in float32"),
         (

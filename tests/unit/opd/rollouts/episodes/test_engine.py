@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,42 @@ def test_requests_of_different_times_are_one_batch() -> None:
     ]
     assert max(inner.steps) > 1, "they ran side by side"
     assert inner.running == {} and inner.aborted == []
+
+
+def test_two_engines_are_stepped_by_one_thread_and_keep_their_turns_apart() -> None:
+    made, inner = engine()
+    other = SteppedEngine()
+    expert = made.beside(other)
+    threads = set[int]()
+    for one in (inner, other):
+        plain = one.step
+        one.step = lambda plain=plain: (threads.add(threading.get_ident()), plain())[1]  # type: ignore[method-assign]
+
+    async def talk(start: int) -> tuple[Sampled, Sampled]:
+        first = await made.generate([start], max_tokens=2, seed=0)
+        return first, await expert.generate([start, *first.token_ids], max_tokens=3, seed=1)
+
+    async def work() -> list[tuple[Sampled, Sampled]]:
+        return list(await asyncio.gather(*(talk(10 * i) for i in range(1, 4))))
+
+    found = made.drive(work)
+    assert [(a.token_ids, b.token_ids) for a, b in found] == [((10 * i + 2,), (10 * i + 5,)) for i in (1, 2, 3)]
+    assert len(inner.steps) == 2 and len(other.steps) == 3 and threads == {threading.get_ident()}
+    assert (inner.running, other.running) == ({}, {})
+
+
+def test_turns_that_are_left_leave_the_engine_that_has_them() -> None:
+    made, inner = engine(context=1 << 30)
+    other = SteppedEngine()
+    expert = made.beside(other)
+
+    async def work() -> None:
+        left = [asyncio.create_task(one.generate([1], max_tokens=1 << 28, seed=0)) for one in (made, expert)]
+        assert len(left) == 2
+        await expert.generate([3], max_tokens=2, seed=0)
+
+    made.drive(work)
+    assert (inner.running, other.running) == ({}, {}) and len(inner.aborted) == len(other.aborted) == 1
 
 
 def test_a_turn_is_as_long_as_the_context_allows() -> None:

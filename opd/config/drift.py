@@ -1,0 +1,123 @@
+"""Settings of `domains.NAME.environment` against compounding drift: a weak student's errors add up over the turns of an
+episode, until it is lost and its expert has nothing to teach. docs/drift.md has the formulas and their sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from opd.config.strict import Strict
+
+if TYPE_CHECKING:
+    from opd.config.domains import DomainConfig, EnvironmentConfig
+    from opd.config.objectives import ObjectiveConfig
+
+
+class CurriculumConfig(Strict):
+    first: int = Field(..., ge=1)
+    """Turns that an episode of the first step may have; fewer than `max_turns`."""
+    over_steps: int = Field(..., ge=1)
+    """Steps in which the limit rises, in a straight line, to `max_turns`."""
+
+
+class TeacherTurnsConfig(Strict):
+    share: float = Field(..., gt=0, le=1)
+    """Probability in the first step that a turn is written by the domain's expert, the heaviest if there are several. It falls
+    in a straight line to 0."""
+    over_steps: int = Field(..., ge=1)
+    """Steps after which the student writes every turn."""
+    train: bool = False
+    """Train the student on the expert's turns too, with the exact divergence at each of their tokens; default: they carry no
+    loss."""
+
+    @model_validator(mode="after")
+    def _something_to_train(self) -> TeacherTurnsConfig:
+        if self.share == 1 and not self.train:
+            raise PydanticCustomError(
+                "teacher_turns",
+                "below 1, or teacher_turns.train: if the expert writes every turn, the first step trains nothing",
+                {"found": "share 1 without train"},
+            )
+        return self
+
+
+class TurnWeightsConfig(Strict):
+    decay: float = Field(1.0, gt=0, le=1)
+    """Each turn weighs so many times what the turn before it weighs."""
+    divergence: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """A turn weighs `exp(-divergence D)` times as much, with D the mean of the objective, nats a token, over the trained tokens
+    of the turns before it. Above 0 the student's forward pass is computed twice."""
+    floor: float = Field(0.05, gt=0, lt=1)
+    """Least weight of a turn; the first turn of an episode has 1."""
+
+    @model_validator(mode="after")
+    def _weighs_something(self) -> TurnWeightsConfig:
+        if self.decay == 1 and self.divergence == 0:
+            raise PydanticCustomError(
+                "turn_weights",
+                "a `decay` below 1 or a `divergence` above 0; without them all turns weigh the same",
+                {"found": "decay 1 and divergence 0"},
+            )
+        return self
+
+
+def refuse_contradictions(domains: Mapping[str, DomainConfig], objective: ObjectiveConfig) -> None:
+    """Refuse cures that contradict each other, the environment or the objective. Raises: PydanticCustomError."""
+    for name, domain in domains.items():
+        acts = domain.environment
+        if acts is None:
+            continue
+        where = f"domains.{name}.environment"
+        if acts.curriculum is not None and acts.curriculum.first >= acts.max_turns:
+            raise _refused(
+                f"{where}.curriculum.first",
+                str(acts.curriculum.first),
+                f"below max_turns, {acts.max_turns}, which is where the curriculum ends",
+            )
+        if acts.replay:
+            _refuse_beside_replay(f"domains.{name}", domain, acts)
+        if acts.turn_weights is not None:
+            _refuse_objective(f"{where}.turn_weights", objective)
+        if acts.teacher_turns is not None and acts.teacher_turns.train:
+            _refuse_objective(f"{where}.teacher_turns.train", objective)
+
+
+def _refuse_beside_replay(where: str, domain: DomainConfig, acts: EnvironmentConfig) -> None:
+    """Raises: PydanticCustomError."""
+    others = [key for key in ("curriculum", "teacher_turns", "turn_weights") if getattr(acts, key) is not None]
+    if others:
+        raise _refused(
+            f"{where}.environment.replay",
+            f"true with {others[0]}",
+            f"no {others[0]}: with replay the student writes one turn after each prefix, and no episode is played",
+        )
+    if domain.eval is not None and domain.eval.holdout is not None:
+        raise _refused(
+            f"{where}.eval.holdout",
+            f"{domain.eval.holdout:g} with environment.replay",
+            "eval.prompts, a file of tasks: prefixes are no tasks that an exam could play",
+        )
+
+
+def _refuse_objective(where: str, objective: ObjectiveConfig) -> None:
+    """Raises: PydanticCustomError for an objective under which not every token can be trained with a weight of its own."""
+    if objective.IS_ESTIMATE or not objective.HAS_DIVERGENCE:
+        raise _refused(
+            where,
+            f"set with objective.kind {objective.kind}",
+            "an objective that is a divergence: one that estimates it from sampled tokens needs tokens of the student's own, "
+            "with weights that do not depend on them",
+        )
+    if objective.reward is not None:
+        raise _refused(
+            where,
+            "set with objective.reward",
+            "no objective.reward: the policy gradient is about tokens that the student sampled, each with the same weight",
+        )
+
+
+def _refused(where: str, found: str, wanted: str) -> PydanticCustomError:
+    return PydanticCustomError("drift", "{wanted}", {"wanted": wanted, "where": where, "found": found})

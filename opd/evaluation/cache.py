@@ -1,0 +1,83 @@
+"""Results of exams, kept across runs and found again by the content of all that decides them.
+
+    facts (model, questions, settings, code ...) ── BLAKE3 ──→ CACHE/exams/HASH.json: the result, and which run measured it
+
+A file says its own hash: what does not fit it is measured again, with a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from opd.evaluation.scores import FORMAT, Evaluation
+from opd.files import atomic_write_text, cache_dir
+
+VARIABLE, OFF = "OPD_EXAM_CACHE", "off"
+"""The environment variable that moves the directory, and its value for none at all."""
+
+
+def exam_cache_dir() -> Path | None:
+    """The directory of kept results; None if the user wants none."""
+    given = os.environ.get(VARIABLE)
+    if given == OFF:
+        return None
+    return Path(given) if given else cache_dir() / "exams"
+
+
+class ExamCache:
+    """The kept results of one directory."""
+
+    def __init__(self, root: Path, tell: Callable[[str], None]) -> None:
+        """`root` need not exist; `tell` gets a sentence about a file that cannot be used or written."""
+        self._root = root
+        self._tell = tell
+
+    def find(self, facts: Mapping[str, Any]) -> Evaluation | None:
+        """The result that was measured under the same facts, saying which run it is from; None if there is none."""
+        file = self._file(facts)
+        try:
+            entry = json.loads(file.read_bytes())
+            if entry.pop("blake3") != _digest(entry):
+                raise ValueError("its content is not what was written")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._tell(f"warning: {file}: {error.strerror}; the exam is taken again")
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # cut short, or no such entry at all
+            self._tell(f"warning: {file} is damaged ({type(error).__name__}: {error}); the exam is taken again")
+            return None
+        found = Evaluation.from_json(entry["evaluation"])
+        return replace(found, cached=dict.fromkeys(found.scores, f"{entry['run']}, {entry['day']}"))
+
+    def keep(self, facts: Mapping[str, Any], found: Evaluation, run: Path) -> None:
+        """Keep the result that `run` measured, unless a verifier failed in it, which it might not do again."""
+        if any(score.failed for score in found.scores.values()):
+            return
+        file = self._file(facts)
+        entry = {
+            "facts": facts,
+            "run": str(run.absolute()),
+            "day": datetime.now(UTC).date().isoformat(),
+            "evaluation": {"format": FORMAT, **asdict(found)},
+        }
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(file, json.dumps(entry | {"blake3": _digest(entry)}, indent=1))
+        except OSError as error:
+            self._tell(f"warning: {file}: {error.strerror}; the result is not kept for other runs")
+
+    def _file(self, facts: Mapping[str, Any]) -> Path:
+        return self._root / f"{_digest({'format': FORMAT, 'facts': facts})}.json"
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return blake3(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,75 @@
+"""Weights by turn: late turns of an episode, and turns after a drift, count less in the loss.
+
+    w_n = max(floor, decay^t exp(-divergence D_t))      token n of turn t; D_t: mean of the objective before turn t
+    L   = sum_n v_n w_n f_n / sum_n v_n w_n             v_n: weight of the token's row, `opd.train.totals.row_weights`
+
+Both sums go over the whole step. The driver learns the lower one when all ranks have added up theirs, and the optimiser
+divides by it as it divides by the share of quarantined rows. So the loss stays a mean, however rows are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opd.train.batch import MicroBatch
+from opd.types import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnWeights:
+    """How much a turn weighs; `opd.config.drift.TurnWeightsConfig` explains the fields."""
+
+    decay: float
+    divergence: float
+    floor: float
+
+    def of(self, turn_T: Tensor, drift_T: Tensor) -> Tensor:
+        """[T] the weight of tokens of these turns, with these divergences before them."""
+        return (self.decay ** turn_T.double() * torch.exp(-self.divergence * drift_T)).clamp(min=self.floor)
+
+
+def first_turns(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """Sample id -> turns of its dialogue in the segments before it, which it begins with a summary of; only of samples that have
+    some. A sub-agent's dialogue is its own."""
+    ends: dict[str | None, int] = {}
+    found = {}
+    for rollout in rollouts:
+        first = ends.get(rollout.parent, 0) if rollout.origin == "summary" else 0
+        if first:
+            found[rollout.sample_id] = first
+        ends[rollout.sample_id] = first + max(rollout.turns, default=-1) + 1
+    return found
+
+
+def drift_before(turn_T: Tensor, value_T: Tensor) -> Tensor:
+    """[T] mean of the values of one row's tokens in turns before each token's; 0 in the first turn that has any."""
+    if not len(turn_T):
+        return torch.zeros(0, dtype=torch.float64)
+    sums = torch.bincount(turn_T, weights=value_T.double())
+    counts = torch.bincount(turn_T).double()
+    before = sums.cumsum(0) - sums
+    return (before / (counts.cumsum(0) - counts).clamp(min=1))[turn_T]
+
+
+def turn_factors(
+    batch: MicroBatch, weights: Mapping[str, TurnWeights], firsts: Sequence[int], value_N: Tensor | None
+) -> Tensor:
+    """[N] what the turns of a micro-batch make of its tokens' weights; 1 in domains without weights by turn.
+
+    `firsts` has for each row the turns before it in its episode. `value_N` is the objective's value; None if no domain of the
+    batch looks at it.
+    """
+    lengths = list(batch.row_lengths)
+    values = torch.zeros(len(batch.turn_N)) if value_N is None else value_N
+    rows = zip(batch.domains, firsts, batch.turn_N.split(lengths), values.split(lengths), strict=True)
+    parts = [
+        weights[domain].of(turn_T + first, drift_before(turn_T, value_T))
+        if domain in weights
+        else torch.ones(len(turn_T), dtype=torch.float64)
+        for domain, first, turn_T, value_T in rows
+    ]
+    return torch.cat(parts).float() if parts else torch.ones(0)

@@ -1,0 +1,106 @@
+"""Exams of start student and experts that this or another run took before, under the same facts: they need not be taken again.
+
+The merged model's exam is never looked up. Nor is an exam that runs code of the user's (a verifier, an environment, an agent's
+program, a rollout engine), because what that code depends on no hash tells.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+import opd
+from experts.bound_files import TOKENIZER_FILES, file_hashes
+from opd.cluster import worker_env
+from opd.config import PipelineConfig
+from opd.evaluation.cache import ExamCache, exam_cache_dir
+from opd.evaluation.scores import Evaluation
+from opd.files import blake3_file
+from opd.named import is_place
+from pipelines.inputs.read import Inputs
+from pipelines.merging.manifest import versions
+from pipelines.specs import roles_at_once
+
+Measure = Callable[[Sequence[str]], Evaluation]
+"""Takes the exams of the named domains."""
+ANSWERS_ALIKE = {"n", "temperature", "max_new_tokens"}
+"""Keys of `rollout` that are about training; exams have their own."""
+
+
+class KnownExams:
+    """The exams of one pipeline, kept across runs."""
+
+    def __init__(self, config: PipelineConfig, inputs: Inputs, run: Path, tell: Callable[[str], None]) -> None:
+        root = exam_cache_dir() if config.evaluate.cache else None
+        self._cache = None if root is None or is_place(config.rollout.engine) else ExamCache(root, tell)
+        self._config, self._inputs, self._run = config, inputs, run
+        self._common: dict[str, Any] | None = None
+
+    def measured(self, model: str, domains: Sequence[str], measure: Measure) -> Evaluation:
+        """The exams of a model, named by its digest, on these domains, which it takes in one batch: known or taken now."""
+        if self._cache is None or not domains or not all(map(self._is_kept, domains)):
+            return measure(domains)
+        facts = {"model": model, "domains": [self._domain(name) for name in domains], **self._shared()}
+        found = self._cache.find(facts)
+        if found is None:
+            found = measure(domains)
+            self._cache.keep(facts, found, self._run)
+        return found
+
+    def _is_kept(self, domain: str) -> bool:
+        exam = self._config.domains[domain].eval
+        assert exam is not None, "only domains with an exam are measured"
+        verifier = exam.verifier if isinstance(exam.verifier, str) else exam.verifier.kind
+        return not self._config.domains[domain].acts and verifier != "python"
+
+    def _domain(self, name: str) -> dict[str, Any]:
+        """Questions and verifier of a domain."""
+        exam = self._config.domains[name].eval
+        assert exam is not None, "only domains with an exam are measured"
+        questions = json.dumps([asdict(prompt) for prompt in self._inputs.exams[name].prompts], sort_keys=True)
+        return {
+            "name": name,
+            "questions": blake3(questions.encode()).hexdigest(),
+            "verifier": exam.model_dump(mode="json")["verifier"],
+        }
+
+    def _shared(self) -> dict[str, Any]:
+        """What all exams of the pipeline have in common."""
+        if self._common is None:
+            config, student = self._config, self._inputs.student
+            exam = config.evaluate
+            self._common = {
+                "tokenizer": file_hashes(Path(student.path), TOKENIZER_FILES),
+                "end_tokens": sorted(student.eos_token_ids),
+                "engine": config.rollout.model_dump(mode="json", exclude=ANSWERS_ALIKE)
+                | {"shares_prompts": config.rollout.n > 1, "gpus": config.cluster.rollout_gpus}
+                | worker_env(config.rollout.workers, roles_at_once(config)),
+                "answers": exam.model_dump(mode="json", include={"n", "temperature", "pass_at"})
+                | {"max_new_tokens": exam.max_new_tokens or config.rollout.max_new_tokens}
+                | {"seed": config.seed if exam.temperature else None},
+                "machine": platform.machine(),
+                "versions": versions() | _version("reasoning-gym"),
+                "source": source_digest(),
+            }
+        return self._common
+
+
+def _version(package: str) -> dict[str, str]:
+    try:
+        return {package: metadata.version(package)}
+    except metadata.PackageNotFoundError:
+        return {}
+
+
+def source_digest() -> str:
+    """Digest of this package's own code: verifiers, engines, and how answers become scores."""
+    root = Path(opd.__file__).parent
+    files = {file.relative_to(root).as_posix(): blake3_file(file) for file in sorted(root.rglob("*.py"))}
+    return blake3(json.dumps(files).encode()).hexdigest()

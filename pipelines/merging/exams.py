@@ -1,0 +1,94 @@
+"""The two exams that a merge is compared with: the student before training, and each domain's expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from experts.adapter import whole_model
+from opd import loop
+from opd.config import PipelineConfig
+from opd.evaluation.evaluator import BEFORE, EXPERT, measure_before, measure_experts
+from opd.evaluation.scores import Evaluation, combined
+from opd.interfaces import Display
+from opd.run_dir import RunPaths
+from opd.types import Teacher
+from pipelines.evaluation.known import KnownExams
+from pipelines.inputs.read import Inputs, as_teacher
+
+
+@dataclass(frozen=True, slots=True)
+class StartingExams:
+    """Each is taken once per run: results on disk are used if they were measured on these models. So are, for each model, those
+    of other runs that asked the same in the same way."""
+
+    parts: loop.Parts
+    config: PipelineConfig
+    inputs: Inputs
+    paths: RunPaths
+    shown: Display
+
+    def take(self) -> tuple[Evaluation, Evaluation]:
+        """The exam of the student before, and that of the experts; the engine holds the student afterwards."""
+        inputs = self.inputs
+        known = KnownExams(self.config, inputs, self.paths.root, self.shown.say)
+        student = as_teacher(BEFORE, inputs.student, None)
+
+        def now(domains: Sequence[str]) -> Evaluation:
+            return measure_before(self.parts.evaluator, domains, self.shown.say)
+
+        def start(domains: Sequence[str]) -> Evaluation:
+            found = self._told(known.measured(student.digest, domains, now), student)
+            return replace(found, model=BEFORE, step=0, tokens=0)
+
+        before = self._once("before", dict.fromkeys(inputs.exams, student.digest), start)
+        if not inputs.teachers:
+            return before, Evaluation(model=EXPERT, scores={})
+
+        def experts(domains: Sequence[str]) -> Evaluation:
+            one = [self._expert(known, domain, before.accuracy) for domain in domains]
+            found = combined(one, EXPERT)
+            if len(found.cached) < len(domains):
+                self.parts.engine.load(self.config.student.model)
+            return found
+
+        digests = {domain: teacher.digest for domain, teacher in inputs.teachers.items()}
+        return before, self._once("expert", digests, experts)
+
+    def _once(
+        self, name: str, weights: Mapping[str, str], measure: Callable[[Sequence[str]], Evaluation]
+    ) -> Evaluation:
+        """The exam in the run directory, completed by what is missing in it. `weights`: domain -> digest of who answers."""
+        file = self.paths.exam(name)
+        known = Evaluation.load(file) if file.exists() else None
+        missing = [d for d in self.inputs.exams if not (known and known.is_of(d, weights[d]))]
+        if known and not missing:
+            return known
+        found = measure(missing)
+        found = replace(found, weights={domain: weights[domain] for domain in found.scores})
+        if known:
+            found = combined([known, found], found.model)
+        self.parts.reporter.evaluation(name, found)
+        return found
+
+    def _expert(self, known: KnownExams, domain: str, before: Mapping[str, float]) -> Evaluation:
+        """The exam of one domain's expert; `before` are the student's accuracies."""
+        teacher, scratch = self.inputs.teachers[domain], self.paths.scratch("expert")
+
+        def measure(domains: Sequence[str]) -> Evaluation:
+            return measure_experts(
+                self.parts.engine,
+                self.parts.evaluator,
+                before,
+                dict.fromkeys(domains, teacher),
+                lambda model: whole_model(model, scratch),
+                self.shown.say,
+            )
+
+        return self._told(known.measured(teacher.digest, [domain], measure), teacher)
+
+    def _told(self, found: Evaluation, who: Teacher) -> Evaluation:
+        """The same exam; what was taken over from another run is said."""
+        for domain, source in found.cached.items():
+            self.shown.say(f"{who.name}: {found.scores[domain].accuracy:.3f} on {domain}, cached from {source}")
+        return found

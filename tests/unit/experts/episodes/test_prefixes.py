@@ -1,0 +1,88 @@
+"""A prefix, read as a prompt, has exactly the tokens that a rollout has before that turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experts.episodes.play import Play, play_tasks
+from experts.episodes.prefixes import read_prefixes
+from experts.suites.letters import build_tokenizer
+from opd.environments import ENVIRONMENTS, find
+from opd.errors import PromptError
+from opd.prompts import load_prompts
+from tests.chatml import CHATML, bpe_tokenizer, chat_tokenizer
+from tests.spoken import spoken
+
+GAMES = ["maze", "hanoi", "mastermind", "number", "sorting", "lights", "calculator"]
+
+
+def episodes(path: Path, name: str, form: str, count: int = 6) -> list[dict[str, Any]]:
+    rows = play_tasks(name, find(name, "test").tasks(count, 3, form=form), Play(mistakes=0.3, max_turns=9, seed=3))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+@pytest.mark.parametrize("form", ["characters", "chat"])
+@pytest.mark.parametrize("name", GAMES)
+def test_a_prompt_has_the_tokens_that_a_rollout_has_before_the_turn(name: str, form: str, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer() if form == "characters" else chat_tokenizer(CHATML)
+    rows = episodes(tmp_path / "episodes.jsonl", name, form)
+    found = read_prefixes(tmp_path / "episodes.jsonl", tokenizer)
+    output = tmp_path / "prefixes.jsonl"
+    output.write_text("".join(json.dumps(row) + "\n" for row in found.rows))
+    prompts = list(load_prompts(output, "d", tokenizer))
+    assert found.left_out == 0 and len(prompts) == len(found.rows)
+    for row in rows:
+        said = [turn for turn in row["messages"] if turn["role"] == "assistant"]
+        (rollout,) = spoken(tokenizer, ENVIRONMENTS[name], row, [turn["content"] for turn in said]).rollouts
+        whole, at, turn = [*rollout.prompt_ids, *rollout.response_ids], len(rollout.prompt_ids), 0
+        for span in rollout.spans:
+            if span.origin == "policy":
+                prompt = prompts.pop(0)
+                assert prompt.token_ids == tuple(whole[:at])
+                assert prompt.metadata == {**row["metadata"], "turn": turn}
+                assert prompt.answer == (said[turn]["content"] if said[turn]["weight"] else "")
+                turn += 1
+            at += span.length
+        assert turn == len(said)
+    assert not prompts, "one for each turn"
+
+
+def test_a_prefix_whose_text_gives_other_tokens_is_left_out_and_counted(tmp_path: Path) -> None:
+    """The turn ends within a word that the tokenizer would merge with what follows, if they were one text."""
+    tokenizer, path = bpe_tokenizer(), tmp_path / "episodes.jsonl"
+    merged = [
+        {"role": "assistant", "content": "go"},
+        {"role": "user", "content": "to the th"},
+        {"role": "assistant", "content": "e"},
+    ]
+    row = {
+        "prompt": "out",
+        "messages": [*merged, {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+    }
+    path.write_text(json.dumps(row) + "\n")
+    found = read_prefixes(path, tokenizer)
+    assert [r["metadata"]["turn"] for r in found.rows] == [0, 1] and found.left_out == 1
+
+
+def test_a_file_of_which_no_prefix_is_left_is_refused(tmp_path: Path) -> None:
+    class Lossy:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            return self.inner(*args, **options)
+
+        def decode(self, ids: Any, **options: Any) -> str:
+            return self.inner.decode(ids, **options) + "x"
+
+    episodes(tmp_path / "episodes.jsonl", "maze", "characters", 1)
+    with pytest.raises(PromptError, match="of which none has a text that gives its tokens"):
+        read_prefixes(tmp_path / "episodes.jsonl", Lossy(build_tokenizer()))

@@ -1,0 +1,196 @@
+"""Weights by turn: the formula, a mean that no split changes, and an expert's tokens that are trained without a log-prob."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opd.losses.chunked import TokenStats
+from opd.losses.rule import IDENTITY
+from opd.stream.heads import Head, HeadSource
+from opd.stream.schema import TargetRow, write_stream
+from opd.train import rank
+from opd.train.batch import micro_batch
+from opd.train.rank import RankWork
+from opd.train.totals import Totals, mean_gap, row_weights
+from opd.train.turns import TurnWeights, drift_before, first_turns, turn_factors
+from opd.types import Origin, Rollout, Span
+from pipelines.specs import rank_options
+from tests.rows import make_rollout, make_row
+from tests.unit.opd.train.test_rank import StillEngine, config
+
+WIDTH = 64
+BY_TURN = TurnWeights(decay=0.5, divergence=0.0, floor=0.1)
+BY_DRIFT = TurnWeights(decay=0.9, divergence=2.0, floor=0.05)
+
+
+def episode(sample_id: str, domain: str, turns: Sequence[int], **place: str) -> Rollout:
+    """Turns of so many tokens, two tokens of the environment after each; `place` is its place in an episode."""
+    rng = random.Random(sample_id)
+    mask = [t for turn in turns for t in (*([True] * turn), False, False)][:-2]
+    return make_rollout(
+        sample_id=sample_id, step=1, domain=domain, policy_version=0, **place,
+        prompt_ids=tuple(rng.choices(range(76), k=rng.randint(1, 5))),
+        response_ids=tuple(rng.choices(range(76), k=len(mask))),
+        behaviour_logprobs=tuple(-rng.random() for _ in mask), loss_mask=mask,
+    )  # fmt: skip
+
+
+STEP = [
+    episode("a", "maze", [2, 1, 3, 1, 2, 1, 1]),
+    episode("b", "maze", [4]),
+    episode("c", "code", [1, 5]),
+    episode("d", "maze", [2, 2]),
+    episode("d+1", "maze", [1, 2, 3], episode="d", origin="summary", parent="d"),
+    episode("d+2", "chat", [3, 1], episode="d", origin="sub_agent", parent="d"),
+    episode("e", "chat", [9]),
+]
+DOMAIN_WEIGHTS = {"maze": 2.0, "code": 0.5}
+
+
+def row(rollout: Rollout) -> TargetRow:
+    seed = int.from_bytes(rollout.sample_id.encode(), "big")
+    states = torch.randn(rollout.num_trained, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return make_row(
+        sample_id=rollout.sample_id, episode=rollout.episode, step=1, domain=rollout.domain, teacher="t",
+        prompt_ids=rollout.prompt_ids, response_ids=rollout.response_ids, spans=rollout.spans,
+        behaviour_logprobs=rollout.behaviour_logprobs, head="h", hidden_size=WIDTH, hidden=states.numpy().tobytes(),
+    )  # fmt: skip
+
+
+ROWS = {r.sample_id: row(r) for r in STEP}
+
+
+def test_a_turn_weighs_by_its_number_and_by_what_came_before() -> None:
+    turn_T = torch.tensor([0, 0, 1, 2, 2, 9])
+    assert BY_TURN.of(turn_T, torch.zeros(6)).tolist() == [1, 1, 0.5, 0.25, 0.25, 0.1]
+    drift_T = drift_before(turn_T, torch.tensor([0.1, 0.3, 0.5, 0.9, 0.9, 0.1]))
+    assert drift_T.tolist() == pytest.approx([0, 0, 0.2, 0.3, 0.3, 0.54]), "means over tokens of the turns before"
+    assert BY_DRIFT.of(turn_T, drift_T).tolist() == pytest.approx(
+        [1, 1, 0.9 * math.exp(-0.4), 0.81 * math.exp(-0.6), 0.81 * math.exp(-0.6), 0.9**9 * math.exp(-1.08)]
+    )
+    assert drift_before(torch.tensor([], dtype=torch.long), torch.zeros(0)).tolist() == []
+    assert drift_before(torch.tensor([3, 3, 5]), torch.ones(3)).tolist() == [0, 0, 1], "an expert wrote the others"
+
+
+def test_turns_go_on_in_the_next_segment_of_an_episode() -> None:
+    assert first_turns(STEP) == {"d+1": 2}, "a sub-agent begins anew"
+    third = episode("d+3", "maze", [1], episode="d", origin="summary", parent="d+1")
+    assert first_turns([*STEP, third]) == {"d+1": 2, "d+3": 5}
+    batch = micro_batch([(ROWS["d+1"],), (ROWS["e"],)], torch.float32)
+    found = turn_factors(batch, {"maze": BY_TURN}, [2, 0], None)
+    assert found.tolist() == pytest.approx([0.25, 0.125, 0.125, 0.1, 0.1, 0.1] + [1.0] * 9)
+    assert turn_factors(micro_batch([], torch.float32), {"maze": BY_TURN}, [], None).tolist() == []
+
+
+class Driven:
+    """What the driver does with the ranks of one step, and what DeepSpeed does with their gradients."""
+
+    def __init__(self, model_dir: Any, weights: dict[str, TurnWeights]) -> None:
+        self.options = dataclasses.replace(rank_options(config(), 76), turn_weights=weights)
+        self.model_dir = model_dir
+
+    def step(self, cut: Sequence[Sequence[Sequence[str]]]) -> tuple[float, torch.Tensor, float]:
+        """[rank][micro-batch] -> samples. Loss, gradient divided by the share, and the share."""
+        weights = row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
+        ranks = [self.rank(index, part, weights) for index, part in enumerate(cut)]
+        share = math.fsum(one.weight_sum() for one in ranks)
+        loss = sum(one._step.totals.loss for one in ranks) / share
+        grads = [
+            torch.cat([p.grad.flatten() for p in r._engine.student.parameters() if p.grad is not None]) for r in ranks
+        ]
+        return loss, sum(grads, torch.zeros_like(grads[0])) / share, share
+
+    def rank(self, index: int, part: Sequence[Sequence[str]], weights: dict[str, float]) -> rank.TrainerRank:
+        one = rank.TrainerRank(self.options, index)
+        one._engine, one._device = StillEngine(self.model_dir), torch.device("cpu")
+        one._engine.module = one._engine.student
+        one._head = lambda source: head()  # type: ignore[method-assign]
+        work = RankWork(
+            step=1, lr=0.1, micro_batches=tuple(map(tuple, part)), first_turns=first_turns(STEP),
+            weights={i: weights[i] for ids in part for i in ids},
+        )  # fmt: skip
+        one.begin_step(work, {"h": HeadSource(key="h", rule=IDENTITY)})
+        mine = [ROWS[i] for ids in part for i in ids]
+        for place in range(len(part)):
+            stream = [np.frombuffer(write_stream(mine, "float32"), dtype=np.uint8)] if not place and mine else []
+            one.accumulate(place, frozenset(), *stream)
+        return one
+
+
+def head() -> Head:
+    return Head(0.1 * torch.randn(76, WIDTH, generator=torch.Generator().manual_seed(0)), IDENTITY)
+
+
+def by_hand(model_dir: Any, weights: dict[str, TurnWeights]) -> float:
+    """The formula of the module, token by token in Python's floats."""
+    student = StillEngine(model_dir).student
+    top = bottom = 0.0
+    for rollout in STEP:
+        batch = micro_batch([(ROWS[rollout.sample_id],)], torch.float32)
+        with torch.no_grad():
+            _, stats = student(batch, {"h": head()}, torch.ones(len(batch.token_N)))
+        seen: list[tuple[int, float]] = []
+        for turn, value in zip(rollout.turns, stats.kl_N.tolist(), strict=True):
+            before = [v for t, v in seen if t < turn]
+            drift = sum(before) / len(before) if before else 0.0
+            seen.append((turn, value))
+            known, first = weights.get(rollout.domain), 2 if rollout.sample_id == "d+1" else 0
+            factor = 1.0 if known is None else max(
+                known.floor, known.decay ** (turn + first) * math.exp(-known.divergence * drift)
+            )  # fmt: skip
+            factor *= DOMAIN_WEIGHTS.get(rollout.domain, 1.0)
+            top, bottom = top + factor * value, bottom + factor
+    return top / bottom
+
+
+@pytest.mark.parametrize("weights", [BY_TURN, BY_DRIFT], ids=["by turn", "by drift"])
+def test_no_split_over_ranks_and_micro_batches_changes_loss_or_gradient(
+    weights: TurnWeights, tiny_model_dir: Any
+) -> None:
+    driven = Driven(tiny_model_dir, {"maze": weights, "code": weights})
+    loss, grad, share = driven.step([[["a", "b", "c", "d", "d+1", "d+2", "e"]]])
+    assert loss == pytest.approx(by_hand(tiny_model_dir, {"maze": weights, "code": weights}), rel=1e-5)
+    assert 0.1 < share < 0.95, "the weights of the rows alone add up to 1"
+    for cut in (
+        [[["a"], ["b", "c"], ["d"], ["d+1", "d+2"], ["e"]]],
+        [[["d+1", "a"], []], [["e", "d+2", "b"], ["c", "d"]]],
+        [[["a"]], [["b"]], [["c", "d+2", "e"]], [["d", "d+1"]]],
+    ):
+        # A rank scales its weights by the number of ranks, because DeepSpeed takes the mean of their gradients.
+        other, other_grad, other_share = driven.step(cut)
+        assert other == pytest.approx(loss, rel=1e-6) and other_share == pytest.approx(share, rel=1e-6)
+        assert float((other_grad - grad).norm()) < 1e-5 * float(grad.norm())
+
+
+def test_without_weights_nothing_is_multiplied(tiny_model_dir: Any) -> None:
+    _, _, share = Driven(tiny_model_dir, {}).step([[["a", "b", "c", "d", "d+1", "d+2", "e"]]])
+    assert share == pytest.approx(1.0, rel=1e-6)
+
+
+def test_the_tokens_of_an_expert_are_trained_and_have_no_gap() -> None:
+    def span(length: int, origin: Origin) -> Span:
+        return Span(length=length, origin=origin, policy_version=0)
+
+    rollout = dataclasses.replace(
+        episode("t", "maze", [6]),
+        spans=(span(2, "policy"), span(1, "environment"), span(2, "taught"), span(1, "teacher")),
+    )
+    assert rollout.own == (True, True, False, False) and rollout.turns == (0, 0, 1, 1)
+    batch = micro_batch([(row(rollout),)], torch.float32)
+    assert batch.own_N.tolist() == [True, True, False, False]
+    ones = TokenStats(*(torch.ones(4) for _ in dataclasses.fields(TokenStats)))
+    stats = dataclasses.replace(ones, logprob_N=batch.behaviour_N + 0.25)
+    for stale, gap in ((frozenset[int](), 0.25), (frozenset({0}), 0.0)):
+        totals = Totals()
+        totals.add(batch, torch.ones(4), stats, stale)
+        found = totals.domains["maze"]
+        assert (found.tokens, found.taught_tokens, found.stale_tokens) == (4, 2, 2 if stale else 0)
+        assert mean_gap(totals.domains) == pytest.approx(gap) and found.kl_sum == 4
