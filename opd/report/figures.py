@@ -211,6 +211,9 @@ def _y_axis(axes: Axes, options: Mapping[str, Any]) -> None:
 
 
 def _log(axes: Axes) -> None:
+    """Make the y axis logarithmic, if what is drawn has anything above 0: a loss of a run without teachers is 0."""
+    if not any((np.asarray(line.get_ydata(), dtype=float) > 0).any() for line in axes.get_lines()):
+        return
     axes.set_yscale("log", nonpositive="mask")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
