@@ -44,7 +44,12 @@ class MetricsFile:
 
 def steps_and_tokens(records: Sequence[StepRecord]) -> tuple[int, int]:
     """Steps that a merge has taken, and response tokens that it was trained on in them."""
-    return len(records), sum(record.response_tokens for record in records)
+    return len(records), sum(map(trained_tokens, records))
+
+
+def trained_tokens(record: StepRecord) -> int:
+    """Response tokens that a step was trained on: of episodes the tokens with loss, not what an environment answered."""
+    return sum(domain.tokens for domain in record.domains.values()) if record.episodes else record.response_tokens
 
 
 class PhaseClock:

@@ -8,6 +8,7 @@ from typing import Any
 
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
+from opd.metrics import trained_tokens
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.guard import guard_report
@@ -301,7 +302,7 @@ def _evaluations(run: RunFiles) -> list[dict[str, Any]]:
     mean_headroom with its interval where it is known."""
     tokens = {0: 0}
     for record in run.records:
-        tokens[record.step] = tokens[max(tokens)] + record.response_tokens
+        tokens[record.step] = tokens[max(tokens)] + trained_tokens(record)
     last = max(tokens)
     found: dict[int, tuple[Mapping[str, float], Evaluation | None]] = {}
     found |= {r.step: (r.accuracy, None) for r in run.records if r.accuracy}

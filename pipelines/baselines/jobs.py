@@ -15,7 +15,7 @@ from statistics import fmean
 from opd.config import PipelineConfig, load_pipeline
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunDirError
-from opd.metrics import MetricsFile
+from opd.metrics import MetricsFile, trained_tokens
 from opd.run_dir import RunPaths
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.merging.changes import accept_changes
@@ -181,7 +181,7 @@ def tokens_per_step(root: Path) -> float | None:
             wanted="the metrics of a merge: baselines get as many tokens as it trained on",
             fix=f"`opd merge --resume {root}`",
         )
-    return fmean(record.response_tokens for record in records) if records else None
+    return fmean(map(trained_tokens, records)) if records else None
 
 
 def open_run(root: Path, overrides: list[str] | None = None) -> PipelineConfig:

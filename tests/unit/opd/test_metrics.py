@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from opd.metrics import MetricsFile, PhaseClock
+from opd.metrics import MetricsFile, PhaseClock, steps_and_tokens
 from opd.step_record import DomainRecord, EpisodesRecord, PositionRecord, StepRecord, TurnRecord, _prompts
 from opd.types import Quarantined, Rollout, RolloutBatch, SavedCheckpoint
+
+
+def test_what_an_environment_answers_is_not_trained_on() -> None:
+    answers = StepRecord(step=1, response_tokens=90, domains={"a": DomainRecord(tokens=88)})
+    acts = StepRecord(
+        step=2, response_tokens=900, domains={"a": DomainRecord(tokens=88)}, episodes={"a": EpisodesRecord()}
+    )
+    assert steps_and_tokens([answers, acts]) == (2, 178)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
