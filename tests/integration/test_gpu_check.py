@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow  # what it runs on tiny sizes has tests of its own
 def test_every_part_runs_on_tiny_sizes(tmp_path: Path) -> None:
     parts = ("trainer", "scorer", "engines")
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--output", str(tmp_path), "--device", "cpu", "--quick"]
