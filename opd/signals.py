@@ -1,8 +1,9 @@
-"""Ctrl-C and SIGTERM wait until no module is being imported.
+"""Ctrl-C and SIGTERM wait until no module is being imported and no destructor runs.
 
 Python runs a signal handler between any two steps, also inside Python code that C++ called. While torch, vLLM and others are
 imported, their C++ code calls Python in places where an exception ends the process ("terminate called after throwing an
-instance of 'pybind11::error_already_set'", exit code 134) or is lost. So every handler asks `postponed` first.
+instance of 'pybind11::error_already_set'", exit code 134) or is lost. What a `__del__` raises is always lost: Python prints
+"Exception ignored" and goes on. So every handler asks `postponed` first.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _again = False
 
 
 def postponed(number: int, frame: FrameType | None, raises: bool = True) -> bool:
-    """True if a handler must return and do nothing, because a module is being imported. The signal comes again afterwards.
+    """True if a handler must return and do nothing, because a module is being imported or a destructor runs. The signal comes
+    again afterwards.
 
     `number` and `frame` are the handler's own arguments. A handler that does not raise need not wait: it passes
     `raises=False`. A second signal of the user during the import ends the process at once, because the import may hang.
@@ -47,7 +49,7 @@ def postponed(number: int, frame: FrameType | None, raises: bool = True) -> bool
     again, _again = _again, False
     if again and not _waiting:
         return True  # `_send_after_import` sent it twice, and the first one was handled
-    if not raises or not _importing(frame):
+    if not raises or not _would_lose_it(frame):
         _waiting = None
         return False
     if _waiting and not again:
@@ -88,10 +90,10 @@ def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
 
-def _importing(frame: FrameType | None) -> bool:
-    """True if an import called the code of this frame, directly or further up the stack."""
+def _would_lose_it(frame: FrameType | None) -> bool:
+    """True if an import or a destructor called the code of this frame, directly or further up the stack, or is this code."""
     while frame is not None:
-        if frame.f_code.co_filename == _IMPORT:
+        if frame.f_code.co_filename == _IMPORT or frame.f_code.co_name == "__del__":
             return True
         frame = frame.f_back
     return False
@@ -107,7 +109,7 @@ def _send_after_import(one: _Signal) -> None:
     main = threading.main_thread().ident
     assert main is not None
     while _waiting is one:
-        if not _importing(sys._current_frames().get(main)):
+        if not _would_lose_it(sys._current_frames().get(main)):
             _again = True
             signal.pthread_kill(main, one.number)
         time.sleep(LOOK_S)

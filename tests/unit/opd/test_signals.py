@@ -58,6 +58,22 @@ def test_ctrl_c_comes_after_the_import(module: str) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_in_a_destructor_is_not_lost() -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            for _ in range(100_000):  # where Python would look for signals
+                pass
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), patient():
+            Interrupted()
+            wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_command_that_ends_first_does_not_lose_it(module: str) -> None:
     with pytest.raises(KeyboardInterrupt), patient():
         importlib.import_module(module)
