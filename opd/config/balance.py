@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Tag
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import Field, Tag
 
+from opd.config.kinds import NameOrMapping, by_kind
 from opd.config.strict import Strict
 
 
@@ -42,47 +40,10 @@ class GapBalance(Strict):
 
 KINDS = ("samples", "tokens", "gap")
 
-
-class _NameOrMapping:
-    """Reads a name alone as the kind with its defaults, so that a pipeline, once read, has one form only."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(_section, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"oneOf": [{"enum": list(KINDS), "type": "string"}, *handler(schema)["oneOf"]]}
-
-
-def _section(value: Any) -> Any:
-    """Read a name as a mapping. Raises: PydanticCustomError for an unknown kind, with the nearest known one."""
-    if isinstance(value, str):
-        value = {"kind": value}
-    if isinstance(value, Mapping) and value.get("kind") not in KINDS:
-        kind = value.get("kind")
-        near = difflib.get_close_matches(str(kind), KINDS, n=1)
-        raise PydanticCustomError(
-            "balance",
-            "{hint}one of: {kinds}",
-            {
-                "hint": f"did you mean `{near[0]}`? " if near else "",
-                "kinds": ", ".join(KINDS),
-                "where": "balance",
-                "found": "no `kind`" if kind is None else str(kind),
-            },
-        )
-    return value
-
-
-def _kind(value: Any) -> str:
-    return f"~{value.get('kind') if isinstance(value, Mapping) else getattr(value, 'kind', '')}"
-
-
 BalanceConfig = Annotated[
     Annotated[SamplesBalance, Tag("~samples")]
     | Annotated[TokensBalance, Tag("~tokens")]
     | Annotated[GapBalance, Tag("~gap")],
-    Discriminator(
-        _kind, custom_error_type="balance", custom_error_message="a kind, or a mapping with `kind` and options"
-    ),
-    _NameOrMapping(),
+    by_kind("balance"),
+    NameOrMapping("balance", "balance", KINDS),
 ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Tag, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
+from opd.config.kinds import NameOrMapping, by_kind
 from opd.config.strict import Strict
 
 
@@ -74,51 +73,14 @@ class CriticBaseline(Strict):
 
 KINDS = ("leave_one_out", "group", "ema", "none", "critic")
 
-
-class _NameOrMapping:
-    """Reads a name alone as the kind with its defaults, so that a pipeline, once read, has one form only."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(_section, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"oneOf": [{"enum": list(KINDS), "type": "string"}, *handler(schema)["oneOf"]]}
-
-
-def _section(value: Any) -> Any:
-    """Read a name as a mapping. Raises: PydanticCustomError for an unknown kind, with the nearest known one."""
-    if isinstance(value, str):
-        value = {"kind": value}
-    if isinstance(value, Mapping) and value.get("kind") not in KINDS:
-        kind = value.get("kind")
-        near = difflib.get_close_matches(str(kind), KINDS, n=1)
-        raise PydanticCustomError(
-            "baseline",
-            "{hint}one of: {kinds}",
-            {
-                "hint": f"did you mean `{near[0]}`? " if near else "",
-                "kinds": ", ".join(KINDS),
-                "where": "objective.reward.baseline",
-                "found": "no `kind`" if kind is None else str(kind),
-            },
-        )
-    return value
-
-
-def _kind(value: Any) -> str:
-    return f"~{value.get('kind') if isinstance(value, Mapping) else getattr(value, 'kind', '')}"
-
-
 BaselineConfig = Annotated[
     Annotated[LeaveOneOutBaseline, Tag("~leave_one_out")]
     | Annotated[GroupBaseline, Tag("~group")]
     | Annotated[EmaBaseline, Tag("~ema")]
     | Annotated[NoBaseline, Tag("~none")]
     | Annotated[CriticBaseline, Tag("~critic")],
-    Discriminator(
-        _kind, custom_error_type="baseline", custom_error_message="a kind, or a mapping with `kind` and options"
-    ),
-    _NameOrMapping(),
+    by_kind("baseline"),
+    NameOrMapping("baseline", "objective.reward.baseline", KINDS),
 ]
 
 

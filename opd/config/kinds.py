@@ -1,0 +1,58 @@
+"""What sections share that choose one of several kinds, by a name alone or by a mapping with `kind` and options."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Discriminator, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+
+@dataclass(frozen=True, slots=True)
+class NameOrMapping:
+    """Reads a name alone as the kind with its defaults, so that a pipeline, once read, has one form only."""
+
+    error: str
+    """Type of the error for an unknown kind."""
+    where: str
+    """Key of the section."""
+    kinds: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._section, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"oneOf": [{"enum": list(self.kinds), "type": "string"}, *handler(schema)["oneOf"]]}
+
+    def _section(self, value: Any) -> Any:
+        """Read a name as a mapping. Raises: PydanticCustomError for an unknown kind, with the nearest known one."""
+        if isinstance(value, str):
+            value = {"kind": value}
+        if isinstance(value, Mapping) and value.get("kind") not in self.kinds:
+            kind = value.get("kind")
+            near = difflib.get_close_matches(str(kind), self.kinds, n=1)
+            raise PydanticCustomError(
+                self.error,
+                "{hint}one of: {kinds}",
+                {
+                    "hint": f"did you mean `{near[0]}`? " if near else "",
+                    "kinds": ", ".join(self.kinds),
+                    "where": self.where,
+                    "found": "no `kind`" if kind is None else str(kind),
+                },
+            )
+        return value
+
+
+def by_kind(error: str) -> Discriminator:
+    """Tells the classes of a section apart; the tag of a class is its `kind` after a tilde."""
+    return Discriminator(
+        _kind, custom_error_type=error, custom_error_message="a kind, or a mapping with `kind` and options"
+    )
+
+
+def _kind(value: Any) -> str:
+    return f"~{value.get('kind') if isinstance(value, Mapping) else getattr(value, 'kind', '')}"
