@@ -68,12 +68,16 @@ def written_out(rows: dict[str, TargetRow], models: dict[str, str]) -> dict[str,
     return losses
 
 
-def test_a_merge_beyond_its_experts_and_one_that_knows_the_exams(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+def write(root: Path, pipeline: dict[str, Any]) -> None:
     pipeline["objective"] = {"extrapolate": FACTOR["left-domain"]}
     pipeline["domains"]["right-domain"]["extrapolate"] = FACTOR["right-domain"]
     pipeline["trainer"] |= {"steps": 2, "ranks": 1}
     pipeline["checkpoint"]["every"] = 100
-    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
+    (root / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
+
+
+def test_a_merge_beyond_its_experts(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    write(tmp_path, pipeline)
     assert "cached from" not in merge(tmp_path, "first")
 
     parts = sorted((tmp_path / "first-step-1").glob("worker-*.arrow"))
@@ -92,8 +96,12 @@ def test_a_merge_beyond_its_experts_and_one_that_knows_the_exams(tmp_path: Path,
         assert first["domains"][domain]["tokens"] == len(losses) > 0
         assert first["domains"][domain]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-3)
 
-    pipeline["seed"] = 1
-    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
+
+@pytest.mark.slow  # two merges; tests/unit has what makes two exams the same
+def test_a_merge_that_knows_the_exams(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    write(tmp_path, pipeline)
+    assert "cached from" not in merge(tmp_path, "first")
+    write(tmp_path, pipeline | {"seed": 1})
     said = merge(tmp_path, "second")
     assert said.count(f"cached from {tmp_path / 'first'}") == 4, "the student on two domains, and two experts"
     for exam in ("before", "expert"):
