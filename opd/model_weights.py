@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,6 +20,12 @@ import torch
 from torch import Tensor, nn
 
 State = dict[str, Tensor]
+
+
+def whole_shape(param: Any) -> torch.Size:
+    """The shape of a parameter, also of one that ZeRO-3 cut among its ranks, where an empty tensor is in its place."""
+    shape: torch.Size = getattr(param, "ds_shape", param.shape)
+    return shape
 
 
 def attention(config: Any) -> str:
@@ -175,17 +183,78 @@ def to_meta(model: nn.Module) -> None:
     model.load_state_dict({name: value.to("meta") for name, value in model.state_dict().items()}, assign=True)
 
 
+@dataclass(frozen=True, slots=True)
+class FileGroup:
+    """Tensors of a model's modules that become tensors of its files together, mostly one of each."""
+
+    names: tuple[str, ...]
+    """Their names in the modules."""
+    target: str
+    """Name in the files, of the first tensor if there are several."""
+    conversion: Any = None
+    """transformers' conversion to the files; None if the tensor stays as it is."""
+    patterns: tuple[str, ...] = ()
+    """The pattern of the conversion that each name fits."""
+
+    def to_files(self, model: Any, tensors: Mapping[str, Tensor]) -> State:
+        """The tensors of the files, which may be parts of the given ones; `tensors` have the names of the modules."""
+        if self.conversion is None:
+            return {self.target: tensors[self.names[0]]}
+        for name, pattern in zip(self.names, self.patterns, strict=True):
+            self.conversion.add_tensor(self.target, name, pattern, tensors[name])
+        made = self.conversion.convert(self.target, model=model, config=model.config)
+        return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+
+
+def file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
+    """How tensors of the modules become those of the files, in the order of the files. What the model was loaded from decides.
+
+    This is `revert_weight_conversion` of transformers, which wants all tensors at once, group by group.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    conversions = _conversions_of(model)
+    if conversions is None:
+        return [FileGroup((name,), name) for name in names]
+    reversed_ = [conversion.reverse_transform() for conversion in conversions[::-1]]
+    renamings = [entry for entry in reversed_ if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in reversed_ if isinstance(entry, WeightConverter)]
+    known = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    parts: dict[str, list[tuple[str, str | None]]] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        parts.setdefault(target, []).append((name, pattern))
+    groups = []
+    for target, members in parts.items():
+        found, patterns = tuple(name for name, _ in members), tuple(p for _, p in members if p is not None)
+        assert len(patterns) in (0, len(found)), target
+        groups.append(FileGroup(found, target, deepcopy(known[patterns[0]]) if patterns else None, patterns))
+    return groups
+
+
+def _conversions_of(model: Any) -> list[Any] | None:
+    """transformers' conversions of a model's files to its modules: those that it was loaded with, or else its architecture's."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    used: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        return used
+    # Nobody knows whether the files of a model that was not loaded would have the prefix.
+    every = get_model_conversion_mapping(model, add_legacy=False)
+    return [entry for entry in every if not isinstance(entry, PrefixChange)] or None
+
+
 def to_files(model: Any, state: Mapping[str, Tensor]) -> State:
     """Convert a model's tensors to the names and shapes that its files have.
 
     Each tensor owns its bytes, because safetensors refuses a tensor that is a part of another one.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    files: State = revert_weight_conversion(model, dict(state))
-    for name, tensor in files.items():  # one at a time: a fused tensor is freed when its last part has been copied
-        if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
-            files[name] = tensor.clone(memory_format=torch.contiguous_format)
+    files: State = {}
+    for group in file_groups(model, state):
+        for name, tensor in group.to_files(model, {part: state[part] for part in group.names}).items():
+            apart = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+            files[name] = tensor if apart else tensor.clone(memory_format=torch.contiguous_format)
     return files
 
 

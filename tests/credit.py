@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from itertools import groupby
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from opd.credit.episodes import Episode, episodes
+from opd.model_weights import load_causal_lm
+from opd.train import critic_rank
 from opd.train.critic_rank import CriticOptions, CriticRank
 from opd.train.optimizer import AdamWOptions
 from opd.types import Rollout, Span
@@ -78,7 +81,8 @@ class PlainRank(CriticRank):
         return address, 1
 
     def start(self, address: str, port: int) -> None:
-        self._engine = PlainEngine(self._build().eval(), self._options.max_grad_norm)
+        with mock.patch.object(critic_rank, "load_share", load_causal_lm):  # there is nobody to share with
+            self._engine = PlainEngine(self._build().eval(), self._options.max_grad_norm)
         self._device = torch.device("cpu")
 
 

@@ -38,6 +38,10 @@ class RolloutConfig(Strict):
     """Give the engine's GPU memory back while teachers score and the trainer trains. For engines on a GPU that they share."""
 
 
+GATHERED_AT_ONCE, SUMMED_AT_ONCE = 1_000_000_000, 500_000_000
+"""Most weights that a rank has fetched from the others, and most gradients that wait to be added up, without `trainer.bucket`."""
+
+
 class TrainerConfig(Strict):
     zero_stage: Literal[3] = 3
     """DeepSpeed ZeRO stage. Only 3 is supported: parameters, gradients and optimiser state are sharded over the ranks."""
@@ -78,6 +82,10 @@ class TrainerConfig(Strict):
     about 1 % of the gradient over 128 micro-batches."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    bucket: int | None = Field(None, ge=1)
+    """Numbers of weights that a rank fetches from the others at a time, and of gradients that it keeps until the ranks add
+    them up; a single weight may be larger. Less memory on each rank, more messages. Default: 1,000,000,000 weights and
+    500,000,000 gradients."""
 
     @field_validator("zero_stage", mode="before")
     @classmethod

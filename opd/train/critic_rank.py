@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from opd.devices import to_device
-from opd.model_weights import load_causal_lm
+from opd.train.load import load_share
 from opd.train.value import Critic, laid_out, states, value_batch
 from opd.train.zero import ModelOptions, ZeroEngine
 from opd.types import Rollout
@@ -95,5 +95,5 @@ class CriticRank(ZeroEngine):
 
 
 def _load_critic(options: CriticOptions) -> Critic:
-    lm = load_causal_lm(options.model_dir, getattr(torch, options.dtype))
+    lm = load_share(options.model_dir, getattr(torch, options.dtype))
     return Critic(lm, clip=options.value_clip, freeze_attention=options.freeze_attention)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from opd.errors import ConfigError
 from opd.files import storing
 from opd.lora import ADAPTER_WEIGHTS, Update, merged
-from opd.model_weights import to_files
+from opd.model_weights import to_files, whole_shape
 
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"
@@ -177,7 +177,7 @@ def _is_apart(lm: Any, some: Sequence[PlainWeight], every: Sequence[PlainWeight]
     """Whether some weights and the rest, each converted to files alone, give the files of all; only shapes are converted."""
 
     def files(weights: Sequence[PlainWeight]) -> dict[str, torch.Size]:
-        shapes = {w.name: getattr(w.own, "ds_shape", w.own.shape) for w in weights}  # ZeRO-3 leaves an empty tensor
+        shapes = {w.name: whole_shape(w.own) for w in weights}
         state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         return {name: tensor.shape for name, tensor in to_files(lm, state).items()}
 
@@ -233,5 +233,5 @@ def _without_adapters(lm: Any) -> list[str]:
         if listed or type(module).__name__ == "Conv1D":
             found.append(name)
         elif not isinstance(module, nn.Conv1d | nn.Conv2d):
-            found += [f"{name}.{own}" for own, p in module.named_parameters(recurse=False) if p.ndim == 3]
+            found += [f"{name}.{own}" for own, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3]
     return found

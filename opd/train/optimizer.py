@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from opd.model_weights import whole_shape
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWOptions:
@@ -31,7 +33,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     """Two parameter groups: weight decay is on matrices only, as usual, not on norms and biases."""
     params = [p for p in module.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in params if len(whole_shape(p)) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if len(whole_shape(p)) < 2], "weight_decay": 0.0},
     ]
     return [g for g in groups if g["params"]]

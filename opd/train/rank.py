@@ -18,16 +18,17 @@ from opd.devices import to_device
 from opd.errors import RunError
 from opd.lora import tensor_name
 from opd.losses.policy_gradient import PolicyGradient
-from opd.model_weights import load_causal_lm
 from opd.stream.heads import Head, HeadSource
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import MicroBatch, gather_samples, micro_batch
+from opd.train.export import gathered
+from opd.train.load import load_share
 from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
 from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
 from opd.train.turns import TurnWeights, turn_factors
-from opd.train.zero import ModelOptions, ZeroEngine, gathered
+from opd.train.zero import ModelOptions, ZeroEngine
 from opd.types import DomainStats, PositionStats, TurnStats
 
 
@@ -230,7 +231,7 @@ class TrainerRank(ZeroEngine):
 
 
 def _load_student(options: RankOptions) -> Student:
-    lm = load_causal_lm(options.model_dir, getattr(torch, options.dtype))
+    lm = load_share(options.model_dir, getattr(torch, options.dtype))
     if options.lora is not None:
         adapt(lm, options.lora)
     loss = options.objective

@@ -71,7 +71,9 @@ class Shards:
         from safetensors import safe_open
 
         with ExitStack() as stack:
-            self._files = [stack.enter_context(safe_open(path, framework="pt")) for path in self._paths]
+            self._files = [
+                stack.enter_context(safe_open(path, framework="pt", backend="pread")) for path in self._paths
+            ]
             self._stack = stack.pop_all()
         return self
 

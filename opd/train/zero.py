@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -23,12 +22,13 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
 
+from opd.config.sections import SUMMED_AT_ONCE
 from opd.devices import to_device
 from opd.errors import RunError
-from opd.files import storing
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, layout_error, predict_positions
-from opd.model_weights import obeys_masks, persistent_buffers, to_files
+from opd.model_weights import obeys_masks, whole_shape
+from opd.train.export import write_model
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
@@ -59,6 +59,8 @@ class ZeroOptions:
     """Recompute activations in the backward pass."""
     timeout_s: float
     """Deadline of each operation that the ranks do together."""
+    bucket: int | None = None
+    """Numbers of weights gathered, and of gradients to be added up, at a time; None: as many as DeepSpeed would."""
     lends_memory: bool = False
     """Return the GPU memory that torch caches after each step, because an engine on that GPU wakes up next."""
 
@@ -178,28 +180,16 @@ class ZeroEngine:
     # Weights and state
 
     def export(self, path: Path, only_changed: bool = False) -> bool:
-        """Gather the weights, one at a time, and let rank 0 write config and safetensors into `path`: a model without
+        """Gather the weights, a few at a time, and let rank 0 write config and safetensors into `path`: a model without
         adapters, which has what they add in its weights.
 
         `only_changed`: those that training changes, see `changed_weights`. Returns whether all weights were written.
         """
-        from huggingface_hub import save_torch_state_dict
-
-        lm, state = self._engine.module.lm, {}
+        lm = self._engine.module.lm
         every = plain_weights(lm)
         wanted = self._changed if only_changed else every
-        for weight in wanted:
-            with gathered(weight.params):
-                if self._rank == 0:
-                    state[weight.name] = weight.value().to("cpu", self._dtype, copy=True)
-        whole = len(wanted) == len(every)
-        if self._rank == 0:
-            if whole:
-                state |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(lm)}
-            with storing(path):
-                save_torch_state_dict(to_files(lm, state), path, max_shard_size="5GB")
-                lm.config.save_pretrained(path)
-        return whole
+        write_model(lm, wanted, self._dtype, path if self._rank == 0 else None)
+        return len(wanted) == len(every)
 
     @cached_property
     def _changed(self) -> Sequence[PlainWeight]:
@@ -302,7 +292,8 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
         if not all(param.requires_grad for param in module.lm.parameters()):
             # DeepSpeed releases such a layer's weights too early if no gradient reaches its input, as below the first adapter.
             module.lm.enable_input_require_grads()
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_deepspeed_config(options))
+    trained = sum(whole_shape(param).numel() for param in module.parameters() if param.requires_grad)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_deepspeed_config(options, trained))
     return engine
 
 
@@ -323,20 +314,6 @@ def _sum_nothing_at_one_rank() -> None:
 
     assert callable(stage3.reduce_scatter_coalesced)
     stage3.reduce_scatter_coalesced = lambda tensors, group=None: [tensor.view(-1) for tensor in tensors]
-
-
-def gathered(params: Sequence[Any]) -> AbstractContextManager[None]:
-    """Within, these parameters are whole on every rank; those that were whole before stay so.
-
-    DeepSpeed keeps small parameters whole between steps. Its own context would cut them into shards at the end, and the next
-    forward pass would have to gather them one by one.
-    """
-    from deepspeed import zero
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    absent = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
-    context: AbstractContextManager[None] = zero.GatheredParameters(absent)
-    return context
 
 
 def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:
@@ -377,9 +354,20 @@ def _without_chance(module: Any, gradient_checkpointing: bool) -> None:
 _DEEPSPEED_NAME = {"float32": "fp32", "bfloat16": "bf16"}
 
 
-def _deepspeed_config(options: ZeroOptions) -> dict[str, Any]:
-    # At one rank every weight is at hand. DeepSpeed would spend seconds on finding out which ones to gather ahead and to keep.
-    ahead = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0} if options.world_size == 1 else {}
+def _at_once(options: ZeroOptions, trained: int) -> dict[str, int]:
+    """How many weights a rank gathers, and how many of the `trained` gradients it keeps for the next sum over ranks."""
+    summed = {"reduce_bucket_size": min(trained, options.bucket or SUMMED_AT_ONCE)}  # all of it is allocated
+    if options.world_size == 1:
+        # Every weight is at hand. DeepSpeed would spend seconds on finding out which ones to gather ahead and to keep.
+        return summed | {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    if options.bucket is None:
+        return summed
+    # A weight that is kept for its next use would come on top of the bucket.
+    limits = {"stage3_max_live_parameters": options.bucket, "stage3_max_reuse_distance": 0}
+    return summed | limits | {"stage3_prefetch_bucket_size": options.bucket}
+
+
+def _deepspeed_config(options: ZeroOptions, trained: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -388,7 +376,7 @@ def _deepspeed_config(options: ZeroOptions) -> dict[str, Any]:
         # One sets the type in which a rank sums its micro-batches, the other the type in which ranks are added up.
         "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
         "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
-        "zero_optimization": {"stage": options.stage, "overlap_comm": False, **ahead},
+        "zero_optimization": {"stage": options.stage, "overlap_comm": False, **_at_once(options, trained)},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,  # never
     }

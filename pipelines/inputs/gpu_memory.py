@@ -29,6 +29,7 @@ from pipelines.inputs.memory import (
     heads_bytes,
     micro_batch_bytes,
     scoring_bytes,
+    summed_bytes,
     trainer_state_bytes,
 )
 from pipelines.inputs.read import Inputs
@@ -124,7 +125,9 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
         found += [_teacher(config, inputs)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
         heads = heads_bytes(config, inputs) if answer_class(config.teachers.payload).SENDS_HEADS else 0
-        kept = trainer_state_bytes(config, inputs) // config.trainer.ranks + heads
+        kept = (
+            trainer_state_bytes(config, inputs) // config.trainer.ranks + summed_bytes(config, inputs.trained) + heads
+        )
         summed = 4 * inputs.trained // config.trainer.ranks  # gradients are converted to float32 for the optimiser
         rank = Role(
             what="trainer rank",
@@ -134,7 +137,7 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
         )
         found += [rank] * config.trainer.ranks
         if config.objective.has_critic:
-            kept = critic_state_bytes(config, inputs) // config.trainer.ranks
+            kept = critic_state_bytes(config, inputs) // config.trainer.ranks + summed_bytes(config, student.parameters)
             found += [replace(rank, what="critic rank", kept=kept)] * config.trainer.ranks
     return found
 

@@ -1,6 +1,7 @@
 """Estimate how much memory a merge will take, from shapes and budgets alone, before anything starts.
 
-    trainer ranks     weights, gradients, AdamW over the ranks; on each: gathered weights, activations, logits, heads
+    trainer ranks     weights, gradients, AdamW over the ranks; on each: gathered weights, gradients on their way to the
+                      sum over ranks, activations, logits, heads
     rollout engines   weights, key-value cache, logits
     teachers          experts within their budget, activations of one pass
     what travels      new weights in shared memory, a step's streams in the object store
@@ -13,6 +14,9 @@ P stands for a model's parameters, T for tokens of a pass, V for ids, D for the 
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +28,7 @@ from experts.weight_files import weight_tensors
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
+from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
 from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
@@ -37,8 +42,6 @@ TRAINER_PROCESS = 420 * MIB
 ROLLOUT_PROCESS = 560 * MIB
 TEACHER_PROCESS = 340 * MIB
 DRIVER_AND_RAY = 1100 * MIB
-GATHERED_AT_ONCE = 1_000_000_000
-"""Most parameters that a rank has gathered: DeepSpeed's stage3_max_live_parameters."""
 LOGIT_COPIES = 20
 """Bytes for each logit of a chunk: logits, log-softmax, probabilities and gradient of student and teacher."""
 SCORED_AT_ONCE = 4096
@@ -63,6 +66,8 @@ class Need:
     """Bytes of all processes together, on this machine and outside of GPUs."""
     knobs: str
     """Keys of the pipeline that decide this memory."""
+    ranks: int = 0
+    """Trainer ranks that hold equal parts of it; 0: other processes have it."""
 
 
 def estimate(config: PipelineConfig, inputs: Inputs) -> list[Need]:
@@ -111,7 +116,14 @@ def refuse_too_large(config: PipelineConfig, inputs: Inputs) -> None:
 def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
     """Part, GiB, keys; the last rows are the sum and the machine's memory."""
     rows = [(need.what, _gib(need.nbytes), need.knobs) for need in needs]
+    if any(need.ranks for need in needs):
+        rows.append(("in it: each trainer rank, at most", _gib(rank_bytes(needs)), "trainer.ranks, trainer.bucket"))
     return [*rows, ("together", _gib(sum(n.nbytes for n in needs)), ""), ("this machine", _gib(machine_bytes()), "")]
+
+
+def rank_bytes(needs: Sequence[Need]) -> int:
+    """Most memory of a trainer rank, its process included; shared memory, such as libraries, is not."""
+    return TRAINER_PROCESS + sum(need.nbytes // need.ranks for need in needs if need.ranks)
 
 
 def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
@@ -122,12 +134,20 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
         Need(
             what="trainer: weights, gradients, AdamW",
             nbytes=trainer_state_bytes(config, inputs) + ranks * gathered_bytes(config, student),
-            knobs="student.model, trainer.ranks, trainer.grad_accum_dtype",
+            knobs="student.model, trainer.ranks, trainer.grad_accum_dtype, trainer.bucket",
+            ranks=ranks,
+        ),
+        Need(
+            what="trainer: gradients on their way to the sum over ranks",
+            nbytes=ranks * summed_bytes(config, inputs.trained),
+            knobs="trainer.bucket, trainer.grad_accum_dtype, trainer.ranks",
+            ranks=ranks,
         ),
         Need(
             what="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
             nbytes=max(ranks * micro_batch_bytes(config, inputs), checkpoint),
             knobs="trainer.micro_batch_tokens, objective.chunk, trainer.gradient_checkpointing, trainer.ranks",
+            ranks=ranks,
         ),
     ]
     if answer_class(config.teachers.payload).SENDS_HEADS:
@@ -136,6 +156,7 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
                 what="trainer: teachers' output heads",
                 nbytes=ranks * heads_bytes(config, inputs),
                 knobs="trainer.head_memory, trainer.ranks",
+                ranks=ranks,
             )
         )
     return [*needs, *_critic(config, inputs)]
@@ -177,8 +198,25 @@ def trainer_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
 
 
 def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
-    """Weights that one rank has gathered from the others at a time."""
-    return min(student.parameters, GATHERED_AT_ONCE) * DTYPE_BYTES[config.trainer.dtype]
+    """Weights that one rank has gathered from the others at a time: what fits the bucket, and one that does not."""
+    bucket = config.trainer.bucket
+    most = GATHERED_AT_ONCE if bucket is None else bucket + largest_weight(student)
+    return min(student.parameters, most) * DTYPE_BYTES[config.trainer.dtype]
+
+
+def summed_bytes(config: PipelineConfig, trained: int) -> int:
+    """Gradients that one rank keeps until the ranks add them up, and with several ranks a copy in the order of the ranks."""
+    trainer = config.trainer
+    kept = min(trained, trainer.bucket or SUMMED_AT_ONCE)
+    return kept * DTYPE_BYTES[trainer.grad_accum_dtype] * min(2, trainer.ranks)
+
+
+def largest_weight(model: ModelInfo) -> int:
+    """Numbers of the largest weight; the experts of a layer are one, because transformers keeps them in one tensor."""
+    sizes: Counter[str] = Counter()
+    for name, tensor in weight_tensors(Path(model.path)).items():
+        sizes[re.sub(r"\.experts\.\d.*", "", name)] += math.prod(tensor.shape)
+    return max(sizes.values())
 
 
 def micro_batch_bytes(config: PipelineConfig, inputs: Inputs) -> int:

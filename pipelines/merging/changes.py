@@ -76,6 +76,7 @@ SAME_BUT_FOR_ROUNDING = (
     "trainer.ranks",
     "trainer.micro_batch_tokens",
     "trainer.gradient_checkpointing",
+    "trainer.bucket",
     "objective.chunk",
     "objective.compile",
     "objective.reward.compare_every",

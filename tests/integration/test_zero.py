@@ -48,7 +48,7 @@ def by_zero() -> dict[str, Tensor]:
     """The weights after a few steps, and what must hold between them."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    from opd.train.zero import gathered
+    from opd.train.export import gathered
 
     engine = ZeroEngine(
         ZeroOptions(

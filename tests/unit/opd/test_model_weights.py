@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opd.model_weights import Naming, attention, persistent_buffers, to_files
+from opd.model_weights import Naming, attention, file_groups, persistent_buffers, to_files
 
 FAMILIES = ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
 IDS = torch.arange(4, 40)[None]
@@ -90,6 +91,45 @@ def test_an_export_has_the_hubs_names_and_gives_the_same_logits(model_dir: Path,
     assert {name: tensor.shape for name, tensor in load_file(out / "model.safetensors").items()} == names
     with torch.no_grad():
         assert torch.equal(plain(out).eval()(IDS).logits, model(IDS).logits)
+
+
+def test_group_by_group_the_files_are_those_of_all_at_once(model_dir: Path) -> None:
+    """With the weights of a model that was loaded, and with those of one that was not."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    loaded = plain(model_dir)
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    for model in (loaded, made):
+        state = {name: param.detach() for name, param in model.named_parameters()} | dict(persistent_buffers(model))
+        groups = file_groups(model, state)
+        assert sorted(name for group in groups for name in group.names) == sorted(state)
+        assert (model_dir.name == "gpt_oss") == all(group.conversion is None for group in groups)
+        found = {
+            name: tensor
+            for group in groups
+            for name, tensor in group.to_files(model, {part: state[part] for part in group.names}).items()
+        }
+        wanted = revert_weight_conversion(model, dict(state))
+        assert list(found) == list(wanted), "the order decides which shard a tensor is in"
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_tensors_that_a_file_fuses_are_one_group() -> None:
+    """No family here has them, so the conversion is made up."""
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    fused = WeightConverter(["qkv"], ["q_proj", "k_proj"], operations=[Chunk(dim=0)])
+    model = SimpleNamespace(config=None, _weight_conversions=[fused])
+    state = {f"layers.{n}.{part}.weight": torch.randn(2, 3) for n in (10, 9) for part in ("q_proj", "k_proj", "o_proj")}
+    groups = file_groups(model, state)
+    assert [group.names for group in groups if len(group.names) > 1] == [
+        tuple(f"layers.{n}.{part}.weight" for part in ("k_proj", "q_proj")) for n in (9, 10)
+    ]
+    files = to_files(model, state)
+    assert torch.equal(
+        files["layers.9.qkv.weight"],
+        torch.cat([state["layers.9.q_proj.weight"], state["layers.9.k_proj.weight"]]),
+    )
 
 
 def test_exported_tensors_own_their_bytes(model_dir: Path) -> None:

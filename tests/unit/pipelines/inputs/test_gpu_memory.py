@@ -46,10 +46,10 @@ def test_what_each_role_takes(inputs: Any) -> None:
     engine, teacher, rank = roles(config, found)
     assert (engine.share, engine.least) == (0.5, 4 * PARAMETERS)
     assert (teacher.kept, teacher.share) == (4 * PARAMETERS, 0)
-    assert rank.kept == 20 * PARAMETERS + memory.heads_bytes(config, found)
+    assert rank.kept == (20 + 4) * PARAMETERS + memory.heads_bytes(config, found)
     assert rank.passing == 4 * PARAMETERS + memory.micro_batch_bytes(config, found)
     halves = roles(changed(config, trainer={"ranks": 2}, cluster={"trainer_gpus": 1}), found)
-    assert [role.kept - memory.heads_bytes(config, found) for role in halves[2:]] == [10 * PARAMETERS] * 2
+    assert [role.kept - memory.heads_bytes(config, found) for role in halves[2:]] == [(10 + 8) * PARAMETERS] * 2
 
 
 def test_a_lora_trainer_keeps_a_copy_of_the_weights_and_the_state_of_its_adapters(world: Any) -> None:
@@ -58,7 +58,7 @@ def test_a_lora_trainer_keeps_a_copy_of_the_weights_and_the_state_of_its_adapter
     found = read_inputs(config)
     *_, rank = roles(config, found)
     assert found.trained == 2 * 4 * 2 * 64
-    assert rank.kept == 4 * PARAMETERS + 20 * found.trained + memory.heads_bytes(config, found)
+    assert rank.kept == 4 * PARAMETERS + (20 + 4) * found.trained + memory.heads_bytes(config, found)
 
 
 def test_teachers_elsewhere_take_nothing_and_an_engine_its_share(inputs: Any) -> None:

@@ -1,0 +1,130 @@
+"""Read a model so that each rank keeps its share of every weight, and no rank ever holds the whole.
+
+transformers makes the model without memory, reads one tensor after the other, converts those that its modules have under
+other names or in other shapes, and gives each to its module. At that moment we cut it among the ranks and keep one part,
+before the next is read. All ranks do so in step.
+
+What a rank holds at most: its shares, a few times the largest weight while that is read and converted, and the weights with
+a row for every id, which are cut last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from opd.model_weights import attention
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def load_share(model_dir: Path, dtype: torch.dtype) -> Any:
+    """transformers' causal language model of a directory, of which this rank has its share: see `opd.model_weights.load_causal_lm`.
+
+    The ranks have met, and all call this at the same time.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    cut = _Cut(dtype)
+    rows = config.get_text_config(decoder=True).vocab_size
+    with _tensors(model_dir) as tensors, _one_after_the_other(), _cut_when_it_comes(cut, rows):
+        lm = AutoModelForCausalLM.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            attn_implementation=attention(config),
+            trust_remote_code=False,
+        )
+    for param in lm.parameters():
+        cut(param)
+    cut.number(lm)
+    lm.config.name_or_path = str(model_dir)
+    return lm.to(cut.device)
+
+
+class _Cut:
+    """Cuts parameters among the ranks in place, as DeepSpeed does with a whole model."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        from deepspeed import zero
+
+        self._dtype = dtype
+        self._zero = zero.Init(module=nn.Module(), dtype=dtype)
+        self.device: torch.device = self._zero.local_device
+
+    def __call__(self, param: Any) -> None:
+        """Cut this parameter, if it is not cut yet; all have the compute type, whatever transformers keeps in another one."""
+        if hasattr(param, "ds_id"):
+            return
+        if param.is_floating_point():
+            param.data = param.data.to(self._dtype)
+        # DeepSpeed sends rank 0's values to the others as bytes, which have to lie in order.
+        param.data = param.data.contiguous()
+        self._zero._convert_to_zero_parameters([param])
+
+    def number(self, lm: nn.Module) -> None:
+        """Number the parameters in the model's order, not in that of the files: DeepSpeed adds gradients up by number."""
+        params: list[Any] = list(lm.parameters())
+        for param, number in zip(params, sorted(param.ds_id for param in params), strict=True):
+            param.ds_id = number
+
+
+@contextmanager
+def _cut_when_it_comes(cut: _Cut, rows: int) -> Iterator[None]:
+    """Within, a weight from a file is cut when a module gets it.
+
+    A weight with `rows` rows may be tied to another one. If the files have both, transformers compares them at the end, so they
+    stay whole until then. So do those that no file has, which are still to be filled.
+    """
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    def hook(module: nn.Module, name: str, param: nn.Parameter) -> None:
+        if not param.is_meta and getattr(param, "_is_hf_initialized", False) and param.shape[:1] != (rows,):
+            cut(param)
+
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _tensors(model_dir: Path) -> Iterator[dict[str, Any]]:
+    """Name -> what reads a tensor of the files when it is asked for all of it.
+
+    It is read and not mapped, because a process that maps a file holds all pages of it that it has looked at.
+    """
+    from safetensors import safe_open
+
+    names = [SINGLE]
+    if not (model_dir / SINGLE).is_file():
+        names = sorted(set(json.loads((model_dir / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(model_dir / n, framework="pt", backend="pread")) for n in names]
+        yield {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
+
+
+@contextmanager
+def _one_after_the_other() -> Iterator[None]:
+    """Within, transformers reads a tensor when its turn comes; else threads read all of them ahead."""
+    key = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(key)
+    os.environ[key] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before

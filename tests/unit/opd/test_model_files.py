@@ -1,0 +1,64 @@
+"""Weight files written tensor by tensor are those that huggingface_hub writes of all tensors at once, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
+
+from opd import model_files
+from opd.errors import StorageError
+from opd.files import storing
+from opd.model_files import ModelFiles
+
+STATE = {
+    "z.weight": torch.arange(6.0).view(2, 3),
+    "a.weight": torch.ones(5, dtype=torch.bfloat16),
+    "b.bias": torch.arange(3, dtype=torch.int64),
+    "naïve": torch.tensor(2.5),
+    "m.weight": torch.arange(12.0).view(3, 4).t(),
+    "empty": torch.empty(0, 4),
+}
+
+
+def write(path: Path, names: list[str]) -> Path:
+    path.mkdir()
+    with ModelFiles(path, {name: torch.empty_like(t, device="meta") for name, t in STATE.items()}) as files:
+        for name in names:
+            files.write({name: STATE[name]})
+        files.finish()
+    return path
+
+
+@pytest.mark.parametrize("shard", ["5GB", 60, 20])
+def test_the_files_are_the_same_in_whatever_order_the_tensors_come(
+    shard: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_files, "SHARD", shard)
+    (tmp_path / "wanted").mkdir()
+    save_torch_state_dict(dict(STATE), tmp_path / "wanted", max_shard_size=shard)
+    wanted = {file.name: file.read_bytes() for file in (tmp_path / "wanted").iterdir()}
+    assert ("model.safetensors" in wanted) == (shard == "5GB")
+    for number, names in enumerate((list(STATE), list(reversed(STATE)))):
+        out = write(tmp_path / str(number), names)
+        assert {file.name: file.read_bytes() for file in out.iterdir()} == wanted
+    found = {name: t for name in wanted if name.endswith("s") for name, t in load_file(out / name).items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
+
+
+def test_a_tensor_that_never_came_or_is_another_is_no_small_matter(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"never written: \['a.weight'\]"):
+        write(tmp_path / "a", [name for name in STATE if name != "a.weight"])
+    (tmp_path / "b").mkdir()
+    with ModelFiles(tmp_path / "b", {"x": torch.empty(3, device="meta")}) as files, pytest.raises(AssertionError):
+        files.write({"x": torch.zeros(3, dtype=torch.bfloat16)})
+
+
+def test_a_full_disk_is_said(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("/dev/full")
+    files = ModelFiles(tmp_path, {"x": torch.empty(3, device="meta")})
+    with pytest.raises(StorageError, match="could not be written: No space left on device"), storing(tmp_path), files:
+        pass
