@@ -26,6 +26,7 @@ from opd.train.lora import LoraOptions, adapt
 from opd.train.optimizer import AdamWOptions
 from opd.train.shards import part_sizes
 from opd.train.zero import ZeroEngine, ZeroOptions
+from tests.models.families import FAMILIES, build_models
 
 ROOT = Path(__file__).parents[2]
 IDS = torch.arange(4, 40)[None]
@@ -179,7 +180,52 @@ def test_a_share_is_what_the_whole_would_have_given(ranks: int, cases: list[dict
     assert heads["lm_head.weight"].shape == heads["model.embed_tokens.weight"].shape
 
 
+def compare_families(root: Path) -> dict[str, str]:
+    """Family -> how it is read or written otherwise in shares. At one rank a share is the whole."""
+    import deepspeed
+    from transformers.core_model_loading import revert_weight_conversion
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    wrong = {}
+    for name, family in FAMILIES.items():
+        student = build_models(family, root / name.replace(" ", "_"))["student"]
+        for dtype in (torch.float32, torch.bfloat16):
+            whole, share = load_causal_lm(student, dtype), load_share(student, dtype)
+            params = {n: p.detach().to(dtype) for n, p in whole.named_parameters()}
+            if list(params) != [n for n, _ in share.named_parameters()]:
+                wrong[name] = "names"
+            if any(not torch.equal(params[n].flatten(), p.ds_tensor) for n, p in share.named_parameters()):
+                wrong[name] = f"weights in {dtype}"
+            buffers = dict(share.named_buffers())
+            if any(not torch.equal(b, buffers[n]) or b.dtype != buffers[n].dtype for n, b in whole.named_buffers()):
+                wrong[name] = f"buffers in {dtype}"
+            if whole.config.to_dict() != share.config.to_dict():
+                wrong[name] = "config"
+            state = params | dict(persistent_buffers(whole))
+            files, wanted = to_files(share, state), revert_weight_conversion(whole, dict(state))
+            if list(files) != list(wanted) or any(not torch.equal(files[n], wanted[n]) for n in wanted):
+                wrong[name] = "files"
+    return wrong
+
+
+@pytest.mark.slow
+def test_every_family_is_read_and_written_the_same(tmp_path: Path) -> None:
+    env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    command = [sys.executable, "-m", "tests.integration.test_shards", json.dumps(str(tmp_path))]
+    done = subprocess.run(
+        command, env=os.environ | env, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
 if __name__ == "__main__":
-    given, path, rank, ranks = json.loads(sys.argv[1])
-    for number, case in enumerate(given):
-        compare(case, Path(path) / str(number), rank, ranks)
+    given = json.loads(sys.argv[1])
+    if isinstance(given, str):
+        print(json.dumps(compare_families(Path(given))))
+    else:
+        for number, case in enumerate(given[0]):
+            compare(case, Path(given[1]) / str(number), given[2], given[3])
