@@ -61,7 +61,7 @@ class ModelFiles:
         assert not self._places, f"never written: {sorted(self._places)[:3]}"
         if self._split.is_sharded:
             index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
-            (self._path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            (self._path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opd.model_weights import attention
+from opd.model_weights import Naming, attention
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -31,19 +31,14 @@ def load_share(model_dir: Path, dtype: torch.dtype) -> Any:
 
     The ranks have met, and all call this at the same time.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-    cut = _Cut(dtype)
+    empty = Naming(AutoConfig.from_pretrained(model_dir, trust_remote_code=False), dtype).model
+    config, cut = empty.config, _Cut(dtype)
     rows = config.get_text_config(decoder=True).vocab_size
     with _tensors(model_dir) as tensors, _one_after_the_other(), _cut_when_it_comes(cut, rows):
-        lm = AutoModelForCausalLM.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=dtype,
-            attn_implementation=attention(config),
-            trust_remote_code=False,
+        lm = type(empty).from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, attn_implementation=attention(config)
         )
     for param in lm.parameters():
         cut(param)

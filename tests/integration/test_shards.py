@@ -167,6 +167,7 @@ def cases(make_model_dir: Any, make_mixture_dir: Any, tmp_path_factory: pytest.T
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_share_is_what_the_whole_would_have_given(ranks: int, cases: list[dict[str, Any]], tmp_path: Path) -> None:
+    cases = cases if ranks > 1 else cases[:3:2]
     ranks_of(ranks, cases, tmp_path)
     for number, case in enumerate(cases):
         out = tmp_path / str(number)
@@ -176,8 +177,8 @@ def test_a_share_is_what_the_whole_would_have_given(ranks: int, cases: list[dict
         )
         assert set(plain) == {"config.json", "model.safetensors"}
         assert shards == of_whole == plain, case
-    heads = load_file(tmp_path / "1" / "shards" / "model.safetensors")
-    assert heads["lm_head.weight"].shape == heads["model.embed_tokens.weight"].shape
+        files = load_file(out / "shards" / "model.safetensors")
+        assert ("lm_head.weight" in files) == ("/tied" not in case["model"])
 
 
 def compare_families(root: Path) -> dict[str, str]:
