@@ -167,16 +167,16 @@ def run(case: dict[str, Any], out: Path) -> list[dict[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lora", "layers", "width", "bucket"), [(True, 10, 2048, 20_000_000), (False, 8, 1024, 8_000_000)]
+    ("lora", "layers", "width", "bucket"), [(True, 20, 2048, 10_000_000), (False, 8, 1024, 8_000_000)]
 )
 def test_a_rank_needs_what_the_sum_says_and_no_whole_student(
     lora: bool, layers: int, width: int, bucket: int, tmp_path: Path
 ) -> None:
-    """The LoRA student alone is larger than all that a rank may have; so is the whole student's state of AdamW."""
+    """The LoRA student's weights alone are more than all that a rank may have; of the other, what is held in a checkpoint's step."""
     dtype = torch.bfloat16 if lora else torch.float32
     numbers = write_student(tmp_path / "student", layers, width, dtype)
     case, most = case_of(tmp_path / "student", numbers, lora, bucket)
-    assert (2 if lora else 20) * numbers > case["limit"], "the whole would not fit"
+    assert (2 if lora else 20 + 12) * numbers > case["limit"], "the whole would not fit"
     for found in run(case, tmp_path / "out"):
         print({what: nbytes // MIB for what, nbytes in found.items()}, "of", most // MIB, "MiB")
         assert 0.9 * most <= max(found.values()) <= 1.1 * most, (found, most)
