@@ -125,15 +125,15 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
         found += [_teacher(config, inputs)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
         heads = heads_bytes(config, inputs) if answer_class(config.teachers.payload).SENDS_HEADS else 0
-        kept = (
-            trainer_state_bytes(config, inputs) // config.trainer.ranks + summed_bytes(config, inputs.trained) + heads
-        )
-        summed = 4 * inputs.trained // config.trainer.ranks  # gradients are converted to float32 for the optimiser
+        summed = summed_bytes(config, inputs.trained)
+        kept = trainer_state_bytes(config, inputs) // config.trainer.ranks + summed + heads
+        # Gradients are copied to be added up, and converted to float32 for the optimiser.
+        copied = max(summed, 4 * inputs.trained // config.trainer.ranks)
         rank = Role(
             what="trainer rank",
             gpus=cluster.trainer_gpus,
             kept=kept,
-            passing=gathered_bytes(config, student) + max(micro_batch_bytes(config, inputs), summed),
+            passing=gathered_bytes(config, student) + max(micro_batch_bytes(config, inputs), copied),
         )
         found += [rank] * config.trainer.ranks
         if config.objective.has_critic:

@@ -128,8 +128,9 @@ def rank_bytes(needs: Sequence[Need]) -> int:
 
 def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     student, ranks = inputs.student, config.trainer.ranks
-    # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before.
-    checkpoint = 12 * inputs.trained
+    # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
+    # gradients are added up, from a copy in the order of the ranks.
+    checkpoint, summed = 12 * inputs.trained, summed_bytes(config, inputs.trained)
     needs = [
         Need(
             what="trainer: weights, gradients, AdamW",
@@ -139,13 +140,13 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
         ),
         Need(
             what="trainer: gradients on their way to the sum over ranks",
-            nbytes=ranks * summed_bytes(config, inputs.trained),
+            nbytes=ranks * summed,
             knobs="trainer.bucket, trainer.grad_accum_dtype, trainer.ranks",
             ranks=ranks,
         ),
         Need(
             what="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
-            nbytes=max(ranks * micro_batch_bytes(config, inputs), checkpoint),
+            nbytes=max(ranks * max(micro_batch_bytes(config, inputs), summed), checkpoint),
             knobs="trainer.micro_batch_tokens, objective.chunk, trainer.gradient_checkpointing, trainer.ranks",
             ranks=ranks,
         ),
@@ -205,10 +206,8 @@ def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
 
 
 def summed_bytes(config: PipelineConfig, trained: int) -> int:
-    """Gradients that one rank keeps until the ranks add them up, and with several ranks a copy in the order of the ranks."""
-    trainer = config.trainer
-    kept = min(trained, trainer.bucket or SUMMED_AT_ONCE)
-    return kept * DTYPE_BYTES[trainer.grad_accum_dtype] * min(2, trainer.ranks)
+    """Gradients that one rank keeps until the ranks add them up; the memory for them stays."""
+    return min(trained, config.trainer.bucket or SUMMED_AT_ONCE) * DTYPE_BYTES[config.trainer.grad_accum_dtype]
 
 
 def largest_weight(model: ModelInfo) -> int:
@@ -231,7 +230,6 @@ def micro_batch_bytes(config: PipelineConfig, inputs: Inputs) -> int:
         + tree_mask_bytes(config, tokens)
         + LOGIT_COPIES * config.objective.chunk * student.vocab_size
         + 4 * head
-        + gathered_bytes(config, student)
     )
 
 

@@ -49,7 +49,7 @@ def test_what_each_role_takes(inputs: Any) -> None:
     assert rank.kept == (20 + 4) * PARAMETERS + memory.heads_bytes(config, found)
     assert rank.passing == 4 * PARAMETERS + memory.micro_batch_bytes(config, found)
     halves = roles(changed(config, trainer={"ranks": 2}, cluster={"trainer_gpus": 1}), found)
-    assert [role.kept - memory.heads_bytes(config, found) for role in halves[2:]] == [(10 + 8) * PARAMETERS] * 2
+    assert [role.kept - memory.heads_bytes(config, found) for role in halves[2:]] == [(10 + 4) * PARAMETERS] * 2
 
 
 def test_a_lora_trainer_keeps_a_copy_of_the_weights_and_the_state_of_its_adapters(world: Any) -> None:

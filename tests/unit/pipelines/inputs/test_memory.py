@@ -67,6 +67,31 @@ def test_of_a_lora_student_the_optimiser_sees_the_adapters_alone(world: Any, giv
     assert full[work] - found[work] == 4 * VOCABULARY * WIDTH, "the head has no gradient"
 
 
+def test_a_bucket_bounds_what_a_rank_holds_beside_its_shares(given: Any) -> None:
+    state, sums = "trainer: weights, gradients, AdamW", "trainer: gradients on their way to the sum over ranks"
+    largest = 64 * 128
+    assert lines(given, trainer={"ranks": 3})[sums] == 3 * 4 * PARAMETERS
+    small = lines(given, trainer={"ranks": 3, "bucket": 1000})
+    assert small[sums] == 3 * 4 * 1000
+    assert small[state] == (20 * PARAMETERS) + 3 * 4 * (1000 + largest), "one weight may be larger"
+    narrow = lines(given, trainer={"ranks": 3, "grad_accum_dtype": "bfloat16"})
+    assert narrow[sums] == 3 * 2 * PARAMETERS
+    tiny: dict[str, Any] = {"objective": {"chunk": 1}, "rollout": {"max_model_len": 8}}
+    many = lines(given, trainer={"ranks": 9, "micro_batch_tokens": 16}, **tiny)
+    what = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
+    assert many[what] == 9 * 4 * PARAMETERS > 12 * PARAMETERS, "the copy that is sent"
+
+
+def test_what_a_rank_needs_is_its_part_of_the_ranks_lines(given: Any) -> None:
+    config, inputs = given
+    two = PipelineConfig.model_validate(config.model_dump() | {"trainer": config.trainer.model_dump() | {"ranks": 2}})
+    needs = estimate(two, inputs)
+    trainer = sum(need.nbytes for need in needs if need.what.startswith("trainer: "))
+    assert memory.rank_bytes(needs) == memory.TRAINER_PROCESS + trainer // 2
+    shown = f"{memory.rank_bytes(needs) / 2**30:.2f}"
+    assert need_rows(needs)[-3] == ("in it: each trainer rank, at most", shown, "trainer.ranks, trainer.bucket")
+
+
 def test_activations_are_the_ends_of_every_linear_layer(given: Any) -> None:
     what = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
     # Each of 2 layers: q, k, v, o with 64 + 64, gate, up, down with 64 + 128.
