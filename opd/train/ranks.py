@@ -16,6 +16,10 @@ from opd.train.plan import plan_micro_batches, row_sizes
 from opd.train.zero import ModelOptions, ZeroEngine
 from opd.types import LayoutProof, Rollout, WrittenFile
 
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""For glibc: give freed blocks of a MiB and more back to the system. It would keep those of up to 32 MiB, and gathered weights are
+such blocks: a rank of two kept as much as the whole student."""
+
 E = TypeVar("E", bound=ZeroEngine)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,6 +56,8 @@ class Ranks(Generic[E]):
         env = cluster.worker_env(options.world_size, spec.roles)
         if not spec.gpus:
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        if options.bucket is not None:
+            env |= FREED_AT_ONCE
         self._ranks: list[Worker[E]] = [
             cluster.spawn(engine, options, rank, name=f"{role} rank {rank}", env=env, gpus=spec.gpus)
             for rank in range(options.world_size)

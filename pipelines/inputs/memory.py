@@ -131,6 +131,8 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
     # gradients are added up, from a copy in the order of the ranks.
     checkpoint, summed = 12 * inputs.trained, summed_bytes(config, inputs.trained)
+    # An adapter is added to a weight in float32.
+    export = largest_weight(student) * (2 * DTYPE_BYTES[config.trainer.dtype] + (12 if inputs.lora else 0))
     needs = [
         Need(
             what="trainer: weights, gradients, AdamW",
@@ -146,7 +148,7 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
         ),
         Need(
             what="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
-            nbytes=max(ranks * max(micro_batch_bytes(config, inputs), summed), checkpoint),
+            nbytes=max(ranks * max(micro_batch_bytes(config, inputs), summed, export), checkpoint),
             knobs="trainer.micro_batch_tokens, objective.chunk, trainer.gradient_checkpointing, trainer.ranks",
             ranks=ranks,
         ),
