@@ -39,7 +39,7 @@ class ModelFiles:
         with ExitStack() as stack:
             for name, members in self._split.filename_to_tensors.items():
                 file = stack.enter_context((self._path / name).open("wb", buffering=0))
-                header, starts = file_header({member: self._tensors[member] for member in members})
+                header, starts = file_header({member: self._tensors[member] for member in members}, METADATA)
                 _write_all(file, memoryview(header))
                 self._places |= {member: (file, start) for member, start in starts.items()}
             self._stack = stack.pop_all()
@@ -54,7 +54,7 @@ class ModelFiles:
             planned, (file, start) = self._tensors[name], self._places.pop(name)
             assert (tensor.shape, tensor.dtype) == (planned.shape, planned.dtype), name
             file.seek(start)
-            _write_all(file, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            _write_all(file, _bytes(tensor))
 
     def finish(self) -> None:
         """Write the index, if there are several shards, when all tensors were written. Raises: OSError."""
@@ -64,20 +64,33 @@ class ModelFiles:
             (self._path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one file as safetensors' `save_file` does, which would first copy all tensors. Raises: OSError."""
+    header, starts = file_header(tensors)
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, memoryview(header))
+        for name in starts:
+            _write_all(file, _bytes(tensors[name]))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
 def _write_all(file: FileIO, data: memoryview) -> None:
     """Write all of it: the system takes no more than 2 GiB at once."""
     while data:
         data = data[file.write(data) :]
 
 
-def file_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a safetensors file, up to the first tensor's bytes, and where each tensor begins in the file.
+def file_header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file, up to the first tensor's bytes, and where each tensor begins, in this order.
 
     safetensors itself decides on the order and on the types' names: it writes the same tensors without values.
     """
     from safetensors.torch import save
 
-    empty = save({name: torch.empty(0, dtype=t.dtype) for name, t in tensors.items()}, METADATA)
+    empty = save({name: torch.empty(0, dtype=t.dtype) for name, t in tensors.items()}, metadata)
     entries = json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])
     end, starts = 0, {}
     for name, entry in entries.items():

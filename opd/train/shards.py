@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from opd.files import blake3_file, storing
+from opd.model_files import write_file
 from opd.types import WrittenFile
 
 PLAN = "trainer.json"
@@ -38,12 +39,10 @@ def write_shard(
     directory: Path, rank: int, world_size: int, tensors: Mapping[str, Tensor], adam_step: int
 ) -> tuple[WrittenFile, ...]:
     """Write and sync a rank's file, and the plan if it is rank 0. Raises: StorageError."""
-    from safetensors.torch import save_file
-
     began = time.monotonic()
     paths = [directory / f"rank-{rank}.safetensors"]
     with storing(paths[0]):
-        save_file(dict(tensors), paths[0])
+        write_file(paths[0], tensors)
         if rank == 0:
             paths.append(directory / PLAN)
             paths[1].write_text(json.dumps({"world_size": world_size, "adam_step": adam_step}))

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from opd import model_files
 from opd.errors import StorageError
 from opd.files import storing
-from opd.model_files import ModelFiles
+from opd.model_files import ModelFiles, write_file
 
 STATE = {
     "z.weight": torch.arange(6.0).view(2, 3),
@@ -47,6 +47,13 @@ def test_the_files_are_the_same_in_whatever_order_the_tensors_come(
         assert {file.name: file.read_bytes() for file in out.iterdir()} == wanted
     found = {name: t for name in wanted if name.endswith("s") for name, t in load_file(out / name).items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
+
+
+def test_a_single_file_is_what_safetensors_writes(tmp_path: Path) -> None:
+    state = {name: tensor.contiguous() for name, tensor in STATE.items()}
+    save_file(state, tmp_path / "wanted")
+    write_file(tmp_path / "found", state)
+    assert (tmp_path / "found").read_bytes() == (tmp_path / "wanted").read_bytes()
 
 
 def test_a_tensor_that_never_came_or_is_another_is_no_small_matter(tmp_path: Path) -> None:
