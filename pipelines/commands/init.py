@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import say
+from pipelines.commands.shell import say, wait_passively
 
 app = typer.Typer()
 
@@ -44,6 +45,7 @@ Output = Annotated[Path | None, typer.Option(help="File to write. Default: pipel
 Shipped = Annotated[
     str | None, typer.Option("--from", metavar="NAME", help="Copy: quickstart, smollm2, agents, rewards or cluster.")
 ]
+Probe = Annotated[bool, typer.Option("--probe", help="Let the models write a little, to choose the objective.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
 
 
@@ -57,6 +59,7 @@ def init(
     verifiers: Verifiers = None,
     bases: Bases = None,
     chat: Chat = None,
+    probe: Probe = False,
     output: Output = None,
     shipped: Shipped = None,
     force: Force = False,
@@ -76,15 +79,22 @@ def init(
         columns=tuple(columns or ()),
         verifiers=tuple(verifiers or ()),
         bases=tuple(bases or ()),
+        chat=chat,
+        probe=probe,
     )
-    if shipped is not None and flags != Flags():
+    if shipped and flags != Flags():
         raise typer.BadParameter("--from copies a pipeline as it is; it takes --output and --force alone")
     target = Target(path=output or Path(f"{shipped or 'pipeline'}.yaml"), force=force)
-    ask = _ask if sys.stdin.isatty() and sys.stdout.isatty() else None
-    following = write_proposal(flags, target, chat, ask, say) if shipped is None else copy_shipped(shipped, target)
+    wait_passively()
+    following = copy_shipped(shipped, target) if shipped else write_proposal(flags, target, _asker(), say)
     say(f"wrote {target.path}; next:", err=False)
     for command in following:
         say(f"  {command}", err=False)
+
+
+def _asker() -> Callable[[str, str], str] | None:
+    """Who answers what no option says; None without a terminal."""
+    return _ask if sys.stdin.isatty() and sys.stdout.isatty() else None
 
 
 def _ask(question: str, proposal: str) -> str:

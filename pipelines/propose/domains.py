@@ -66,6 +66,7 @@ def find_sources(given: Given, student: ModelInfo, chat: bool | None) -> dict[st
 
 
 def _sources(expert: GivenExpert, as_chat: bool) -> Sources:
+    _read(expert.verifier)
     columns = look_at_columns(expert.prompts, expert.columns)
     held_out = None if expert.exam is None else look_at_columns(expert.exam, expert.columns)
     return Sources(
@@ -125,7 +126,7 @@ def _read(text: str) -> Any:
         found = parse_yaml(text)
     except (ValueError, yaml.YAMLError):
         found = text
-    if found in (None, "none"):
+    if found in (None, "", "none"):
         return None
     validate(DomainEvalConfig, {"holdout": 0.5, "verifier": found}, "--verifier")
     return found

@@ -33,6 +33,10 @@ class Flags:
     columns: tuple[str, ...] = ()
     verifiers: tuple[str, ...] = ()
     bases: tuple[str, ...] = ()
+    chat: bool | None = None
+    """Whether texts are what a user says; None: if the student has a chat template."""
+    probe: bool = False
+    """Let the models write a little, to choose the objective."""
 
     @property
     def incomplete(self) -> bool:

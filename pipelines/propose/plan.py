@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,12 @@ def propose(name: str, seen: Seen) -> Proposal:
     if smaller:
         notes["trainer"] = f"made smaller until the merge fits into memory: {', '.join(smaller)}"
     return Proposal(data=data, notes=notes, warnings=tuple(warnings))
+
+
+def with_objective(proposal: Proposal, kind: str, why: str) -> Proposal:
+    """The same proposal with another objective."""
+    data = changed(proposal.data, {"objective": {"kind": kind}})
+    return replace(proposal, data=data, notes={**proposal.notes, "objective.kind": why})
 
 
 def _expert(domain: str, seen: SeenExpert) -> Flow:
@@ -157,7 +163,7 @@ NOTES = {
     "teachers": "how experts score",
     "teachers.workers": "processes that score; each holds one expert at a time at work",
     "objective": "what is minimised: docs/objectives.md",
-    "objective.kind": "reverse_kl where the student can do a little of what its experts do; forward_kl or adaptive_kl where it cannot",
+    "objective.kind": "reverse_kl where the student can do a little of what its experts do, else forward_kl (--probe looks)",
     "objective.chunk": "answer tokens whose logits exist at a time; less needs less memory",
     "trainer.ranks": "processes that share the training",
     "trainer.steps": "longer trains more; `opd report` shows whether the loss still falls",

@@ -47,6 +47,11 @@ class Target:
                     path, found=f"no directory {path.parent}", wanted="a directory that exists", fix="make it first"
                 )
 
+    def write_pipeline(self, text: str) -> None:
+        """Write a pipeline that loads as it stands. Raises: StorageError."""
+        validate(PipelineConfig, parse_yaml(text), self.path)
+        self.write({self.path: text})
+
     def write(self, files: Mapping[Path, str]) -> None:
         """Write all files, the schema first. Raises: StorageError."""
         schema = json.dumps(PipelineConfig.model_json_schema(), indent=1) + "\n"
@@ -68,7 +73,7 @@ def copy_shipped(name: str, target: Target) -> list[str]:
     return commands_of(name, target.path)
 
 
-def write_proposal(flags: Flags, target: Target, chat: bool | None, ask: Ask | None, tell: Tell) -> list[str]:
+def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) -> list[str]:
     """Look at what the flags name, write a pipeline for it, and return the commands that come next.
 
     Raises: OpdError for what is missing, broken or does not fit, before anything is written.
@@ -76,30 +81,31 @@ def write_proposal(flags: Flags, target: Target, chat: bool | None, ask: Ask | N
     target.refuse_existing()
     ask = ask if flags.incomplete else None
     given = complete(flags, ask, tell)
-    from pipelines.propose.domains import find_sources, look_at_domains
+    from pipelines.propose.domains import find_sources
     from pipelines.propose.models import look_at_experts, look_at_student
 
     student = look_at_student(given.student)
     experts = look_at_experts(given, student, tell)
-    sources = find_sources(given, student, chat)
+    sources = find_sources(given, student, flags.chat)
     # What can be refused without them has been: these take seconds to import.
     from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks
     from pipelines.inputs.read import load_tokenizer
+    from pipelines.propose.domains import look_at_domains
     from pipelines.propose.machine import this_machine
-    from pipelines.propose.plan import Seen, propose
+    from pipelines.propose.plan import Seen, propose, with_objective
 
-    tokenizer = load_tokenizer(given.student)
+    tokenizer, machine = load_tokenizer(given.student), this_machine()
     domains = look_at_domains(given, sources, tokenizer, ask)
-    machine = this_machine()
     seen = Seen(student_dir=given.student, student=student, experts=experts, domains=domains, machine=machine)
     proposal = propose(_name(target.path), seen)
-    text = render(_head(target, str(machine)), proposal.data, proposal.notes)
-    config = validate(PipelineConfig, parse_yaml(text), target.path)
-    training = load_training(
-        config, {name: one.prompts for name, one in config.domains.items() if one.prompts}, tokenizer
-    )
+    config = validate(PipelineConfig, proposal.data, target.path)
+    training = load_training(config, {name: source.training for name, source in sources.items()}, tokenizer)
     refuse_leaks(load_exams(config, tokenizer), training)
-    target.write({target.path: text})
+    if flags.probe:
+        from pipelines.propose.probe import choose_objective, probe
+
+        proposal = with_objective(proposal, *choose_objective(probe(student, experts, domains, tell)))
+    target.write_pipeline(render(_head(target, str(machine)), proposal.data, proposal.notes))
     for warning in proposal.warnings:
         tell(f"warning: {warning}")
     return [f"opd check {target.path}", f"opd merge {target.path}"]

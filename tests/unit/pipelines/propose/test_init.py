@@ -146,6 +146,16 @@ def test_gpus_get_roles_that_fit_on_them(gpus: int, three: Path, monkeypatch: py
     assert "may not fit" not in opd(*THREE, *FILES, "--force").stderr
 
 
+def test_the_probe_chooses_between_the_two_divergences(three: Path) -> None:
+    """The experts' random weights differ from the student's; one with the student's own is always in reach."""
+    one = ["--student", "base", "--prompts", "rev.csv", "--probe"]
+    assert opd(*one, "--expert", "same=base").exit_code == 0
+    assert load_pipeline(three / "pipeline.yaml").objective.kind == "reverse_kl"
+    assert opd(*one, "--expert", "low", "--force").exit_code == 0
+    assert load_pipeline(three / "pipeline.yaml").objective.kind == "forward_kl"
+    assert "of the experts' 8 answers have a token" in (three / "pipeline.yaml").read_text()
+
+
 # Refused
 
 
