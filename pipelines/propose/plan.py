@@ -14,7 +14,16 @@ from opd.config.prompts import PromptsConfig
 from pipelines.propose.domains import SeenDomain, choose_share, splits, wants_share
 from pipelines.propose.machine import Machine
 from pipelines.propose.models import SeenExpert
-from pipelines.propose.sizes import Data, changed, choose_lengths, choose_sizes, fit, fits_machine, longest_prompt
+from pipelines.propose.sizes import (
+    Data,
+    cache_gib,
+    changed,
+    choose_lengths,
+    choose_sizes,
+    fit,
+    fits_machine,
+    longest_prompt,
+)
 from pipelines.propose.text import Flow
 
 
@@ -52,6 +61,8 @@ def propose(name: str, seen: Seen) -> Proposal:
         "rollout": rollout,
     }
     data = changed(data, choose_sizes(seen.student.parameters, len(seen.domains), seen.machine))
+    if not seen.machine.gpus:
+        data["rollout"]["kv_cache_gib"] = cache_gib(seen.student_dir, data["rollout"])
     fits = fits_machine(seen.student, seen.experts, seen.domains, seen.machine)
     data, smaller, enough = fit(data, fits, seen.machine)
     warnings = [_no_exam(domain, one) for domain, one in seen.domains.items() if "eval" not in data["domains"][domain]]
@@ -157,10 +168,12 @@ NOTES = {
     "rollout.max_model_len": "longest prompt and answer together",
     "rollout.dtype": "bfloat16 is faster where the hardware has it; float32 is exact",
     "rollout.max_num_seqs": "answers that are written at a time",
+    "rollout.kv_cache_gib": "memory for the sequences that are being written, GiB",
     "rollout.workers": "vLLM engines",
     "rollout.gpu_memory_utilization": "share of a GPU's memory for the engine",
     "rollout.sleep": "the engine gives its GPU memory back while the others compute",
     "teachers": "how experts score",
+    "teachers.memory": "experts' weights in memory; those that do not fit are read again in each step",
     "teachers.workers": "processes that score; each holds one expert at a time at work",
     "objective": "what is minimised: docs/objectives.md",
     "objective.kind": "reverse_kl where the student can do a little of what its experts do, else forward_kl (--probe looks)",

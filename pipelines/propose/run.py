@@ -99,7 +99,8 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
     seen = Seen(student_dir=given.student, student=student, experts=experts, domains=domains, machine=machine)
     proposal = propose(_name(target.path), seen)
     config = validate(PipelineConfig, proposal.data, target.path)
-    training = load_training(config, {name: source.training for name, source in sources.items()}, tokenizer)
+    prompts = {name: one.prompts for name, one in config.domains.items() if one.prompts}
+    training = load_training(config, prompts, tokenizer)
     refuse_leaks(load_exams(config, tokenizer), training)
     if flags.probe:
         from pipelines.propose.probe import choose_objective, probe

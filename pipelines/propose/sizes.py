@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from experts.model_dir import ModelInfo
+from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
+from opd.config.strict import DTYPE_BYTES
 from opd.types import Teacher, WeightedTeacher
 from pipelines.inputs.gpu_memory import phases, place, roles
 from pipelines.inputs.lora import size_of_lora
@@ -30,6 +32,8 @@ RATES = ((5e6, 2e-3), (5e7, 1e-3), (5e8, 2e-4), (3e9, 2e-5))
 LAST_RATE, LORA_RATE = 5e-6, 2e-4
 ROOM = {False: 4096, True: 16384}
 """Tokens of context that a proposal has at most, without and with a GPU: longer prompts are left out."""
+AT_ONCE = 16
+"""Sequences of full length for which a CPU engine's cache has room; shorter ones, which most are, take less."""
 TALK = 256
 """Tokens of a response of which nothing is known but that it is a chat's."""
 
@@ -58,6 +62,13 @@ def _written(seen: SeenDomain) -> int:
 
 def _up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+def cache_gib(student: Path, rollout: Data) -> int:
+    """GiB of a CPU engine's key-value cache in which `AT_ONCE` of the longest sequences have room."""
+    keys = sum(t.shape[0] for name, t in weight_tensors(student).items() if name.endswith("k_proj.weight"))
+    width = DTYPE_BYTES[rollout["dtype"]]
+    return max(1, -(-AT_ONCE * rollout["max_model_len"] * 2 * keys * width >> 30))
 
 
 def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
@@ -118,12 +129,14 @@ def rungs(machine: Machine) -> list[tuple[str, Data]]:
     """What makes a merge smaller, one after the other: in words, and as changes of the pipeline."""
     half = {section: {"dtype": "bfloat16"} for section in ("rollout", "teachers", "trainer")}
     small = {"trainer": {"micro_batch_tokens": 2048}, "rollout": {"max_num_seqs": 64}}
-    least = {"trainer": {"micro_batch_tokens": 1024, "gradient_checkpointing": True}, "teachers": {"workers": 1}}
+    fewer = {"teachers": {"workers": 1, "memory": "1GiB"}}
+    least = {"trainer": {"micro_batch_tokens": 1024, "gradient_checkpointing": True}}
     lora = {"student": {"lora": {"r": 16, "alpha": 32}}, "trainer": {"lr": LORA_RATE}}
     first = [] if machine.gpus else [("one trainer rank", {"trainer": {"ranks": 1}})]
     return [
         *first,
         ("smaller batches", small),
+        ("fewer experts in memory at a time", fewer),
         ("recomputed activations", least),
         ("bfloat16", half),
         ("adapters in place of all weights", lora),

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from opd.text import one_line
+from opd.text import one_line, printable
 
 WIDTH = 120
 SCHEMA_LINE = "# yaml-language-server: $schema="
@@ -21,7 +21,8 @@ class Flow(dict[str, Any]):
 
 def render(head: list[str], data: Mapping[str, Any], notes: Mapping[str, str]) -> str:
     """The file: lines of comment, then the keys, each with the note that `notes` has for its dotted path."""
-    comments = [line if line.startswith("# ") else f"# {line}".rstrip() for line in head]
+    shown = [printable(line).replace("\n", "\\n") for line in head]  # a path may hold anything
+    comments = [line if line.startswith("# ") else f"# {line}".rstrip() for line in shown]
     return "\n".join([*comments, *_lines(data, notes, "", 0)]) + "\n"
 
 
