@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from opd.errors import ConfigError
 from opd.prompts import PromptLine, PromptTable, load_prompts
 from opd.settings import parse_yaml, validate
 from pipelines.propose.columns import Columns, look_at_columns
-from pipelines.propose.given import Ask, Given, GivenExpert
+from pipelines.propose.given import Ask, Given, GivenExpert, Tell, asked
+from pipelines.propose.text import on_one_line
 from pipelines.propose.verifiers import propose_verifier, text_of
 
 LOOKED_AT = 500
@@ -35,8 +36,6 @@ class Sources:
     training: PromptsConfig
     exam: PromptsConfig | None
     """Prompts that are held out already; None: they have to be held out of the training prompts."""
-    renamed: bool
-    """True if a column has another name than ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +71,6 @@ def _sources(expert: GivenExpert, as_chat: bool) -> Sources:
     return Sources(
         training=_config(expert.prompts, columns, as_chat),
         exam=None if expert.exam is None or held_out is None else _config(expert.exam, held_out, as_chat),
-        renamed=bool(columns.renamed),
     )
 
 
@@ -82,27 +80,28 @@ def _config(path: Path, columns: Columns, as_chat: bool) -> PromptsConfig:
 
 
 def look_at_domains(
-    given: Given, sources: Mapping[str, Sources], tokenizer: Any, ask: Ask | None
+    given: Given, sources: Mapping[str, Sources], tokenizer: Any, ask: Ask | None, tell: Tell
 ) -> dict[str, SeenDomain]:
     """Read and tokenise every prompt, and propose how answers are judged. Raises: PromptError, ConfigError."""
-    return {name: _seen(name, given.experts[name], source, tokenizer, ask) for name, source in sources.items()}
+
+    def chosen(name: str, proposal: str) -> str:
+        said = given.experts[name].verifier
+        if said or ask is None:
+            return said
+        answer = asked(ask, tell, f"How are answers of {name} judged ({JUDGES})", _read, proposal)
+        return "" if answer == proposal else answer
+
+    return {name: _seen(name, source, tokenizer, chosen) for name, source in sources.items()}
 
 
-def _seen(name: str, expert: GivenExpert, sources: Sources, tokenizer: Any, ask: Ask | None) -> SeenDomain:
+def _seen(name: str, sources: Sources, tokenizer: Any, chosen: Callable[[str, str], str]) -> SeenDomain:
+    """`chosen`: (domain, the verifier that is proposed) -> the verifier that the user wants; empty: the proposed one."""
     table = load_prompts(sources.training, name, tokenizer)
     lines = _some(table)
     judged = lines if sources.exam is None else _some(load_prompts(sources.exam, name, tokenizer))
     verifier, why = propose_verifier(judged)
-    if expert.verifier:
-        verifier, why = _read(expert.verifier), "as you said"
-    elif ask is not None:
-        proposal = (
-            "none"
-            if verifier is None
-            else yaml.safe_dump(verifier, default_flow_style=True).removesuffix("...\n").strip()
-        )
-        answer = ask(f"How are answers of {name} judged ({JUDGES})", proposal)
-        verifier, why = (verifier, why) if answer == proposal else (_read(answer), "as you said")
+    if wish := chosen(name, "none" if verifier is None else on_one_line(verifier)):
+        verifier, why = _read(wish), "as you said"
     if verifier is None and sources.exam is not None:
         raise ConfigError.at(
             f"--eval {name}={sources.exam.path}",

@@ -7,15 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
+from experts.adapter import is_adapter
 from opd.config.strict import NAME_PATTERN
 from opd.errors import ConfigError, OpdError
 
 Ask = Callable[[str, str], str]
 """(question, proposal) -> the answer. An empty proposal: there is none, and an empty answer is one."""
 Tell = Callable[[str], None]
-T = TypeVar("T")
 
 EXAMPLE = "opd init --student models/base --expert math=models/math --prompts math=math.csv"
 VAGUE = re.compile(r"model|final|best|last|merged|output|adapter|checkpoint|checkpoint-\d+|snapshot", re.IGNORECASE)
@@ -85,10 +84,10 @@ def complete(flags: Flags, ask: Ask | None, tell: Tell) -> Given:
         )
     for name in missing:
         assert ask is not None
-        prompts[name] = _asked(ask, tell, f"Prompts of {name} (CSV, Parquet, JSONL or a saved data set)", _file)
+        prompts[name] = asked(ask, tell, f"Prompts of {name} (CSV, Parquet, JSONL or a saved data set)", _file)
     columns = by_expert("--columns", flags.columns, models, files=False)
     verifiers = by_expert("--verifier", flags.verifiers, models, files=False)
-    exams, bases = by_expert("--eval", flags.exams, models), by_expert("--base", flags.bases, models, files=False)
+    exams, bases = by_expert("--eval", flags.exams, models), _bases(flags.bases, models)
     experts = {
         name: GivenExpert(
             model=model,
@@ -119,11 +118,11 @@ def _with_models(flags: Flags, ask: Ask, tell: Tell) -> Flags:
     """The flags with a student and at least one expert."""
     if flags.student is None:
         question = "Student, the model that learns (a directory; usually what the experts were trained from)"
-        flags = replace(flags, student=Path(_asked(ask, tell, question, _directory)))
+        flags = replace(flags, student=Path(asked(ask, tell, question, _directory)))
     experts = list(flags.experts)
     while not flags.experts:
         more = "" if not experts else "; empty: no more"
-        text = _asked(
+        text = asked(
             ask, tell, f"Expert {len(experts) + 1} (a model or adapter, DIR or NAME=DIR{more})", _expert_or_end(experts)
         )
         if not text:
@@ -141,10 +140,10 @@ def _expert_or_end(before: list[str]) -> Callable[[str], str]:
     return check
 
 
-def _asked(ask: Ask, tell: Tell, question: str, check: Callable[[str], T]) -> str:
-    """The first answer that passes the check."""
+def asked(ask: Ask, tell: Tell, question: str, check: Callable[[str], object], proposal: str = "") -> str:
+    """The first answer that passes the check, which raises an OpdError for a wrong one."""
     while True:
-        text = ask(question, "").strip()
+        text = ask(question, proposal).strip()
         try:
             check(text)
         except OpdError as error:
@@ -229,6 +228,13 @@ def by_expert(option: str, texts: Iterable[str], experts: Mapping[str, Path], *,
             )
         found[name] = value
     return dict.fromkeys(experts, for_all[-1]) | found if for_all else found
+
+
+def _bases(texts: tuple[str, ...], experts: Mapping[str, Path]) -> dict[str, str]:
+    """Expert -> base. One without a name is meant for adapters alone."""
+    named = {_named(text, path=False)[0] for text in texts}
+    found = by_expert("--base", texts, experts, files=False)
+    return {name: base for name, base in found.items() if name in named or is_adapter(experts[name])}
 
 
 def _expert_of_file(option: str, file: str, experts: list[str]) -> str:

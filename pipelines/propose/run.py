@@ -95,7 +95,7 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
     from pipelines.propose.plan import Seen, propose, with_objective
 
     tokenizer, machine = load_tokenizer(given.student), this_machine()
-    domains = look_at_domains(given, sources, tokenizer, ask)
+    domains = look_at_domains(given, sources, tokenizer, ask, tell)
     seen = Seen(student_dir=given.student, student=student, experts=experts, domains=domains, machine=machine)
     proposal = propose(_name(target.path), seen)
     config = validate(PipelineConfig, proposal.data, target.path)

@@ -32,7 +32,7 @@ def _lines(data: Mapping[str, Any], notes: Mapping[str, str], path: str, depth: 
         place = f"{path}{key}"
         note = one_line(notes.get(place, ""), 400)
         nested = isinstance(value, Mapping) and bool(value) and not isinstance(value, Flow)
-        line = f"{pad}{_scalar(key)}:" + ("" if nested else f" {_scalar(value)}")
+        line = f"{pad}{on_one_line(key)}:" + ("" if nested else f" {on_one_line(value)}")
         if not note:
             yield line
         elif len(line) + len(note) + 4 <= WIDTH:
@@ -44,7 +44,7 @@ def _lines(data: Mapping[str, Any], notes: Mapping[str, str], path: str, depth: 
             yield from _lines(value, notes, f"{place}.", depth + 1)
 
 
-def _scalar(value: Any) -> str:
+def on_one_line(value: Any) -> str:
     """A value on one line, quoted where YAML would take it for something else."""
     plain = _plain(value)
     return (
