@@ -127,7 +127,7 @@ def _last(messages: Any, key: str) -> Any:
     return messages[-1].get(key) if messages and isinstance(messages[-1], dict) else None
 
 
-def first_rows(source: Source) -> tuple[list[str], list[Row]]:
+def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
     """Names of all columns, and the first rows. Raises: PromptError."""
     import pyarrow as pa
 
@@ -155,7 +155,7 @@ def first_rows(source: Source) -> tuple[list[str], list[Row]]:
         ) from None
 
 
-def _first_of_parquet(file: Path) -> tuple[list[str], list[Row]]:
+def _first_of_parquet(file: Path) -> tuple[list[str], Sequence[Row]]:
     from pyarrow import parquet
 
     opened = parquet.ParquetFile(file)

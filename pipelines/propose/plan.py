@@ -100,7 +100,7 @@ def _prompts(source: PromptsConfig, seen: SeenDomain | None, room: int) -> Data:
     """The keys that differ from their defaults; `seen` are the prompts themselves, where too long ones are to be left out."""
     prompts: Data = {"path": source.path}
     if source.columns:
-        prompts["columns"] = Flow(source.columns)
+        prompts["columns"] = Flow(**source.columns)
     if source.chat:
         prompts["chat"] = True
     if seen is not None and bool((seen.table.lengths > room).any()):

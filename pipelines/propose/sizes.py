@@ -194,7 +194,9 @@ def _inputs(
 ) -> Inputs:
     """What the sums need of a merge's inputs. No weight is read, so models are told apart by their directories."""
     scorers = {name: _scorer(name, seen) for name, seen in experts.items()}
-    routes = {name: (WeightedTeacher(teacher=one.teacher, weight=1.0),) for name, one in scorers.items()}
+    routes: dict[str, tuple[WeightedTeacher, ...]] = {
+        name: (WeightedTeacher(teacher=one.teacher, weight=1.0),) for name, one in scorers.items()
+    }
     return Inputs(
         student=student,
         scorers=scorers,
