@@ -39,7 +39,7 @@ Bases = Annotated[
 ]
 Chat = Annotated[
     bool | None,
-    typer.Option("--chat/--plain", help="Texts go through the chat template, or not. Default: if there is one."),
+    typer.Option("--chat/--plain", help="Texts go through the chat template, or not. Default: if it has words."),
 ]
 Output = Annotated[Path | None, typer.Option(help="File to write. Default: pipeline.yaml, or NAME.yaml with --from.")]
 Shipped = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from experts.model_dir import ModelInfo
 from opd.config.domains import DomainEvalConfig
 from opd.config.prompts import PromptsConfig
 from opd.errors import ConfigError
-from opd.prompts import PromptLine, PromptTable, load_prompts
+from opd.prompts import PromptLine, PromptTable, load_prompts, render_prompt
 from opd.settings import parse_yaml, validate
 from pipelines.propose.columns import Columns, look_at_columns
 from pipelines.propose.given import Ask, Given, GivenExpert, Tell, asked
@@ -36,6 +36,8 @@ class Sources:
     training: PromptsConfig
     exam: PromptsConfig | None
     """Prompts that are held out already; None: they have to be held out of the training prompts."""
+    settled: bool
+    """True if nothing is left to find out about `chat`: the prompts are messages, or the user said so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +58,23 @@ class SeenDomain:
 
 
 def find_sources(given: Given, student: ModelInfo, chat: bool | None) -> dict[str, Sources]:
-    """Every domain's files and columns. `chat`: whether texts are what a user says; None: if the student has a chat template.
+    """Every domain's files and columns. `chat`: whether texts are what a user says; None: it follows from the chat template.
 
     This imports nothing large. Raises: PromptError, ConfigError.
     """
-    as_chat = student.chat_template_hash is not None if chat is None else chat
-    return {name: _sources(expert, as_chat) for name, expert in given.experts.items()}
+    templated = student.chat_template_hash is not None
+    return {name: _sources(expert, chat, templated) for name, expert in given.experts.items()}
 
 
-def _sources(expert: GivenExpert, as_chat: bool) -> Sources:
+def _sources(expert: GivenExpert, chat: bool | None, templated: bool) -> Sources:
+    as_chat = templated if chat is None else chat
     _read(expert.verifier)
     columns = look_at_columns(expert.prompts, expert.columns)
     held_out = None if expert.exam is None else look_at_columns(expert.exam, expert.columns)
     return Sources(
         training=_config(expert.prompts, columns, as_chat),
         exam=None if expert.exam is None or held_out is None else _config(expert.exam, held_out, as_chat),
+        settled=columns.messages or chat is not None,
     )
 
 
@@ -96,6 +100,7 @@ def look_at_domains(
 
 def _seen(name: str, sources: Sources, tokenizer: Any, chosen: Callable[[str, str], str]) -> SeenDomain:
     """`chosen`: (domain, the verifier that is proposed) -> the verifier that the user wants; empty: the proposed one."""
+    sources = _plainer(sources, tokenizer)
     table = load_prompts(sources.training, name, tokenizer)
     lines = _some(table)
     judged = lines if sources.exam is None else _some(load_prompts(sources.exam, name, tokenizer))
@@ -117,6 +122,17 @@ def _seen(name: str, sources: Sources, tokenizer: Any, chosen: Callable[[str, st
         answer_tokens=_longest(tokenizer, [line.answer for line in lines]),
         completion_tokens=_longest(tokenizer, [text_of(line.completion) for line in lines]),
     )
+
+
+def _plainer(sources: Sources, tokenizer: Any) -> Sources:
+    """The sources without `chat` where the template puts no words around a text: a model with such a template never chatted."""
+    if sources.settled or not sources.training.chat:
+        return sources
+    around = render_prompt(tokenizer, [{"role": "user", "content": "?"}])
+    if any(letter.isalpha() for letter in around):
+        return sources
+    exam = sources.exam and sources.exam.model_copy(update={"chat": False})
+    return replace(sources, training=sources.training.model_copy(update={"chat": False}), exam=exam)
 
 
 def _read(text: str) -> Any:

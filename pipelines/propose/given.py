@@ -33,7 +33,7 @@ class Flags:
     verifiers: tuple[str, ...] = ()
     bases: tuple[str, ...] = ()
     chat: bool | None = None
-    """Whether texts are what a user says; None: if the student has a chat template."""
+    """Whether texts are what a user says; None: it follows from the student's chat template."""
     probe: bool = False
     """Let the models write a little, to choose the objective."""
 

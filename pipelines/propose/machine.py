@@ -26,8 +26,12 @@ class Machine:
     """The cores multiply in bfloat16."""
 
     def __str__(self) -> str:
-        gpus = f"{len(self.gpus)} GPUs of {min(self.gpus) >> 30} GiB" if self.gpus else "no GPU"
-        return f"{self.cores} cores, {self.memory >> 30} GiB of memory, {gpus}"
+        gpus = (
+            f"{len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''} of {min(self.gpus) >> 30} GiB"
+            if self.gpus
+            else "no GPU"
+        )
+        return f"{self.cores} core{'s' if self.cores > 1 else ''}, {self.memory >> 30} GiB of memory, {gpus}"
 
 
 def this_machine() -> Machine:

@@ -32,6 +32,8 @@ def _lines(data: Mapping[str, Any], notes: Mapping[str, str], path: str, depth: 
         place = f"{path}{key}"
         note = one_line(notes.get(place, ""), 400)
         nested = isinstance(value, Mapping) and bool(value) and not isinstance(value, Flow)
+        if nested and not path:
+            yield ""
         line = f"{pad}{on_one_line(key)}:" + ("" if nested else f" {on_one_line(value)}")
         if not note:
             yield line

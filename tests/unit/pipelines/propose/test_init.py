@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 import pipelines.propose.machine
 from cli import app
 from opd.config import load_pipeline
+from opd.config.prompts import PromptsConfig
 from pipelines.inputs.memory import estimate, shortage
 from pipelines.inputs.read import read_inputs
 from pipelines.propose.machine import Machine
@@ -51,7 +52,7 @@ def three(world: Any, make_adapter: Callable[..., Path], monkeypatch: pytest.Mon
     return Path(world.root)
 
 
-THREE = ["--student", "base", "--expert", "rev", "--expert", "up", "--expert", "low", "--plain"]
+THREE = ["--student", "base", "--expert", "rev", "--expert", "up", "--expert", "low"]
 FILES = [part for name in ("rev.csv", "up.parquet", "low.jsonl") for part in ("--prompts", name)]
 
 
@@ -119,6 +120,17 @@ def test_a_held_out_file_a_verifier_and_chat_are_taken_as_they_were_given(three:
     assert exam.verifier.model_dump() == {"kind": "regex", "pattern": "x=(.*)"}  # type: ignore[union-attr]
     (first, *_) = read_inputs(config).exams["rev"].prompts
     assert first.text == [{"role": "user", "content": "rev x="}]
+
+
+def test_texts_are_said_by_a_user_if_the_template_has_words(three: Path) -> None:
+    chosen = ["--student", "base", "--expert", "rev=up", "--prompts", "rev.csv", "--force"]
+    wanted = {"": False, "<user>{{ messages[0]['content'] }}": True}
+    for template, chat in wanted.items():
+        if template:
+            (three / "base" / "chat_template.jinja").write_text(template)
+        assert opd(*chosen).exit_code == 0
+        prompts = load_pipeline(three / "pipeline.yaml").domains["rev"].prompts
+        assert isinstance(prompts, PromptsConfig) and prompts.chat is chat
 
 
 def test_a_merge_that_is_too_large_is_made_smaller(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
