@@ -74,10 +74,12 @@ def _model(expert: SeenExpert) -> Iterator[Any]:
     """The model in memory, with its adapter."""
     import torch
     from safetensors.torch import load_file
+    from transformers.utils import logging
 
     from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach, updates
     from opd.model_weights import load_causal_lm
 
+    logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, expert.info.dtype if expert.info.dtype == "bfloat16" else "float32")
     lm = load_causal_lm(Path(expert.info.path), dtype).to(device).eval()
