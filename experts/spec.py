@@ -14,7 +14,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Name, Strict
-from opd.settings import apply_overrides, load_yaml, validate
+from opd.settings import apply_overrides, load_yaml, no_such_yaml, validate
 
 BASE = "base"
 """Name of a new base's directory."""
@@ -152,9 +152,14 @@ class ExpertsSpec(FromBase):
 
 
 def find_spec(name_or_path: str) -> Path:
-    """The file of a shipped spec, or the path unchanged; `load_spec` refuses a missing file."""
-    shipped = files("experts").joinpath(f"{name_or_path}.yaml")
-    return Path(str(shipped)) if shipped.is_file() else Path(name_or_path)
+    """The file of a shipped spec, or the path of one of the user's. Raises: ConfigError if there is neither."""
+    names = {
+        file.name.removesuffix(".yaml"): file for file in files("experts").iterdir() if file.name.endswith(".yaml")
+    }
+    path = Path(name_or_path)
+    if name_or_path not in names and not path.exists():
+        raise no_such_yaml(path, sorted(names), "a shipped training spec", "check the path, or name a shipped one")
+    return Path(str(names[name_or_path])) if name_or_path in names else path
 
 
 def load_spec(path: Path, overrides: list[str] | None = None) -> ExpertsSpec:

@@ -27,6 +27,7 @@ from opd.config.sections import (
 from opd.config.strict import Name, Strict
 from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, changed_teachers
 from opd.settings import apply_overrides, found_in, keys_of, load_yaml, validate
+from opd.wording import wanted
 
 
 def _number_or_list(value: Any) -> str:
@@ -263,8 +264,8 @@ class PipelineConfig(Strict):
                 # The pipeline alone is valid, so an error of the whole comes from a setting of the round.
                 error = errors.errors()[0]
                 context = error.get("ctx", {})
-                where = ".".join(["rounds", str(index), *keys_of(error)])
-                found = {"wanted": error["msg"], "found": found_in(error), "where": where}
+                where = ".".join(["rounds", str(index), *keys_of(error, _round_data(self, index))])
+                found = {"wanted": wanted(error), "found": found_in(error), "where": where}
                 raise PydanticCustomError(error["type"], "{wanted}", {**context, **found}) from None
         return self
 

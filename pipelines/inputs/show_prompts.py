@@ -18,6 +18,7 @@ from opd.config import PipelineConfig
 from opd.config.domains import RegisteredExperts
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import ConfigError
+from opd.near import did_you_mean
 from opd.prompts import PromptTable, load_prompts, render_prompt
 from pipelines.inputs.prompts import shown
 from pipelines.inputs.read import load_tokenizer, prompts_of
@@ -46,7 +47,7 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
             "--domain",
             found=domain,
             wanted=f"a domain of the pipeline: {', '.join(config.domains)}",
-            fix="correct the name",
+            fix=did_you_mean(domain, config.domains, "choose one of them"),
         )
     tokenizer = load_tokenizer(config.student.model)
     config = dated(config, tokenizer)
