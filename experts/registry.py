@@ -26,7 +26,7 @@ from opd.errors import ModelError, OpdError, PromptError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir
 from opd.lora import ADAPTER_WEIGHTS
 from opd.near import did_you_mean
-from opd.wording import problem
+from opd.wording import described
 
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
@@ -154,7 +154,7 @@ class Registry:
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or first.get("ctx", {}).get("key", "the file")
-            raise _broken(file, f"{key}: {problem(first)}", name) from None
+            raise _broken(file, f"{key}: {described(first)}", name) from None
         if manifest.name != name:
             raise _broken(file, f"the manifest of `{manifest.name}`", name)
         return manifest

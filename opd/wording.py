@@ -80,7 +80,7 @@ def wanted(error: ErrorDetails) -> str:
     return re.sub(r"^(Value error|Assertion failed), |^Input should be (a valid )?", "", error["msg"])
 
 
-def problem(error: ErrorDetails) -> str:
+def described(error: ErrorDetails) -> str:
     """What was found and what is wanted, in one phrase, for errors that name their place by themselves."""
     if error["type"] in ("missing", "json_invalid"):
         return "no value" if error["type"] == "missing" else error["msg"]

@@ -103,6 +103,16 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _something_to_hold_out_from(self) -> PipelineConfig:
+        for name, domain in self.domains.items():
+            asked = domain.eval is not None and domain.eval.holdout is not None
+            # A registered expert may have prompts of its own, which are read later.
+            if asked and domain.prompts is None and not isinstance(self.experts, RegisteredExperts):
+                wanted = "the domain's `prompts`, of which eval.holdout is a share"
+                raise PydanticCustomError("holdout", wanted, {"found": "no `prompts`", "where": f"domains.{name}"})
+        return self
+
+    @model_validator(mode="after")
     def _payload_holds_what_the_objective_needs(self) -> PipelineConfig:
         problem = self.objective.problem_with(self.teachers.payload)
         if problem is not None:

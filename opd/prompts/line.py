@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from opd.config.prompts import Column
 from opd.errors import PromptError
 from opd.settings import keys_of
-from opd.wording import problem
+from opd.wording import described
 
 Messages = list[dict[str, str]]
 """Each with `role` and `content`."""
@@ -82,7 +82,7 @@ def read_row(data: Any, columns: Mapping[Column, str] | None = None) -> PromptLi
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(keys_of(first, data)) or "line"
-        raise BrokenRow(f"column `{place}`: {problem(first)}", "correct or delete this line") from None
+        raise BrokenRow(f"column `{place}`: {described(first)}", "correct or delete this line") from None
 
 
 def parse_json_line(line: bytes) -> Any:

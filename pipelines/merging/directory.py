@@ -27,6 +27,17 @@ def refuse_existing(root: Path) -> None:
         )
 
 
+def refuse_no_run(root: Path) -> None:
+    """Raises: RunDirError if no merge began in this directory."""
+    if not RunPaths(root).pipeline.exists():
+        raise RunDirError.at(
+            root,
+            found=f"no {RunPaths(root).pipeline.name}",
+            wanted="a run directory of `opd merge`",
+            fix="check the path, or start a new run without --resume",
+        )
+
+
 def new_directory(root: Path) -> Path:
     """Make an empty directory beside `root`, which is renamed to `root` later. Raises: RunDirError if that is impossible."""
     temporary = root.with_name(f".tmp-{root.name}")
