@@ -151,15 +151,18 @@ class ExpertsSpec(FromBase):
         return data
 
 
+def shipped() -> dict[str, Path]:
+    """Name -> file of every training spec that comes with the package."""
+    found = sorted((file for file in files("experts").iterdir() if file.name.endswith(".yaml")), key=str)
+    return {file.name.removesuffix(".yaml"): Path(str(file)) for file in found}
+
+
 def find_spec(name_or_path: str) -> Path:
     """The file of a shipped spec, or the path of one of the user's. Raises: ConfigError if there is neither."""
-    names = {
-        file.name.removesuffix(".yaml"): file for file in files("experts").iterdir() if file.name.endswith(".yaml")
-    }
-    path = Path(name_or_path)
-    if name_or_path not in names and not path.exists():
-        raise no_such_yaml(path, sorted(names), "a shipped training spec", "check the path, or name a shipped one")
-    return Path(str(names[name_or_path])) if name_or_path in names else path
+    known, path = shipped(), Path(name_or_path)
+    if name_or_path not in known and not path.exists():
+        raise no_such_yaml(path, known, "a shipped training spec", "check the path, or name a shipped one")
+    return known.get(name_or_path, path)
 
 
 def load_spec(path: Path, overrides: list[str] | None = None) -> ExpertsSpec:

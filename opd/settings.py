@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from opd.errors import ConfigError
 from opd.near import nearest, of_key_elsewhere
@@ -213,6 +213,14 @@ def keys_of(error: ErrorDetails, data: Any = None) -> list[str]:
 def found_in(error: ErrorDetails) -> str:
     """The value that the user gave, as messages show it."""
     return str(error.get("ctx", {}).get("found", "nothing" if error["type"] == "missing" else repr(error["input"])))
+
+
+def moved(errors: ValidationError, above: Sequence[str], data: Any) -> PydanticCustomError:
+    """The first error about a part of a file, as an error about the whole, in which the part lies at the keys `above`."""
+    error = errors.errors()[0]
+    where = ".".join([*above, *keys_of(error, data)])
+    told = {"wanted": wanted(error), "found": found_in(error), "where": where}
+    return PydanticCustomError(error["type"], "{wanted}", {**error.get("ctx", {}), **told})
 
 
 def every_key(model: type[BaseModel], above: str = "", within: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:

@@ -26,8 +26,7 @@ from opd.config.sections import (
 )
 from opd.config.strict import Name, Strict
 from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, changed_teachers
-from opd.settings import apply_overrides, found_in, keys_of, load_yaml, validate
-from opd.wording import wanted
+from opd.settings import apply_overrides, load_yaml, moved, validate
 
 
 def _number_or_list(value: Any) -> str:
@@ -268,15 +267,11 @@ class PipelineConfig(Strict):
                 {"where": "rounds.0", "found": ", ".join(first)},
             )
         for index in range(1, len(self.rounds)):
+            data = _round_data(self, index)
             try:
-                PipelineConfig.model_validate(_round_data(self, index))
-            except ValidationError as errors:
-                # The pipeline alone is valid, so an error of the whole comes from a setting of the round.
-                error = errors.errors()[0]
-                context = error.get("ctx", {})
-                where = ".".join(["rounds", str(index), *keys_of(error, _round_data(self, index))])
-                found = {"wanted": wanted(error), "found": found_in(error), "where": where}
-                raise PydanticCustomError(error["type"], "{wanted}", {**context, **found}) from None
+                PipelineConfig.model_validate(data)
+            except ValidationError as errors:  # the pipeline alone is valid, so it comes from a setting of the round
+                raise moved(errors, ["rounds", str(index)], data) from None
         return self
 
     @model_validator(mode="after")

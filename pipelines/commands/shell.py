@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,28 +22,49 @@ from typer.core import TyperGroup
 from opd.errors import OpdError, Paused, RunError, StorageError
 from opd.signals import patient
 from opd.text import printable
+from pipelines.commands import completion
+from pipelines.commands.usage import DEBUG, UsageError, debug_first, explained, shows_help
 from pipelines.interrupts import Interrupted
 
-PipelineArgument = Annotated[str, typer.Argument(help="A pipeline file, or the name of a shipped one.")]
+PipelineArgument = Annotated[
+    str,
+    typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. trainer.steps=10.")
 ]
 
 
+def examples(*lines: str) -> str:
+    """The epilog of a command's help page. A blank line between two of them keeps each on a line of its own."""
+    return "\n\n".join(["Examples:", *lines])
+
+
 class EndsClearly(TyperGroup):
     """Group of commands. Each command runs within `ends_clearly`."""
 
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with ends_clearly(DEBUG in args):
+            return super().make_context(info_name, debug_first(args), parent, **extra)
+
     def invoke(self, ctx: Any) -> Any:
-        with ends_clearly():
+        with ends_clearly(ctx.params["debug"]):
             return super().invoke(ctx)
 
 
 @contextmanager
-def ends_clearly() -> Iterator[None]:
-    """Turn errors that a user can act on into a message and an exit code; anything else keeps its traceback."""
+def ends_clearly(debug: bool = False) -> Iterator[None]:
+    """Turn errors that a user can act on into a message and an exit code; anything else keeps its traceback.
+
+    With `debug` the traceback of every error comes before its message.
+    """
     try:
-        with patient():
+        with patient(), _traceback_first(debug):
             yield
+    except UsageError as error:
+        if shows_help(error):
+            raise
+        end(f"error: {explained(error)}", 2)
     except OpdError as error:
         end(f"error: {error}", 2)
     except StorageError as error:
@@ -61,6 +83,16 @@ def ends_clearly() -> Iterator[None]:
         if error.errno not in STORAGE_ERRNOS:
             raise
         end(f"failed: {error.strerror}: {error.filename or 'while writing'}; what was finished before is intact", 3)
+
+
+@contextmanager
+def _traceback_first(debug: bool) -> Iterator[None]:
+    try:
+        yield
+    except (OpdError, RunError, OSError) as error:
+        if debug:
+            traceback.print_exception(error)
+        raise
 
 
 def end(message: str, code: int) -> NoReturn:
