@@ -123,7 +123,7 @@ def no_such_yaml(path: Path, shipped: Iterable[str], what: str, otherwise: str) 
         path,
         found="no such file",
         wanted=f"a YAML file, or {what}: {', '.join(names)}",
-        fix=otherwise if near is None else f"did you mean `{(names | files)[near]}`?",
+        fix=otherwise if near is None else f"did you mean `{(names | files)[near]}`? {otherwise}",
     )
 
 
