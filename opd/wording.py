@@ -17,6 +17,8 @@ FORMS = {
     r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$": "a function of yours as module:function",
     r"^\w[\w.]*$": "the name of a module, such as q_proj",
     r"^[A-Z]{2,26}$": "2 to 26 capital letters, such as ABCD",
+    r"^[A-Za-z_][A-Za-z0-9_]*$": "a variable's name, such as API_KEY",
+    r"^[A-Za-z_][A-Za-z0-9_]{0,63}$": "a tool's name, 1 to 64 letters, digits and underscores, first no digit",
 }
 """Pattern of a field -> what it asks for."""
 
