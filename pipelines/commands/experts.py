@@ -133,6 +133,9 @@ def _on_texts(spec: ExpertsSpec) -> list[Path]:
 
 
 def _on_rewards(spec: ReinforceSpec) -> list[Path]:
+    from pipelines.inputs.at_once import refuse_wrong_training
+
+    refuse_wrong_training(spec)
     from pipelines.reinforce import reinforce
 
     try:

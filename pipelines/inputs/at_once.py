@@ -11,8 +11,9 @@ from pathlib import Path
 
 from experts.adapter import AdapterInfo, inspect_expert
 from experts.checks import check_fits
-from experts.model_dir import ModelInfo
+from experts.model_dir import ModelInfo, inspect_model
 from experts.registry import Registry, default_root
+from experts.rl.spec import ReinforceSpec
 from opd.config import PipelineConfig, rounds_of
 from opd.config.domains import DomainConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
@@ -69,6 +70,19 @@ def refuse_wrong_prompts(config: PipelineConfig, domain: str | None = None) -> N
         refuse_wrong_start(prompts_of(name, settings, _registered(config, name, settings)))
         if settings.eval is not None and settings.eval.prompts is not None:
             refuse_wrong_start(settings.eval.prompts)
+
+
+def refuse_wrong_training(spec: ReinforceSpec) -> None:
+    """Look at what experts by reinforcement are made of: the base, and the first row of each file of tasks.
+
+    Raises: ModelError, PromptError.
+    """
+    if spec.base.model is not None:
+        inspect_model(spec.base.model, hash_weights=False)
+    for expert in spec.experts.values():
+        for source in (expert.prompts, expert.eval.prompts):
+            if source is not None:
+                refuse_wrong_start(source)
 
 
 def refuse_wrong_directories(models: Sequence[Path]) -> None:
