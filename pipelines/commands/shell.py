@@ -49,7 +49,13 @@ class EndsClearly(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         with ends_clearly(ctx.params["debug"]):
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except typer.BadParameter as error:
+                if error.ctx is None:  # a command of ours raised it, and has no context at hand
+                    name = ctx.invoked_subcommand
+                    error.ctx = typer.Context(self.commands[name], parent=ctx, info_name=name)
+                raise
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from pipelines.inputs.routes import Expert, route_domains
 
 def refuse_at_once(config: PipelineConfig) -> None:
     """Look at everything that a merge needs, in every round. Raises: OpdError for the first thing that is wrong."""
-    for one in rounds_of(config):
+    for one in [config] if isinstance(config.rounds, int) else rounds_of(config):
         refuse_what_is_not_here(one)
         refuse_wrong_names(one)
         refuse_wrong_models(one)
