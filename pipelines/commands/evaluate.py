@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import SetOption, examples, print_table, say, split
+from pipelines.commands.shell import SetOption, examples, in_a_directory, print_table, say, split
 
 app = typer.Typer()
 
@@ -58,7 +58,10 @@ def evaluate(
     matrix: MatrixOption = None,
     lm_eval: TasksOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write that JSON object to a file too.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write that JSON object to a file too.", callback=in_a_directory),
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
     """How well models answer: held-out prompts of a pipeline's domains, with intervals, and public tasks."""

@@ -9,7 +9,7 @@ import typer
 
 from opd.run_dir import RunPaths
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, print_table, say
+from pipelines.commands.shell import examples, in_a_directory, print_table, say
 
 app = typer.Typer()
 
@@ -34,7 +34,10 @@ def report(
         bool, typer.Option("--markdown", help="As a Markdown table, to paste into a document.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the page goes. Default: report.html in RUN_DIR.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where the page goes. Default: report.html in RUN_DIR.", callback=in_a_directory
+        ),
     ] = None,
     min_headroom: Annotated[
         float | None, typer.Option(help="Exit with 1 if a domain recovered less of its headroom (0 to 1).")

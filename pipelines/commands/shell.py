@@ -35,6 +35,13 @@ SetOption = Annotated[
 ]
 
 
+def in_a_directory(file: Path | None) -> Path | None:
+    """Check an option that names a file to write, before hours of work are lost on it. Raises: BadParameter."""
+    if file is not None and not file.parent.is_dir():
+        raise typer.BadParameter(f"{file}, and there is no directory {file.parent}")
+    return file
+
+
 def examples(*lines: str) -> str:
     """The epilog of a command's help page. A blank line between two of them keeps each on a line of its own."""
     return "\n\n".join(["Examples:", *lines])

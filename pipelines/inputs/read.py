@@ -107,7 +107,6 @@ class Teaching:
 
 def read_teachers(config: PipelineConfig) -> Teaching:
     """Read and check student and experts. Raises: OpdError for the first thing that is wrong."""
-    import_lightly(TRANSFORMERS)
     student = inspect_student(config)
     by_name = _experts(config)
     _refuse_broken_weights(student, by_name, config)
@@ -120,6 +119,7 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     scoring = scoring_routes(config, routes, start.teacher)
     everyone = by_name | {START: start}
     scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
+    import_lightly(TRANSFORMERS)  # not before something needs it: what comes above would be refused seconds later
     refuse_unscorable(config, scorers)
     return Teaching(student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices))
 

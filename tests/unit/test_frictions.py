@@ -189,6 +189,11 @@ FRICTIONS: dict[str, tuple[Spoil, list[str], str]] = {
     "an option, misspelt": (nothing, ["check", "pipeline.yaml", "--smples", "3"], "did you mean `--samples`?"),
     "an argument left out": (nothing, ["check"], "opd check --help"),
     "a value of an option": (nothing, ["check", "pipeline.yaml", "--samples", "0"], "opd check --help"),
+    "a file to write in no directory": (
+        nothing,
+        ["evaluate", "base", "--pipeline", "pipeline.yaml", "--output", "out/scores.json"],
+        "no directory out",
+    ),
     "options that do not go together": (nothing, ["merge", "--resume", "r", "--run-dir", "x"], "opd merge --help"),
 }
 
