@@ -138,9 +138,9 @@ def _yaml_problem(error: Exception) -> tuple[str, str]:
         return "", str(error)
     since = error.context_mark
     begins = f", {error.context} that begins in line {since.line + 1}" if error.context and since else ""
-    snippet = mark.get_snippet(indent=0)
+    snippet = (mark.get_snippet(indent=0) or "").rstrip()
     return f": line {mark.line + 1}, column {mark.column + 1}", f"{error.problem}{begins}" + (
-        f"\n{snippet}" if snippet else ""
+        f"\n{snippet}" if snippet.strip(" ^\n") else ""
     )
 
 

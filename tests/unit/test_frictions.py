@@ -188,7 +188,7 @@ FRICTIONS: dict[str, tuple[Spoil, list[str], str]] = {
     "a command of a group, misspelt": (nothing, ["experts", "lst"], "did you mean `list`?"),
     "an option, misspelt": (nothing, ["check", "pipeline.yaml", "--smples", "3"], "did you mean `--samples`?"),
     "an argument left out": (nothing, ["check"], "opd check --help"),
-    "a value of an option": (nothing, ["check", "pipeline.yaml", "--samples", "0"], "opd check --help"),
+    "a value of an option": (nothing, ["check", "pipeline.yaml", "--samples", "0"], "at least 1"),
     "a file to write in no directory": (
         nothing,
         ["evaluate", "base", "--pipeline", "pipeline.yaml", "--output", "out/scores.json"],
