@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from pydantic_core import ErrorDetails
+from typing import TYPE_CHECKING, Any
 
 from opd.near import nearest
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 FORMS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$": "1 to 64 of A-Z a-z 0-9 . _ -, first a letter or digit",
