@@ -17,6 +17,7 @@ FORMS = {
     r"^([a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$": "a name of `opd environments list`, or a class of yours as module:Class",
     r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$": "a function of yours as module:function",
     r"^\w[\w.]*$": "the name of a module, such as q_proj",
+    r"^\s*(\d*\.?\d+)\s*(\w+)?": "a size such as 512MiB or 8GiB",
     r"^[A-Z]{2,26}$": "2 to 26 capital letters, such as ABCD",
     r"^[A-Za-z_][A-Za-z0-9_]*$": "a variable's name, such as API_KEY",
     r"^[A-Za-z_][A-Za-z0-9_]{0,63}$": "a tool's name, 1 to 64 letters, digits and underscores, first no digit",
@@ -60,8 +61,8 @@ _BOUNDS = {
     "less_than": ("lt", "below {}"),
     "less_than_equal": ("le", "at most {}"),
     "multiple_of": ("multiple_of", "a multiple of {}"),
-    "too_short": ("min_length", "at least {} of them"),
-    "too_long": ("max_length", "at most {} of them"),
+    "too_short": ("min_length", "{} or more entries"),
+    "too_long": ("max_length", "at most {} entries"),
     "string_too_short": ("min_length", "text of {} or more characters"),
     "string_too_long": ("max_length", "text of at most {} characters"),
 }
@@ -75,7 +76,7 @@ def wanted(error: ErrorDetails) -> str:
         return WANTED[kind]
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return words.format(context[name])
+        return words.format(f"{context[name]:g}" if isinstance(context[name], float) else context[name])
     if kind == "string_pattern_mismatch":
         return FORMS.get(context["pattern"], f"text that the regular expression {context['pattern']} matches")
     if kind in ("literal_error", "enum"):

@@ -15,7 +15,7 @@ TESTS = ("tests/unit/test_frictions.py", "tests/unit/test_cli.py", "tests/unit/t
 def main() -> int:
     messages.FILE.unlink(missing_ok=True)
     os.environ[messages.REMAKE] = "1"
-    code = int(pytest.main(["-q", "-x", *TESTS]))
+    code = int(pytest.main(["-q", *TESTS]))
     print(f"{messages.FILE}: {len(messages.sections())} sections")
     return code
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from opd.run_dir import RunPaths
 from pipelines.commands import completion
 from pipelines.commands.report import print_report
-from pipelines.commands.shell import SetOption, examples, run_root, say
-
-if TYPE_CHECKING:
-    from opd.config import PipelineConfig
+from pipelines.commands.shell import MaybePipelineArgument, SetOption, examples, run_root, say
 
 app = typer.Typer()
+
+
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN_DIR",
+        help="Go on with an interrupted run; PIPELINE and --set may change some keys.",
+        autocompletion=completion.runs,
+    ),
+]
 
 
 @app.command(
@@ -26,20 +33,10 @@ app = typer.Typer()
     )
 )
 def merge(
-    pipeline: Annotated[
-        str | None,
-        typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
-    ] = None,
+    pipeline: MaybePipelineArgument = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run lives. Default: runs/NAME.")] = None,
     overrides: SetOption = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN_DIR",
-            help="Go on with an interrupted run; PIPELINE and --set may change some keys.",
-            autocompletion=completion.runs,
-        ),
-    ] = None,
+    resume: ResumeOption = None,
     resume_from: Annotated[
         str | None, typer.Option(help="latest (default), latest-valid (pass over damaged ones), or a step.")
     ] = None,
@@ -59,30 +56,18 @@ def merge(
         overrides = [*(overrides or []), "evaluate.cache=false"]
     from opd.config import load_pipeline
     from pipelines.catalog import find
+    from pipelines.merging.first_look import first_look
 
     config = None if pipeline is None else load_pipeline(find(pipeline), overrides)
-    paths = RunPaths(resume or run_root(run_dir, config.name if config else ""))
-    _first_look(config, paths.root, resume is not None)
+    first_look(config, resume or run_root(run_dir, config.name if config else ""), resumes=resume is not None)
     from pipelines.merging import rounds
 
     if resume is not None:
+        paths = RunPaths(resume)
         work = rounds.reopen(paths.root, config, overrides, resume_from or "latest", say)
     else:
         assert config is not None
+        paths = RunPaths(run_root(run_dir, config.name))
         work = rounds.begin(config, paths.root, say)
     print_report(work.carry_out())
     typer.echo(f"model: {paths.model}\nreport: {paths.page}")
-
-
-def _first_look(config: PipelineConfig | None, root: Path, resumes: bool) -> None:
-    """Refuse what can be seen at once: the engines' packages take seconds to import. Raises: OpdError."""
-    from pipelines.merging.directory import refuse_existing, refuse_no_run
-
-    if resumes:
-        refuse_no_run(root)
-        return
-    from pipelines.inputs.at_once import refuse_at_once
-
-    refuse_existing(root)
-    assert config is not None
-    refuse_at_once(config)

@@ -30,6 +30,10 @@ PipelineArgument = Annotated[
     str,
     typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
 ]
+MaybePipelineArgument = Annotated[
+    str | None,
+    typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. trainer.steps=10.")
 ]
