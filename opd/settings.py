@@ -136,10 +136,11 @@ def _yaml_problem(error: Exception) -> tuple[str, str]:
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
         return "", str(error)
+    problem = (error.problem or "").replace("could not determine a constructor for", "only plain YAML is read, not")
     since = error.context_mark
     begins = f", {error.context} that begins in line {since.line + 1}" if error.context and since else ""
     snippet = (mark.get_snippet(indent=0) or "").rstrip()
-    return f": line {mark.line + 1}, column {mark.column + 1}", f"{error.problem}{begins}" + (
+    return f": line {mark.line + 1}, column {mark.column + 1}", f"{problem}{begins}" + (
         f"\n{snippet}" if snippet.strip(" ^\n") else ""
     )
 

@@ -537,7 +537,7 @@ def no_prompts(b: Bench) -> None:
 def teacher_weights(b: Bench) -> None:
     domain = b.data["domains"]["upper"]
     domain["teachers"] = {"up": 0.5, "rev": -0.1}
-    b.refused("domains.upper.teachers.rev", "-0.1", "greater than or equal to 0")
+    b.refused("domains.upper.teachers.rev", "-0.1", "at least 0")
     domain["teachers"] = {"up": 0, "rev": 0}
     b.refused("domains.upper.teachers", "weights of 0 only", "raise one")
     domain["teachers"] = {"up": 3, "rev": 1}

@@ -825,6 +825,6 @@ def test_exit_codes_reach_the_shell(world: Any) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: pipeline.yaml\n")
+    assert done.stderr.startswith("error: pipeline.yaml: line 2")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
