@@ -7,6 +7,7 @@ SIGTERM.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -26,6 +27,8 @@ from pipelines.commands import completion
 from pipelines.commands.usage import DEBUG, UsageError, debug_first, explained, shows_help
 from pipelines.interrupts import Interrupted
 
+PATH_ERRNOS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
+"""Errors of a path that leads through a file, or to a directory in a file's place: nobody but the user names such paths."""
 PipelineArgument = Annotated[
     str,
     typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
@@ -43,6 +46,8 @@ def in_a_directory(file: Path | None) -> Path | None:
     """Check an option that names a file to write, before hours of work are lost on it. Raises: BadParameter."""
     if file is not None and not file.parent.is_dir():
         raise typer.BadParameter(f"{file}, and there is no directory {file.parent}")
+    if file is not None and file.is_dir():
+        raise typer.BadParameter(f"{file}, which is a directory")
     return file
 
 
@@ -97,9 +102,20 @@ def ends_clearly(debug: bool = False) -> Iterator[None]:
     except OSError as error:
         from opd.files import STORAGE_ERRNOS
 
+        if error.errno in PATH_ERRNOS and error.filename:
+            end(f"error: {_no_such_place(error)}", 2)
         if error.errno not in STORAGE_ERRNOS:
             raise
         end(f"failed: {error.strerror}: {error.filename or 'while writing'}; what was finished before is intact", 3)
+
+
+def _no_such_place(error: OSError) -> OpdError:
+    return OpdError.at(
+        error.filename,
+        found=(error.strerror or str(error)).lower(),
+        wanted="a path whose parents are directories, and that is itself what the command reads or writes",
+        fix="correct the path in the command or in its file; `--debug` shows where it was used",
+    )
 
 
 @contextmanager

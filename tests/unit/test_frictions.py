@@ -194,6 +194,11 @@ FRICTIONS: dict[str, tuple[Spoil, list[str], str]] = {
         ["evaluate", "base", "--pipeline", "pipeline.yaml", "--output", "out/scores.json"],
         "no directory out",
     ),
+    "a path that leads through a file": (
+        nothing,
+        ["environments", "tasks", "maze", "--output", "math.jsonl/tasks.jsonl", "-n", "2"],
+        "--debug",
+    ),
     "options that do not go together": (nothing, ["merge", "--resume", "r", "--run-dir", "x"], "opd merge --help"),
 }
 
