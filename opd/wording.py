@@ -61,8 +61,8 @@ _BOUNDS = {
     "less_than": ("lt", "below {}"),
     "less_than_equal": ("le", "at most {}"),
     "multiple_of": ("multiple_of", "a multiple of {}"),
-    "too_short": ("min_length", "{} or more entries"),
-    "too_long": ("max_length", "at most {} entries"),
+    "too_short": ("min_length", "entries, at least {}"),
+    "too_long": ("max_length", "entries, at most {}"),
     "string_too_short": ("min_length", "text of {} or more characters"),
     "string_too_long": ("max_length", "text of at most {} characters"),
 }

@@ -814,7 +814,7 @@ def test_numbers_are_finite(section: str, key: str, value: float) -> None:
         ("weight", "even", "auto"),
         ("teachers", "a/b", "A-Z a-z 0-9 . _ -"),
         ("teachers", {"math": -1}, "at least 0"),
-        ("teachers", {}, "1 or more entries"),
+        ("teachers", {}, "entries, at least 1"),
     ],
 )
 def test_a_value_of_two_kinds_is_judged_by_its_own(key: str, value: Any, wanted: str) -> None:

@@ -52,7 +52,7 @@ def test_the_hardest_of_the_limits_that_a_reading_reaches() -> None:
         ({"gap": {"over": 0}}, "monitors.gap.over", "0", "at least 1"),
         ({"repetition": {"halt": 0.5}}, "monitors.repetition.halt", "an unknown key", "over, warn, pause, stop"),
         ({"repetitions": {"stop": 0.5}}, "monitors.repetitions", "an unknown key", "repetition"),
-        ({"length": 3}, "monitors.length", "3", "dictionary"),
+        ({"length": 3}, "monitors.length", "3", "a mapping of keys"),
     ],
 )
 def test_limits_that_are_refused(section: dict[str, Any], where: str, found: str, wanted: str) -> None:
