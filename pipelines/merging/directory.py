@@ -27,14 +27,14 @@ def refuse_existing(root: Path) -> None:
         )
 
 
-def refuse_no_run(root: Path) -> None:
-    """Raises: RunDirError if no merge began in this directory."""
-    if not RunPaths(root).pipeline.exists():
+def refuse_no_run(paths: RunPaths) -> None:
+    """Raises: RunDirError if the directory has no pipeline of a run."""
+    if not paths.pipeline.exists():
         raise RunDirError.at(
-            root,
-            found=f"no {RunPaths(root).pipeline.name}",
+            paths.root,
+            found=f"no {paths.pipeline.name}",
             wanted="a run directory of `opd merge`",
-            fix="check the path, or start a new run without --resume",
+            fix="check the path; `opd merge PIPELINE` begins a new run",
         )
 
 

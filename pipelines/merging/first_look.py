@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from opd.config import PipelineConfig
+from opd.run_dir import RunPaths
 from pipelines.inputs.at_once import refuse_at_once
 from pipelines.merging.directory import refuse_existing, refuse_no_run
 
@@ -15,7 +16,7 @@ def first_look(config: PipelineConfig | None, root: Path, *, resumes: bool) -> N
     A resume compares its inputs with those that it began with, and refuses them in words of its own.
     """
     if resumes:
-        refuse_no_run(root)
+        refuse_no_run(RunPaths(root))
         return
     refuse_existing(root)
     if config is not None:

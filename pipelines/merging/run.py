@@ -162,7 +162,7 @@ def reopen(
     lists; `wanted` is what `opd.checkpoints.choose` takes. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
-    refuse_no_run(root)
+    refuse_no_run(paths)
     recorded = read_manifest(paths)
     config = as_recorded(config or load_pipeline(paths.pipeline, overrides), recorded["config"], paths.manifest)
     inputs = read_inputs(config)
