@@ -111,4 +111,4 @@ def _one_of(found: Any, expected: str) -> str:
     if len(names) == 1:
         return names[0]
     near = nearest(found, names) if isinstance(found, str) else None
-    return f"one of: {', '.join(names)}" + (f"; did you mean `{near}`?" if near else "")
+    return (f"did you mean `{near}`? " if near else "") + f"one of: {', '.join(names)}"
