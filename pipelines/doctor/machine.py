@@ -44,9 +44,13 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f} GiB"
 
 
+def _cores(number: int) -> str:
+    return f"{number} core{'s' if number > 1 else ''}"
+
+
 def _processor() -> Finding:
     cores, kind = len(os.sched_getaffinity(0)), platform.machine()
-    found = f"{cores} cores, {platform.system()} on {kind}"
+    found = f"{_cores(cores)}, {platform.system()} on {kind}"
     if platform.system() != "Linux" or kind not in ("x86_64", "aarch64"):
         return failed("processor", found, "merge on Linux: vLLM and Ray are tried nowhere else")
     if cores < 2:
@@ -58,7 +62,7 @@ def _processor() -> Finding:
 
 def _load() -> Finding:
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    found = f"{load:.1f} processes at work on {cores} cores"
+    found = f"{load:.1f} processes at work on {_cores(cores)}"
     if load > cores:
         return warning(
             "load", found, "wait for the other programs, or stop them: shared cores make steps several times slower"
