@@ -10,6 +10,7 @@ from opd import __version__
 from pipelines.commands import (
     baselines,
     check,
+    doctor,
     environments,
     evaluate,
     experts,
@@ -30,8 +31,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Merge many expert models into one by on-policy distillation.",
+    epilog=shell.examples(
+        "opd doctor", "opd merge quickstart", "opd merge --resume runs/quickstart", "opd --install-completion"
+    ),
 )
-for commands in (init, merge, evaluate, check, report, traces, baselines):
+for commands in (init, merge, evaluate, check, report, traces, baselines, doctor):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),
@@ -55,6 +59,9 @@ def _version(show: bool) -> None:
 def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option(shell.DEBUG, envvar="OPD_DEBUG", help="Show the traceback of an error before its message.")
     ] = False,
 ) -> None:
     """Merge many expert models into one by on-policy distillation."""

@@ -71,16 +71,16 @@ def is_adapter(path: Path) -> bool:
 
 
 def inspect_expert(
-    path: Path, base: Path | None = None, known: Hashes | None = None
+    path: Path, base: Path | None = None, known: Hashes | None = None, *, hash_files: bool = True
 ) -> tuple[ModelInfo, AdapterInfo | None]:
     """Read and hash a full model, or an adapter's base and the adapter.
 
-    `base` is explained at `inspect_adapter`, `known` at `weight_hashes`. Raises: ModelError, also if `base` is given for a
+    `base` is explained at `inspect_adapter`, `known` at `weight_hashes`; without `hash_files` headers alone are read. Raises: ModelError, also if `base` is given for a
     full model.
     """
     if is_adapter(path):
-        adapter = inspect_adapter(path, base)
-        return inspect_model(Path(adapter.base), known=known), adapter
+        adapter = inspect_adapter(path, base, hash_files)
+        return inspect_model(Path(adapter.base), hash_files, known), adapter
     if base is not None:
         refuse_no_directory(path)
         raise ModelError.at(
@@ -89,7 +89,7 @@ def inspect_expert(
             wanted=f"a base only for a LoRA adapter, a directory with {ADAPTER_CONFIG}",
             fix="leave out the base (`base` in a pipeline, --base), or give the adapter's directory",
         )
-    return inspect_model(path, known=known), None
+    return inspect_model(path, hash_files, known), None
 
 
 def inspect_adapter(path: Path, base: Path | None = None, hash_files: bool = True) -> AdapterInfo:

@@ -10,6 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from opd.config.prompts import Column
 from opd.errors import PromptError
+from opd.settings import keys_of
+from opd.wording import described
 
 Messages = list[dict[str, str]]
 """Each with `role` and `content`."""
@@ -84,8 +86,8 @@ def read_row(data: Any, columns: Mapping[Column, str] | None = None) -> PromptLi
         return PromptLine.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "line"
-        raise BrokenRow(f"column `{place}`: {first['msg']}", "correct or delete this line") from None
+        place = ".".join(keys_of(first, data)) or "line"
+        raise BrokenRow(f"column `{place}`: {described(first)}", "correct or delete this line") from None
 
 
 SPEAKERS = {"human": "user", "gpt": "assistant"}

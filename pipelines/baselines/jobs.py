@@ -16,6 +16,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunDirError
 from opd.metrics import MetricsFile, trained_tokens
+from opd.near import did_you_mean
 from opd.run_dir import RunPaths
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.merging.changes import accept_changes
@@ -69,7 +70,10 @@ def parse_methods(text: str) -> list[str]:
     for name in methods:
         if name not in METHODS:
             raise ConfigError.at(
-                "--method", found=repr(name), wanted=f"one of: {', '.join(METHODS)}", fix="correct the name"
+                "--method",
+                found=repr(name),
+                wanted=f"one of: {', '.join(METHODS)}",
+                fix=did_you_mean(name, METHODS, "choose one of them"),
             )
     return list(dict.fromkeys(methods))
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import say, wait_passively
+from pipelines.commands.shell import examples, say, wait_passively
 
 app = typer.Typer()
 
@@ -49,7 +49,12 @@ Probe = Annotated[bool, typer.Option("--probe", help="Let the models write a lit
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "opd init --student base --expert math --expert code --prompts math=math.csv --prompts code=code.jsonl",
+        "opd init --from quickstart",
+    )
+)
 def init(
     student: Student = None,
     experts: Experts = None,

@@ -8,21 +8,35 @@ from typing import Annotated
 import typer
 
 from opd.run_dir import RunPaths
+from pipelines.commands import completion
 from pipelines.commands.report import print_report
-from pipelines.commands.shell import SetOption, run_root, say
+from pipelines.commands.shell import MaybePipelineArgument, SetOption, examples, run_root, say
 
 app = typer.Typer()
 
 
-@app.command()
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN_DIR",
+        help="Go on with an interrupted run; PIPELINE and --set may change some keys.",
+        autocompletion=completion.runs,
+    ),
+]
+
+
+@app.command(
+    epilog=examples(
+        "opd merge quickstart",
+        "opd merge mine.yaml --set trainer.steps=50 --run-dir runs/short",
+        "opd merge --resume runs/quickstart",
+    )
+)
 def merge(
-    pipeline: Annotated[str | None, typer.Argument(help="A pipeline file, or the name of a shipped one.")] = None,
+    pipeline: MaybePipelineArgument = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run lives. Default: runs/NAME.")] = None,
     overrides: SetOption = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN_DIR", help="Go on with an interrupted run; PIPELINE and --set may change some keys."),
-    ] = None,
+    resume: ResumeOption = None,
     resume_from: Annotated[
         str | None, typer.Option(help="latest (default), latest-valid (pass over damaged ones), or a step.")
     ] = None,
@@ -42,8 +56,10 @@ def merge(
         overrides = [*(overrides or []), "evaluate.cache=false"]
     from opd.config import load_pipeline
     from pipelines.catalog import find
+    from pipelines.merging.first_look import first_look
 
     config = None if pipeline is None else load_pipeline(find(pipeline), overrides)
+    first_look(config, resume or run_root(run_dir, config.name if config else ""), resumes=resume is not None)
     from pipelines.merging import rounds
 
     if resume is not None:

@@ -107,7 +107,6 @@ class Teaching:
 
 def read_teachers(config: PipelineConfig) -> Teaching:
     """Read and check student and experts. Raises: OpdError for the first thing that is wrong."""
-    import_lightly(TRANSFORMERS)
     student = inspect_student(config)
     by_name = _experts(config)
     _refuse_broken_weights(student, by_name, config)
@@ -120,6 +119,7 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     scoring = scoring_routes(config, routes, start.teacher)
     everyone = by_name | {START: start}
     scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
+    import_lightly(TRANSFORMERS)  # not before something needs it: what comes above would be refused seconds later
     refuse_unscorable(config, scorers)
     return Teaching(student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices))
 
@@ -129,7 +129,7 @@ def users_engine(place: str) -> Any:
     return users(place, "rollout.engine", "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()")
 
 
-def _refuse_what_is_not_here(config: PipelineConfig) -> None:
+def refuse_what_is_not_here(config: PipelineConfig) -> None:
     """Raises: ConfigError if the user's engine, a sink's package, or a server's token or certificate is missing."""
     if is_place(config.rollout.engine):
         users_engine(config.rollout.engine)
@@ -145,7 +145,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     Raises: OpdError (a ValueError) for the first thing that is wrong.
     """
     exam = exam or config.evaluate
-    _refuse_what_is_not_here(config)
+    refuse_what_is_not_here(config)
     teaching = read_teachers(config)
     by_name, routes = teaching.scorers, teaching.routes
     refuse_untrainable(config, teaching.student)
@@ -202,9 +202,9 @@ def refuse_without_experts(config: PipelineConfig, command: str) -> None:
         )
 
 
-def inspect_student(config: PipelineConfig) -> ModelInfo:
+def inspect_student(config: PipelineConfig, hash_weights: bool = True) -> ModelInfo:
     """The student's facts. Raises: ModelError, ConfigError if the rollout context is longer than the model's."""
-    student = inspect_model(config.student.model)
+    student = inspect_model(config.student.model, hash_weights)
     if student.context is not None and config.rollout.max_model_len > student.context:
         raise ConfigError.at(
             "rollout.max_model_len",
@@ -227,8 +227,7 @@ def _experts(config: PipelineConfig) -> dict[str, Expert]:
     if not isinstance(config.experts, RegisteredExperts):
         return {name: _inline(name, expert, known) for name, expert in config.experts.items()}
     registry = Registry(config.registry or default_root())
-    names = registry.names() if config.experts.use == "all" else config.experts.use
-    _refuse_twice(names)
+    names = names_in_use(config.experts, registry)
     return {name: _registered(registry, name, known) for name in names}
 
 
@@ -275,12 +274,15 @@ def as_teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: P
     )
 
 
-def _refuse_twice(names: list[str]) -> None:
+def names_in_use(experts: RegisteredExperts, registry: Registry) -> list[str]:
+    """The names of `experts.use`, which may be `all`. Raises: ConfigError for a name that comes twice."""
+    names = registry.names() if experts.use == "all" else experts.use
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise ConfigError.at(
             "experts.use", found=f"`{twice[0]}` twice", wanted="each expert once", fix="delete one of the two"
         )
+    return names
 
 
 def _untrained(

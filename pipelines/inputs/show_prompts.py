@@ -16,7 +16,9 @@ import numpy as np
 from opd.config import PipelineConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import ConfigError
+from opd.near import did_you_mean
 from opd.prompts import PromptTable, load_prompts, render_prompt
+from pipelines.inputs.at_once import refuse_wrong_prompts
 from pipelines.inputs.prompts import prompts_of, registered_prompts, shown
 from pipelines.inputs.read import load_tokenizer
 from pipelines.inputs.template_date import dated
@@ -44,8 +46,9 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
             "--domain",
             found=domain,
             wanted=f"a domain of the pipeline: {', '.join(config.domains)}",
-            fix="correct the name",
+            fix=did_you_mean(domain, config.domains, "choose one of them"),
         )
+    refuse_wrong_prompts(config, domain)
     tokenizer = load_tokenizer(config.student.model)
     config = dated(config, tokenizer)
     for name in [domain] if domain else config.domains:

@@ -49,7 +49,7 @@ from pipelines.merging.changes import (
     unrecorded,
     version_warnings,
 )
-from pipelines.merging.directory import locked, new_directory, refuse_existing, says_what_is_intact
+from pipelines.merging.directory import locked, new_directory, refuse_existing, refuse_no_run, says_what_is_intact
 from pipelines.merging.exams import StartingExams
 from pipelines.merging.layouts import record_layouts
 from pipelines.merging.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
@@ -162,13 +162,7 @@ def reopen(
     lists; `wanted` is what `opd.checkpoints.choose` takes. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
-    if not paths.pipeline.exists():
-        raise RunDirError.at(
-            root,
-            found=f"no {paths.pipeline.name}",
-            wanted="a run directory of `opd merge`",
-            fix="check the path, or start a new run without --resume",
-        )
+    refuse_no_run(paths)
     recorded = read_manifest(paths)
     config = as_recorded(config or load_pipeline(paths.pipeline, overrides), recorded["config"], paths.manifest)
     inputs = read_inputs(config)

@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import pipelines.baselines.run
 import pipelines.check.measure
 import pipelines.merging.run
-from cli import app
 from experts.registry import Registry
 from opd import __version__
 from opd.config import PipelineConfig
@@ -34,6 +33,8 @@ from pipelines.check.judge import Finding, MeasuredTeacher
 from pipelines.check.measure import CheckReport
 from pipelines.inputs.memory import Need
 from pipelines.interrupts import Interrupted, Stopped
+from tests import messages
+from tests.messages import opd
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -49,10 +50,6 @@ COMMANDS = [
     ["models", "from-gguf"],
     ["teachers", "serve"],
 ]
-
-
-def opd(*args: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in args])
 
 
 @pytest.fixture(autouse=True)
@@ -231,10 +228,12 @@ MISTAKES = [
 def test_a_mistake_is_refused_before_anything_is_written(mistake: Callable[[Any], list[str]], world: Any) -> None:
     words = mistake(world)
     pipeline = world.write()
+    messages.forget()
     before = sorted(world.root.rglob("*"))
     refused(opd("merge", pipeline.name), *words)
     refused(opd("merge", pipeline.name, "--run-dir", "here"), *words)
     refused(opd("check", pipeline.name), *words)
+    messages.check(f"mistake: {mistake.__name__}", world.root)
     assert sorted(world.root.rglob("*")) == before
 
 
@@ -826,6 +825,6 @@ def test_exit_codes_reach_the_shell(world: Any) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: pipeline.yaml\n")
+    assert done.stderr.startswith("error: pipeline.yaml: line 2")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

@@ -809,11 +809,11 @@ def test_numbers_are_finite(section: str, key: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "wanted"),
     [
-        ("weight", -1, "greater than 0"),
-        ("weight", "even", "'auto'"),
-        ("teachers", "a/b", "match pattern"),
-        ("teachers", {"math": -1}, "greater than or equal to 0"),
-        ("teachers", {}, "at least 1 item"),
+        ("weight", -1, "above 0"),
+        ("weight", "even", "auto"),
+        ("teachers", "a/b", "A-Z a-z 0-9 . _ -"),
+        ("teachers", {"math": -1}, "at least 0"),
+        ("teachers", {}, "entries, at least 1"),
     ],
 )
 def test_a_value_of_two_kinds_is_judged_by_its_own(key: str, value: Any, wanted: str) -> None:
