@@ -17,6 +17,7 @@ from pipelines.commands import (
     merge,
     models,
     pipelines,
+    plan,
     prompts,
     report,
     shell,
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Merge many expert models into one by on-policy distillation.",
 )
-for commands in (merge, evaluate, check, report, traces, baselines):
+for commands in (merge, evaluate, check, plan, report, traces, baselines):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),
