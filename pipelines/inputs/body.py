@@ -12,7 +12,7 @@ from experts.safetensors_header import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A model without its embedding and its output head."""
+    """A model without its embedding and its output head, but for `largest`."""
 
     inside: int
     """Inputs and outputs of every linear layer that a token passes, added up."""
@@ -20,6 +20,8 @@ class Body:
     """Layers."""
     widest: int
     """The largest side of a matrix; 0 without matrices."""
+    largest: int
+    """Numbers of the largest tensor of the whole model: no rank gathers less at a time."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
@@ -33,6 +35,7 @@ class Body:
             inside=sum(outputs + inputs for outputs, inputs in matrices),
             blocks=max(1, len({part for name in tensors for part in name.split(".") if part.isdigit()})),
             widest=max((side for shape in matrices for side in shape), default=0),
+            largest=max((tensor.numel for tensor in tensors.values()), default=0),
         )
 
     def activation_width(self, hidden_size: int, *, checkpointing: bool) -> int:

@@ -37,7 +37,7 @@ ROLLOUT_PROCESS = 560 * MIB
 TEACHER_PROCESS = 340 * MIB
 DRIVER_AND_RAY = 1100 * MIB
 GATHERED_AT_ONCE = 1_000_000_000
-"""Most parameters that a rank has gathered: DeepSpeed's stage3_max_live_parameters."""
+"""Most parameters that a rank has gathered, if no tensor is larger: DeepSpeed's stage3_max_live_parameters."""
 LOGIT_COPIES = 20
 """Bytes for each logit of a chunk: logits, log-softmax, probabilities and gradient of student and teacher."""
 SCORED_AT_ONCE = 4096
@@ -114,13 +114,13 @@ def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
 
 
 def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    student, ranks = inputs.student, config.trainer.ranks
+    ranks = config.trainer.ranks
     # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before.
     checkpoint = 12 * inputs.trained
     needs = [
         Need(
             what="trainer: weights, gradients, AdamW",
-            nbytes=trainer_state_bytes(config, inputs) + ranks * gathered_bytes(config, student),
+            nbytes=trainer_state_bytes(config, inputs) + ranks * gathered_bytes(config, inputs),
             knobs="student.model, trainer.ranks, trainer.grad_accum_dtype",
         ),
         Need(
@@ -184,9 +184,10 @@ def trainer_state(config: PipelineConfig, inputs: Inputs) -> dict[str, int]:
     }
 
 
-def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
+def gathered_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     """Weights that one rank has gathered from the others at a time."""
-    return min(student.parameters, GATHERED_AT_ONCE) * DTYPE_BYTES[config.trainer.dtype]
+    most = max(GATHERED_AT_ONCE, inputs.body(inputs.student).largest)
+    return min(inputs.student.parameters, most) * DTYPE_BYTES[config.trainer.dtype]
 
 
 def micro_batch_bytes(config: PipelineConfig, inputs: Inputs) -> int:
@@ -204,7 +205,7 @@ def micro_batch_bytes(config: PipelineConfig, inputs: Inputs) -> int:
         + tree_mask_bytes(config, tokens)
         + LOGIT_COPIES * config.objective.chunk * student.vocab_size
         + 4 * head
-        + gathered_bytes(config, student)
+        + gathered_bytes(config, inputs)
     )
 
 

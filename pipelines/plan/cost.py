@@ -7,8 +7,8 @@ from typing import Self
 
 from opd.config import PipelineConfig
 from opd.config.strict import DType
+from pipelines.cores import roles_at_once
 from pipelines.plan.spec import ClusterSpec
-from pipelines.specs import roles_at_once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,9 +48,9 @@ def held(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float
     """Every part of every role; `cache` are the bytes of keys and values on each device of an engine."""
     inputs, ranks, width = models.inputs, config.trainer.ranks, DTYPE_BYTES[config.rollout.dtype]
     parts = {part: nbytes / ranks for part, nbytes in trainer_state(config, inputs).items()}
-    parts["gathered weights"] = gathered_bytes(config, models.inputs.student)
+    parts["gathered weights"] = gathered_bytes(config, inputs)
     parts["activations and logits of a micro-batch"] = micro_batch_bytes(config, inputs) - gathered_bytes(
-        config, inputs.student
+        config, inputs
     )
     if answer_class(config.teachers.payload).SENDS_HEADS:
         parts["teachers' output heads"] = heads_bytes(config, inputs)

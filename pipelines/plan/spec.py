@@ -15,6 +15,7 @@ from opd.errors import ConfigError
 from opd.settings import load_yaml, validate
 from pipelines.plan.catalog import SHIPPED
 
+
 class MachineSpec(Strict):
     cores: int = Field(..., ge=1)
     memory: ByteSize = Field(..., gt=0)

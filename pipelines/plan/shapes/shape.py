@@ -121,6 +121,8 @@ class Shape:
             inside=sum((p.inputs + p.outputs) * p.used * p.layers for p in self.parts),
             blocks=self.layers,
             widest=max(side for p in self.parts for side in (p.inputs, p.outputs)),
+            # transformers keeps the gate and up matrices of all experts of a layer in one tensor.
+            largest=max(self.head, *(p.inputs * p.outputs * p.stored * (2 if p.stored > 1 else 1) for p in self.parts)),
         )
 
     def lora(self, rank: int, targets: Iterable[str] | None) -> tuple[int, int]:
