@@ -49,18 +49,15 @@ def _section(name: str, command: Command) -> str:
     inner = getattr(command, "commands", {})
     usage = [name, *(_argument(param, types) for param in arguments), *(_required(param, types) for param in options)]
     usage += ["[OPTIONS]"] * any(not param.required for param in options) + ["COMMAND"] * bool(inner)
-    lines = [f"### `{name}`", "", _sentences(command.help), "", f"    {' '.join(word for word in usage if word)}", ""]
+    lines = [f"### `{name}`", "", *_paragraphs(command.help), f"    {' '.join(word for word in usage if word)}", ""]
     if inner:
-        rows = [
-            (f"[`{name} {word}`](#{_anchor(f'{name} {word}')})", _sentences(one.help)) for word, one in inner.items()
-        ]
+        rows = [(f"[`{name} {word}`](#{_anchor(f'{name} {word}')})", _first(one.help)) for word, one in inner.items()]
         lines += [_table("Command", rows), ""]
     if rows := [(f"`{_argument(param, types)}`", _meaning(param)) for param in arguments]:
         lines += [_table("Argument", rows), ""]
     if rows := [(f"`{_spelt(param, types)}`", _meaning(param)) for param in options]:
         lines += [_table("Option", rows), ""]
-    if command.epilog:
-        lines += [_sentences(command.epilog), ""]
+    lines += _paragraphs(command.epilog)
     return "\n".join(lines)
 
 
@@ -71,6 +68,24 @@ def _anchor(heading: str) -> str:
 def _sentences(text: str | None) -> str:
     """A help text as one paragraph."""
     return " ".join(inspect.cleandoc(text or "").split())
+
+
+def _first(text: str | None) -> str:
+    """The first paragraph of a help text."""
+    return next(iter(_paragraphs(text)), "")
+
+
+def _paragraphs(text: str | None) -> list[str]:
+    """Lines of a text of several paragraphs; those that are commands, also behind `Example:`, become code."""
+    lines: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text or "")):
+        remark, _, typed = _sentences(paragraph).rpartition("Example: ")
+        code = typed.startswith("opd ")
+        if code and lines and lines[-2].startswith("    "):
+            lines.pop()
+        lines += [remark.strip(), ""] if remark.strip() else []
+        lines += [f"    {typed}" if code else typed, ""] if typed else []
+    return lines
 
 
 def _types(command: Command) -> Mapping[str, Any]:

@@ -32,23 +32,17 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relat
 
 
 class Tree:
-    """The real command line, whose commands give back what they were asked instead of doing it."""
+    """The real command line, of which words are read and nothing is done."""
 
     def __init__(self) -> None:
         self.root: Any = typer.main.get_command(app)
-        self._silence(self.root)
-
-    def _silence(self, command: Any) -> None:
-        inner = getattr(command, "commands", {})
-        command.callback = None if inner else lambda **values: values
-        for param in command.params:
-            param.callback = None  # `--install-completion` would write into the reader's shell
-        for one in inner.values():
-            self._silence(one)
 
     def parse(self, words: Sequence[str]) -> Mapping[str, Any]:
-        """The parameters of a whole command. Raises: UsageError."""
-        values: Mapping[str, Any] = self.root.main(list(words), "opd", standalone_mode=False)
+        """The parameters of a whole command. Raises: UsageError, KeyError for a command that is not there."""
+        command, rest = self.root, [word for word in words if word not in _options(self.root)]
+        while inner := getattr(command, "commands", {}):
+            command, rest = inner[rest[0] if rest else "nothing"], rest[1:]
+        values: Mapping[str, Any] = command.make_context("opd", rest).params
         return values
 
     def unknown(self, words: Sequence[str]) -> list[str]:
@@ -82,12 +76,14 @@ def tree() -> Tree:
 def opd_errors(tree: Tree, command: Command) -> list[str]:
     """What is wrong with one `opd ...`."""
     words = command.words[1:]
-    if not command.whole or "--help" in words or words[0].startswith("-"):
+    if not command.whole or {"--help", "COMMAND"} & set(words) or words[0].startswith("-"):
         return [f"unknown: {word}" for word in tree.unknown(words)]
     try:
         values = tree.parse(["1" if is_placeholder(word) else word for word in words])
     except UsageError as refused:
         return [refused.format_message()]
+    except KeyError as unknown:
+        return [f"no command {unknown}"]
     return [*_wrong_names(values), *_wrong_keys(words, values)]
 
 
@@ -294,6 +290,12 @@ def test_the_python_page_names_every_function_with_its_parameters() -> None:
             own = {arg.arg for arg in (*functions[name].args, *functions[name].kwonlyargs)}
             given = {word.partition("=")[0] for word in written[1].replace("...", "").split(", ") if word}
             assert given <= own, (name, given - own)
+    (result,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MergeResult")
+    fields = {
+        node.target.id for node in result.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    public = {node.name for node in result.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+    assert {name for name in fields | public if f"`{name}`" not in page} == set()
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from docs.commands_page import command_reference
-from docs.site_hooks import LOADED, links_of_site
+from docs.site_hooks import INSIDE, LOADED, links_of_site
+
+ROOT = Path(__file__).parents[3]
+
+
+class Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml, whose own tags say nothing about its pages."""
+
+
+Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+
+
+def pages_of(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    for one in nav if isinstance(nav, list) else nav.values() if isinstance(nav, dict) else ():
+        yield from pages_of(one)
+
+
+def test_every_page_has_one_place_in_the_navigation() -> None:
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
+    written = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    assert sorted(pages_of(config["nav"])) == sorted(written | set(INSIDE)), (
+        "give a new page a line under `nav` in mkdocs.yml"
+    )
 
 
 @pytest.mark.parametrize(

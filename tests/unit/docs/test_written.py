@@ -46,6 +46,7 @@ def test_commands_of_blocks_and_sentences(tmp_path: Path) -> None:
         ("opd baseline P --method ... [--share S]", "opd baseline P --method VALUE --share S"),
         ("opd merge m.yaml --set 'experts.use=[math, code]'", "opd merge m.yaml --set experts.use=[math, code]"),
         ("OMP_NUM_THREADS=1 .venv/bin/opd experts list | head", "opd experts list"),
+        ("opd evaluate RUN_DIR|PIPELINE [OPTIONS]", "opd evaluate RUN_DIR_OR_PIPELINE"),
         ("$ opd pipelines show quickstart > mine.yaml", "opd pipelines show quickstart"),
     ],
 )

@@ -94,7 +94,8 @@ def _typed(line: str) -> Iterator[tuple[str, ...]]:
     """The commands of a line, without the remark behind them."""
     if not BEGINS.match(line):
         return
-    lexer = shlex.shlex(re.split(r" {3,}| # ", line)[0], posix=True, punctuation_chars=";&|<>")
+    typed = re.sub(r"(?<=\w)\|(?=\w)", "_OR_", re.split(r" {3,}| # ", line)[0])
+    lexer = shlex.shlex(typed, posix=True, punctuation_chars=";&|<>")
     lexer.whitespace_split, lexer.commenters = True, ""
     for command in re.split(r"\0[;&|]+\0", "\0".join(lexer)):
         words = re.split(r"\0[<>]+\0", command)[0].split("\0")
@@ -108,7 +109,7 @@ def _typed(line: str) -> Iterator[tuple[str, ...]]:
 def _plain(words: list[str]) -> Iterator[str]:
     """Words without the brackets and dots of a usage line: `[--n N]` is `--n N`, and dots stand for a value only after an option."""
     before = ""
-    for word in words:
+    for word in (word for word in words if word != "[OPTIONS]"):
         bare = word.removeprefix("[")
         bare = bare if "[" in bare or "=" in bare.partition("]")[0] else bare.removesuffix("]")
         if bare.strip("."):
