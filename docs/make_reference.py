@@ -1,4 +1,4 @@
-"""Writes the parts of docs/pipelines.md that follow from the code: key tables, shipped files, an example report.
+"""Writes what follows from the code: in docs/pipelines.md key tables, shipped files and an example report, in docs/commands.md the commands.
 
     python docs/make_reference.py            rewrite the text between the markers
     python docs/make_reference.py --check    write nothing; exit code 1 and a diff if the text is out of date
@@ -19,6 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from commands_page import command_reference
 from pydantic import BaseModel
 
 from experts.registry import Manifest
@@ -31,7 +32,7 @@ from opd.settings import load_yaml
 from opd.step_record import StepRecord
 from pipelines.catalog import shipped
 
-PAGE = Path(__file__).with_name("pipelines.md")
+PAGES = tuple(Path(__file__).with_name(name) for name in ("pipelines.md", "commands.md"))
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -183,6 +184,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "shipped": shipped_files,
     "suites": suites,
     "report-example": report_example,
+    "commands": command_reference,
 }
 
 
@@ -192,23 +194,33 @@ def fill(page: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Rewrite the generated parts of docs/pipelines.md.")
+    parser = argparse.ArgumentParser(
+        description="Rewrite the generated parts of docs/pipelines.md and docs/commands.md."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a part is out of date")
     check = parser.parse_args().check
-    old = PAGE.read_text(encoding="utf-8")
-    missing = set(PARTS) - {found[2] for found in MARKED.finditer(old)}
+    pages = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    missing = set(PARTS) - {found[2] for text in pages.values() for found in MARKED.finditer(text)}
     if missing:
-        print(f"{PAGE}: no markers for {', '.join(sorted(missing))}", file=sys.stderr)
+        print(f"docs: no markers for {', '.join(sorted(missing))}", file=sys.stderr)
         return 1
+    outdated = [page for page, old in pages.items() if not _renew(page, old, check)]
+    for page in outdated:
+        print(f"{page} is out of date: run `python docs/make_reference.py`", file=sys.stderr)
+    return 1 if outdated else 0
+
+
+def _renew(page: Path, old: str, check: bool) -> bool:
+    """Write a page anew, or only say how it would differ; False if it is out of date and stays so."""
     new = fill(old)
     if not check:
-        PAGE.write_text(new, encoding="utf-8")
+        page.write_text(new, encoding="utf-8")
     elif new != old:
-        diff = difflib.unified_diff(old.splitlines(), new.splitlines(), "written", "from the code", lineterm="")
-        print("\n".join(diff))
-        print(f"{PAGE} is out of date: run `python docs/make_reference.py`", file=sys.stderr)
-        return 1
-    return 0
+        print(
+            "\n".join(difflib.unified_diff(old.splitlines(), new.splitlines(), "written", "from the code", lineterm=""))
+        )
+        return False
+    return True
 
 
 if __name__ == "__main__":
