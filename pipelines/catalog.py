@@ -5,6 +5,9 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+PLANS = Path(str(files("pipelines"))) / "plan" / "shipped"
+"""Clusters, pipelines and shapes of models for `opd plan`."""
+
 
 def shipped() -> dict[str, Path]:
     """Name -> file of every pipeline that comes with the package."""
@@ -15,6 +18,11 @@ def shipped() -> dict[str, Path]:
     }
 
 
+def planned() -> dict[str, Path]:
+    """Name -> file of every pipeline that is shipped for `opd plan` alone: its models and prompts are nowhere."""
+    return {file.stem: file for file in sorted((PLANS / "pipelines").glob("*.yaml"))}
+
+
 def find(name_or_path: str) -> Path:
     """The file of a shipped pipeline, or the path unchanged; `load_pipeline` refuses a missing file."""
-    return shipped().get(name_or_path, Path(name_or_path))
+    return (planned() | shipped()).get(name_or_path, Path(name_or_path))

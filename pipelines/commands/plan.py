@@ -33,13 +33,13 @@ def plan(
 ) -> None:
     """What will a merge need, and how long will it take? From configs alone: no weights, no compute; exit code 1 if it does not fit."""
     from opd.config import load_pipeline
-    from pipelines.plan.catalog import find_planned
+    from pipelines.catalog import find
     from pipelines.plan.measure import measure_to
     from pipelines.plan.plan import make_plan
     from pipelines.plan.spec import load_spec, with_lengths
     from pipelines.plan.tables import tables
 
-    config = load_pipeline(find_planned(pipeline), overrides)
+    config = load_pipeline(find(pipeline), overrides)
     spec = load_spec(cluster) if measure is None else measure_to(measure)
     made = make_plan(config, with_lengths(spec, prompt_tokens, response_tokens, tail))
     if as_json:

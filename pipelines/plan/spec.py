@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from opd.config.strict import DType, Strict
 from opd.errors import ConfigError
 from opd.settings import load_yaml, validate
-from pipelines.plan.catalog import SHIPPED
+from pipelines.catalog import PLANS
 
 
 class MachineSpec(Strict):
@@ -164,7 +164,7 @@ class ClusterSpec(Strict):
 
 def shipped_specs() -> dict[str, Path]:
     """Name -> file of every cluster spec that comes with the package."""
-    return {file.stem: file for file in sorted((SHIPPED / "clusters").glob("*.yaml"))}
+    return {file.stem: file for file in sorted((PLANS / "clusters").glob("*.yaml"))}
 
 
 def load_spec(name_or_path: str) -> ClusterSpec:

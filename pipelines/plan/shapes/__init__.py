@@ -8,7 +8,7 @@ from pathlib import Path
 from experts.json_files import read_json, validated
 from experts.weight_files import weight_tensors
 from opd.errors import ModelError
-from pipelines.plan.catalog import SHIPPED
+from pipelines.catalog import PLANS
 from pipelines.plan.shapes.attention import grouped, latent
 from pipelines.plan.shapes.config import ShapeConfig
 from pipelines.plan.shapes.feed_forward import dense, mixture
@@ -56,7 +56,7 @@ def shape_of(config: ShapeConfig, where: object) -> Shape:
 
 def located(model_dir: Path, name: str = "config.json") -> Path:
     """A file of a model directory; where the directory is not there, that of the shipped shape of the same relative path."""
-    shipped = SHIPPED / model_dir / name
+    shipped = PLANS / model_dir / name
     return shipped if not model_dir.exists() and not model_dir.is_absolute() and shipped.is_file() else model_dir / name
 
 

@@ -22,7 +22,7 @@ from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import OpdError
 from opd.settings import parse_yaml, validate
-from pipelines.catalog import find, shipped
+from pipelines.catalog import find, planned, shipped
 from tests.unit.docs.written import PAGES, ROOT, Command, blocks, commands, is_placeholder
 
 UsageError = typer.BadParameter.__bases__[0]
@@ -89,7 +89,7 @@ def opd_errors(tree: Tree, command: Command) -> list[str]:
 
 def _wrong_names(values: Mapping[str, Any]) -> Iterator[str]:
     """Names of shipped things that are not shipped."""
-    for key, known in (("pipeline", shipped()), ("target", shipped()), ("matrix", shipped()), ("suite", DOMAINS)):
+    for key, known in (("pipeline", shipped() | planned()), ("target", shipped()), ("matrix", shipped()), ("suite", DOMAINS)):
         name = values.get(key)
         if name and name != "1" and not FILE.search(name) and name not in known:
             yield f"no {key} is called {name}"
