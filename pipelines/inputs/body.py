@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -21,7 +23,8 @@ class Body:
     widest: int
     """The largest side of a matrix; 0 without matrices."""
     largest: int
-    """Numbers of the largest tensor of the whole model: no rank gathers less at a time."""
+    """Numbers of the largest weight of the whole model: no rank gathers less at a time. The experts of a layer are one, because
+    transformers keeps them in one tensor or module."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
@@ -31,11 +34,14 @@ class Body:
             for name, tensor in tensors.items()
             if len(tensor.shape) == 2 and not name.endswith((*EMBEDDINGS, *HEADS))
         ]
+        sizes: Counter[str] = Counter()
+        for name, tensor in tensors.items():
+            sizes[re.sub(r"\.experts\.\d.*", "", name)] += tensor.numel
         return cls(
             inside=sum(outputs + inputs for outputs, inputs in matrices),
             blocks=max(1, len({part for name in tensors for part in name.split(".") if part.isdigit()})),
             widest=max((side for shape in matrices for side in shape), default=0),
-            largest=max((tensor.numel for tensor in tensors.values()), default=0),
+            largest=max(sizes.values(), default=0),
         )
 
     def activation_width(self, hidden_size: int, *, checkpointing: bool) -> int:

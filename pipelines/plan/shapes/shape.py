@@ -115,14 +115,18 @@ class Shape:
         return sum(p.touched(tokens) for p in self.parts) + self.head
 
     @property
+    def _experts(self) -> int:
+        """Numbers of a layer's routed experts, which lie in one module."""
+        return sum(p.parameters // p.layers for p in self.parts if p.stored > 1)
+
+    @property
     def body(self) -> Body:
         """What the memory of activations depends on: a token passes `used` matrices of each kind."""
         return Body(
             inside=sum((p.inputs + p.outputs) * p.used * p.layers for p in self.parts),
             blocks=self.layers,
             widest=max(side for p in self.parts for side in (p.inputs, p.outputs)),
-            # transformers keeps the gate and up matrices of all experts of a layer in one tensor.
-            largest=max(self.head, *(p.inputs * p.outputs * p.stored * (2 if p.stored > 1 else 1) for p in self.parts)),
+            largest=max(self.head, *(p.parameters // p.layers for p in self.parts), self._experts),
         )
 
     def lora(self, rank: int, targets: Iterable[str] | None) -> tuple[int, int]:
