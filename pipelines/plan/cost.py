@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Self
 
 from opd.config import PipelineConfig
@@ -54,14 +55,9 @@ class Place:
     """Devices of each worker: several, or a share of one."""
 
     @property
-    def machines(self) -> float:
-        """Machines of each worker."""
-        return self.devices / max(1, self.spec.machine.gpus)
-
-    @property
-    def all_machines(self) -> int:
-        """Machines on which the role has workers."""
-        return max(1, min(self.spec.machines, round(self.workers * self.machines + 0.499)))
+    def machines(self) -> int:
+        """Machines that the role's workers are on."""
+        return max(1, min(self.spec.machines, ceil(self.workers * self.devices / max(1, self.spec.machine.gpus))))
 
     def products(self, flops: float, dtype: DType, share: float) -> float:
         """Seconds of so many FLOPs in one worker, which reaches that share of the rate."""

@@ -16,8 +16,8 @@ from pipelines.plan.spec import ClusterSpec, load_spec
 
 SECONDS = 1.0
 """How long each rate is measured."""
-SIDE, ROWS = 2048, 2048
-"""Rows and columns of the matrices."""
+ROWS, WIDTH, IDS = 512, 576, 49152
+"""The product: states with the output head of a model such as SmolLM2. Every factor of two-cores is a share of it."""
 COPIED = 128 << 20
 """Bytes that are copied at a time: more than any cache holds."""
 
@@ -48,8 +48,8 @@ def measure_to(path: Path) -> ClusterSpec:
 
 def _products(torch: Any, dtype: Any) -> float:
     """FLOP/s of a matrix product, the best of one second's."""
-    left, right = torch.randn(ROWS, SIDE).to(dtype), torch.randn(SIDE, SIDE).to(dtype)
-    return 2 * ROWS * SIDE * SIDE / _quickest(lambda: left @ right)
+    hidden_N_D, head_V_D = torch.randn(ROWS, WIDTH).to(dtype), torch.randn(IDS, WIDTH).to(dtype)
+    return 2 * ROWS * WIDTH * IDS / _quickest(lambda: hidden_N_D @ head_V_D.T)
 
 
 def _copies(torch: Any) -> float:

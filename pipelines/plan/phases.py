@@ -56,11 +56,11 @@ class Work:
 
     def rollout(self, lengths: Written) -> list[Wrote]:
         """Every engine's part of a step; prompts are dealt out one by one."""
-        workers, cost = self.places.rollout.workers, self._engine_cost()
+        workers, cost = self.places.rollout.workers, self._engine_cost(lengths.prompt)
         shares = [lengths.groups[first::workers] for first in range(workers)]
         return [write(lengths.prompt, share, self.slots, cost) for share in shares if share]
 
-    def _engine_cost(self) -> EngineCost:
+    def _engine_cost(self, prompt: int) -> EngineCost:
         place, shape, spec = self.places.rollout, self.models.student, self.spec
         dtype = self.config.rollout.dtype
         width = DTYPE_BYTES[dtype]
@@ -68,7 +68,7 @@ class Work:
         copies = cache_copies(self.config, self.models, spec)
 
         def prefill(tokens: int) -> Seconds:
-            flops = shape.forward(tokens, tokens / 2)
+            flops = shape.forward(tokens, prompt / 2)
             return Seconds(compute=place.products(flops, dtype, factors.forward.share), link=self._reduced(tokens))
 
         def step(batch: int, seen: float) -> Seconds:
@@ -128,15 +128,16 @@ class Work:
 
     def _loaded(self, name: str) -> float:
         """Seconds until a teacher's weights are where it computes. On CPUs, weights within `teachers.memory` stay there."""
-        place, links, share = self.places.teachers, self.spec.links, self.spec.factors.link.share
+        place, spec, teachers = self.places.teachers, self.spec, self.config.teachers
         sizes = teacher_bytes(self.config, self.models)
-        held = sum(sizes.values()) * place.machines / max(1.0, place.all_machines)
-        if not self.spec.machine.gpus:
-            budget = self.config.teachers.memory if isinstance(self.config.teachers, TransformersTeachers) else 0
-            return 0.0 if sum(sizes.values()) <= budget else sizes[name] / (links.disk * share)
-        copied = sizes[name] / (links.load * place.devices * share)
-        fits = held <= self.spec.machine.memory * max(1.0, place.machines) / 2
-        return copied if fits else max(copied, sizes[name] / (links.disk * max(1.0, place.machines) * share))
+        share, every = spec.factors.link.share, sum(sizes.values())
+        read = sizes[name] / (spec.links.disk * max(1.0, place.machines / place.workers) * share)
+        if not spec.machine.gpus:
+            budget = teachers.memory if isinstance(teachers, TransformersTeachers) else 0
+            return 0.0 if every <= budget else read
+        copied = sizes[name] / (spec.links.load * place.devices * share)
+        # Files that machines have read stay in half of their memory.
+        return copied if every / place.machines <= spec.machine.memory / 2 else max(copied, read)
 
     def train(self, lengths: Written) -> Trained:
         """The busiest rank, which the others wait for in every micro-batch; then the optimiser."""
@@ -178,14 +179,13 @@ class Work:
         shape, seen = self.models.student, lengths.tokens / len(lengths.responses) / 2
         responses = sum(lengths.responses)
         prompts = lengths.prompt * len(lengths.groups)
-        rows = self.models.rows()
-        each = lengths.tokens / len(lengths.responses)
-        scored = sum(one.forward(rows[name] * each, seen) for name, one in self.models.scorers.items())
+        scored = sum(one.forward(sum(self._rows_of(name, lengths)), seen) for name, one in self.models.scorers.items())
+        laid_out = sum(unit.length for unit, _ in lengths.units())
         heads = 2 * responses * shape.head * self._head_passes()
         return {
             "rollout": shape.forward(prompts + responses, seen) + 2 * responses * shape.head,
             "score": scored,
-            "train": self._passes * shape.forward(lengths.tokens, seen) + heads,
+            "train": self._passes * shape.forward(laid_out, seen) + heads,
             "sync": 0.0,
         }
 

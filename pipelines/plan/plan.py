@@ -159,6 +159,12 @@ def _notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> Iterato
     acting = [name for name, domain in config.domains.items() if domain.acts]
     if acting:
         yield f"planned as single responses although they are episodes of turns: {', '.join(acting)}"
+    if isinstance(config.rounds, list):
+        yield "every round is planned like the first"
+    if config.objective.has_critic:
+        yield "the critic's memory is planned, its time is not"
+    if config.teachers.elsewhere:
+        yield "teachers elsewhere are planned as if they scored at once"
     if places.devices > spec.devices:
         yield f"{places.devices:g} devices are placed, the cluster has {spec.devices}"
     if max(places.rollout.devices, places.teachers.devices) > 1:

@@ -162,7 +162,7 @@ def test_a_spec_that_lacks_a_reason_is_refused(tmp_path: Path) -> None:
 
 
 def test_measuring_writes_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("SECONDS", 0.01), ("SIDE", 64), ("ROWS", 64), ("COPIED", 1 << 16)):
+    for name, value in (("SECONDS", 0.01), ("WIDTH", 64), ("IDS", 64), ("COPIED", 1 << 16)):
         monkeypatch.setattr(measure, name, value)
     file = tmp_path / "here.yaml"
     made = measure.measure_to(file)
