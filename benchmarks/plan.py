@@ -45,6 +45,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("rollout.max_new_tokens=32", "trainer.samples_per_step=4"),
         ("rollout.max_new_tokens=8", "trainer.samples_per_step=128", "trainer.micro_batch_tokens=256"),
         ("rollout.max_new_tokens=8", "trainer.samples_per_step=128", "trainer.ranks=2"),
+        ("rollout.max_new_tokens=32", "trainer.samples_per_step=128"),
     ),
 }
 """Pipeline -> what each of its merges changes."""

@@ -22,6 +22,8 @@ class EngineCost:
     step: StepCost
     request: Seconds
     """One response, beside its tokens."""
+    phase: Seconds
+    """All responses of a step together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ def write(prompt: int, groups: Sequence[Sequence[int]], slots: int, cost: Engine
     """
     waiting = deque((length, place == 0) for group in groups for place, length in enumerate(group))
     running: list[tuple[int, int]] = []  # (step after which it ends, step at which it began)
-    spent, now, begun, sampled = Seconds(), 0, 0, 0
+    spent, now, begun, sampled = cost.phase, 0, 0, 0
     while waiting or running:
         new = 0
         while waiting and len(running) < slots:

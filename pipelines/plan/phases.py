@@ -81,10 +81,12 @@ class Work:
                 compute=products if products >= read else 0.0,
                 memory=read if read > products else 0.0,
                 link=self._reduced(batch),
-                overhead=extra.engine_step.s + batch * extra.token.s,
+                overhead=extra.engine_step.of(shape.tensors) + batch * extra.token.s,
             )
 
-        return EngineCost(prefill=prefill, step=step, request=Seconds(overhead=extra.request.s))
+        return EngineCost(
+            prefill=prefill, step=step, request=Seconds(overhead=extra.request.s), phase=Seconds(overhead=extra.phase.s)
+        )
 
     def _reduced(self, tokens: int) -> float:
         """Two sums a layer among the devices of one engine."""
@@ -102,7 +104,7 @@ class Work:
         workers = self.places.teachers.workers
         rows = {name: self._rows_of(name, lengths) for name in self.models.scorers}
         loads = [(0, worker) for worker in range(workers)]
-        found = [Seconds() for _ in range(workers)]
+        found = [Seconds(overhead=self.spec.overheads.phase.s) for _ in range(workers)]
         for name in sorted(rows, key=lambda one: -sum(rows[one])):
             load, worker = heapq.heappop(loads)
             found[worker] += self._scored(name, rows[name])
@@ -124,7 +126,11 @@ class Work:
             flops = shape.forward(tokens, wide / 2)
             compute += place.products(flops, dtype, self.spec.factors.forward.share)
         rows = self.models.rows()[name]
-        return Seconds(compute=compute, link=self._loaded(name), overhead=extra.teacher.s + rows * extra.scored_row.s)
+        return Seconds(
+            compute=compute,
+            link=self._loaded(name),
+            overhead=extra.teacher.of(shape.tensors) + rows * extra.scored_row.s,
+        )
 
     def _loaded(self, name: str) -> float:
         """Seconds until a teacher's weights are where it computes. On CPUs, weights within `teachers.memory` stay there."""
@@ -165,7 +171,9 @@ class Work:
             compute=compute,
             memory=logits,
             link=talk - hidden,
-            overhead=spec.overheads.micro_batch.s + count * spec.overheads.trained_row.s + self._messages(),
+            overhead=spec.overheads.micro_batch.of(shape.tensors)
+            + count * spec.overheads.trained_row.s
+            + self._messages(),
         )
 
     @property
@@ -224,7 +232,7 @@ class Work:
         place, trainer = self.places.trainer, self.config.trainer
         each = 2 * 12 + 2 * DTYPE_BYTES[trainer.grad_accum_dtype] + DTYPE_BYTES[trainer.dtype]
         nbytes = self.models.inputs.trained * each / place.workers
-        return Seconds(memory=place.moved(nbytes), overhead=self.spec.overheads.step.s)
+        return Seconds(memory=place.moved(nbytes), overhead=self.spec.overheads.phase.s + self.spec.overheads.step.s)
 
     def sync(self, lengths: Written) -> Seconds:
         """A push to every engine, and its probe."""
@@ -244,7 +252,7 @@ class Work:
             compute=there + here,
             memory=copied,
             link=gathered + sent,
-            overhead=shape.tensors * spec.overheads.tensor.s + self._messages(),
+            overhead=spec.overheads.phase.s + spec.overheads.push.of(shape.tensors) + self._messages(),
         )
 
 

@@ -84,14 +84,22 @@ class FactorsSpec(Strict):
 
 
 class SecondsSpec(Strict):
-    s: float = Field(..., ge=0)
+    s: float = Field(0, ge=0)
+    tensor: float = Field(0, ge=0)
+    """More seconds for each tensor of the model that the event is about."""
     why: str = Field(..., min_length=1)
     """How it was found."""
+
+    def of(self, tensors: int) -> float:
+        """Seconds for a model of so many tensors."""
+        return self.s + self.tensor * tensors
 
 
 class OverheadsSpec(Strict):
     """Seconds of one event, beside its work."""
 
+    phase: SecondsSpec
+    """A phase's call to its workers, and their answer."""
     engine_step: SecondsSpec
     """A step of an engine: scheduling, sampling, every layer's calls."""
     request: SecondsSpec
@@ -108,8 +116,8 @@ class OverheadsSpec(Strict):
     """A row that a rank lays out and trains."""
     message: SecondsSpec
     """A collective of two workers or more."""
-    tensor: SecondsSpec
-    """A tensor of a push: gathered, written, read, put in its place."""
+    push: SecondsSpec
+    """New weights: each tensor gathered, written, read, put in its place."""
     step: SecondsSpec
     """A step of the optimiser and a record of it."""
 

@@ -13,12 +13,13 @@ COST = EngineCost(
     prefill=lambda tokens: Seconds(compute=tokens),
     step=lambda batch, seen: Seconds(memory=batch * (10 + seen), overhead=1),
     request=Seconds(overhead=0.5),
+    phase=Seconds(link=3),
 )
 
 
 def slowly(prompt: int, lengths: list[int], slots: int) -> tuple[Seconds, int]:
     """The same engine, step by step; every response has a prompt of its own."""
-    waiting, running, spent, steps = list(lengths), list[list[int]](), Seconds(), 0
+    waiting, running, spent, steps = list(lengths), list[list[int]](), COST.phase, 0
     while waiting or running:
         new = 0
         while waiting and len(running) < slots:
