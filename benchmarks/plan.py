@@ -129,10 +129,12 @@ def take(pipeline: str, changes: Sequence[str], folder: Path) -> dict[str, Any]:
 
 def summary(config: Mapping[str, Any], records: Sequence[Mapping[str, Any]], command: Sequence[str]) -> dict[str, Any]:
     """What is kept of a merge."""
+    from opd.config import PipelineConfig
+
     phases = {name: statistics.median(record["phase_s"].get(name, 0.0) for record in records) for name in PHASES}
     return {
         "command": shlex.join(command),
-        "pipeline": config,
+        "pipeline": PipelineConfig.model_validate(config).model_dump(mode="json", exclude_defaults=True),
         "lengths": lengths_of(records, config["rollout"]["max_new_tokens"]),
         "steps": len(records),
         "phase_s": phases | {"step": statistics.median(sum(r["phase_s"].get(n, 0.0) for n in PHASES) for r in records)},
@@ -180,7 +182,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from pipelines.plan.measure import measured_spec
     from pipelines.plan.spec import load_spec
 
-    pipeline = str(tiny_merge(folder)) if args.pipeline == "tiny" else args.pipeline
+    pipeline = tiny_merge(folder).name if args.pipeline == "tiny" else args.pipeline
     base = load_spec("two-cores")
     rates = [measured_spec(base).rates.model_dump()]
     runs = []

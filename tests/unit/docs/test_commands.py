@@ -89,7 +89,12 @@ def opd_errors(tree: Tree, command: Command) -> list[str]:
 
 def _wrong_names(values: Mapping[str, Any]) -> Iterator[str]:
     """Names of shipped things that are not shipped."""
-    for key, known in (("pipeline", shipped() | planned()), ("target", shipped()), ("matrix", shipped()), ("suite", DOMAINS)):
+    for key, known in (
+        ("pipeline", shipped() | planned()),
+        ("target", shipped()),
+        ("matrix", shipped()),
+        ("suite", DOMAINS),
+    ):
         name = values.get(key)
         if name and name != "1" and not FILE.search(name) and name not in known:
             yield f"no {key} is called {name}"
