@@ -63,7 +63,8 @@ def predicted(run: Mapping[str, Any], rates: Mapping[str, float], folder: Path |
 
     config = PipelineConfig.model_validate(run["pipeline"])
     data = load_spec("two-cores").model_dump()
-    spec = ClusterSpec.model_validate(data | {"rates": dict(rates), "lengths": run["lengths"]})
+    machine = data["machine"] | {"cores": run["cores"]}
+    spec = ClusterSpec.model_validate(data | {"rates": dict(rates), "lengths": run["lengths"], "machine": machine})
     here = Path.cwd()
     os.chdir(folder or here)
     try:
@@ -136,6 +137,7 @@ def summary(config: Mapping[str, Any], records: Sequence[Mapping[str, Any]], com
         "command": shlex.join(command),
         "pipeline": PipelineConfig.model_validate(config).model_dump(mode="json", exclude_defaults=True),
         "lengths": lengths_of(records, config["rollout"]["max_new_tokens"]),
+        "cores": len(os.sched_getaffinity(0)),
         "steps": len(records),
         "phase_s": phases | {"step": statistics.median(sum(r["phase_s"].get(n, 0.0) for n in PHASES) for r in records)},
     }

@@ -59,6 +59,13 @@ class Place:
         """Machines that the role's workers are on."""
         return max(1, min(self.spec.machines, ceil(self.workers * self.devices / max(1, self.spec.machine.gpus))))
 
+    @property
+    def crowd(self) -> float:
+        """Workers that share a core: what they do beside their work takes so many times as long."""
+        if self.spec.machine.gpus:
+            return 1.0
+        return max(1.0, self.workers / (self.spec.machines * self.spec.machine.cores))
+
     def products(self, flops: float, dtype: DType, share: float) -> float:
         """Seconds of so many FLOPs in one worker, which reaches that share of the rate."""
         return flops / (self.spec.rates.flops(dtype) * self.devices * share)

@@ -81,7 +81,7 @@ class Work:
                 compute=products if products >= read else 0.0,
                 memory=read if read > products else 0.0,
                 link=self._reduced(batch),
-                overhead=extra.engine_step.of(shape.tensors) + batch * extra.token.s,
+                overhead=place.crowd * (extra.engine_step.of(shape.tensors) + batch * extra.token.s),
             )
 
         return EngineCost(
@@ -163,6 +163,7 @@ class Work:
         flops = self._passes * shape.forward(tokens, wide / 2) + 2 * trained * shape.head * self._head_passes()
         compute = place.products(flops, dtype, spec.factors.backward.share)
         count = sum(len(responses) for _, responses in rows)
+        own = spec.overheads.micro_batch.of(shape.tensors)
         talk = self.gathered() + self.summed()
         hidden = min(spec.factors.hidden.share * talk, compute)
         # Logits of student and teachers in float32: written and read once each.
@@ -171,9 +172,7 @@ class Work:
             compute=compute,
             memory=logits,
             link=talk - hidden,
-            overhead=spec.overheads.micro_batch.of(shape.tensors)
-            + count * spec.overheads.trained_row.s
-            + self._messages(),
+            overhead=place.crowd * (own + count * spec.overheads.trained_row.s) + self._messages(),
         )
 
     @property
@@ -223,16 +222,20 @@ class Work:
         return self.places.trainer.workers > 1
 
     def _messages(self) -> float:
-        """Collectives of a micro-batch: a sum of gradients, and two gathers of every kind of matrix that is not held whole."""
+        """Collectives of a micro-batch: every tensor's gradient is added up, those that no rank holds whole are gathered twice."""
+        if not self._is_sharded():
+            return 0.0
         large = sum(p.layers for p in self.models.student.parts if p.parameters > HELD_WHOLE * p.layers)
-        return (1 + 2 * large) * self.spec.overheads.message.s if self._is_sharded() else 0.0
+        return (self.models.student.tensors + 2 * large) * self.spec.overheads.message.s
 
     def _optimiser(self) -> Seconds:
         """One pass over gradient, master, both moments and compute copy of a shard."""
         place, trainer = self.places.trainer, self.config.trainer
         each = 2 * 12 + 2 * DTYPE_BYTES[trainer.grad_accum_dtype] + DTYPE_BYTES[trainer.dtype]
         nbytes = self.models.inputs.trained * each / place.workers
-        return Seconds(memory=place.moved(nbytes), overhead=self.spec.overheads.phase.s + self.spec.overheads.step.s)
+        return Seconds(
+            memory=place.moved(nbytes), overhead=self.spec.overheads.phase.s + place.crowd * self.spec.overheads.step.s
+        )
 
     def sync(self, lengths: Written) -> Seconds:
         """A push to every engine, and its probe."""
@@ -252,7 +255,7 @@ class Work:
             compute=there + here,
             memory=copied,
             link=gathered + sent,
-            overhead=spec.overheads.phase.s + spec.overheads.push.of(shape.tensors) + self._messages(),
+            overhead=spec.overheads.phase.s + spec.overheads.push.of(shape.tensors),
         )
 
 
