@@ -123,8 +123,13 @@ def placed(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
     chosen = spec.placement
     if chosen is None:
         return config
-    cluster = {"rollout_gpus": chosen.rollout.devices, "teacher_gpus": chosen.teachers.devices, "trainer_gpus": 1}
-    teachers = {"workers": chosen.teachers.workers} if config.teachers.scoring_workers else {}
+    scores = config.teachers.scoring_workers > 0
+    teachers = {"workers": chosen.teachers.workers} if scores else {}
+    cluster = {
+        "rollout_gpus": chosen.rollout.devices,
+        "teacher_gpus": chosen.teachers.devices if scores else 0,
+        "trainer_gpus": 1,
+    }
     changed = {
         "rollout": config.rollout.model_copy(update={"workers": chosen.rollout.workers}),
         "teachers": config.teachers.model_copy(update=teachers),
