@@ -3,6 +3,7 @@
     python -m benchmarks.plan quickstart --folder DIR --json FILE     DIR: where `make demo` has made models and prompts
     python -m benchmarks.plan smollm2 --folder DIR --json FILE        DIR: where `make smollm2` has
     python -m benchmarks.plan tiny --json FILE                        the merges that the overheads of two-cores come from
+    python -m benchmarks.plan recorded                                no merge: docs/results/plan.json as rows of docs/plan.md
 
 Rates are those of a matrix product and a copy on this machine, measured before the first merge and after the last. Lengths are
 those that the merge's own records show. Nothing else is taken from what is compared.
@@ -51,6 +52,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], ...]] = {
 """Pipeline -> what each of its merges changes."""
 WARM_UP, STEPS = 2, 6
 """First steps of a merge, which do not count, and steps that do."""
+RECORDED = Path(__file__).resolve().parents[1] / "docs/results/plan.json"
 TOLERANCE = 0.3
 QUANTILES = 199
 
@@ -179,6 +181,21 @@ def tiny_merge(folder: Path) -> Path:
     return file
 
 
+def recorded(folder: Path) -> list[str]:
+    """Rows of docs/plan.md for the merges of docs/results/plan.json; `folder` is empty, and gets the tiny model's shape."""
+    from benchmarks.merging.inputs import TINY
+
+    shape = json.dumps({"model_type": "llama", "tie_word_embeddings": True, **TINY})
+    for name in ("student", "expert-00", "expert-01"):
+        (folder / "float32" / name).mkdir(parents=True)
+        (folder / "float32" / name / "config.json").write_text(shape)
+    rows = []
+    for merge in sorted(json.loads(RECORDED.read_text(encoding="utf-8")), key=lambda one: bool(one["overheads"])):
+        found = compared({"rates": merge["rates"], "runs": [merge]}, folder)
+        rows += [f"| {' | '.join((merge['name'], *row[1:]))} |" for row in found]
+    return rows
+
+
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All settings of a pipeline, and the machine's rates around them."""
     from pipelines.plan.measure import measured_spec
@@ -200,12 +217,15 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Short merges beside what `opd plan` says of them; never a verdict.")
-    parser.add_argument("pipeline", choices=list(SETTINGS))
+    parser.add_argument("pipeline", choices=[*SETTINGS, "recorded"])
     parser.add_argument("--folder", type=Path, default=Path(), help="where the pipeline's relative paths begin")
     parser.add_argument("--settings", nargs="+", type=int, help="numbers of the settings, from 0; default: all")
     parser.add_argument("--json", type=Path, help="write what was measured here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="opd-plan-") as scratch:
+        if args.pipeline == "recorded":
+            print("\n".join(recorded(Path(scratch))))
+            return
         folder = Path(scratch) if args.pipeline == "tiny" else args.folder
         measured = measure(args, folder)
         if args.json:

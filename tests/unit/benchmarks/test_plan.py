@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.merging.inputs import TINY
-from benchmarks.plan import SETTINGS, TOLERANCE, compared, lengths_of, predicted
+from benchmarks.plan import SETTINGS, TOLERANCE, lengths_of, predicted, recorded
 from opd.config import PipelineConfig
 from opd.settings import apply_overrides, load_yaml
 from pipelines.catalog import find
@@ -20,16 +19,6 @@ MEASURED: list[dict[str, Any]] = json.loads((Path(__file__).parents[3] / "docs/r
 PAGE = (Path(__file__).parents[3] / "docs/plan.md").read_text()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where the models of the tiny merges are, as far as a plan looks at them."""
-    shape = {"model_type": "llama", "tie_word_embeddings": True, **TINY}
-    for name in ("student", "expert-00", "expert-01"):
-        (tmp_path / "float32" / name).mkdir(parents=True)
-        (tmp_path / "float32" / name / "config.json").write_text(json.dumps(shape))
-    return tmp_path
-
-
 @pytest.mark.parametrize("merge", [one for one in MEASURED if not one["overheads"]], ids=lambda one: one["name"])
 def test_the_plan_is_within_30_percent_of_a_merge(merge: dict[str, Any]) -> None:
     """Each phase and the step; rates are of the same machine, lengths of the same merge, and nothing else is."""
@@ -38,17 +27,13 @@ def test_the_plan_is_within_30_percent_of_a_merge(merge: dict[str, Any]) -> None
     assert off and {name: share for name, share in off.items() if abs(share) > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("merge", [one for one in MEASURED if one["overheads"]], ids=lambda one: one["name"])
-def test_overheads_are_those_of_the_merges_that_they_come_from(merge: dict[str, Any], folder: Path) -> None:
-    """A tiny model has no work to speak of, so a step is its overheads."""
-    found = predicted(merge, merge["rates"], folder)
-    assert found["step"] == pytest.approx(merge["phase_s"]["step"], rel=TOLERANCE)
-
-
-def test_the_page_shows_the_comparison(folder: Path) -> None:
-    for merge in MEASURED:
-        for _, phase, measured, planned, off in compared({"rates": merge["rates"], "runs": [merge]}, folder):
-            assert f"| {merge['name']} | {phase} | {measured} | {planned} | {off} |" in PAGE
+def test_the_page_shows_every_merge_beside_its_plan(tmp_path: Path) -> None:
+    """`python -m benchmarks.plan recorded` writes these rows. The tiny merges, which overheads come from, agree as a whole."""
+    rows = recorded(tmp_path)
+    assert len(rows) == 5 * len(MEASURED)
+    assert [row for row in rows if row not in PAGE] == []
+    tiny = [float(row.split("|")[5].strip(" %")) for row in rows if "tiny" in row and "| step |" in row]
+    assert tiny and max(map(abs, tiny)) < 100 * TOLERANCE
 
 
 def test_every_setting_is_a_pipeline() -> None:
