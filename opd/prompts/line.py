@@ -72,10 +72,8 @@ class BrokenRow(Exception):
         return PromptError.at(where, found=self.found, wanted=wanted, fix=self.fix)
 
 
-def read_row(data: Any, columns: Mapping[Column, str] | None = None, *, chat: bool = False) -> PromptLine:
-    """Check one row. `columns`: our name -> the data set's name, where they differ; `chat`: see `as_chat`. Raises: BrokenRow."""
-    if chat and isinstance(data, dict):
-        data = as_chat(data, columns or {})
+def read_row(data: Any, columns: Mapping[Column, str] | None = None) -> PromptLine:
+    """Check one row. `columns`: our name -> the data set's name, where they differ. Raises: BrokenRow."""
     problem = _shape_problem(data, columns or {})
     if problem is not None:
         raise BrokenRow(*problem)
@@ -94,9 +92,11 @@ SPEAKERS = {"human": "user", "gpt": "assistant"}
 """Roles as ShareGPT calls them -> as chat templates do."""
 
 
-def as_chat(data: dict[str, Any], columns: Mapping[Column, str]) -> dict[str, Any]:
+def as_chat(data: Any, columns: Mapping[Column, str]) -> Any:
     """The row with its prompt as a chat: texts become messages of user and assistant, `from` and `value` become `role` and
     `content`, and the assistant's last turn becomes the completion, unless the row has one."""
+    if not isinstance(data, dict):
+        return data  # `read_row` refuses it
     asks, says = columns.get("prompt", "prompt"), columns.get("completion", "completion")
     prompt, completion = data.get(asks), data.get(says)
     if isinstance(completion, str) and columns.get("answer") != says:

@@ -48,7 +48,7 @@ class SeenDomain:
     table: PromptTable
     """The training prompts, tokenised, before anything is held out."""
     verifier: Any
-    """As a pipeline spells it; None if there is nothing to judge."""
+    """The verifier as a pipeline spells it; None if there is nothing to judge."""
     why: str
     """Why this verifier, or none."""
     answer_tokens: int

@@ -53,7 +53,7 @@ class GivenExpert:
     columns: tuple[str, ...] = ()
     """What the prompts' file calls the prompt, and the answer; empty: to be found out."""
     verifier: str = ""
-    """As YAML; empty: to be proposed."""
+    """Its name, or a mapping as YAML; empty: to be proposed."""
     base: Path | None = None
 
 

@@ -14,7 +14,7 @@ import pytest
 from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
 from opd.prompts import MixedPrompts, encode_prompt, load_prompts, open_rows, read_prompt_lines, split_samples
-from opd.prompts.line import read_row
+from opd.prompts.line import as_chat, read_row
 from opd.types import Prompt
 
 
@@ -303,7 +303,7 @@ def test_a_chat_ends_before_the_assistants_last_turn(
         else value
         for name, value in row.items()
     }
-    found = read_row(given, chat=True)
+    found = read_row(as_chat(given, {}))
     said = {"prompt": prompt, "completion": completion}
     assert {name: getattr(found, name) for name in said} == {
         name: None if turns is None else [{"role": role, "content": text} for role, text in turns]
