@@ -71,9 +71,9 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/python docs/make_reference.py --check
 
-# The pages as a site, site/index.html; a broken link or anchor ends it. With DOCS_REPO_URL links to source files lead there.
+# The pages as a site, site/index.html; a broken link or anchor ends it (`--quiet` would not see it). With DOCS_REPO_URL links to source files lead there.
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 audit: setup
 	.ci/audit

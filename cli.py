@@ -14,6 +14,7 @@ from pipelines.commands import (
     evaluate,
     experts,
     guard,
+    init,
     merge,
     models,
     pipelines,
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Merge many expert models into one by on-policy distillation.",
 )
-for commands in (merge, evaluate, check, plan, report, traces, baselines):
+for commands in (init, merge, evaluate, check, plan, report, traces, baselines):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),

@@ -49,7 +49,13 @@ def _section(name: str, command: Command) -> str:
     inner = getattr(command, "commands", {})
     usage = [name, *(_argument(param, types) for param in arguments), *(_required(param, types) for param in options)]
     usage += ["[OPTIONS]"] * any(not param.required for param in options) + ["COMMAND"] * bool(inner)
-    lines = [f"### `{name}`", "", *_paragraphs(command.help), f"    {' '.join(word for word in usage if word)}", ""]
+    lines = [
+        f"{'###' if name.count(' ') == 2 else '##'} `{name}`",
+        "",
+        *_paragraphs(command.help),
+        f"    {' '.join(word for word in usage if word)}",
+        "",
+    ]
     if inner:
         rows = [(f"[`{name} {word}`](#{_anchor(f'{name} {word}')})", _first(one.help)) for word, one in inner.items()]
         lines += [_table("Command", rows), ""]

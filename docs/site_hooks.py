@@ -31,6 +31,7 @@ INSIDE = {page: file for file, page in OUTSIDE.items()}
 FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\[]+)\]\((?P<target>[^)\s]+)\)")
 IMAGE = re.compile(r"!\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 LOADED = re.compile(
     r"<(?:(?:script|img|iframe)\b[^>]*?\bsrc|link\b(?=[^>]*\brel=.?(?:stylesheet|icon|preconnect|preload))[^>]*?\bhref)"
     r"=[\"']?(?:https?:)?//[^>]*>"
@@ -51,6 +52,11 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
     """Turn links that are right in the repository into links that are right on the site."""
     return links_of_site(markdown, page.file.src_uri, config.repo_url or "")
+
+
+def on_page_content(html: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Drop the backslash before a bar in a table's code, as code hosts do."""
+    return CELL.sub(lambda cell: cell[0].replace("\\|", "|"), html)
 
 
 def on_post_page(output: str, *, page: Any, config: MkDocsConfig) -> str:

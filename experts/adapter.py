@@ -198,14 +198,21 @@ def _weight_file(path: Path) -> Path:
     return path / ADAPTER_WEIGHTS
 
 
-def _find_base(file: Path, data: Mapping[str, Any], given: Path | None) -> Path:
-    if given is not None:
-        return given
-    name = data.get("base_model_name_or_path")
+def named_base(path: Path) -> Path | None:
+    """The directory that an adapter names as its base, if there is one: relative to the adapter's, or to the current one.
+
+    Raises: ModelError if its configuration cannot be read.
+    """
+    name = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
     # An absolute name is the same in both.
-    places = [file.parent / name, Path(name)] if isinstance(name, str) and name else []
-    found = next((place for place in places if place.is_dir()), None)
+    places = [path / name, Path(name)] if isinstance(name, str) and name else []
+    return next((place for place in places if place.is_dir()), None)
+
+
+def _find_base(file: Path, data: Mapping[str, Any], given: Path | None) -> Path:
+    found = given or named_base(file.parent)
     if found is None:
+        name = data.get("base_model_name_or_path")
         raise ModelError.at(
             f"{file}: base_model_name_or_path",
             found=f"{name!r}, which is no directory here" if name else "nothing",

@@ -18,7 +18,7 @@ from blake3 import blake3
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
 from opd.prompts.arrow import IN_MEMORY_BYTES, Batches, in_batches, stored
-from opd.prompts.line import MAX_LINE_BYTES, BrokenRow, Messages, PromptLine, parsed, read_row
+from opd.prompts.line import MAX_LINE_BYTES, BrokenRow, Messages, PromptLine, as_chat, parsed, read_row
 from opd.prompts.mix import shuffled
 from opd.prompts.readers import source_rows
 from opd.prompts.sources import Source, find_source
@@ -117,7 +117,7 @@ def _checked(source: Source, config: PromptsConfig) -> Iterator[tuple[int, bytes
         if row is None:
             continue
         try:
-            line = read_row(row, config.columns).as_json()
+            line = read_row(as_chat(row, config.columns) if config.chat else row, config.columns).as_json()
             if not place.line and len(line) > MAX_LINE_BYTES:
                 raise BrokenRow(f"a row of {len(line):,} bytes", "split or delete this row")
         except BrokenRow as problem:
@@ -160,7 +160,7 @@ def _refuse_none(source: Source, config: PromptsConfig, total: int, read: int) -
 
 def _key(source: Source, config: PromptsConfig) -> str:
     """Hash of all that decides the rows before shuffle and limit."""
-    wanted = config.model_dump(mode="json", include={"columns", "filter"})
+    wanted = config.model_dump(mode="json", include={"columns", "filter"}) | ({"chat": True} if config.chat else {})
     first = config.limit if config.shuffle_seed is None else None
     return _with("", [FORMAT, source.kind, source.content_hash(), wanted, first])
 

@@ -19,9 +19,8 @@ from experts.model_dir import ModelInfo, inspect_model
 from experts.registry import Manifest, Registry, default_root
 from experts.weight_files import Hashes, weight_tensors
 from opd.config import PipelineConfig
-from opd.config.domains import DomainConfig, ExpertConfig, RegisteredExperts
+from opd.config.domains import ExpertConfig, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
-from opd.config.prompts import PromptsConfig
 from opd.config.teachers import FlightTeachers, NoTeachers
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
@@ -37,7 +36,7 @@ from pipelines.inputs.body import Body
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
 from pipelines.inputs.lora import size_of_lora
-from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
+from pipelines.inputs.prompts import load_exams, load_training, prompts_of, refuse_leaks, room_warnings, shown
 from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
 from pipelines.inputs.template_date import dated
@@ -161,7 +160,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
     notices: list[str] = []
     every = load_training(config, sources, tokenizer, notices.append)
-    exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples)
+    exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
     notices += [notice for table in every.values() for notice in _left_out(table)]
@@ -321,19 +320,6 @@ def _registered_prompts(
     experts: Mapping[str, Expert], routes: Mapping[str, Sequence[WeightedTeacher]], domain: str
 ) -> Path | None:
     return experts[routes[domain][0].teacher.name].prompts if domain in routes else None
-
-
-def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
-    """The domain's own prompts, or the prompts that its expert was registered with. Raises: ConfigError."""
-    source = domain.prompts or registered
-    if source is None:
-        raise ConfigError.at(
-            f"domains.{name}.prompts",
-            found="nothing, and no expert that was registered with prompts",
-            wanted="a file of prompts, or another source",
-            fix=f"set domains.{name}.prompts",
-        )
-    return source
 
 
 def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, Expert], config: PipelineConfig) -> None:

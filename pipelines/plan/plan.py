@@ -29,7 +29,7 @@ class Role:
     name: str
     workers: int
     devices: float
-    """Of each worker."""
+    """Devices of one worker."""
     busy: float
     """Share of the time in which it computes."""
 
@@ -74,7 +74,7 @@ class Plan:
     roles: tuple[Role, ...]
     step_s: float
     hours: float
-    """Of all steps; no start, no exams, no checkpoints."""
+    """All steps; no start, no exams, no checkpoints."""
     devices: float
     device_hours: float
     limit: str

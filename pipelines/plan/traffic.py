@@ -21,7 +21,7 @@ class Sent:
     what: str
     link: str
     nbytes: float
-    """Of all workers together."""
+    """The sum over all workers."""
 
 
 def traffic(work: Work, lengths: Written) -> Iterator[Sent]:

@@ -143,7 +143,8 @@ def _has_key(whole: Mapping[str, Any], node: Any, path: list[str]) -> bool:
     if "items" in node:
         return _has_key(whole, node["items"], path)
     inner = [*node.get("patternProperties", {}).values()]
-    more = node.get("additionalProperties", "properties" not in node and node.get("type") == "object")
+    anything = node.get("type") == "object" and not inner and "properties" not in node
+    more = node.get("additionalProperties", anything)
     inner += [more] if isinstance(more, dict) else []
     return more is True or any(_has_key(whole, one, path[1:]) for one in inner)
 
@@ -313,7 +314,7 @@ def test_the_python_page_names_every_function_with_its_parameters() -> None:
         ("opd experts train quickstart-expert", "no training spec"),
         ("opd experts add math --domain math", "--model"),
         ("opd prompts make word --output prompts", "no suite is called word"),
-        ("opd check mine.yaml --samples few", "few"),
+        ("opd check mine.yaml --samples few", "'--samples'"),
         ("make deploy", "no target deploy"),
         ("make demo TORCH=x", "no variable TORCH"),
         ("python -m benchmarks.losses", "no file"),

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from docs.commands_page import command_reference
-from docs.site_hooks import INSIDE, LOADED, links_of_site
+from docs.site_hooks import INSIDE, LOADED, links_of_site, on_page_content
 
 ROOT = Path(__file__).parents[3]
 
@@ -70,6 +70,12 @@ def test_a_source_file_that_is_not_there_is_told(caplog: pytest.LogCaptureFixtur
     assert "docs/check.md links to ../opd/gone.py" in caplog.text
 
 
+def test_a_bar_in_a_cell_loses_its_backslash() -> None:
+    html = "<td><code>RUN_DIR\\|PIPELINE</code></td><p>a \\| b</p>"
+    found = on_page_content(html, page=None, config=None, files=None)  # type: ignore[arg-type]
+    assert found == "<td><code>RUN_DIR|PIPELINE</code></td><p>a \\| b</p>"
+
+
 @pytest.mark.parametrize(
     ("html", "loads"),
     [
@@ -87,9 +93,10 @@ def test_what_a_browser_would_load_from_elsewhere(html: str, loads: bool) -> Non
 
 def test_the_command_reference_has_names_types_and_defaults() -> None:
     text = command_reference()
-    section = text[text.index("### `opd check`") :].partition("\n### ")[0]
+    section = text[text.index("## `opd check`") :].partition("\n## ")[0]
     assert "    opd check PIPELINE [OPTIONS]" in section
     assert "| `--samples N` | Held-out prompts per domain. Default: `32`. |" in section
     assert "| `--fix-up` |" in section and "| `--set KEY=VALUE` |" in section
+    assert "\n### `opd experts add`" in text
     assert "opd experts add NAME --model PATH --domain TEXT [OPTIONS]" in text
     assert "[`opd experts train`](#opd-experts-train)" in text
