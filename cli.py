@@ -19,6 +19,7 @@ from pipelines.commands import (
     merge,
     models,
     pipelines,
+    plan,
     prompts,
     report,
     shell,
@@ -35,7 +36,7 @@ app = typer.Typer(
         "opd doctor", "opd merge quickstart", "opd merge --resume runs/quickstart", "opd --install-completion"
     ),
 )
-for commands in (init, merge, evaluate, check, report, traces, baselines, doctor):
+for commands in (init, merge, evaluate, check, plan, report, traces, baselines, doctor):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),

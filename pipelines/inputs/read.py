@@ -6,10 +6,10 @@ This reads headers, JSON and prompts. It loads no model and uses no GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from experts.adapter import AdapterInfo, inspect_expert
 from experts.bound_files import model_digest
@@ -17,7 +17,7 @@ from experts.checks import check_fits
 from experts.finite import check_finite
 from experts.model_dir import ModelInfo, inspect_model
 from experts.registry import Manifest, Registry, default_root
-from experts.weight_files import Hashes
+from experts.weight_files import Hashes, weight_tensors
 from opd.config import PipelineConfig
 from opd.config.domains import ExpertConfig, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
@@ -26,12 +26,13 @@ from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
 from opd.imports import TRANSFORMERS, import_lightly
-from opd.lora import ADAPTER_WEIGHTS
+from opd.lora import ADAPTER_WEIGHTS, LoraSize
 from opd.named import is_place, users
 from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
+from pipelines.inputs.body import Body
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
 from pipelines.inputs.lora import size_of_lora
@@ -40,9 +41,6 @@ from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
 from pipelines.inputs.template_date import dated
 from teachers.flight.access import read_roots, read_token
-
-if TYPE_CHECKING:
-    from opd.train.lora import LoraSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +65,12 @@ class Inputs:
     """How much of the student is trained and pushed; None if all of it is."""
     template_date: date | None = None
     """The day that the chat template writes into prompts; None if the student's template asks for no date."""
+    bodies: Mapping[str, Body] = field(default_factory=dict)
+    """Directory -> sizes of the layers of a model whose weights are not on this machine."""
+
+    def body(self, model: ModelInfo) -> Body:
+        """Sizes of a model's layers. Raises: ModelError for weights that cannot be read."""
+        return self.bodies.get(model.path) or Body.of(weight_tensors(Path(model.path)))
 
     @property
     def trained(self) -> int:
