@@ -89,18 +89,18 @@ def opd_errors(tree: Tree, command: Command) -> list[str]:
 
 def _wrong_names(values: Mapping[str, Any]) -> Iterator[str]:
     """Names of shipped things that are not shipped."""
-    for key, known in (
-        ("pipeline", shipped() | planned()),
-        ("target", shipped()),
-        ("matrix", shipped()),
-        ("suite", DOMAINS),
-    ):
+    pipelines = {file.stem for file in (ROOT / "pipelines").rglob("*.yaml")}
+    for key, known in (("pipeline", pipelines), ("target", pipelines), ("matrix", pipelines), ("suite", DOMAINS)):
         name = values.get(key)
         if name and name != "1" and not FILE.search(name) and name not in known:
             yield f"no {key} is called {name}"
     spec = values.get("spec", "1")
-    if spec != "1" and not FILE.search(spec) and not find_spec(spec).is_file():
+    if spec != "1" and not FILE.search(spec) and not is_shipped_spec(spec):
         yield f"no training spec is called {spec}"
+
+
+def is_shipped_spec(name: str) -> bool:
+    return (ROOT / "experts" / f"{name}.yaml").is_file()
 
 
 def _wrong_keys(words: Sequence[str], values: Mapping[str, Any]) -> Iterator[str]:
@@ -114,7 +114,7 @@ def _wrong_keys(words: Sequence[str], values: Mapping[str, Any]) -> Iterator[str
     try:
         if values.get("pipeline") in shipped():
             load_pipeline(find(values["pipeline"]), overrides)
-        elif find_spec(values.get("spec") or "1").is_file():
+        elif is_shipped_spec(values.get("spec") or "1"):
             load_training(find_spec(values["spec"]), overrides)
     except OpdError as refused:
         yield str(refused)
