@@ -8,6 +8,7 @@ from typing import Any
 
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
+from opd.lineage import LINEAGE, sentences
 from opd.metrics import trained_tokens
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
@@ -88,7 +89,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
 
     It has the keys of `build_report`, the intervals of `_add_intervals` if the evaluations' files are there, `curves` if there
     are records, `episodes` of agents, `guard`, `evaluations`, `models`, `baselines` and `command` if the files have them, `alarms`
-    of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
+    of the monitors, `stale` with the results that are out of date, `unfinished` if the merge goes on, and `lineage` of a run that was
+    extended or branched.
     """
     before, expert, after = _accuracies(run)
     report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
@@ -121,6 +123,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["stale"] = outdated
     if going_on := unfinished(run):
         report["unfinished"] = going_on
+    if past := sentences(run.manifest.get(LINEAGE, ())):
+        report[LINEAGE] = past
     report |= {key: run.manifest[key] for key in ("command", "models") if key in run.manifest}
     return report
 

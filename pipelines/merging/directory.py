@@ -27,6 +27,17 @@ def refuse_existing(root: Path) -> None:
         )
 
 
+def refuse_no_run(paths: RunPaths) -> None:
+    """Raises: RunDirError if the directory has no pipeline of a run."""
+    if not paths.pipeline.exists():
+        raise RunDirError.at(
+            paths.root,
+            found=f"no {paths.pipeline.name}",
+            wanted="a run directory of `opd merge`",
+            fix="check the path; `opd merge PIPELINE` begins a new run",
+        )
+
+
 def new_directory(root: Path) -> Path:
     """Make an empty directory beside `root`, which is renamed to `root` later. Raises: RunDirError if that is impossible."""
     temporary = root.with_name(f".tmp-{root.name}")

@@ -49,9 +49,10 @@ from pipelines.merging.changes import (
     unrecorded,
     version_warnings,
 )
-from pipelines.merging.directory import locked, new_directory, refuse_existing, says_what_is_intact
+from pipelines.merging.directory import locked, new_directory, refuse_existing, refuse_no_run, says_what_is_intact
 from pipelines.merging.exams import StartingExams
 from pipelines.merging.layouts import record_layouts
+from pipelines.merging.longer import Longer
 from pipelines.merging.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
 from pipelines.merging.results import of_merged, take_back, trained
 from pipelines.merging.surroundings import TERMINAL, Surroundings
@@ -74,6 +75,11 @@ class Run:
     """The manifest with the changes of this resume; None if the one in the run directory is still right."""
     around: Surroundings = TERMINAL
     """What the run shows and listens to; `carry_out` sets it."""
+
+    @property
+    def root(self) -> Path:
+        """The run directory."""
+        return self.paths.root
 
     def carry_out(self, around: Surroundings = TERMINAL) -> dict[str, Any]:
         """Take the run to its end. Returns the report.
@@ -162,15 +168,25 @@ def reopen(
     lists; `wanted` is what `opd.checkpoints.choose` takes. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
-    if not paths.pipeline.exists():
-        raise RunDirError.at(
-            root,
-            found=f"no {paths.pipeline.name}",
-            wanted="a run directory of `opd merge`",
-            fix="check the path, or start a new run without --resume",
-        )
-    recorded = read_manifest(paths)
-    config = as_recorded(config or load_pipeline(paths.pipeline, overrides), recorded["config"], paths.manifest)
+    refuse_no_run(paths)
+    return _reopened(paths, read_manifest(paths), config or load_pipeline(paths.pipeline, overrides), wanted)
+
+
+def extend(root: Path, longer: Longer, overrides: list[str] | None = None) -> Run:
+    """Reopen a finished or stopped merge to take further steps from its newest checkpoint.
+
+    `overrides` are those of `reopen`. Raises: OpdError, and then nothing is written.
+    """
+    paths = RunPaths(root)
+    recorded = longer.manifest(read_manifest(paths), paths)
+    config = longer.pipeline(load_pipeline(paths.pipeline, overrides))
+    run = _reopened(paths, recorded, config, checkpoints.LATEST)
+    return replace(run, notices=(*longer.notices(config), *run.notices), changed=run.changed or recorded)
+
+
+def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, wanted: str) -> Run:
+    """The run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
+    config = as_recorded(config, recorded["config"], paths.manifest)
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
     crowded = refuse_crowded_gpus(config, inputs)
