@@ -9,16 +9,19 @@ import typer
 from opd import __version__
 from pipelines.commands import (
     baselines,
+    chat,
     check,
     environments,
     evaluate,
     experts,
+    export,
     guard,
     merge,
     models,
     pipelines,
     prompts,
     report,
+    serve,
     shell,
     teachers,
     traces,
@@ -30,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Merge many expert models into one by on-policy distillation.",
 )
-for commands in (merge, evaluate, check, report, traces, baselines):
+for commands in (merge, evaluate, check, report, traces, baselines, export, serve, chat):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),

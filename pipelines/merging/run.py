@@ -39,7 +39,7 @@ from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.interrupts import Interrupted, Interrupts
-from pipelines.merging.card import model_card
+from pipelines.merging import card
 from pipelines.merging.changes import (
     accept_changes,
     identity,
@@ -338,7 +338,7 @@ def _export(parts: loop.Parts, run: Run) -> None:
             for pattern in TOKENIZER_FILES:
                 for file in run.config.student.model.glob(pattern):
                     shutil.copy(file, temporary / file.name)
-            (temporary / "README.md").write_text(model_card(run.config, run.inputs), encoding="utf-8")
+            (temporary / card.NAME).write_text(card.model_card(run.config, run.inputs), encoding="utf-8")
             replace_dir(temporary, paths.model)
             if run.config.student.lora and run.config.student.lora.export == "adapter":
                 temporary.mkdir()
@@ -349,10 +349,14 @@ def _export(parts: loop.Parts, run: Run) -> None:
 
 
 def _write_report(run: Run, exams: Mapping[str, Mapping[str, float]], wall_s: float) -> dict[str, Any]:
-    """Write report.json and report.html. Returns the report."""
+    """Write report.json and report.html, and the results into the model's card. Returns the report."""
     paths = run.paths
     records = MetricsFile(paths.metrics).read()
     report = build_report(run.config.name, exams, records, wall_s=wall_s, versions=versions())
     with storing(paths.report):
         atomic_write_text(paths.report, json.dumps(report, indent=2))
-        return write_report(paths.root)
+        full = write_report(paths.root)
+    with storing(paths.model):
+        card_text = card.model_card(run.config, run.inputs, read_manifest(paths), full)
+        atomic_write_text(paths.model / card.NAME, card_text)
+    return full

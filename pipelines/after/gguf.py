@@ -1,0 +1,43 @@
+"""Write a model as GGUF, by llama.cpp's own converter: it knows the families and their tokenizers, and is kept with the format."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from opd.errors import ConfigError, RunError
+from opd.text import printable
+
+CONVERTERS = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
+"""Names under which llama.cpp's packages and its repository have the converter."""
+_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_LAST = 15
+"""Lines of the converter's words that an error shows."""
+
+
+def find_converter() -> Path:
+    """The converter on PATH. Raises: ConfigError if there is none."""
+    found = next((path for name in CONVERTERS if (path := shutil.which(name))), None)
+    if found is None:
+        raise ConfigError.at(
+            "--gguf",
+            found=f"no {CONVERTERS[0]} on PATH",
+            wanted="llama.cpp's converter",
+            fix="clone https://github.com/ggml-org/llama.cpp, make the script executable and add its directory to PATH (or "
+            "`brew install llama.cpp`); its other needs are in requirements/requirements-convert_hf_to_gguf.txt; or leave --gguf out",
+        )
+    return Path(found)
+
+
+def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str) -> None:
+    """Convert a model directory into the file `output`. Raises: RunError with the converter's last words."""
+    own = [sys.executable, str(converter)] if converter.suffix == ".py" else [str(converter)]
+    command = [*own, str(model_dir), "--outfile", str(output), "--outtype", _TYPES[dtype]]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
+    )
+    if done.returncode or not output.is_file():
+        words = printable("\n  ".join(done.stdout.splitlines()[-_LAST:]))
+        raise RunError(f"{converter.name} ended with {done.returncode}, and nothing was exported:\n  {words}")
