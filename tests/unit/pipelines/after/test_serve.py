@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -45,7 +46,7 @@ def test_the_server_has_the_settings_of_the_merge(world: Any, tiny_model_dir: Pa
     world.data["rollout"] |= {"dtype": "bfloat16", "kv_cache_gib": 2}
     merged = Found(path=tiny_model_dir, info=model.info, config=load_pipeline(world.write()))
     words = command(merged, here(more=["--enable-lora"]))
-    pairs = dict(zip(words, words[1:], strict=False))
+    pairs = dict(itertools.pairwise(words))
     assert (pairs["serve"], pairs["--host"]) == (str(tiny_model_dir), "127.0.0.1")
     assert (pairs["--served-model-name"], pairs["--dtype"], pairs["--max-model-len"]) == ("two", "bfloat16", "32")
     assert words[-1] == "--enable-lora" and environment(merged)["VLLM_CPU_KVCACHE_SPACE"] == "2"

@@ -104,5 +104,5 @@ def test_a_checkpoint_is_named_by_its_run_and_step(interrupted: Path, tmp_path: 
         origin_of(f"{interrupted}@7")
     at = shutil.copytree(interrupted, tmp_path / "run@home")
     assert origin_of(str(at)).paths.root == at
-    with pytest.raises(RunDirError, match="no pipeline.yaml"):
+    with pytest.raises(RunDirError, match=r"no pipeline\.yaml"):
         origin_of(f"{tmp_path / 'nowhere'}@1")

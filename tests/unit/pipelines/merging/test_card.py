@@ -67,7 +67,7 @@ def test_licences_are_those_of_the_models_own_directories(world: Any, make_adapt
 def test_results_lineage_and_commands_are_there_once_they_are_known(world: Any) -> None:
     pipeline = load_pipeline(world.write())
     event = {"event": "extended", "after_step": 2, "steps": [2, 5], "lr_scheduler_type": "constant", "command": "opd x"}
-    report = {"domains": {"upper": {"before": 0.1, "expert": 0.9, "after": 0.5, "headroom": 0.5}}}
+    report = {"domains": {"upper": {"before": 0.1, "expert": 0.9, "after": 0.5, "headroom": 0.5}}, "mean_headroom": 0.5}
     found = model_card(pipeline, read_inputs(pipeline), {"command": "opd merge a.yaml", "lineage": [event]}, report)
     assert "| upper | 0.10 | 0.90 | 0.50 | 50 % |" in found
     assert (
