@@ -44,6 +44,6 @@ def find_model(given: Path, tell: Callable[[str], None]) -> Found:
             fix=f"`opd merge --resume {given}` finishes it",
         )
     if not read_run(given).finished:
-        tell(f"warning: {given} goes on, and {paths.model} is the model of an earlier end")
+        tell(f"warning: {given} is not finished: {paths.model} is the model of an earlier end")
     config = load_pipeline(paths.pipeline)
     return Found(path=paths.model, info=inspect_model(paths.model, hash_weights=False), config=config)
