@@ -114,7 +114,7 @@ class Chat:
         import torch
         from transformers import TextStreamer
 
-        class Pieces(TextStreamer):  # type: ignore[misc]
+        class Pieces(TextStreamer):
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 piece(text)
 
