@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -33,10 +34,11 @@ def find_converter() -> Path:
 
 def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str) -> None:
     """Convert a model directory into the file `output`. Raises: RunError with the converter's last words."""
-    own = [sys.executable, str(converter)] if converter.suffix == ".py" else [str(converter)]
-    command = [*own, str(model_dir), "--outfile", str(output), "--outtype", _TYPES[dtype]]
+    # The script says itself which Python it wants; `python3` is then the one that runs here, which has torch and gguf.
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    command = [str(converter), str(model_dir), "--outfile", str(output), "--outtype", _TYPES[dtype]]
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
     )
     if done.returncode or not output.is_file():
         words = printable("\n  ".join(done.stdout.splitlines()[-_LAST:]))
