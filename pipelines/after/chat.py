@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,31 +77,32 @@ class Chat:
         return "".join(said)
 
     def _ids(self, line: str) -> tuple[int, ...]:
-        """Token ids of the dialogue with the new line; its oldest turns are dropped until there is room for an answer."""
+        """Token ids of the dialogue with the new line; its oldest turns are forgotten until there is room for an answer."""
+        turns = list(self._turns)
         while True:
-            ids = self._encoded(line)
-            if self._context is None or len(ids) + self._options.max_new_tokens <= self._context:
+            ids = self._encoded(turns, line)
+            room = None if self._context is None else self._context - len(ids)
+            # Alone, a line may leave room for a shorter answer than was asked for.
+            if room is None or room >= self._options.max_new_tokens or (room > 0 and not turns):
+                self._turns = turns
                 return ids
-            if not self._turns:
-                break
-            del self._turns[:2]
-        if len(ids) < self._context:
-            return ids  # a shorter answer than was asked for
-        raise PromptError.at(
-            "this line",
-            found=f"{len(ids)} tokens",
-            wanted=f"fewer than {self._context}, the model's context",
-            fix="shorten it",
-        )
+            if not turns:
+                raise PromptError.at(
+                    "this line",
+                    found=f"{len(ids)} tokens",
+                    wanted=f"fewer than {self._context}, the model's context",
+                    fix="shorten it",
+                )
+            del turns[:2]
 
-    def _encoded(self, line: str) -> tuple[int, ...]:
+    def _encoded(self, turns: Sequence[Mapping[str, str]], line: str) -> tuple[int, ...]:
         from jinja2 import TemplateError
 
         if not self.templated:
             return encode_prompt(self._tokenizer, line)
         system = [_turn("system", self._options.system)] if self._options.system else []
         try:
-            return encode_prompt(self._tokenizer, [*system, *self._turns, _turn("user", line)])
+            return encode_prompt(self._tokenizer, [*system, *map(dict, turns), _turn("user", line)])
         except (TemplateError, ValueError, TypeError) as error:
             raise PromptError.at(
                 "chat template",

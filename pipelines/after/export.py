@@ -64,7 +64,7 @@ def export(model: Found, output: Path, options: ExportOptions) -> list[Path]:
                     shutil.copy(file, temporary / file.name)
             if converter is not None:
                 dtype = options.dtype or model.info.dtype
-                write_gguf(converter, temporary, temporary / f"{model.name}-{dtype}.gguf", dtype)
+                write_gguf(converter, temporary, temporary / f"{model.name}-{dtype}.gguf", dtype, model.name)
             replace_dir(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -32,11 +32,12 @@ def find_converter() -> Path:
     return Path(found)
 
 
-def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str) -> None:
-    """Convert a model directory into the file `output`. Raises: RunError with the converter's last words."""
+def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str, name: str) -> None:
+    """Convert a model directory into the file `output`, which calls the model `name`. Raises: RunError with the converter's last words."""
     # The script says itself which Python it wants; `python3` is then the one that runs here, which has torch and gguf.
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    command = [str(converter), str(model_dir), "--outfile", str(output), "--outtype", _TYPES[dtype]]
+    command = [str(converter), str(model_dir), "--outfile", str(output), "--outtype", _TYPES.get(dtype, "f32")]
+    command += ["--model-name", name]
     done = subprocess.run(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
     )
