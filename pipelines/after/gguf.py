@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from opd.errors import ConfigError, RunError
 from opd.text import printable
@@ -14,6 +15,8 @@ from opd.text import printable
 CONVERTERS = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
 """Names under which llama.cpp's packages and its repository have the converter."""
 _TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+TIMEOUT_S = 12 * 3600.0
+"""It writes as fast as the disk; nothing that still runs after this comes to an end."""
 _LAST = 15
 """Lines of the converter's words that an error shows."""
 
@@ -38,9 +41,18 @@ def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str, name:
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     command = [str(converter), str(model_dir), "--outfile", str(output), "--outtype", _TYPES.get(dtype, "f32")]
     command += ["--model-name", name]
-    done = subprocess.run(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
-    )
+    options: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "errors": "replace",
+    }
+    try:
+        done = subprocess.run(command, env=env, timeout=TIMEOUT_S, check=False, **options)
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"{converter.name} took longer than {TIMEOUT_S / 3600:.0f} hours, and nothing was exported"
+        ) from None
     if done.returncode or not output.is_file():
         words = printable("\n  ".join(done.stdout.splitlines()[-_LAST:]))
         raise RunError(f"{converter.name} ended with {done.returncode}, and nothing was exported:\n  {words}")
