@@ -76,7 +76,7 @@ class _Cast:
 
     def __init__(self, source: Path, dtype: str | None) -> None:
         self._dtype = dtype
-        self._kept = _kept_in_float32(source) if dtype else None
+        self._kept = _kept_in_float32(source, dtype) if dtype else None
 
     def size(self, name: str, tensor: Tensor) -> int:
         """Bytes of the copy."""
@@ -91,7 +91,7 @@ class _Cast:
         return tensor.dtype in _FLOATS and not (self._kept and self._kept.search(name))
 
 
-def _kept_in_float32(source: Path) -> re.Pattern[str] | None:
+def _kept_in_float32(source: Path, dtype: str) -> re.Pattern[str] | None:
     """Names of the tensors that transformers keeps in float32 whatever dtype it is asked for; None if there are none."""
     import_lightly(TRANSFORMERS)
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -99,7 +99,9 @@ def _kept_in_float32(source: Path) -> re.Pattern[str] | None:
     made = AutoModelForCausalLM._model_mapping.get(
         type(AutoConfig.from_pretrained(source, trust_remote_code=False)), None
     )
-    names = {*(made._keep_in_fp32_modules or ()), *(made._keep_in_fp32_modules_strict or ())} if made else set()
+    names = set(made._keep_in_fp32_modules_strict or ()) if made else set()
+    if made and dtype == "float16":
+        names |= set(made._keep_in_fp32_modules or ())
     return re.compile("|".join(rf"(^|\.){name}($|\.)" for name in sorted(names))) if names else None
 
 
