@@ -21,7 +21,8 @@ _MOST_KEYS = 6
 
 def events_until(manifest: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
     """The events that the weights of this step have behind them."""
-    return [event for event in manifest.get(LINEAGE, ()) if event.get("after_step", event.get("step", 0)) < step]
+    events = manifest.get(LINEAGE, ())
+    return [e for e in events if (e["step"] <= step if e["event"] == BRANCHED else e["after_step"] < step)]
 
 
 def sentences(events: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -76,11 +76,6 @@ class Run:
     around: Surroundings = TERMINAL
     """What the run shows and listens to; `carry_out` sets it."""
 
-    @property
-    def root(self) -> Path:
-        """The run directory."""
-        return self.paths.root
-
     def carry_out(self, around: Surroundings = TERMINAL) -> dict[str, Any]:
         """Take the run to its end. Returns the report.
 

@@ -107,7 +107,8 @@ def test_a_round_cannot_be_made_longer(interrupted: Path) -> None:
 
 def test_a_branch_has_only_the_past_of_its_start() -> None:
     past = [{"event": "branched", "step": 5}, {"event": "extended", "after_step": 20}]
-    assert events_until({"lineage": past}, 10) == past[:1] and events_until({"lineage": past}, 21) == past
+    assert events_until({"lineage": past}, 4) == [] and events_until({"lineage": past}, 5) == past[:1]
+    assert events_until({"lineage": past}, 20) == past[:1] and events_until({"lineage": past}, 21) == past
 
 
 def test_other_entries_than_those_of_growing_merges_are_refused(world: Any) -> None:
