@@ -57,7 +57,7 @@ class Licence:
     """A licence that a directory names."""
 
     name: str
-    """As the hub writes it, in small letters: `apache-2.0`."""
+    """The hub's spelling in small letters, such as `apache-2.0`."""
     file: str
     """The file that names it."""
 
