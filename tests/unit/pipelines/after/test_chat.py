@@ -48,7 +48,8 @@ def test_the_oldest_turns_are_forgotten_when_the_context_is_full(tiny_model_dir:
     talker.answer("a" * 500, lambda text: None)
     assert len(talker._turns) == 2
     talker.answer("b" * 20, lambda text: None)
-    assert [turn["content"][:1] for turn in talker._turns if turn["role"] == "user"] == ["b"]
+    assert [turn["role"] for turn in talker._turns] == ["user", "assistant"], "a turn goes with its answer"
+    assert talker._turns[0]["content"] == "b" * 20
     with pytest.raises(PromptError, match="this line\n  found:  601 tokens\n  wanted: fewer than 512"):
         talker.answer("c" * 600, lambda text: None)
 
