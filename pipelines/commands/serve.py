@@ -29,7 +29,7 @@ def serve(
         typer.Option(min=1, help="Tokens of prompt and answer. Default: rollout.max_model_len of the pipeline."),
     ] = None,
 ) -> None:
-    """Serve a merged model by vLLM, with the OpenAI API, until Ctrl-C. What follows `--` is handed to `vllm serve`.
+    """Serve a merged model by vLLM, with the OpenAI API, until Ctrl-C. What follows `--` is handed to vLLM.
 
     The process becomes vLLM's server: signals and exit code are the server's.
     """
@@ -42,6 +42,6 @@ def serve(
     )
     found = find_model(model, say)
     check_serving(options, os.environ)
-    say("starting: " + shlex.join(["vllm", *command(found, options)[3:]]))
+    say("starting: " + shlex.join(["python", *command(found, options)[1:]]))
     say(f"as model `{options.name or found.name}` at http://{options.address}/v1, as soon as vLLM says so")
     serve(found, options)

@@ -47,7 +47,7 @@ def test_the_server_has_the_settings_of_the_merge(world: Any, tiny_model_dir: Pa
     merged = Found(path=tiny_model_dir, info=model.info, config=load_pipeline(world.write()))
     words = command(merged, here(more=["--enable-lora"]))
     pairs = dict(itertools.pairwise(words))
-    assert (pairs["serve"], pairs["--host"]) == (str(tiny_model_dir), "127.0.0.1")
+    assert (pairs["--model"], pairs["--host"]) == (str(tiny_model_dir), "127.0.0.1")
     assert (pairs["--served-model-name"], pairs["--dtype"], pairs["--max-model-len"]) == ("two", "bfloat16", "32")
     assert words[-1] == "--enable-lora" and environment(merged)["VLLM_CPU_KVCACHE_SPACE"] == "2"
     own = command(merged, here(name="mine", dtype="float32", max_model_len=16))
@@ -67,9 +67,9 @@ def test_other_machines_need_a_key_and_a_taken_port_is_named() -> None:
 
 
 def test_the_process_becomes_the_server(tiny_model_dir: Path, tmp_path: Path) -> None:
-    package = tmp_path / "vllm" / "entrypoints" / "cli"
+    package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
-    (package / "main.py").write_text(SERVER)
+    (package / "api_server.py").write_text(SERVER)
     for directory in (package, package.parent, package.parent.parent):
         (directory / "__init__.py").touch()
     process = subprocess.Popen(
@@ -82,7 +82,7 @@ def test_the_process_becomes_the_server(tiny_model_dir: Path, tmp_path: Path) ->
     try:
         assert process.stdout is not None
         pid, *words = json.loads(process.stdout.readline())
-        assert pid == process.pid and words[:2] == ["serve", str(tiny_model_dir)] and words[-2:] == ["--seed", "3"]
+        assert pid == process.pid and words[:2] == ["--model", str(tiny_model_dir)] and words[-2:] == ["--seed", "3"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 7, "signals and exit code are the server's"
     finally:
