@@ -9,11 +9,13 @@ import typer
 from opd import __version__
 from pipelines.commands import (
     baselines,
+    chat,
     check,
     doctor,
     environments,
     evaluate,
     experts,
+    export,
     guard,
     init,
     merge,
@@ -22,6 +24,7 @@ from pipelines.commands import (
     plan,
     prompts,
     report,
+    serve,
     shell,
     teachers,
     traces,
@@ -36,7 +39,7 @@ app = typer.Typer(
         "opd doctor", "opd merge quickstart", "opd merge --resume runs/quickstart", "opd --install-completion"
     ),
 )
-for commands in (init, merge, evaluate, check, plan, report, traces, baselines, doctor):
+for commands in (init, merge, evaluate, check, plan, report, traces, baselines, export, serve, chat, doctor):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),

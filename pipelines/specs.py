@@ -198,6 +198,7 @@ def learning_rate(trainer: TrainerConfig) -> LearningRate:
         warmup_steps=trainer.warmup_steps,
         decay=trainer.lr_scheduler_type,
         floor=trainer.min_lr_ratio,
+        shorter=tuple((one.at, one.steps) for one in trainer.extended),
     )
 
 

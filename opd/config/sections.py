@@ -38,6 +38,15 @@ class RolloutConfig(Strict):
     """Give the engine's GPU memory back while teachers score and the trainer trains. For engines on a GPU that they share."""
 
 
+class ShorterConfig(Strict):
+    """A merge before `opd merge --extend` made it longer."""
+
+    at: int = Field(..., ge=1)
+    """The step after which it was made longer."""
+    steps: int = Field(..., ge=1)
+    """Optimiser steps of the whole merge until then."""
+
+
 class TrainerConfig(Strict):
     zero_stage: Literal[3] = 3
     """DeepSpeed ZeRO stage. Only 3 is supported: parameters, gradients and optimiser state are sharded over the ranks."""
@@ -57,6 +66,9 @@ class TrainerConfig(Strict):
     """After the warm-up: constant, or down to `min_lr_ratio` of `lr` at the last step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Where linear and cosine decay end, as a share of `lr`."""
+    extended: tuple[ShorterConfig, ...] = ()
+    """Written by `opd merge --extend` under a linear or cosine decay: the shorter merges that this one was, the oldest first. Up
+    to its step `at` each decays to its own end."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
@@ -78,6 +90,19 @@ class TrainerConfig(Strict):
     about 1 % of the gradient over 128 micro-batches."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    @model_validator(mode="after")
+    def _longer_each_time(self) -> TrainerConfig:
+        steps = [*(one.at for one in self.extended), self.steps]
+        totals = [*(one.steps for one in self.extended), self.steps]
+        if steps != sorted(steps) or totals != sorted(set(totals)) or any(one.at > one.steps for one in self.extended):
+            shown = ", ".join(f"{one.steps} steps until step {one.at}" for one in self.extended)
+            raise PydanticCustomError(
+                "extended",
+                "merges that became longer each time, up to trainer.steps",
+                {"where": "trainer.extended", "found": f"{shown}, with trainer.steps {self.steps}"},
+            )
+        return self
 
     @field_validator("zero_stage", mode="before")
     @classmethod

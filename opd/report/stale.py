@@ -1,6 +1,6 @@
 """Find results in a run directory that are out of date: a sentence for each, with the command that measures it again.
 
-A merge can go on after it has ended: `opd merge --resume RUN_DIR --set trainer.steps=40`. Baselines that were measured against
+A merge can go on after it has ended: `opd merge --extend RUN_DIR --steps 20`. Baselines that were measured against
 its first 20 steps would then look as if they had had the same budget.
 """
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.config.evaluate import LMEvalConfig
@@ -110,7 +111,8 @@ def parse_seeds(text: str) -> list[int]:
 def scaled(config: PipelineConfig, share: float) -> PipelineConfig:
     """The same merge in a share of its steps: warm-up and decay shrink with them."""
     trainer = config.trainer
-    fewer = {"steps": max(1, round(share * trainer.steps)), "warmup_steps": round(share * trainer.warmup_steps)}
+    fewer: dict[str, Any] = {"steps": max(1, round(share * trainer.steps))}
+    fewer |= {"warmup_steps": round(share * trainer.warmup_steps), "extended": trainer.extended if share == 1 else ()}
     # What is looked at on the way belongs to the whole merge.
     evaluate = {"every": 0, "lm_eval": LMEvalConfig()}
     return config.model_copy(

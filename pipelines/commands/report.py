@@ -89,6 +89,8 @@ def _print_markdown(found: dict[str, Any]) -> None:
 
 
 def _say_what_is_missing(found: dict[str, Any]) -> None:
+    for line in found.get("lineage", ()):
+        say(f"lineage: {line}")
     if "unfinished" in found:
         say(f"not finished: {found['unfinished']}")
     for line in found.get("stale", ()):

@@ -5,19 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from opd.config import PipelineConfig
-from opd.run_dir import RunPaths
 from pipelines.inputs.at_once import refuse_at_once
-from pipelines.merging.directory import refuse_existing, refuse_no_run
+from pipelines.merging.directory import refuse_existing
 
 
-def first_look(config: PipelineConfig | None, root: Path, *, resumes: bool) -> None:
-    """Look at the run directory, and for a new run at everything that its pipeline names. Raises: OpdError.
-
-    A resume compares its inputs with those that it began with, and refuses them in words of its own.
-    """
-    if resumes:
-        refuse_no_run(RunPaths(root))
-        return
+def first_look(config: PipelineConfig, root: Path) -> None:
+    """Look at the run directory of a new run, and at everything that its pipeline names. Raises: OpdError."""
     refuse_existing(root)
-    if config is not None:
-        refuse_at_once(config)
+    refuse_at_once(config)

@@ -39,7 +39,7 @@ from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.interrupts import Interrupted, Interrupts
-from pipelines.merging.card import model_card
+from pipelines.merging import card
 from pipelines.merging.changes import (
     accept_changes,
     identity,
@@ -52,6 +52,7 @@ from pipelines.merging.changes import (
 from pipelines.merging.directory import locked, new_directory, refuse_existing, refuse_no_run, says_what_is_intact
 from pipelines.merging.exams import StartingExams
 from pipelines.merging.layouts import record_layouts
+from pipelines.merging.longer import Longer
 from pipelines.merging.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
 from pipelines.merging.results import of_merged, take_back, trained
 from pipelines.merging.surroundings import TERMINAL, Surroundings
@@ -163,8 +164,24 @@ def reopen(
     """
     paths = RunPaths(root)
     refuse_no_run(paths)
-    recorded = read_manifest(paths)
-    config = as_recorded(config or load_pipeline(paths.pipeline, overrides), recorded["config"], paths.manifest)
+    return _reopened(paths, read_manifest(paths), config or load_pipeline(paths.pipeline, overrides), wanted)
+
+
+def extend(root: Path, longer: Longer, overrides: list[str] | None = None) -> Run:
+    """Reopen a finished or stopped merge to take further steps from its newest checkpoint.
+
+    `overrides` are those of `reopen`. Raises: OpdError, and then nothing is written.
+    """
+    paths = RunPaths(root)
+    recorded = longer.manifest(read_manifest(paths), paths)
+    config = longer.pipeline(load_pipeline(paths.pipeline, overrides))
+    run = _reopened(paths, recorded, config, checkpoints.LATEST)
+    return replace(run, notices=(*longer.notices(config), *run.notices), changed=run.changed or recorded)
+
+
+def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, wanted: str) -> Run:
+    """The run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
+    config = as_recorded(config, recorded["config"], paths.manifest)
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
     crowded = refuse_crowded_gpus(config, inputs)
@@ -316,7 +333,7 @@ def _export(parts: loop.Parts, run: Run) -> None:
             for pattern in TOKENIZER_FILES:
                 for file in run.config.student.model.glob(pattern):
                     shutil.copy(file, temporary / file.name)
-            (temporary / "README.md").write_text(model_card(run.config, run.inputs), encoding="utf-8")
+            (temporary / card.NAME).write_text(card.model_card(run.config, run.inputs), encoding="utf-8")
             replace_dir(temporary, paths.model)
             if run.config.student.lora and run.config.student.lora.export == "adapter":
                 temporary.mkdir()
@@ -327,10 +344,14 @@ def _export(parts: loop.Parts, run: Run) -> None:
 
 
 def _write_report(run: Run, exams: Mapping[str, Mapping[str, float]], wall_s: float) -> dict[str, Any]:
-    """Write report.json and report.html. Returns the report."""
+    """Write report.json and report.html, and the results into the model's card. Returns the report."""
     paths = run.paths
     records = MetricsFile(paths.metrics).read()
     report = build_report(run.config.name, exams, records, wall_s=wall_s, versions=versions())
     with storing(paths.report):
         atomic_write_text(paths.report, json.dumps(report, indent=2))
-        return write_report(paths.root)
+        full = write_report(paths.root)
+    with storing(paths.model):
+        card_text = card.model_card(run.config, run.inputs, read_manifest(paths), full)
+        atomic_write_text(paths.model / card.NAME, card_text)
+    return full

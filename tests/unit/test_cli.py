@@ -44,6 +44,9 @@ COMMANDS = [
     ["report"],
     ["baseline"],
     ["compare"],
+    ["export"],
+    ["serve"],
+    ["chat"],
     *(["experts", c] for c in ("add", "list", "show", "verify", "remove", "train")),
     *(["pipelines", c] for c in ("list", "show", "schema")),
     ["prompts", "make"],
@@ -391,12 +394,48 @@ def test_set_reaches_the_run_and_is_checked(world: Any) -> None:
         [],
         ["--resume", "r", "--run-dir", "x"],
         ["pipeline.yaml", "--resume-from", "latest"],
+        ["--resume", "r", "--from", "x@1"],
     ],
 )
 def test_arguments_that_contradict_each_other(args: list[str], world: Any) -> None:
     result = opd("merge", *args)
     assert result.exit_code == 2
     assert "--resume" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--extend", "r"],
+        ["pipeline.yaml", "--steps", "3"],
+        ["pipeline.yaml", "--extend", "r", "--steps", "3"],
+        ["--extend", "r", "--steps", "3", "--run-dir", "x"],
+    ],
+)
+def test_a_longer_run_takes_only_what_it_can_use(args: list[str], world: Any) -> None:
+    result = opd("merge", *args)
+    assert result.exit_code == 2
+    assert "--extend" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["merge", "--extend", "nowhere", "--steps", "3"],
+        ["merge", "--from", "nowhere@3"],
+        ["merge", "pipeline.yaml", "--from", "base"],
+        ["export", "nowhere", "--output", "out"],
+        ["export", "base", "--output", "base"],
+        ["export", "base", "--output", "out", "--max-shard-size", "large"],
+        ["serve", "nowhere"],
+        ["chat", "nowhere"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_continued_or_used_is_refused(args: list[str], world: Any) -> None:
+    before = sorted(world.root.rglob("*"))
+    refused(opd(*args))
+    assert sorted(world.root.rglob("*")) == before
 
 
 # Runs that fail

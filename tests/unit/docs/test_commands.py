@@ -22,7 +22,7 @@ from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import OpdError
 from opd.settings import parse_yaml, validate
-from pipelines.catalog import find, planned, shipped
+from pipelines.catalog import find, shipped
 from tests.unit.docs.written import PAGES, ROOT, Command, blocks, commands, is_placeholder
 
 UsageError = typer.BadParameter.__bases__[0]
