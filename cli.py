@@ -20,6 +20,7 @@ from pipelines.commands import (
     prompts,
     report,
     shell,
+    status,
     teachers,
     traces,
 )
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Merge many expert models into one by on-policy distillation.",
 )
-for commands in (merge, evaluate, check, report, traces, baselines):
+for commands in (merge, status, evaluate, check, report, traces, baselines):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),

@@ -382,9 +382,21 @@ class TurnTokenizer(Tokenizer, Decoder, Protocol):
 class Display(Protocol):
     """What a person sees while a run goes on."""
 
-    def say(self, line: str) -> None: ...
+    def say(self, line: str) -> None:
+        """A sentence for the user. A signal's handler calls this too, in the middle of whatever goes on."""
+        ...
 
-    def step(self, step: int, summary: str) -> None: ...
+    def doing(self, what: str) -> None:
+        """The run does this now, until it says something else: a phase of a step by its name, or a few words."""
+        ...
+
+    def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None:
+        """Accuracy by domain of the student as it started, and of the experts."""
+        ...
+
+    def step(self, record: StepRecord) -> None:
+        """A step is done."""
+        ...
 
 
 class Sink(Protocol):
@@ -395,5 +407,9 @@ class Sink(Protocol):
 
 class Reporter(Sink, Protocol):
     """Where a run's numbers go: metrics file, evaluation files, progress on the terminal."""
+
+    def phase(self, name: str) -> None:
+        """A phase of the step begins."""
+        ...
 
     def evaluation(self, name: str, found: Evaluation) -> None: ...

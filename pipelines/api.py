@@ -19,7 +19,7 @@ from experts.registry import Manifest, Registry, default_root
 from opd import config as pipeline_files
 from opd.config import PipelineConfig
 from opd.interfaces import Display
-from opd.progress import display
+from opd.live.displays import Beginning, Silence, display
 from opd.report import read_run
 from opd.run_dir import RunPaths
 from opd.settings import apply_overrides, validate
@@ -158,13 +158,14 @@ def _path(given: Path | str | None) -> Path | None:
 def _silent(line: str) -> None: ...
 
 
-class _Teller:
+class _Teller(Silence):
     """A display that hands sentences on and leaves the steps to the callback."""
 
     def __init__(self, tell: Tell) -> None:
-        self.say = tell
+        self._tell = tell
 
-    def step(self, step: int, summary: str) -> None: ...
+    def say(self, line: str) -> None:
+        self._tell(line)
 
 
 class _Callback:
@@ -176,7 +177,7 @@ class _Callback:
 
 def _surroundings(on_step: OnStep | None, tell: Tell | None, progress: bool, handle_signals: bool) -> Surroundings:
     @contextmanager
-    def quiet(total: int, done: int) -> Iterator[Display]:
+    def quiet(begun: Beginning) -> Iterator[Display]:
         yield _Teller(tell or _silent)
 
     @contextmanager

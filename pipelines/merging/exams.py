@@ -35,6 +35,7 @@ class StartingExams:
         student = as_teacher(BEFORE, inputs.student, None)
 
         def now(domains: Sequence[str]) -> Evaluation:
+            self.shown.doing("the exam of the student before the merge")
             return measure_before(self.parts.evaluator, domains, self.shown.say)
 
         def start(domains: Sequence[str]) -> Evaluation:
@@ -76,6 +77,7 @@ class StartingExams:
         teacher, scratch = self.inputs.teachers[domain], self.paths.scratch("expert")
 
         def measure(domains: Sequence[str]) -> Evaluation:
+            self.shown.doing(f"the exam of expert {teacher.name} on {domain}")
             return measure_experts(
                 self.parts.engine,
                 self.parts.evaluator,
