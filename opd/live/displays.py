@@ -26,8 +26,8 @@ from opd.live.view import View, view_of
 from opd.step_record import StepRecord
 from opd.text import printable
 
-ON_SCREEN = 3
-"""Sentences that stay on the screen; older ones scroll away above it."""
+ON_SCREEN = {0: 3, 40: 8}
+"""Lines of a terminal -> sentences that stay on the screen from there on; older ones scroll away above it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,7 @@ class Screen:
         self._doing = ("", time.monotonic())
         self._began = self._stepped = time.monotonic()
         self._view = view_of(self._course)
+        self._kept = max(kept for lines, kept in ON_SCREEN.items() if console.height >= lines)
 
     def __enter__(self) -> Screen:
         drawing = {"get_renderable": self._drawn, "refresh_per_second": 1, "transient": True}
@@ -132,7 +133,7 @@ class Screen:
 
     def doing(self, what: str) -> None:
         self._doing = (what, time.monotonic())
-        self._scroll(ON_SCREEN)
+        self._scroll(self._kept)
 
     def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None:
         self._course.before, self._course.expert = before, expert
@@ -142,7 +143,7 @@ class Screen:
         self._course.add(record)
         self._stepped = time.monotonic()
         self._view = view_of(self._course)
-        self._scroll(ON_SCREEN)
+        self._scroll(self._kept)
 
     def _scroll(self, kept: int) -> None:
         """Move all sentences but the last few above the screen."""
@@ -165,7 +166,7 @@ class Screen:
             elapsed_s=now - self._began,
             left_s=None if left is None else max(0.0, left - (now - self._stepped)),
             memory=self._memory.now(),
-            notes=self._notes[-ON_SCREEN:],
+            notes=self._notes[-self._kept :],
         )
         return drawn(view, self._console)
 

@@ -16,6 +16,8 @@ from opd.live.view import KILLED, RUNNING, View
 STATE_STYLES = {RUNNING: GOOD, FINISHED: GOOD, FAILED: BAD, KILLED: BAD}
 """Any other state is one to look at."""
 MOST_NOTES = 8
+MOST_WHY = 6
+"""Lines of the reason why a merge ended early."""
 GAP = 2
 """Cells between the title and the run directory."""
 NAMES = {
@@ -128,8 +130,8 @@ def _facts(view: View, width: int) -> list[Text]:
         kept.append(f"now: the exam after step {view.exam_step}")
     if kept:
         found.append(Text(joined(kept, width)))
-    if view.why:
-        found.append(Text(cut_end(view.why, width), BAD if view.state in (FAILED, KILLED) else LOOK))
+    why = BAD if view.state in (FAILED, KILLED) else LOOK
+    found += [Text(cut_end(line, width), why) for line in view.why.splitlines()[:MOST_WHY]]
     return found + [Text(cut_end(hint, width), STRONG) for hint in view.hints]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import isfinite
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
@@ -54,13 +55,14 @@ def bar(share: float | None, width: int, style: str = GOOD) -> Text:
 
 def curve(values: Sequence[float], width: int) -> str:
     """The values from the smallest to the largest as one line of steps; neighbours are averaged where they do not fit."""
+    values = [value for value in values if isfinite(value)]
     if not values:
         return ""
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)]
     points = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(points), max(points)
-    if not high - low > 0:  # all equal, or not a number
+    if high == low:
         return STEPS[0] * count
     return "".join(STEPS[min(7, int(8 * (point - low) / (high - low)))] for point in points)
 

@@ -9,6 +9,7 @@ from statistics import fmean
 from rich.cells import cell_len
 from rich.text import Text
 
+from opd.live.course import WINDOW
 from opd.live.shapes import BAD, GOOD, STRONG, bar, cut
 from opd.live.view import DomainView, View
 
@@ -61,13 +62,15 @@ HEADROOM = "headroom"
 
 
 def domain_table(view: View, width: int, height: int) -> list[Text]:
-    """The table in at most so many lines; empty where not even one domain fits."""
-    if not view.domains or height < 2:
-        return []
+    """The table in at most so many lines; empty where not even one domain fits, or no number is known."""
     all_domains = view.domains
+    if not all_domains or height < 2:
+        return []
+    columns, name_width, bar_width = _layout(all_domains, width)
+    if not columns:
+        return []
     room = height - 1 - (len(all_domains) > 1 and height > 3)
     shown, left_out = _chosen(all_domains, room)
-    columns, name_width, bar_width = _layout(all_domains, width)
     lines = [_head(columns, name_width, bar_width)]
     lines += [_row(domain, columns, name_width, bar_width) for domain in shown]
     if left_out:
@@ -131,7 +134,7 @@ def _row(domain: DomainView, columns: Sequence[Column], name_width: int, bar_wid
 
 
 def _all_of(view: View) -> DomainView:
-    """The last row: the step's loss, and means of what exams and rewards say."""
+    """The last row: the loss of all domains together, and means of what exams and rewards say."""
 
     def mean(key: str) -> float | None:
         known = [getattr(domain, key) for domain in view.domains]
@@ -139,7 +142,8 @@ def _all_of(view: View) -> DomainView:
 
     return DomainView(
         name="all",
-        loss=view.loss,
+        loss=fmean(view.losses[-WINDOW:]) if view.losses else None,
+        first_loss=fmean(view.losses[:WINDOW]) if view.losses else None,
         tokens=sum(domain.tokens or 0 for domain in view.domains),
         reward=mean("reward"),
         before=mean("before"),

@@ -36,7 +36,7 @@ class Journal:
             self.now = replace(self.now, doing="", ended=FINISHED)
             self.write()
             return
-        self.now = replace(self.now, doing="", ended=_end(error), why=str(error) or type(error).__name__)
+        self.now = replace(self.now, doing="", ended=end_of(error), why=str(error) or type(error).__name__)
         with suppress(OSError):  # on a full disk the error that ends the run is the one to tell
             self.write()
 
@@ -79,7 +79,8 @@ class _Both:
         self._shown.step(record)
 
 
-def _end(error: BaseException) -> str:
+def end_of(error: BaseException) -> str:
+    """How a merge ends by this error: one of `opd.live.now.ENDS`."""
     if isinstance(error, Paused):
         return PAUSED
     return STOPPED if isinstance(error, Interrupted | KeyboardInterrupt) else FAILED
