@@ -26,7 +26,7 @@ from opd.live.view import View, view_of
 from opd.step_record import StepRecord
 from opd.text import printable
 
-ON_SCREEN = {0: 3, 40: 8}
+ON_SCREEN = {0: 2, 40: 8}
 """Lines of a terminal -> sentences that stay on the screen from there on; older ones scroll away above it."""
 
 

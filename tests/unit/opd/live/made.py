@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from opd.live.course import Course
 from opd.live.now import FAILED, FINISHED
+from opd.live.render import Size, rendered
 from opd.live.view import KILLED, View, view_of
 from opd.step_record import DomainRecord, StepRecord
 from opd.types import SavedCheckpoint
@@ -116,3 +118,16 @@ VIEWS = {
     "finished": finished(),
 }
 SIZES = {"80x24": (80, 23), "160x50": (160, 49)}
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+
+
+def text_of(view: View, width: int, height: int) -> str:
+    """The lines of a view, without styles."""
+    return "".join(f"{line.plain.rstrip()}\n" for line in rendered(view, Size(width=width, height=height)))
+
+
+if __name__ == "__main__":  # writes the snapshots again: look at what changed before you commit it
+    SNAPSHOTS.mkdir(exist_ok=True)
+    for kind, view in VIEWS.items():
+        for name, (width, height) in SIZES.items():
+            (SNAPSHOTS / f"{kind}-{name}.txt").write_text(text_of(view, width, height), encoding="utf-8")
