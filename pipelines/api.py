@@ -99,7 +99,7 @@ def merge(
     """Merge a pipeline's experts into its student. Blocks until the report is there.
 
     `run_dir` must not exist; default: `runs/NAME`. `on_step` gets each step's record once it is stored, `tell` each
-    sentence that the command line would print; `progress` shows the bar instead. With `handle_signals` Ctrl-C finishes the
+    sentence that the command line would print; `progress` shows its screen instead. With `handle_signals` Ctrl-C finishes the
     step and leaves a checkpoint; without, it ends the merge at once. `resume` goes on in both cases.
     Raises: OpdError before any compute, RunError if the run cannot go on.
     """

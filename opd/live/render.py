@@ -128,6 +128,8 @@ def _facts(view: View, width: int) -> list[Text]:
         kept.append(f"checkpoint of step {view.checkpoint}")
     if view.exam_step is not None:
         kept.append(f"now: the exam after step {view.exam_step}")
+    if view.quarantined:
+        kept.append(f"quarantined: {view.quarantined}")
     if kept:
         found.append(Text(joined(kept, width)))
     why = BAD if view.state in (FAILED, KILLED) else LOOK

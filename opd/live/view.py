@@ -67,6 +67,8 @@ class View:
     tokens_per_s: float | None = None
     gap: float | None = None
     """Between the log-probs of trainer and engine after the last push, nats."""
+    quarantined: int = 0
+    """Prompts and responses that the last step left out."""
     memory: tuple[tuple[str, int], ...] = ()
     """Who -> bytes."""
     checkpoint: int | None = None
@@ -123,5 +125,6 @@ def view_of(course: Course) -> View:
         phases=tuple(phases),
         tokens_per_s=course.tokens_per_s,
         gap=last.probe_gap if last else None,
+        quarantined=sum(last.quarantined.values()) if last else 0,
         checkpoint=course.checkpoint,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,15 +95,13 @@ def test_all_runs_are_a_table(stopped: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "runs"])
-def test_a_look_is_quick_and_imports_nothing_heavy(command: str, stopped: Path) -> None:
+def test_a_look_imports_nothing_heavy(command: str, stopped: Path) -> None:
     told = "import atexit, sys; atexit.register(lambda: print('loaded:', *sorted(sys.modules)))\n"
     where = stopped if command == "status" else stopped.parent
     code = f"{told}import cli; sys.argv = ['opd', {command!r}, {str(where)!r}]; cli.app()"
-    began = time.process_time()
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60, text=True
     )
-    assert time.process_time() - began < 2
     loaded = {name.partition(".")[0] for name in done.stdout.rpartition("loaded:")[2].split()}
     assert loaded & {"torch", "ray", "vllm", "transformers", "matplotlib", "pydantic", "pyarrow", "numpy"} == set()
     assert "rich" in loaded

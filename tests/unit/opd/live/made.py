@@ -84,6 +84,7 @@ def starting() -> View:
 def killed() -> View:
     return replace(
         running(),
+        quarantined=2,
         state=KILLED,
         left_s=None,
         memory=(),
