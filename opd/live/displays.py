@@ -179,11 +179,8 @@ def drawn(view: View, console: Console, height: int | None = None) -> Text:
 
 def step_facts(record: StepRecord) -> list[str]:
     """What a line says of a step."""
-    parts = [
-        f"loss {record.loss:.4f}",
-        f"{record.response_tokens / record.seconds:.0f} tok/s",
-        f"gap {record.probe_gap:.1e}",
-    ]
+    speed = record.response_tokens / record.seconds if record.seconds else 0.0
+    parts = [f"loss {record.loss:.4f}", f"{speed:.0f} tok/s", f"gap {record.probe_gap:.1e}"]
     if record.accuracy:
         parts.append(f"accuracy {fmean(record.accuracy.values()):.3f}")
     found = rewards(record)

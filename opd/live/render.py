@@ -9,12 +9,12 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from opd.live.now import FAILED, FINISHED
-from opd.live.shapes import BAD, GOOD, LOOK, PLAIN, STRONG, bar, curve, cut, cut_end, joined, size, span
+from opd.live.shapes import BAD, LOOK, PLAIN, STRONG, bar, curve, cut, cut_end, joined, size, span
 from opd.live.table import domain_table
 from opd.live.view import KILLED, RUNNING, View
 
-STATE_STYLES = {RUNNING: GOOD, FINISHED: GOOD, FAILED: BAD, KILLED: BAD}
-"""Any other state is one to look at."""
+STATE_STYLES = {RUNNING: STRONG, FINISHED: STRONG, FAILED: f"{STRONG} {BAD}", KILLED: f"{STRONG} {BAD}"}
+"""Any other state is one to look at. Green is for bars alone: as text it is pale on a light ground."""
 MOST_NOTES = 8
 MOST_WHY = 6
 """Lines of the reason why a merge ended early."""
@@ -81,7 +81,7 @@ def _plain(line: Text, room: Size) -> Text:
 def _head(view: View, width: int) -> list[Text]:
     """The name and the state, the progress, and what goes on."""
     title = Text(cut(view.name, max(8, width // 2)), STRONG)
-    title.append("  " + view.state, f"{STRONG} {STATE_STYLES.get(view.state, LOOK)}")
+    title.append("  " + view.state, STATE_STYLES.get(view.state, f"{STRONG} {LOOK}"))
     left = width - title.cell_len - GAP
     if view.root and left >= 8:
         root = cut(view.root, left)
