@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 from opd.live import displays
 from opd.live.displays import Beginning
+from pipelines.interrupts import interrupts
 from tests.unit.opd.live.made import DOMAINS, LONG, NOTES, course, record
 
 
@@ -31,6 +33,9 @@ def main(how: str) -> None:
             clock[0] += 3
             screen.step(record(step, domains))
         screen.doing("rollout")
+        if how == "error":
+            with interrupts() as signals, signals.asking(screen.say):
+                signal.raise_signal(signal.SIGINT)
         clock[0] += 3
         screen._live.refresh()  # type: ignore[attr-defined]
         print("\a", end="", file=sys.__stderr__, flush=True)  # whoever looks on looks now

@@ -52,6 +52,7 @@ def on_terminal(width: int, height: int, how: str = "", **env: str) -> tuple[Ter
 
 @pytest.mark.parametrize(("width", "height", "how"), [(80, 24, "long"), (160, 50, "")])
 def test_one_screen_on_a_terminal(width: int, height: int, how: str) -> None:
+    """With `WRITE_SNAPSHOTS=1` in the environment this writes its snapshots again: look at what changed."""
     during, after, code = on_terminal(width, height, how)
     snapshot = SNAPSHOTS / f"terminal-{width}x{height}.txt"
     if "WRITE_SNAPSHOTS" in os.environ:
@@ -64,9 +65,10 @@ def test_one_screen_on_a_terminal(width: int, height: int, how: str) -> None:
     assert "█" not in kept and "step 122/300  loss 0.2231" in kept, "the screen is gone, its last step stays"
 
 
-def test_no_colour_is_no_colour_and_an_error_leaves_a_clean_terminal() -> None:
+def test_no_colour_a_signal_and_an_error_that_leaves_a_clean_terminal() -> None:
     during, after, code = on_terminal(80, 24, "error", NO_COLOR="1")
     assert during.styles <= {"", "0", "1"} and "█" in "".join(during.screen)
+    assert during.screen[-1].startswith("Ctrl-C: finishing this step, then a checkpoint")
     assert code == 3 and after.cursor_shown and "█" not in "".join(after.lines)
 
 
