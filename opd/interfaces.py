@@ -379,26 +379,6 @@ class TurnTokenizer(Tokenizer, Decoder, Protocol):
     """The part of a Hugging Face tokenizer that dialogues need."""
 
 
-class Display(Protocol):
-    """What a person sees while a run goes on."""
-
-    def say(self, line: str) -> None:
-        """A sentence for the user. A signal's handler calls this too, in the middle of whatever goes on."""
-        ...
-
-    def doing(self, what: str) -> None:
-        """The run does this now, until it says something else: a phase of a step by its name, or a few words."""
-        ...
-
-    def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None:
-        """Accuracy by domain of the student as it started, and of the experts."""
-        ...
-
-    def step(self, record: StepRecord) -> None:
-        """A step is done."""
-        ...
-
-
 class Sink(Protocol):
     """A place for the numbers of each step."""
 
@@ -408,8 +388,6 @@ class Sink(Protocol):
 class Reporter(Sink, Protocol):
     """Where a run's numbers go: metrics file, evaluation files, progress on the terminal."""
 
-    def phase(self, name: str) -> None:
-        """A phase of the step begins."""
-        ...
+    def phase(self, name: str) -> None: ...
 
     def evaluation(self, name: str, found: Evaluation) -> None: ...

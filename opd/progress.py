@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opd.evaluation.scores import Evaluation
-from opd.interfaces import Display, Sink
+from opd.interfaces import Sink
+from opd.live.interfaces import Display
 from opd.metrics import MetricsFile
 from opd.monitors.alarms import sentence, signal_of
 from opd.run_dir import RunPaths

@@ -18,8 +18,8 @@ from typing import Any
 from experts.registry import Manifest, Registry, default_root
 from opd import config as pipeline_files
 from opd.config import PipelineConfig
-from opd.interfaces import Display
 from opd.live.displays import Beginning, Silence, display
+from opd.live.interfaces import Display
 from opd.report import read_run
 from opd.run_dir import RunPaths
 from opd.settings import apply_overrides, validate

@@ -18,7 +18,8 @@ from opd.credit.ema import Ema, EmaSpec
 from opd.credit.group import Group, GroupSpec
 from opd.credit.interfaces import Credit
 from opd.evaluation.evaluator import EngineEvaluator
-from opd.interfaces import Display, Sink
+from opd.interfaces import Sink
+from opd.live.interfaces import Display
 from opd.loop import Parts
 from opd.metrics import MetricsFile
 from opd.monitors.acting import RunMonitors

@@ -17,8 +17,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from opd.interfaces import Display
 from opd.live.course import Course, rewards
+from opd.live.interfaces import Display
 from opd.live.memory import Memory
 from opd.live.render import Size, rendered
 from opd.live.shapes import span
@@ -39,7 +39,7 @@ class Beginning:
     steps: int
     domains: tuple[str, ...] = ()
     records: Sequence[StepRecord] = ()
-    """Of the steps that are done."""
+    """Those of the steps that are done."""
 
 
 Displays = Callable[[Beginning], AbstractContextManager[Display]]

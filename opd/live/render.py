@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -132,17 +133,17 @@ def _facts(view: View, width: int) -> list[Text]:
         kept.append(f"quarantined: {view.quarantined}")
     if kept:
         found.append(Text(joined(kept, width)))
-    why = BAD if view.state in (FAILED, KILLED) else LOOK
-    found += [Text(cut_end(line, width), why) for line in view.why.splitlines()[:MOST_WHY]]
+    found += [Text(cut_end(line, width)) for line in view.why.splitlines()[:MOST_WHY]]
     return found + [Text(cut_end(hint, width), STRONG) for hint in view.hints]
 
 
 def _course(view: View, width: int) -> list[Text]:
-    """The loss from the first step to the last."""
+    """The loss from the first step to the last, on a logarithmic scale where it has one."""
     if len(view.losses) < 2:
         return []
+    values = [log(loss) for loss in view.losses] if min(view.losses) > 0 else view.losses
     first, last = f"loss {view.losses[0]:.4f} ", f" {view.losses[-1]:.4f}"
-    return [Text(first + curve(view.losses, width - len(first) - len(last)) + last)]
+    return [Text(first + curve(values, width - len(first) - len(last)) + last)]
 
 
 def _notes(notes: Sequence[str], width: int) -> list[Text]:

@@ -18,8 +18,8 @@ from opd.text import one_line
 GOOD, BAD, LOOK, STRONG = "green", "red", "magenta", "bold"
 STYLES = (GOOD, BAD, LOOK, STRONG)
 """All styles that a screen uses."""
-FULL, EMPTY, CUT, DOT, STEPS = "█", "░", "…", " · ", "▁▂▃▄▅▆▇█"
-PLAIN = str.maketrans({FULL: "#", EMPTY: ".", CUT: "~", "·": "|"} | dict(zip(STEPS[:-1], "__--==^", strict=True)))
+FULL, EMPTY, CUT, DOT, STEPS = "━", "╌", "…", " · ", "▁▂▃▄▅▆▇█"
+PLAIN = str.maketrans({FULL: "#", EMPTY: ".", CUT: "~", "·": "|"} | dict(zip(STEPS, "__--==^^", strict=True)))
 """What stands for these characters on a terminal that has no Unicode."""
 LONGEST = 2000
 """Characters of a text of others that are looked at."""
@@ -56,7 +56,7 @@ def bar(share: float | None, width: int, style: str = GOOD) -> Text:
 def curve(values: Sequence[float], width: int) -> str:
     """The values from the smallest to the largest as one line of steps; neighbours are averaged where they do not fit."""
     values = [value for value in values if isfinite(value)]
-    if not values:
+    if not values or width < 1:
         return ""
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)]
@@ -87,8 +87,8 @@ def size(nbytes: int) -> str:
 
 
 def joined(parts: Sequence[str], width: int, between: str = DOT) -> str:
-    """As many of the parts as fit side by side, the first ones."""
-    found = ""
+    """The first of the parts, as many as fit side by side."""
+    found, parts = "", [one_line(part, LONGEST) for part in parts]
     for part in parts:
         longer = found + between + part if found else part
         if cell_len(longer) > width:

@@ -128,7 +128,7 @@ class RunRow:
 
     root: Path
     state: str
-    """As in `View`, or what is damaged."""
+    """The state that `View` has, or what is damaged."""
     done: int = 0
     steps: int = 0
     headroom: float | None = None

@@ -56,9 +56,9 @@ class View:
     """What it said when it ended early."""
     domains: tuple[DomainView, ...] = ()
     loss: float | None = None
-    """Of the last step, over all domains."""
+    """Loss of the last step, over all domains."""
     losses: tuple[float, ...] = ()
-    """Of all steps."""
+    """Loss of every step."""
     mean_headroom: float | None = None
     exam_step: int | None = None
     """The step after which the newest exam was."""

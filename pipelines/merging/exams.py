@@ -10,7 +10,7 @@ from opd import loop
 from opd.config import PipelineConfig
 from opd.evaluation.evaluator import BEFORE, EXPERT, measure_before, measure_experts
 from opd.evaluation.scores import Evaluation, combined
-from opd.interfaces import Display
+from opd.live.interfaces import Display
 from opd.run_dir import RunPaths
 from opd.types import Teacher
 from pipelines.evaluation.known import KnownExams

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 
 from opd.errors import Paused
-from opd.interfaces import Display
 from opd.live.displays import Beginning, Displays
+from opd.live.interfaces import Display
 from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, Now
 from opd.run_dir import RunPaths
 from opd.step_record import StepRecord

@@ -27,8 +27,8 @@ from opd.errors import RunDirError
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text, replace_dir, storing, sweep
-from opd.interfaces import Display
 from opd.live.displays import Beginning
+from opd.live.interfaces import Display
 from opd.metrics import MetricsFile
 from opd.report import build_report, write_report
 from opd.run_dir import RunPaths

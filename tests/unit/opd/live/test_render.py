@@ -87,7 +87,7 @@ def test_where_not_all_domains_fit_those_with_the_largest_loss_do() -> None:
     [
         ("short", 5, "short"),
         ("an-expert-of-math", 10, "an-exp…ath"),
-        ("宽字符名字", 6, "宽 …字"),
+        ("宽字符名字", 6, "宽字 …"),
         ("ab", 1, "…"),
         ("ab", 0, ""),
     ],

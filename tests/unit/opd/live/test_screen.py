@@ -62,14 +62,14 @@ def test_one_screen_on_a_terminal(width: int, height: int, how: str) -> None:
     assert {"31", "35", "32"} & during.styles and during.styles <= COLOURS
     kept = "".join(line.ljust(width) for line in after.lines)  # a sentence may take several lines there
     assert [kept.count(note) for note in NOTES] == [1] * len(NOTES), "each once, and whole"
-    assert "█" not in kept and "step 122/300  loss 0.2231" in kept, "the screen is gone, its last step stays"
+    assert "━" not in kept and "step 122/300  loss 0.2231" in kept, "the screen is gone, its last step stays"
 
 
 def test_no_colour_a_signal_and_an_error_that_leaves_a_clean_terminal() -> None:
     during, after, code = on_terminal(80, 24, "error", NO_COLOR="1")
-    assert during.styles <= {"", "0", "1"} and "█" in "".join(during.screen)
+    assert during.styles <= {"", "0", "1"} and "━" in "".join(during.screen)
     assert during.screen[-1].startswith("Ctrl-C: finishing this step, then a checkpoint")
-    assert code == 3 and after.cursor_shown and "█" not in "".join(after.lines)
+    assert code == 3 and after.cursor_shown and "━" not in "".join(after.lines)
 
 
 def shown(quiet: bool, as_json: bool, capsys: Any) -> tuple[str, str]:
@@ -86,7 +86,7 @@ def shown(quiet: bool, as_json: bool, capsys: Any) -> tuple[str, str]:
 LINES = """\
 warning: \\x1b]0;mine\\x07 [red]x[/red]
 step 1/4  loss 2.2222  571 tok/s  gap 1.5e-06  about 7 s left
-step 2/4  loss 2.0000  326 tok/s  gap 1.5e-06  accuracy 0.212  about 7 s left
+step 2/4  loss 2.0000  326 tok/s  gap 1.5e-06  accuracy 0.213  about 7 s left
 """
 
 

@@ -39,7 +39,7 @@ def a_run(root: Path, steps: int = 12, now: Now | None = NOW) -> RunPaths:
         "experts": {"e": {}},
         "trainer": {"steps": 20},
     }
-    paths.pipeline.write_text(yaml.safe_dump(config))
+    paths.pipeline.write_text(yaml.safe_dump(config, sort_keys=False))
     paths.manifest.write_text("{}")
     for name, accuracy in (("before", 0.2), ("expert", 1.0)):
         score = DomainScore(accuracy=accuracy, stderr=0.1, low=0.1, high=1.0, questions=9)
