@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf, nan
+from textwrap import indent
 
 import pytest
 from rich.cells import cell_len
@@ -12,6 +13,7 @@ from opd.live.render import Size, rendered
 from opd.live.shapes import STYLES, curve, cut, span
 from opd.live.view import View
 from tests.unit.opd.live.made import SIZES, SNAPSHOTS, VIEWS, running, text_of
+from tests.unit.sources import ROOT
 
 HOSTILE = "\x1b]0;mine\x07[red]宽字符名字\u202e\nnext: rm -rf /"
 
@@ -40,6 +42,11 @@ def hostile() -> View:
 def test_how_it_looks(kind: str, size: str) -> None:
     """`python -m tests.unit.opd.live.made` writes the snapshots again."""
     assert text_of(VIEWS[kind], *SIZES[size]) == (SNAPSHOTS / f"{kind}-{size}.txt").read_text(encoding="utf-8")
+
+
+def test_the_page_about_it_shows_the_same() -> None:
+    page = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
+    assert indent((SNAPSHOTS / "running-80x24.txt").read_text(encoding="utf-8"), "    ") in page
 
 
 @pytest.mark.parametrize("view", [*VIEWS.values(), hostile()], ids=[*VIEWS, "hostile"])
