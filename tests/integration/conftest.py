@@ -62,7 +62,7 @@ def two_domain_pipeline(root: Path, make_model_dir: Callable[..., Path], *, tie:
             for name in ("left", "right")
         },
         "rollout": {"max_new_tokens": 8, "max_model_len": 64},
-        "trainer": {"steps": 6, "samples_per_step": 24, "lr": 2.0e-3, "micro_batch_tokens": 256},
+        "trainer": {"ranks": 1, "steps": 6, "samples_per_step": 24, "lr": 2.0e-3, "micro_batch_tokens": 256},
         "checkpoint": {"every": 2},
     }
 

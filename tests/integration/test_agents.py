@@ -7,6 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from opd.evaluation.scores import Evaluation
 from opd.run_dir import RunPaths
 from opd.stream.rollouts import read_file
@@ -81,14 +83,9 @@ def largest_gap_by_turn(rollouts: list[Rollout], model_dir: str) -> dict[int, fl
     return worst
 
 
-def test_a_merge_with_an_agent_domain_killed_and_resumed(tmp_path: Path, pipeline: dict[str, Any]) -> None:
-    import torch
-    from safetensors.torch import load_file
-    from transformers import AutoTokenizer
-
-    file, student = agent_pipeline(tmp_path, pipeline), pipeline["student"]["model"]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    done = opd("merge", file, "--run-dir", whole, cwd=tmp_path)
+def test_a_merge_with_an_agent_domain(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    whole = tmp_path / "whole"
+    done = opd("merge", agent_pipeline(tmp_path, pipeline), "--run-dir", whole, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for record in records(whole):
         found = record["episodes"]["right-domain"]
@@ -102,6 +99,25 @@ def test_a_merge_with_an_agent_domain_killed_and_resumed(tmp_path: Path, pipelin
         assert record["logprob_gap"] < 1e-3 and record["probe_gap"] < 1e-3
     after = Evaluation.load(whole / "evaluation" / "after.json").scores["right-domain"]
     assert after.turns is not None and after.turns > 1 and after.failed == 0
+
+    kept = RunPaths(whole).traces_by_step()
+    assert list(kept) == [1, 2, 3]
+    for trace in read_traces(kept[3]).episodes:
+        wrote = [piece for segment in trace.segments for piece in segment.pieces if piece.origin == "policy"]
+        assert wrote and all(len(piece.losses) == len(piece.texts) == piece.length for piece in wrote)
+
+
+@pytest.mark.slow  # three starts; tests/integration/test_merge.py has a merge without agents
+def test_a_merge_with_an_agent_domain_killed_and_resumed(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    pipeline["trainer"]["ranks"] = 2
+    file, student = agent_pipeline(tmp_path, pipeline), pipeline["student"]["model"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    done = opd("merge", file, "--run-dir", whole, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
     kill_when_logged(file, broken, 2)
     vocabulary = AutoTokenizer.from_pretrained(student)
@@ -125,9 +141,6 @@ def test_a_merge_with_an_agent_domain_killed_and_resumed(tmp_path: Path, pipelin
     assert list(kept) == [1, 2, 3] and {s: f.read_text() for s, f in kept.items()} == {
         s: f.read_text() for s, f in again.items()
     }
-    for trace in read_traces(kept[3]).episodes:
-        wrote = [piece for segment in trace.segments for piece in segment.pieces if piece.origin == "policy"]
-        assert wrote and all(len(piece.losses) == len(piece.texts) == piece.length for piece in wrote)
 
 
 def test_a_broken_environment_stops_the_merge_by_name(tmp_path: Path, pipeline: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def pipeline_with(domain: dict[str, Any], student: Path) -> PipelineConfig:
             "experts": {"left": {"model": student, "domain": "left"}},
             "domains": {"left": domain},
             "rollout": {"max_new_tokens": 8, "max_model_len": 96},
-            "trainer": {"steps": 1, "samples_per_step": 6},
+            "trainer": {"ranks": 1, "steps": 1, "samples_per_step": 6},
         },
         "test",
     )

@@ -77,7 +77,7 @@ def pipeline(tmp_path: Path, make_model_dir: Callable[..., Path]) -> dict[str, A
         "experts": {domain: {"model": str(tmp_path / domain), "domain": domain} for domain in WORDS},
         "domains": {domain: write_domain(tmp_path, domain) for domain in WORDS},
         "rollout": {"max_new_tokens": 6, "max_model_len": 48},
-        "trainer": {"steps": 1, "samples_per_step": 3},
+        "trainer": {"ranks": 1, "steps": 1, "samples_per_step": 3},
     }
 
 

@@ -128,7 +128,7 @@ def stop(*parts: Any) -> None:
             worker.kill()
 
 
-@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_a_push_reaches_the_engine(tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any, tie: bool) -> None:
     """After a training step and a push, 80 probe tokens agree within 0.02 nats; before the push they do not."""
     student = make_model_dir(tmp_path / "student", seed=0, tie=tie)

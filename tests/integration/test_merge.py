@@ -77,6 +77,7 @@ def test_merge_kill_resume_and_the_model_it_leaves(tmp_path: Path, pipeline: dic
 
     judge_vowels(tmp_path, pipeline)
     pipeline["evaluate"] |= {"every": 3}
+    pipeline["trainer"] |= {"ranks": 2}
     file = write(tmp_path, pipeline)
     whole = tmp_path / "whole"
     done = opd("merge", file, "--run-dir", whole, cwd=tmp_path)

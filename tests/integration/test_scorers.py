@@ -172,7 +172,7 @@ def test_scores_are_those_of_a_plain_forward(
     stop(pool)
 
 
-@pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs"])
+@pytest.mark.parametrize("payload", ["hidden_states", pytest.param("sampled_logprobs", marks=pytest.mark.slow)])
 def test_vllm_restarts_for_another_shape(tmp_path: Path, make_model_dir: Make, ray: None, payload: str) -> None:
     left = make_model_dir(tmp_path / "left", seed=1)
     right = make_model_dir(tmp_path / "right", seed=2, hidden=128, heads=4, tie=False)

@@ -372,6 +372,7 @@ def test_workers_killed_while_they_score_lose_no_row(pool: Pool) -> None:
     assert again.restarted == [], "the last step's are forgotten"
 
 
+@pytest.mark.slow  # two restarts
 def test_a_worker_that_is_killed_twice_in_a_step_ends_the_run(pool: Pool) -> None:
     def kill_twice(going_on: Callable[[], bool]) -> None:
         before = list(scoring(os.getpid()))
