@@ -106,7 +106,7 @@ class Screen:
     def __init__(self, console: Console, begun: Beginning) -> None:
         self._console = console
         self._course = Course(begun.steps, begun.domains, begun.records)
-        self._named = {"name": begun.name, "root": str(begun.root)}
+        self._begun = begun
         self._memory = Memory(os.getpid())
         self._notes: tuple[str, ...] = ()
         self._doing = ("", time.monotonic())
@@ -160,7 +160,8 @@ class Screen:
         (what, since), now, left = self._doing, time.monotonic(), self._view.left_s
         view = replace(
             self._view,
-            **self._named,
+            name=self._begun.name,
+            root=str(self._begun.root),
             doing=what,
             doing_s=now - since,
             elapsed_s=now - self._began,
