@@ -111,8 +111,9 @@ def _facts(view: View, width: int) -> list[Text]:
     found = []
     if view.phases:
         total = sum(seconds for _, seconds in view.phases)
-        parts = [f"{name} {seconds:.1f}" for name, seconds in view.phases if seconds >= 0.05]
-        before = f"step {view.done} took {total:.1f} s: "
+        digits = 1 if total >= 1 else 3
+        parts = [f"{name} {seconds:.{digits}f}" for name, seconds in view.phases if seconds >= 0.5 / 10**digits]
+        before = f"step {view.done} took {total:.{digits}f} s: "
         found.append(Text(before + joined(parts, width - len(before), ", ")))
     speed = []
     if view.tokens_per_s is not None:

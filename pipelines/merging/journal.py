@@ -50,7 +50,9 @@ class Journal:
         @contextmanager
         def both(begun: Beginning) -> Iterator[Display]:
             with displays(begun) as shown:
-                yield _Both(self, shown)
+                told = _Both(self, shown)
+                told.doing("Ray starts")
+                yield told
 
         return both
 
