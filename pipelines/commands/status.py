@@ -86,6 +86,9 @@ def runs(
 
 
 def _print(seen: View) -> None:
+    """Print the view once. What to do next comes below it, whole: it is there to be copied."""
+    from dataclasses import replace
+
     from rich.console import Console
 
     from opd.live.displays import drawn
@@ -93,7 +96,9 @@ def _print(seen: View) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 100
-    console.print(drawn(seen, console, WHOLE))
+    console.print(drawn(replace(seen, hints=()), console, WHOLE))
+    for hint in seen.hints:
+        say(hint, err=False)
 
 
 def _print_json(seen: View) -> None:

@@ -73,10 +73,10 @@ def test_a_real_merge_on_one_screen_until_ctrl_c(tmp_path: Path, pipeline: dict[
         "reading models and prompts",
         "loading: rollout engine",
         "rollout engine: up after",
-        "the exam of expert",
+        "before the merge: mean accuracy",
     ):
         assert words in all_of_it, words
-    assert "two  running" in beside and "headroom" in beside and "workers" in beside
+    assert "two  running" in beside and "loss" in beside and "workers" in beside
     assert terminal.cursor_shown
     after = opd("status", tmp_path / "run", cwd=tmp_path)
     assert after.returncode == 0 and "two  stopped" in after.stdout and "opd merge --resume" in after.stdout

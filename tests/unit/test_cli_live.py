@@ -52,7 +52,7 @@ def test_status_of_a_run(stopped: Path) -> None:
     result = opd("status", stopped)
     assert (result.exit_code, result.stderr) == (0, "")
     assert "step 12 of 20" in result.stdout and "stopped after step 12" in result.stdout
-    assert f"next: opd merge --resume {stopped}"[:60] in result.stdout
+    assert f"\nnext: opd merge --resume {stopped}   (goes on after step 10)\n" in result.stdout, "whole, to be copied"
 
 
 def test_status_as_json(stopped: Path) -> None:
