@@ -26,6 +26,7 @@ from pipelines.commands import (
     report,
     serve,
     shell,
+    status,
     teachers,
     traces,
 )
@@ -39,7 +40,7 @@ app = typer.Typer(
         "opd doctor", "opd merge quickstart", "opd merge --resume runs/quickstart", "opd --install-completion"
     ),
 )
-for commands in (init, merge, evaluate, check, plan, report, traces, baselines, export, serve, chat, doctor):
+for commands in (init, merge, status, evaluate, check, plan, report, traces, baselines, export, serve, chat, doctor):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),

@@ -9,8 +9,8 @@ import typer
 
 from pipelines.commands import completion
 from pipelines.commands.given import Given
-from pipelines.commands.report import print_report
-from pipelines.commands.shell import MaybePipelineArgument, SetOption, examples, say
+from pipelines.commands.shell import MaybePipelineArgument, SetOption, examples
+from pipelines.commands.shown import JsonOption, QuietOption, Shown
 
 ResumeOption = Annotated[
     Path | None,
@@ -63,8 +63,13 @@ def merge(
         bool,
         typer.Option("--no-cache", help="Take every exam here, whatever other runs measured: evaluate.cache=false."),
     ] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Merge experts into one student; prints what each domain gained."""
+    """Merge experts into one student; prints what each domain gained.
+
+    On a terminal it shows one screen while it goes on, elsewhere a line for each step.
+    """
     if no_cache:
         overrides = [*(overrides or []), "evaluate.cache=false"]
     given = Given(
@@ -77,6 +82,7 @@ def merge(
         steps=steps,
         start_from=start_from,
     )
-    paths, work = given.read(say)
-    print_report(work.carry_out())
-    typer.echo(f"model: {paths.model}\nreport: {paths.page}")
+    with Shown(quiet, as_json) as shown:
+        with shown.reading():
+            paths, work = given.read(shown.tell)
+        shown.finished(paths, work.carry_out(shown.around))

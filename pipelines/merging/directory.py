@@ -15,6 +15,9 @@ from opd.errors import RunDirError, StorageError
 from opd.files import storing
 from opd.run_dir import RunPaths
 
+LOOK_S = 0.2
+"""Seconds to wait for the lock: `opd status` holds it for a moment to find out whether anybody does."""
+
 
 def refuse_existing(root: Path) -> None:
     """Raises: RunDirError if the run directory exists."""
@@ -58,7 +61,7 @@ def new_directory(root: Path) -> Path:
 def locked(paths: RunPaths) -> Iterator[None]:
     """Allow one driver per run directory. The system frees the lock when the process ends, however it ends."""
     try:
-        with FileLock(paths.lock, timeout=0):
+        with FileLock(paths.lock, timeout=LOOK_S, poll_interval=LOOK_S / 4):
             yield
     except Timeout:
         raise RunDirError.at(

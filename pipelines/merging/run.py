@@ -27,7 +27,8 @@ from opd.errors import RunDirError
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text, replace_dir, storing, sweep
-from opd.interfaces import Display
+from opd.live.displays import Beginning
+from opd.live.interfaces import Display
 from opd.metrics import MetricsFile
 from opd.report import build_report, write_report
 from opd.run_dir import RunPaths
@@ -51,6 +52,7 @@ from pipelines.merging.changes import (
 )
 from pipelines.merging.directory import locked, new_directory, refuse_existing, refuse_no_run, says_what_is_intact
 from pipelines.merging.exams import StartingExams
+from pipelines.merging.journal import Journal
 from pipelines.merging.layouts import record_layouts
 from pipelines.merging.longer import Longer
 from pipelines.merging.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
@@ -85,7 +87,8 @@ class Run:
         Interrupted after Ctrl-C.
         """
         notices, most = list(self.notices), self.config.cluster.max_restarts
-        with locked(self.paths), says_what_is_intact(self.paths):
+        with locked(self.paths), says_what_is_intact(self.paths), Journal(self.paths) as journal:
+            around = replace(around, display=journal.beside(around.display))
             checkpoint = _go_on_from(self, self.resume_from, notices) if self.resume_from else None
             if self.changed:
                 atomic_write_text(self.paths.manifest, json.dumps(self.changed, indent=2))
@@ -237,9 +240,11 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(done)
     take_back(paths, done, config.trainer.steps)
-    began -= sum(record.seconds for record in metrics.read())  # count the time of earlier starts
+    records, domains = metrics.read(), tuple(config.domains)
+    began -= sum(record.seconds for record in records)  # count the time of earlier starts
+    beginning = Beginning(config.name, paths.root, config.trainer.steps, domains, records)
     with (
-        run.around.display(config.trainer.steps, done) as shown,
+        run.around.display(beginning) as shown,
         open_sinks(config.logging, paths.root, done) as sinks,
         ray_session(config.cluster, num_workers(config)),
     ):
@@ -247,13 +252,15 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
         parts = build(config, run.inputs, paths, shown, run.identity, [*sinks, *run.around.sinks])
         record_layouts(parts, paths, shown.say)
         before, expert = _before_and_experts(parts, run, shown)
-        parts.monitors.begin(metrics.read(), expert)
+        parts.monitors.begin(records, expert)
         with signals.asking(shown.say):
             if checkpoint:
                 _load(parts, checkpoint, config.trainer.ranks, shown)
             last = loop.run(parts, _plan(config, checkpoint), signals.asked)
         _leave_early(parts, run, last, signals)
+        shown.doing("the merged model is written")
         _export(parts, run)
+        shown.doing("the exam of the merged model")
         parts.engine.load(paths.model)
         after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained(paths.metrics))
         parts.reporter.evaluation("after", after)
@@ -289,6 +296,7 @@ def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
     workers = num_workers(run.config)
     taught = f"for {len(run.inputs.experts)} experts" if run.inputs.experts else "to learn from rewards alone"
     shown.say(f"{run.config.name}: starting {workers} workers {taught}")
+    shown.doing("workers start")
 
 
 def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display) -> None:
@@ -318,7 +326,9 @@ def _plan(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
 
 def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Evaluation, Evaluation]:
     """The exams of the student before training and of each domain's expert."""
-    return StartingExams(parts, run.config, run.inputs, run.paths, shown).take()
+    before, expert = StartingExams(parts, run.config, run.inputs, run.paths, shown).take()
+    shown.exams(before.accuracy, expert.accuracy)
+    return before, expert
 
 
 def _export(parts: loop.Parts, run: Run) -> None:

@@ -196,7 +196,13 @@ class Heard:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def step(self, step: int, summary: str) -> None:
+    def doing(self, what: str) -> None:
+        pass
+
+    def exams(self, before: Any, expert: Any) -> None:
+        pass
+
+    def step(self, record: StepRecord) -> None:
         pass
 
 

@@ -21,6 +21,7 @@ from opd.cluster import WorkerDied
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import Paused, RunDirError, RunError
 from opd.evaluation.scores import DomainScore, Evaluation
+from opd.live.displays import Silence
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.run_dir import RunPaths
@@ -186,7 +187,7 @@ def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
     paths = RunPaths(world.root / "run")
     run = Run(config=config, inputs=read_inputs(config), paths=paths, identity={})
     paths.root.mkdir()
-    shown: Any = type("Shown", (), {"say": lambda self, line: None})()
+    shown = Silence()
 
     def measure() -> tuple[list[str], Any]:
         parts: Any = Measuring(paths, shown)
