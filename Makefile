@@ -5,7 +5,7 @@ OPD := $(BIN)/opd
 # CPU torch for machines whose package index has only the CUDA build: make TORCH_INDEX=URL
 TORCH_INDEX ?=
 
-.PHONY: setup demo compare agents rl smollm2 gpu-check test lint audit check clean
+.PHONY: setup demo compare agents rl smollm2 gpu-check test lint docs audit check clean
 
 setup: .venv/.ready
 
@@ -71,10 +71,14 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/python docs/make_reference.py --check
 
+# The pages as a site, site/index.html; a broken link or anchor ends it (`--quiet` would not see it). With DOCS_REPO_URL links to source files lead there.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 audit: setup
 	.ci/audit
 
 check: lint test
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

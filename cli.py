@@ -9,17 +9,24 @@ import typer
 from opd import __version__
 from pipelines.commands import (
     baselines,
+    chat,
     check,
+    doctor,
     environments,
     evaluate,
     experts,
+    export,
     guard,
+    init,
     merge,
     models,
     pipelines,
+    plan,
     prompts,
     report,
+    serve,
     shell,
+    status,
     teachers,
     traces,
 )
@@ -29,8 +36,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Merge many expert models into one by on-policy distillation.",
+    epilog=shell.examples(
+        "opd doctor", "opd merge quickstart", "opd merge --resume runs/quickstart", "opd --install-completion"
+    ),
 )
-for commands in (merge, evaluate, check, report, traces, baselines):
+for commands in (init, merge, status, evaluate, check, plan, report, traces, baselines, export, serve, chat, doctor):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),
@@ -54,6 +64,9 @@ def _version(show: bool) -> None:
 def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option(shell.DEBUG, envvar="OPD_DEBUG", help="Show the traceback of an error before its message.")
     ] = False,
 ) -> None:
     """Merge many expert models into one by on-policy distillation."""

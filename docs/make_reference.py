@@ -1,4 +1,5 @@
-"""Writes the parts of docs/pipelines.md that follow from the code: key tables, shipped files, an example report.
+"""Writes what follows from the code: in docs/pipelines.md key tables, shipped files and an example report, in docs/commands.md the
+commands, in docs/plan.md the keys of a cluster spec and the shipped plans.
 
     python docs/make_reference.py            rewrite the text between the markers
     python docs/make_reference.py --check    write nothing; exit code 1 and a diff if the text is out of date
@@ -19,6 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from commands_page import command_reference
 from pydantic import BaseModel
 
 from experts.registry import Manifest
@@ -29,9 +31,12 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.report import build_report
 from opd.settings import load_yaml
 from opd.step_record import StepRecord
-from pipelines.catalog import shipped
+from pipelines.catalog import find, shipped
+from pipelines.plan.plan import make_plan
+from pipelines.plan.spec import ClusterSpec, load_spec
+from pipelines.plan.tables import tables
 
-PAGE = Path(__file__).with_name("pipelines.md")
+PAGES = tuple(Path(__file__).with_name(name) for name in ("pipelines.md", "commands.md", "plan.md"))
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -175,6 +180,13 @@ def report_example() -> str:
     return f"```json\n{json.dumps(rounded, indent=2)}\n```\n"
 
 
+def shipped_plan(pipeline: str, cluster: str) -> str:
+    """What `opd plan PIPELINE --cluster CLUSTER` prints."""
+    plan = make_plan(load_pipeline(find(pipeline)), load_spec(cluster))
+    parts = [f"*{one.title}*\n\n{table(one.columns, one.rows)}" for one in tables(plan)]
+    return "\n".join([*parts, "\n".join(f"- {note}" for note in plan.notes)])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "pipeline-keys": lambda: str(Tables(PipelineConfig, "###")),
     "training-spec-keys": lambda: str(Tables(ExpertsSpec, "###")),
@@ -183,6 +195,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "shipped": shipped_files,
     "suites": suites,
     "report-example": report_example,
+    "commands": command_reference,
+    "cluster-keys": lambda: str(Tables(ClusterSpec, "###")),
+    "merge-7b": lambda: shipped_plan("merge-7b", "8-gpus"),
+    "merge-70b": lambda: shipped_plan("merge-70b", "32-gpus"),
+    "merge-744b": lambda: shipped_plan("merge-744b", "256-gpus"),
 }
 
 
@@ -192,23 +209,33 @@ def fill(page: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Rewrite the generated parts of docs/pipelines.md.")
+    parser = argparse.ArgumentParser(
+        description="Rewrite the generated parts of docs/pipelines.md, docs/commands.md and docs/plan.md."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a part is out of date")
     check = parser.parse_args().check
-    old = PAGE.read_text(encoding="utf-8")
-    missing = set(PARTS) - {found[2] for found in MARKED.finditer(old)}
+    pages = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    missing = set(PARTS) - {found[2] for text in pages.values() for found in MARKED.finditer(text)}
     if missing:
-        print(f"{PAGE}: no markers for {', '.join(sorted(missing))}", file=sys.stderr)
+        print(f"docs: no markers for {', '.join(sorted(missing))}", file=sys.stderr)
         return 1
+    outdated = [page for page, old in pages.items() if not _renew(page, old, check)]
+    for page in outdated:
+        print(f"{page} is out of date: run `python docs/make_reference.py`", file=sys.stderr)
+    return 1 if outdated else 0
+
+
+def _renew(page: Path, old: str, check: bool) -> bool:
+    """Write a page anew, or only say how it would differ; False if it is out of date and stays so."""
     new = fill(old)
     if not check:
-        PAGE.write_text(new, encoding="utf-8")
+        page.write_text(new, encoding="utf-8")
     elif new != old:
-        diff = difflib.unified_diff(old.splitlines(), new.splitlines(), "written", "from the code", lineterm="")
-        print("\n".join(diff))
-        print(f"{PAGE} is out of date: run `python docs/make_reference.py`", file=sys.stderr)
-        return 1
-    return 0
+        print(
+            "\n".join(difflib.unified_diff(old.splitlines(), new.splitlines(), "written", "from the code", lineterm=""))
+        )
+        return False
+    return True
 
 
 if __name__ == "__main__":

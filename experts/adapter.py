@@ -71,16 +71,16 @@ def is_adapter(path: Path) -> bool:
 
 
 def inspect_expert(
-    path: Path, base: Path | None = None, known: Hashes | None = None
+    path: Path, base: Path | None = None, known: Hashes | None = None, *, hash_files: bool = True
 ) -> tuple[ModelInfo, AdapterInfo | None]:
     """Read and hash a full model, or an adapter's base and the adapter.
 
-    `base` is explained at `inspect_adapter`, `known` at `weight_hashes`. Raises: ModelError, also if `base` is given for a
+    `base` is explained at `inspect_adapter`, `known` at `weight_hashes`; without `hash_files` headers alone are read. Raises: ModelError, also if `base` is given for a
     full model.
     """
     if is_adapter(path):
-        adapter = inspect_adapter(path, base)
-        return inspect_model(Path(adapter.base), known=known), adapter
+        adapter = inspect_adapter(path, base, hash_files)
+        return inspect_model(Path(adapter.base), hash_files, known), adapter
     if base is not None:
         refuse_no_directory(path)
         raise ModelError.at(
@@ -89,7 +89,7 @@ def inspect_expert(
             wanted=f"a base only for a LoRA adapter, a directory with {ADAPTER_CONFIG}",
             fix="leave out the base (`base` in a pipeline, --base), or give the adapter's directory",
         )
-    return inspect_model(path, known=known), None
+    return inspect_model(path, hash_files, known), None
 
 
 def inspect_adapter(path: Path, base: Path | None = None, hash_files: bool = True) -> AdapterInfo:
@@ -198,14 +198,21 @@ def _weight_file(path: Path) -> Path:
     return path / ADAPTER_WEIGHTS
 
 
-def _find_base(file: Path, data: Mapping[str, Any], given: Path | None) -> Path:
-    if given is not None:
-        return given
-    name = data.get("base_model_name_or_path")
+def named_base(path: Path) -> Path | None:
+    """The directory that an adapter names as its base, if there is one: relative to the adapter's, or to the current one.
+
+    Raises: ModelError if its configuration cannot be read.
+    """
+    name = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
     # An absolute name is the same in both.
-    places = [file.parent / name, Path(name)] if isinstance(name, str) and name else []
-    found = next((place for place in places if place.is_dir()), None)
+    places = [path / name, Path(name)] if isinstance(name, str) and name else []
+    return next((place for place in places if place.is_dir()), None)
+
+
+def _find_base(file: Path, data: Mapping[str, Any], given: Path | None) -> Path:
+    found = given or named_base(file.parent)
     if found is None:
+        name = data.get("base_model_name_or_path")
         raise ModelError.at(
             f"{file}: base_model_name_or_path",
             found=f"{name!r}, which is no directory here" if name else "nothing",

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from opd.errors import ModelError
+from opd.wording import wanted
 
 
 class Lenient(BaseModel):
@@ -78,6 +79,6 @@ def validated(model: type[M], data: object, where: object) -> M:
         raise ModelError.at(
             f"{where}: {first['loc'][0] if first['loc'] else 'the whole'}",
             found="nothing" if first["type"] == "missing" else repr(first["input"])[:80],
-            wanted=first["msg"],
+            wanted=wanted(first),
             fix="copy the file from the original model or save the model again with save_pretrained",
         ) from None

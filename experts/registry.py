@@ -5,7 +5,6 @@ Nothing is written before every check has passed, and a manifest appears whole o
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -26,6 +25,8 @@ from opd.config.strict import NAME_PATTERN, Name, Strict
 from opd.errors import ModelError, OpdError, PromptError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir
 from opd.lora import ADAPTER_WEIGHTS
+from opd.near import did_you_mean
+from opd.wording import described
 
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
@@ -153,7 +154,7 @@ class Registry:
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or first.get("ctx", {}).get("key", "the file")
-            raise _broken(file, f"{key}: {first['msg']}", name) from None
+            raise _broken(file, f"{key}: {described(first)}", name) from None
         if manifest.name != name:
             raise _broken(file, f"the manifest of `{manifest.name}`", name)
         return manifest
@@ -195,12 +196,11 @@ class Registry:
     def _file(self, name: str) -> Path:
         names = self.names()
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
             raise RegistryError.at(
                 f"expert {name!r} in {self._root}",
                 found="no such expert",
                 wanted=f"one of: {', '.join(names)}" if names else "a registered expert; there is none yet",
-                fix=f"did you mean `{near[0]}`?" if near else "`opd experts add` registers one",
+                fix=did_you_mean(name, names, "`opd experts list` shows them all; `opd experts add` registers one"),
             )
         return self._root / name / MANIFEST
 

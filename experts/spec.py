@@ -14,7 +14,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Name, Strict
-from opd.settings import apply_overrides, load_yaml, validate
+from opd.settings import apply_overrides, load_yaml, no_such_yaml, validate
 
 BASE = "base"
 """Name of a new base's directory."""
@@ -151,10 +151,18 @@ class ExpertsSpec(FromBase):
         return data
 
 
+def shipped() -> dict[str, Path]:
+    """Name -> file of every training spec that comes with the package."""
+    found = sorted((file for file in files("experts").iterdir() if file.name.endswith(".yaml")), key=str)
+    return {file.name.removesuffix(".yaml"): Path(str(file)) for file in found}
+
+
 def find_spec(name_or_path: str) -> Path:
-    """The file of a shipped spec, or the path unchanged; `load_spec` refuses a missing file."""
-    shipped = files("experts").joinpath(f"{name_or_path}.yaml")
-    return Path(str(shipped)) if shipped.is_file() else Path(name_or_path)
+    """The file of a shipped spec, or the path of one of the user's. Raises: ConfigError if there is neither."""
+    known, path = shipped(), Path(name_or_path)
+    if name_or_path not in known and not path.exists():
+        raise no_such_yaml(path, known, "a shipped training spec", "check the path, or name a shipped one")
+    return known.get(name_or_path, path)
 
 
 def load_spec(path: Path, overrides: list[str] | None = None) -> ExpertsSpec:

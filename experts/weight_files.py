@@ -22,7 +22,10 @@ SINGLE = "model.safetensors"
 Hashes = dict[Path, dict[str, str]]
 """Directory → weight file → BLAKE3."""
 
-_TO_SAFETENSORS = "AutoModelForCausalLM.from_pretrained(dir{extra}).save_pretrained(out, safe_serialization=True)"
+_TO_SAFETENSORS = (
+    "AutoModelForCausalLM.from_pretrained(dir{extra}).save_pretrained(out, safe_serialization=True), and the tokenizer with it: "
+    "AutoTokenizer.from_pretrained(dir{extra}).save_pretrained(out)"
+)
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 
 
@@ -130,7 +133,8 @@ def _refuse_adapter(path: Path) -> None:
             path / ADAPTER_CONFIG,
             found="a PEFT adapter",
             wanted="a full model",
-            fix="merge it: AutoPeftModelForCausalLM.from_pretrained(dir).merge_and_unload().save_pretrained(out); "
+            fix="merge it: AutoPeftModelForCausalLM.from_pretrained(dir).merge_and_unload().save_pretrained(out), and the "
+            "tokenizer with it: AutoTokenizer.from_pretrained(dir).save_pretrained(out); "
             "if the weights here are merged already, delete adapter_config.json",
         )
 

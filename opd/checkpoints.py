@@ -17,15 +17,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from blake3 import blake3
 
-from opd.config.sections import CheckpointConfig
 from opd.errors import RunDirError, RunError
 from opd.files import blake3_file, replace_dir, storing
 from opd.run_dir import step_name, step_of
 from opd.types import SavedCheckpoint, WrittenFile
+
+if TYPE_CHECKING:  # it needs pydantic, which those who only list checkpoints do not
+    from opd.config.sections import CheckpointConfig
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2

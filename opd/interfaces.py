@@ -379,14 +379,6 @@ class TurnTokenizer(Tokenizer, Decoder, Protocol):
     """The part of a Hugging Face tokenizer that dialogues need."""
 
 
-class Display(Protocol):
-    """What a person sees while a run goes on."""
-
-    def say(self, line: str) -> None: ...
-
-    def step(self, step: int, summary: str) -> None: ...
-
-
 class Sink(Protocol):
     """A place for the numbers of each step."""
 
@@ -395,5 +387,7 @@ class Sink(Protocol):
 
 class Reporter(Sink, Protocol):
     """Where a run's numbers go: metrics file, evaluation files, progress on the terminal."""
+
+    def phase(self, name: str) -> None: ...
 
     def evaluation(self, name: str, found: Evaluation) -> None: ...

@@ -85,7 +85,7 @@ class Plan:
 
 def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> int:
     """Take the plan's steps; after each, `stop()` may ask to checkpoint and leave. Returns the last step taken."""
-    version, clock = plan.policy_version, PhaseClock()
+    version, clock = plan.policy_version, PhaseClock(parts.reporter.phase)
     saved: SavedCheckpoint | None = None
     step = plan.first_step - 1
     for step in range(plan.first_step, plan.last_step + 1):

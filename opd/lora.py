@@ -59,6 +59,16 @@ class Update:
     scaling: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSize:
+    """How much of a student LoRA trains and pushes."""
+
+    trained: int
+    """Numbers of the adapters."""
+    pushed: int
+    """Numbers of the weights that a push has."""
+
+
 def split_name(tensor: str) -> tuple[str, str] | None:
     """Module and `A` or `B` of a tensor's name; None if it is not part of a plain LoRA.
 

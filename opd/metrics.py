@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,11 +55,14 @@ def trained_tokens(record: StepRecord) -> int:
 class PhaseClock:
     """Seconds per phase since the last `take`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[str], None] = lambda phase: None) -> None:
+        """`tell` gets the name of each phase that begins."""
         self._seconds: dict[str, float] = {}
+        self._tell = tell
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self._tell(phase)
         start = time.monotonic()
         try:
             yield

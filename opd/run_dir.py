@@ -13,6 +13,7 @@
       baselines/      NAME.json each            other ways to merge; their models/NAME/ and runs/NAME/ while they are needed
       tensorboard/    wandb/  mlflow-run-id     the same numbers for other tools
       rounds.json     round-1/ round-2/ ...     of a merge in several rounds: a run directory for each
+      .lock           .live.json                who is at work here, and at what
 
 The files inside `targets/step-NNNNNN/` and `checkpoints/step-NNNNNN/` belong to `opd.stream.log` and `opd.checkpoints`.
 """
@@ -108,6 +109,11 @@ class RunPaths:
     def lock(self) -> Path:
         """The file that `opd merge` locks while it works here."""
         return self.root / ".lock"
+
+    @property
+    def live(self) -> Path:
+        """What `opd merge` does here at this moment, or how it ended, for `opd status`."""
+        return self.root / ".live.json"
 
     def scratch(self, name: str) -> Path:
         """Path for something that is renamed when it is complete; `opd.files.sweep` clears what a killed process left there."""

@@ -5,15 +5,18 @@ An error names the key, what was found, what is wanted and the way out.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from opd.errors import ConfigError
+from opd.near import nearest, of_key_elsewhere
+from opd.wording import leads_to, wanted, wanted_of
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -90,12 +93,16 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError.at(
             path,
             found="no such file",
-            wanted="a YAML file or a shipped pipeline",
-            fix="`opd pipelines list` names the shipped ones",
+            wanted="a YAML file",
+            fix="check the path; it is relative to the current directory",
         ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, too much, or a date like 2024-99-99
+        place, found = _yaml_problem(error)
         raise ConfigError.at(
-            path, found=str(error), wanted="one YAML mapping", fix="correct the file at that line"
+            f"{path}{place}",
+            found=found,
+            wanted="one YAML mapping",
+            fix="correct that line" if place else "correct the file",
         ) from None
     if not isinstance(data, dict):
         raise ConfigError.at(
@@ -105,6 +112,37 @@ def load_yaml(path: Path) -> dict[str, Any]:
             fix="start from `opd pipelines show quickstart`",
         )
     return data
+
+
+def no_such_yaml(path: Path, shipped: Iterable[str], what: str, otherwise: str) -> ConfigError:
+    """The error about a name that is neither a file nor shipped, with the name or the file beside it that is most like it."""
+    names = {name: name for name in shipped}
+    files = {file.stem: str(file) for file in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
+    near = nearest(path.stem, [*names, *files])
+    return ConfigError.at(
+        path,
+        found="no such file",
+        wanted=f"a YAML file, or {what}: {', '.join(names)}",
+        fix=otherwise if near is None else f"did you mean `{(names | files)[near]}`? {otherwise}",
+    )
+
+
+def _yaml_problem(error: Exception) -> tuple[str, str]:
+    """The line and column of an error, empty if it has none, and what was found there."""
+    if isinstance(error, OSError):
+        return "", error.strerror or str(error)
+    if isinstance(error, yaml.reader.ReaderError):
+        return "", f"a character that YAML does not allow, {chr(int(error.character))!r} at position {error.position:,}"
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
+        return "", str(error)
+    problem = (error.problem or "").replace("could not determine a constructor for", "only plain YAML is read, not")
+    since = error.context_mark
+    begins = f", {error.context} that begins in line {since.line + 1}" if error.context and since else ""
+    snippet = (mark.get_snippet(indent=0) or "").rstrip()
+    return f": line {mark.line + 1}, column {mark.column + 1}", f"{problem}{begins}" + (
+        f"\n{snippet}" if snippet.strip(" ^\n") else ""
+    )
 
 
 def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -135,7 +173,7 @@ def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any
             node[keys[-1]] = parse_yaml(text)
         except (ValueError, yaml.YAMLError) as error:
             raise ConfigError.at(
-                f"--set {item}", found=str(error), wanted="a YAML value", fix="quote the value"
+                f"--set {item}", found=_yaml_problem(error)[1], wanted="a YAML value", fix="quote the value"
             ) from None
     return data
 
@@ -148,15 +186,29 @@ def validate(model: type[M], data: Mapping[str, Any], source: object) -> M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise _explain(error.errors()[0], source) from None
+        raise _explain(error.errors(), model, data, source) from None
 
 
-def keys_of(error: ErrorDetails) -> list[str]:
-    """The keys that lead to the error. The tags of our unions (~) are left out, because the user did not write them."""
+_TAG = re.compile(r"(bool|int|float|str|none)$|(list|dict|tuple|literal|function-\w+|constrained-\w+)\b.*\[.*")
+"""How pydantic names the members of a union, as if they were keys."""
+
+
+def keys_of(error: ErrorDetails, data: Any = None) -> list[str]:
+    """The keys that lead to the error in the user's data. The names of a union's members are left out, both pydantic's and
+    our own (~), because the user did not write them."""
     context = error.get("ctx", {})
     if "where" in context:
         return [context["where"]]
-    return [str(k) for k in error["loc"] if not str(k).startswith("~") and k != "[key]"]
+    keys = []
+    for part in error["loc"]:
+        if str(part).startswith("~") or part == "[key]":
+            continue
+        if leads_to(data, part):
+            data = data[part]
+        elif _TAG.match(str(part)) and error["type"] != "missing":
+            continue
+        keys.append(str(part))
+    return keys
 
 
 def found_in(error: ErrorDetails) -> str:
@@ -164,22 +216,54 @@ def found_in(error: ErrorDetails) -> str:
     return str(error.get("ctx", {}).get("found", "nothing" if error["type"] == "missing" else repr(error["input"])))
 
 
-def _explain(error: ErrorDetails, source: object) -> ConfigError:
-    keys = keys_of(error)
+def moved(errors: ValidationError, above: Sequence[str], data: Any) -> PydanticCustomError:
+    """The first error about a part of a file, as an error about the whole, in which the part lies at the keys `above`."""
+    error = errors.errors()[0]
+    where = ".".join([*above, *keys_of(error, data)])
+    told = {"wanted": wanted(error), "found": found_in(error), "where": where}
+    return PydanticCustomError(error["type"], "{wanted}", {**error.get("ctx", {}), **told})
+
+
+def every_key(model: type[BaseModel], above: str = "", within: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:
+    """All keys of a file, written from the top with dots; a name that the user chooses is NAME."""
+    for name, field in model.model_fields.items():
+        yield above + name
+        for section, keyed in _sections(field.annotation):
+            if section not in within:
+                yield from every_key(section, f"{above}{name}.{'NAME.' if keyed else ''}", (*within, section))
+
+
+def _sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
+    """The models in a field's annotation, and whether each is a value of a mapping of names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, False
+    keyed = getattr(annotation, "__origin__", None) is dict
+    for part in get_args(annotation):
+        for section, _ in _sections(part):
+            yield section, keyed
+
+
+def _explain(errors: Sequence[ErrorDetails], model: type[BaseModel], data: Any, source: object) -> ConfigError:
+    error = errors[0]
+    keys = keys_of(error, data)
     context = error.get("ctx", {})
     if isinstance(context.get("error"), ConfigError):  # the code that found it has worded it already
         return ConfigError(f"{source}: {context['error']}")
     if error["type"] == "unknown_key":
         where = ".".join([*keys, context["key"]])
-        message = ConfigError.at(
-            f"{source}: {where}", found="an unknown key", wanted=f"one of: {context['known']}", fix=error["msg"]
-        )
-    else:
-        where = ".".join(keys) or "the file as a whole"
-        message = ConfigError.at(
+        hint = error["msg"] if error["msg"] != "remove the key" else None
+        return ConfigError.at(
             f"{source}: {where}",
-            found=found_in(error),
-            wanted=error["msg"],
-            fix="`opd pipelines schema` lists every key with its type",
+            found="an unknown key",
+            wanted=f"one of: {context['known']}",
+            fix=hint or of_key_elsewhere(context["key"], every_key(model)) or "remove the key",
         )
-    return message
+    where = ".".join(keys) or "the file as a whole"
+    same = [other for other in errors if other["type"] != "missing" and keys_of(other, data) == keys]
+    in_union = len(same) > 1 and error["input"] is same[1]["input"]
+    return ConfigError.at(
+        f"{source}: {where}",
+        found=found_in(error),
+        wanted=wanted_of(same) if in_union else wanted(error),
+        fix="`opd pipelines schema` lists every key with its type",
+    )

@@ -35,7 +35,7 @@ class _Signal:
 
 _waiting: _Signal | None = None
 _again = False
-"""True if the next signal is the postponed one that `_send_after_import` sends, not a second one of the user."""
+"""True if the next signal is the postponed one that `_send_when_safe` sends, not a second one of the user."""
 
 
 def postponed(number: int, frame: FrameType | None, raises: bool = True) -> bool:
@@ -48,7 +48,7 @@ def postponed(number: int, frame: FrameType | None, raises: bool = True) -> bool
     global _waiting, _again
     again, _again = _again, False
     if again and not _waiting:
-        return True  # `_send_after_import` sent it twice, and the first one was handled
+        return True  # `_send_when_safe` sent it twice, and the first one was handled
     if not raises or not _would_lose_it(frame):
         _waiting = None
         return False
@@ -57,7 +57,7 @@ def postponed(number: int, frame: FrameType | None, raises: bool = True) -> bool
     if not _waiting:
         _waiting = _Signal(number)
         # Not threading.Thread: its start takes a lock, which the interrupted code may hold.
-        _thread.start_new_thread(_send_after_import, (_waiting,))
+        _thread.start_new_thread(_send_when_safe, (_waiting,))
     return True
 
 
@@ -99,8 +99,8 @@ def _would_lose_it(frame: FrameType | None) -> bool:
     return False
 
 
-def _send_after_import(one: _Signal) -> None:
-    """Send the signal to the main thread once its import is done. Runs in a thread of its own.
+def _send_when_safe(one: _Signal) -> None:
+    """Send the signal to the main thread once its import or destructor is done. Runs in a thread of its own.
 
     The signal goes to the main thread, so that it interrupts a system call in which that thread waits. It is sent until a
     handler has taken it: one that arrives just before such a call does not interrupt the call.

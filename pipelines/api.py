@@ -18,8 +18,8 @@ from typing import Any
 from experts.registry import Manifest, Registry, default_root
 from opd import config as pipeline_files
 from opd.config import PipelineConfig
-from opd.interfaces import Display
-from opd.progress import display
+from opd.live.displays import Beginning, Silence, display
+from opd.live.interfaces import Display
 from opd.report import read_run
 from opd.run_dir import RunPaths
 from opd.settings import apply_overrides, validate
@@ -99,7 +99,7 @@ def merge(
     """Merge a pipeline's experts into its student. Blocks until the report is there.
 
     `run_dir` must not exist; default: `runs/NAME`. `on_step` gets each step's record once it is stored, `tell` each
-    sentence that the command line would print; `progress` shows the bar instead. With `handle_signals` Ctrl-C finishes the
+    sentence that the command line would print; `progress` shows its screen instead. With `handle_signals` Ctrl-C finishes the
     step and leaves a checkpoint; without, it ends the merge at once. `resume` goes on in both cases.
     Raises: OpdError before any compute, RunError if the run cannot go on.
     """
@@ -158,13 +158,14 @@ def _path(given: Path | str | None) -> Path | None:
 def _silent(line: str) -> None: ...
 
 
-class _Teller:
+class _Teller(Silence):
     """A display that hands sentences on and leaves the steps to the callback."""
 
     def __init__(self, tell: Tell) -> None:
-        self.say = tell
+        self._tell = tell
 
-    def step(self, step: int, summary: str) -> None: ...
+    def say(self, line: str) -> None:
+        self._tell(line)
 
 
 class _Callback:
@@ -176,7 +177,7 @@ class _Callback:
 
 def _surroundings(on_step: OnStep | None, tell: Tell | None, progress: bool, handle_signals: bool) -> Surroundings:
     @contextmanager
-    def quiet(total: int, done: int) -> Iterator[Display]:
+    def quiet(begun: Beginning) -> Iterator[Display]:
         yield _Teller(tell or _silent)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from opd.credit.ema import Ema, EmaSpec
 from opd.credit.group import Group, GroupSpec
 from opd.credit.interfaces import Credit
 from opd.evaluation.evaluator import EngineEvaluator
-from opd.interfaces import Display, Sink
+from opd.interfaces import Sink
+from opd.live.interfaces import Display
 from opd.loop import Parts
 from opd.metrics import MetricsFile
 from opd.monitors.acting import RunMonitors
@@ -88,12 +90,12 @@ def build(
 
     Raises: RunError if a worker does not come up.
     """
-    engine, trainer, pool = _start_workers(config, inputs, paths.judged.absolute())
+    engine, trainer, pool = _start_workers(config, inputs, shown, paths.judged.absolute())
     metrics = MetricsFile(paths.metrics)
     prompts = prompt_source(config, inputs, metrics)
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
-    credit = _credit(config, inputs)
+    credit = _credit(config, inputs, shown)
     log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say)
     bound, timeout_s = max_staleness(config), config.cluster.phase_timeout_s
     spec = ScheduleSpec(prompts=prompts, engine=engine, log=log, max_staleness=bound, timeout_s=timeout_s)
@@ -114,7 +116,7 @@ def build(
     )
 
 
-def _credit(config: PipelineConfig, inputs: Inputs) -> Credit | None:
+def _credit(config: PipelineConfig, inputs: Inputs, shown: Display) -> Credit | None:
     """What turns rewards into advantages, ready; None without `objective.reward`. Raises: RunError."""
     if config.objective.reward is None:
         return None
@@ -123,6 +125,8 @@ def _credit(config: PipelineConfig, inputs: Inputs) -> Credit | None:
         credit: Credit = CriticCredit(critic_spec(config, baseline, inputs.student.vocab_size))
     else:
         credit = credit_of(baseline)
+    if config.objective.has_critic:
+        shown.doing("the critic loads")
     credit.wait_ready()
     return credit
 
@@ -188,25 +192,46 @@ def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMR
     return made
 
 
+class _StartUp:
+    """Tells the user for whom the run waits, and who is up."""
+
+    def __init__(self, shown: Display) -> None:
+        self._shown = shown
+        self._began = time.monotonic()
+        self._up: list[str] = []
+
+    def wait(self, who: str, role: VLLMRolloutEngine | DeepSpeedTrainer | AnyPool) -> None:
+        """Wait until a role is ready. Raises: RunError."""
+        up = f" ({', '.join(self._up)}: up)" if self._up else ""
+        self._shown.doing(f"loading: {who}{up}")
+        role.wait_ready()
+        if who not in self._up and not isinstance(role, NobodyPool):
+            self._up.append(who)
+            self._shown.say(f"{who}: up after {time.monotonic() - self._began:.0f} s")
+
+
 def _start_workers(
-    config: PipelineConfig, inputs: Inputs, judged: Path | None = None
+    config: PipelineConfig, inputs: Inputs, shown: Display, judged: Path | None = None
 ) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, AnyPool]:
     """Start all workers side by side, except for those that must be ready before the others start. Raises: RunError."""
 
     def start_pool() -> AnyPool:
         return POOLS[config.teachers.engine](config, inputs.scoring, inputs.student.vocab_size)
 
+    start_up = _StartUp(shown)
     elsewhere = None if config.teachers.scoring_workers else start_pool()
     if elsewhere is not None:
-        elsewhere.wait_ready()  # costs no core here, and a wrong token should show before anything else starts
+        # This costs no core here, and a wrong token should show before anything else starts.
+        start_up.wait("teachers", elsewhere)
     engine = start_rollouts(config, inputs, training=True, judged=judged)
     if 0 < config.cluster.rollout_gpus < 1:
-        engine.wait_ready()  # vLLM measures its GPU at the start, and counts memory that others take meanwhile as its own
+        # vLLM measures its GPU at the start, and counts memory that others take meanwhile as its own.
+        start_up.wait("rollout engine", engine)
     pool = elsewhere or start_pool()
     trainer = DeepSpeedTrainer(trainer_spec(config, inputs.student.vocab_size))
-    engine.wait_ready()
-    trainer.wait_ready()
-    pool.wait_ready()
+    start_up.wait("rollout engine", engine)
+    start_up.wait("trainer", trainer)
+    start_up.wait("teachers", pool)
     return engine, trainer, pool
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+from opd.settings import no_such_yaml
+
+PLANS = Path(str(files("pipelines"))) / "plan" / "shipped"
+"""Clusters, pipelines and shapes of models for `opd plan`."""
+
 
 def shipped() -> dict[str, Path]:
     """Name -> file of every pipeline that comes with the package."""
@@ -15,6 +20,14 @@ def shipped() -> dict[str, Path]:
     }
 
 
+def planned() -> dict[str, Path]:
+    """Name -> file of every pipeline that is shipped for `opd plan` alone: its models and prompts are nowhere."""
+    return {file.stem: file for file in sorted((PLANS / "pipelines").glob("*.yaml"))}
+
+
 def find(name_or_path: str) -> Path:
-    """The file of a shipped pipeline, or the path unchanged; `load_pipeline` refuses a missing file."""
-    return shipped().get(name_or_path, Path(name_or_path))
+    """The file of a shipped pipeline, or the path of one of the user's. Raises: ConfigError if there is neither."""
+    known, path = planned() | shipped(), Path(name_or_path)
+    if name_or_path not in known and not path.exists():
+        raise no_such_yaml(path, known, "a shipped pipeline", "`opd pipelines list` names the shipped ones")
+    return known.get(name_or_path, path)

@@ -15,6 +15,7 @@ from opd.environments import ENVIRONMENTS, find
 from opd.environments.records import Action, Outcome, ToolCall
 from opd.errors import ConfigError
 from opd.files import atomic_write_text
+from opd.prompts import find_source
 from opd.settings import apply_overrides
 from opd.text import printable
 from pipelines.inputs.read import load_tokenizer
@@ -55,6 +56,7 @@ def write_prefixes(episodes: Path, model: Path, output: Path) -> tuple[int, int]
     Raises: PromptError, ModelError: see `experts.episodes.prefixes`; ModelError for a directory that is no model.
     """
     inspect_model(model, hash_weights=False)
+    find_source(episodes)  # a missing file is found before the tokenizer's package is imported
     found = read_prefixes(episodes, load_tokenizer(model))
     return _write(found.rows, output), found.left_out
 

@@ -25,6 +25,7 @@ from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
 from opd.train.turns import TurnWeights
+from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
 from teachers.flight.client import FlightSpec
 from teachers.nobody import NobodySpec
@@ -84,14 +85,6 @@ def rollout_spec(
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
     )
-
-
-def roles_at_once(config: PipelineConfig) -> int:
-    """Roles that compute at the same time on this machine's cores. `schedule.overlap` is not counted: on the same cores it is
-    off unless a pipeline asks for it."""
-    cluster = config.cluster
-    beside = not cluster.trainer_gpus or not (cluster.teacher_gpus or config.teachers.elsewhere)
-    return 2 if config.schedule.mode == "one_step_off" and not cluster.rollout_gpus and beside else 1
 
 
 def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
@@ -207,6 +200,7 @@ def learning_rate(trainer: TrainerConfig) -> LearningRate:
         warmup_steps=trainer.warmup_steps,
         decay=trainer.lr_scheduler_type,
         floor=trainer.min_lr_ratio,
+        shorter=tuple((one.at, one.steps) for one in trainer.extended),
     )
 
 

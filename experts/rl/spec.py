@@ -20,6 +20,7 @@ from opd.config.guard import GuardConfig
 from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict
 from opd.errors import ConfigError
+from opd.near import did_you_mean
 from opd.settings import apply_overrides, load_yaml, validate
 
 Method = Literal["ppo", "grpo", "rloo"]
@@ -110,6 +111,6 @@ def load_training(path: Path, overrides: list[str] | None = None) -> ExpertsSpec
             f"{path}: method",
             found=f"{method!r:.60}",
             wanted=f"one of: {', '.join((*SFT_METHODS, *METHODS))}",
-            fix="correct it, here or in --method",
+            fix=did_you_mean(str(method), (*SFT_METHODS, *METHODS), "correct it, here or in --method"),
         )
     return validate(ReinforceSpec, data, path) if method in METHODS else validate(ExpertsSpec, data, path)

@@ -6,7 +6,6 @@ DOMAIN/eval.jsonl, ready for `opd experts train` (prompt and completion, or mess
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from experts.suites import agents, letters, reasoning, rewards
 from opd.errors import ConfigError
 from opd.files import atomic_write_text
+from opd.near import did_you_mean
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -77,6 +77,5 @@ def _write_jsonl(path: Path, rows: Rows) -> None:
 
 def _check_known(name: str, known: Collection[str], kind: str) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        fix = f"did you mean `{near[0]}`?" if near else "choose one of them"
+        fix = did_you_mean(name, known, "choose one of them")
         raise ConfigError.at(kind, found=f"`{name}`", wanted=f"one of: {', '.join(known)}", fix=fix)

@@ -81,8 +81,8 @@ class DomainEvalConfig(Strict):
     prompts: Prompts | None = None
     """Held-out prompts, in the same forms as training prompts; none of them may occur in training prompts."""
     holdout: float | None = Field(None, gt=0, lt=1)
-    """Instead of `prompts`: share of the domain's own prompts that is held out of training, chosen by each prompt's
-    hash, so that a prompt stays on its side when the file grows or is reordered."""
+    """Instead of `prompts`: share of the domain's own prompts, or of those its expert was registered with, that is held out of
+    training, chosen by each prompt's hash, so that a prompt stays on its side when the file grows or is reordered."""
     verifier: VerifierConfig = "exact_match"
     """How an answer is judged: a name, or a mapping with `kind` and options."""
 
@@ -194,12 +194,4 @@ class DomainConfig(Strict):
     def _one_kind_of_episode(self) -> DomainConfig:
         if self.environment is not None and self.agent is not None:
             raise PydanticCustomError("episodes", "either `environment` or `agent`", {"found": "both"})
-        return self
-
-    @model_validator(mode="after")
-    def _something_to_hold_out_from(self) -> DomainConfig:
-        if self.eval is not None and self.eval.holdout is not None and self.prompts is None:
-            raise PydanticCustomError(
-                "holdout", "the domain's `prompts`, of which eval.holdout is a share", {"found": "no `prompts`"}
-            )
         return self

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Strict
 from opd.named import is_place
-from opd.settings import found_in, keys_of
+from opd.settings import moved
 
 if TYPE_CHECKING:
     from opd.config.domains import DomainConfig
@@ -160,10 +160,7 @@ def _guard_here(section: GuardConfig | None, name: str, domain: DomainConfig) ->
     try:
         return guard_of(section, own) if domain.acts else None
     except ValidationError as errors:
-        error = errors.errors()[0]
-        where = ".".join(["domains", name, "guard", *keys_of(error)])
-        context = {**error.get("ctx", {}), "where": where, "wanted": error["msg"], "found": found_in(error)}
-        raise PydanticCustomError(error["type"], "{wanted}", context) from None
+        raise moved(errors, ["domains", name, "guard"], own) from None
 
 
 def _refused(where: str, found: str, wanted: str) -> PydanticCustomError:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Discriminator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from opd.near import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,12 @@ class NameOrMapping:
             value = {"kind": value}
         if isinstance(value, Mapping) and value.get("kind") not in self.kinds:
             kind = value.get("kind")
-            near = difflib.get_close_matches(str(kind), self.kinds, n=1)
+            near = nearest(str(kind), self.kinds)
             raise PydanticCustomError(
                 self.error,
                 "{hint}one of: {kinds}",
                 {
-                    "hint": f"did you mean `{near[0]}`? " if near else "",
+                    "hint": f"did you mean `{near}`? " if near else "",
                     "kinds": ", ".join(self.kinds),
                     "where": self.where,
                     "found": "no `kind`" if kind is None else str(kind),

@@ -14,6 +14,7 @@ from opd.config.strict import Strict
 from opd.errors import ConfigError
 from opd.losses import OBJECTIVES
 from opd.named import imported, is_place, users
+from opd.near import nearest
 
 if TYPE_CHECKING:
     from opd.interfaces import Objective
@@ -132,9 +133,16 @@ def _of_its_kind(value: Any) -> ObjectiveConfig:
         return value
     kind = value.get("kind", DEFAULT_KIND) if isinstance(value, Mapping) else DEFAULT_KIND
     if kind not in list(OBJECTIVES) and not is_place(kind):  # it may be anything, a list too
-        kinds = ", ".join(OBJECTIVES)
+        near = nearest(kind, OBJECTIVES) if isinstance(kind, str) else None
         raise PydanticCustomError(
-            "objective_kind", "`kind` is one of: {kinds}, or your own module:Class", {"kinds": kinds}
+            "objective_kind",
+            "{hint}`kind` is one of: {kinds}, or your own module:Class",
+            {
+                "hint": f"did you mean `{near}`? " if near else "",
+                "kinds": ", ".join(OBJECTIVES),
+                "where": "objective.kind",
+                "found": str(kind),
+            },
         )
     return objective_config(kind).model_validate(value)
 

@@ -26,7 +26,7 @@ from opd.config.sections import (
 )
 from opd.config.strict import Name, Strict
 from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, changed_teachers
-from opd.settings import apply_overrides, found_in, keys_of, load_yaml, validate
+from opd.settings import apply_overrides, load_yaml, moved, validate
 
 
 def _number_or_list(value: Any) -> str:
@@ -99,6 +99,16 @@ class PipelineConfig(Strict):
             )
         if problem is not None:
             raise problem
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_hold_out_from(self) -> PipelineConfig:
+        for name, domain in self.domains.items():
+            asked = domain.eval is not None and domain.eval.holdout is not None
+            # A registered expert may have prompts of its own, which are read later.
+            if asked and domain.prompts is None and not isinstance(self.experts, RegisteredExperts):
+                wanted = "the domain's `prompts`, of which eval.holdout is a share"
+                raise PydanticCustomError("holdout", wanted, {"found": "no `prompts`", "where": f"domains.{name}"})
         return self
 
     @model_validator(mode="after")
@@ -257,15 +267,11 @@ class PipelineConfig(Strict):
                 {"where": "rounds.0", "found": ", ".join(first)},
             )
         for index in range(1, len(self.rounds)):
+            data = _round_data(self, index)
             try:
-                PipelineConfig.model_validate(_round_data(self, index))
-            except ValidationError as errors:
-                # The pipeline alone is valid, so an error of the whole comes from a setting of the round.
-                error = errors.errors()[0]
-                context = error.get("ctx", {})
-                where = ".".join(["rounds", str(index), *keys_of(error)])
-                found = {"wanted": error["msg"], "found": found_in(error), "where": where}
-                raise PydanticCustomError(error["type"], "{wanted}", {**context, **found}) from None
+                PipelineConfig.model_validate(data)
+            except ValidationError as errors:  # the pipeline alone is valid, so it comes from a setting of the round
+                raise moved(errors, ["rounds", str(index)], data) from None
         return self
 
     @model_validator(mode="after")

@@ -42,6 +42,15 @@ GATHERED_AT_ONCE, SUMMED_AT_ONCE = 1_000_000_000, 500_000_000
 """Most weights that a rank has fetched from the others, and most gradients that wait to be added up, without `trainer.bucket`."""
 
 
+class ShorterConfig(Strict):
+    """A merge before `opd merge --extend` made it longer."""
+
+    at: int = Field(..., ge=1)
+    """The step after which it was made longer."""
+    steps: int = Field(..., ge=1)
+    """Optimiser steps of the whole merge until then."""
+
+
 class TrainerConfig(Strict):
     zero_stage: Literal[3] = 3
     """DeepSpeed ZeRO stage. Only 3 is supported: parameters, gradients and optimiser state are sharded over the ranks."""
@@ -61,6 +70,9 @@ class TrainerConfig(Strict):
     """After the warm-up: constant, or down to `min_lr_ratio` of `lr` at the last step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Where linear and cosine decay end, as a share of `lr`."""
+    extended: tuple[ShorterConfig, ...] = ()
+    """Written by `opd merge --extend` under a linear or cosine decay: the shorter merges that this one was, the oldest first. Up
+    to its step `at` each decays to its own end."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
@@ -86,6 +98,19 @@ class TrainerConfig(Strict):
     """Numbers of weights that a rank fetches from the others at a time, and of gradients that it keeps until the ranks add
     them up; a single weight may be larger. Less memory on each rank, more messages. Default: 1,000,000,000 weights and
     500,000,000 gradients."""
+
+    @model_validator(mode="after")
+    def _longer_each_time(self) -> TrainerConfig:
+        steps = [*(one.at for one in self.extended), self.steps]
+        totals = [*(one.steps for one in self.extended), self.steps]
+        if steps != sorted(steps) or totals != sorted(set(totals)) or any(one.at > one.steps for one in self.extended):
+            shown = ", ".join(f"{one.steps} steps until step {one.at}" for one in self.extended)
+            raise PydanticCustomError(
+                "extended",
+                "merges that became longer each time, up to trainer.steps",
+                {"where": "trainer.extended", "found": f"{shown}, with trainer.steps {self.steps}"},
+            )
+        return self
 
     @field_validator("zero_stage", mode="before")
     @classmethod

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from opd.near import of_key
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -29,13 +30,12 @@ class Strict(BaseModel):
             known = list(cls.model_fields)
             for key in data:
                 if key not in known:
-                    near = difflib.get_close_matches(str(key), known, n=1)
                     raise PydanticCustomError(
                         "unknown_key",
                         "{hint}",
                         {
                             "key": str(key),
-                            "hint": f"did you mean `{near[0]}`?" if near else "remove the key",
+                            "hint": of_key(str(key), known),
                             "known": ", ".join(known),
                         },
                     )

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from opd.address import LOOPBACK, parse_url, without_secret
 from opd.config.payloads import PayloadName
 from opd.config.strict import DType, Name, Strict
+from opd.near import nearest
 
 
 class ServerConfig(Strict):
@@ -214,7 +215,9 @@ def without_other_engines(data: Any) -> Any:
         return data
     engine = data.get("engine", "transformers")
     if not isinstance(engine, str) or engine not in ENGINES:
-        raise _teachers_error("engine", repr(engine), f"one of: {', '.join(ENGINES)}")
+        near = nearest(engine, ENGINES) if isinstance(engine, str) else None
+        hint = f"did you mean `{near}`? " if near else ""
+        raise _teachers_error("engine", repr(engine), f"{hint}one of: {', '.join(ENGINES)}")
     kept = {}
     for key, value in data.items():
         having = [name for name, cls in ENGINES.items() if key in cls.model_fields]

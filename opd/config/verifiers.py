@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
@@ -11,6 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Strict
+from opd.near import nearest
 
 
 class ExactMatchConfig(Strict):
@@ -83,12 +83,12 @@ def _known_verifier(value: Any) -> Any:
         raise PydanticCustomError("verifier", "options too: {options}", {"options": options, "found": value})
     known = [*get_args(VerifierName), *VERIFIER_OPTIONS]
     if isinstance(value, str | Mapping) and kind not in known:
-        near = difflib.get_close_matches(str(kind), known, n=1)
+        near = nearest(str(kind), known)
         raise PydanticCustomError(
             "verifier",
             "{hint}one of: {known}",
             {
-                "hint": f"did you mean `{near[0]}`? " if near else "",
+                "hint": f"did you mean `{near}`? " if near else "",
                 "known": ", ".join(known),
                 "found": "no `kind`" if kind is None else str(kind),
             },

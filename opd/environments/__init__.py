@@ -6,11 +6,11 @@ makes rows of a prompts file, and `solve()` is the action of an expert in the pr
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from opd.errors import ConfigError
 from opd.named import is_place, users
+from opd.near import did_you_mean
 
 ENVIRONMENTS = {
     "calculator": "opd.environments.calculator:Calculator",
@@ -31,12 +31,11 @@ def place_of(name: str, where: str) -> str:
     """The `module:Class` of a name, or of an import path itself; imports nothing. Raises: ConfigError."""
     if name in ENVIRONMENTS or is_place(name):
         return ENVIRONMENTS.get(name, name)
-    near = difflib.get_close_matches(str(name), ENVIRONMENTS, n=1)
     raise ConfigError.at(
         where,
         found=f"`{name}`",
         wanted=f"one of: {', '.join(ENVIRONMENTS)}; or an import path module:Class",
-        fix=f"did you mean `{near[0]}`?" if near else "choose one of them",
+        fix=did_you_mean(str(name), ENVIRONMENTS, "choose one of them"),
     )
 
 

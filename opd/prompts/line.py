@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from opd.config.prompts import Column
 from opd.errors import PromptError
+from opd.settings import keys_of
+from opd.wording import described
 
 Messages = list[dict[str, str]]
 """Each with `role` and `content`."""
@@ -22,6 +24,11 @@ MAX_LINE_BYTES = 8 << 20
 FORM = f'`prompt`, text or messages like {{"role": "user", "content": "2+2="}}, at most {MAX_LINE_BYTES >> 20} MiB'
 
 
+def _as_text(answer: Any) -> Any:
+    """A number as JSON spells it, which is what the same row has in a CSV file."""
+    return json.dumps(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
+
+
 class PromptLine(BaseModel):
     """One row. Unknown columns are ignored: data sets carry many."""
 
@@ -30,7 +37,7 @@ class PromptLine(BaseModel):
     prompt: str | Messages
     """A prompt without text is left out of a merge, and counted."""
     completion: str | Messages | None = None
-    answer: str = ""
+    answer: Annotated[str, BeforeValidator(_as_text)] = ""
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def as_json(self) -> bytes:
@@ -79,8 +86,39 @@ def read_row(data: Any, columns: Mapping[Column, str] | None = None) -> PromptLi
         return PromptLine.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "line"
-        raise BrokenRow(f"column `{place}`: {first['msg']}", "correct or delete this line") from None
+        place = ".".join(keys_of(first, data)) or "line"
+        raise BrokenRow(f"column `{place}`: {described(first)}", "correct or delete this line") from None
+
+
+SPEAKERS = {"human": "user", "gpt": "assistant"}
+"""Roles as ShareGPT calls them -> as chat templates do."""
+
+
+def as_chat(data: Any, columns: Mapping[Column, str]) -> Any:
+    """The row with its prompt as a chat: texts become messages of user and assistant, `from` and `value` become `role` and
+    `content`, and the assistant's last turn becomes the completion, unless the row has one."""
+    if not isinstance(data, dict):
+        return data  # `read_row` refuses it
+    asks, says = columns.get("prompt", "prompt"), columns.get("completion", "completion")
+    prompt, completion = data.get(asks), data.get(says)
+    if isinstance(completion, str) and columns.get("answer") != says:
+        data = {**data, says: [{"role": "assistant", "content": completion}]}
+    if isinstance(prompt, str):
+        return {**data, asks: [{"role": "user", "content": prompt}]}
+    if not isinstance(prompt, list):
+        return data
+    turns = [_turn(message) for message in prompt]
+    last = turns[-1] if len(turns) > 1 and isinstance(turns[-1], dict) else {}
+    if last.get("role") != "assistant":
+        return {**data, asks: turns}
+    return {says: [last], **data, asks: turns[:-1]}
+
+
+def _turn(message: Any) -> Any:
+    """A message with `role` and `content`, if it has `from` and `value` in their place; else the message itself."""
+    if not (isinstance(message, dict) and isinstance(message.get("from"), str) and "value" in message):
+        return message
+    return {"role": SPEAKERS.get(message["from"], message["from"]), "content": message["value"]}
 
 
 def parse_json_line(line: bytes) -> Any:

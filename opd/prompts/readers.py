@@ -160,10 +160,8 @@ def _parquet(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
 
 def _csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     """Tables of a CSV file. Every cell is text: `007` stays `007`, and `NA` is no missing value."""
-    with file.open(encoding="utf-8-sig", newline="", errors="replace") as opened:
-        header = next(csv.reader(opened), [])
+    columns = _wanted(shown, _header(file), config)
     datasets = library()
-    columns = _wanted(shown, header, config)
     stream = datasets.load_dataset(
         "csv",
         data_files=glob.escape(str(file.absolute())),
@@ -173,6 +171,23 @@ def _csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
         keep_default_na=False,
     )
     yield from stream.with_format("arrow").iter(BATCH_ROWS)
+
+
+def _header(file: Path) -> list[str]:
+    with file.open(encoding="utf-8-sig", newline="", errors="replace") as opened:
+        return next(csv.reader(opened), [])
+
+
+def refuse_missing_columns(file: Path, shown: str, config: PromptsConfig) -> None:
+    """Look at the columns of a CSV or Parquet file alone. Raises: PromptError, also for a Parquet file that is none."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        names = _header(file) if file.suffix.lower() == ".csv" else parquet.read_schema(file).names
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise _unreadable(shown, error) from None
+    _wanted(shown, names, config)
 
 
 def _saved(directory: Path, config: PromptsConfig) -> Iterator[Any]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -18,10 +18,10 @@ from blake3 import blake3
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
 from opd.prompts.arrow import IN_MEMORY_BYTES, Batches, in_batches, stored
-from opd.prompts.line import MAX_LINE_BYTES, BrokenRow, Messages, PromptLine, parsed, read_row
+from opd.prompts.line import MAX_LINE_BYTES, BrokenRow, Messages, PromptLine, as_chat, parsed, read_row
 from opd.prompts.mix import shuffled
-from opd.prompts.readers import source_rows
-from opd.prompts.sources import Source, find_source
+from opd.prompts.readers import Place, refuse_missing_columns, source_rows
+from opd.prompts.sources import Source, find_source, is_hub_name
 
 FORMAT = 1
 """Version of the cached rows; raise it if the same file would give other rows."""
@@ -91,6 +91,24 @@ def open_rows(prompts: Path | PromptsConfig) -> Rows:
     return Rows(source.label, _with(key, [config.shuffle_seed, config.limit]), cached, batches, order)
 
 
+def refuse_wrong_start(prompts: Path | PromptsConfig) -> None:
+    """Look at the first row of a local source, or at the columns of a table: no library is imported, and nothing is kept.
+
+    A source that only the library `datasets` can find is passed over. Raises: PromptError.
+    """
+    config = as_prompts_config(prompts)
+    if is_hub_name(prompts) or config.path.is_dir():
+        return
+    source = find_source(prompts)
+    for file, shown in zip(source.files, source.shown, strict=True):
+        if source.kind == "jsonl":
+            place, row = next(source_rows(source, config), (None, None))
+            if place is not None and row is not None:
+                _line(place, row, config)
+        else:
+            refuse_missing_columns(file, shown, config)
+
+
 def read_prompt_lines(prompts: Path | PromptsConfig) -> list[PromptLine]:
     """All rows as a list, for callers that need all of them at once. Raises: PromptError."""
     return list(open_rows(prompts))
@@ -116,12 +134,7 @@ def _checked(source: Source, config: PromptsConfig) -> Iterator[tuple[int, bytes
         total = number + 1
         if row is None:
             continue
-        try:
-            line = read_row(row, config.columns).as_json()
-            if not place.line and len(line) > MAX_LINE_BYTES:
-                raise BrokenRow(f"a row of {len(line):,} bytes", "split or delete this row")
-        except BrokenRow as problem:
-            raise place.refusal(problem) from None
+        line = _line(place, row, config)
         seen.update(name for name in config.columns.values() if name in row)
         read += 1
         yield number, line
@@ -136,6 +149,17 @@ def _checked(source: Source, config: PromptsConfig) -> Iterator[tuple[int, bytes
                 wanted=f"the column that prompts.columns.{ours} names",
                 fix="correct the name",
             )
+
+
+def _line(place: Place, row: Any, config: PromptsConfig) -> bytes:
+    """A row as canonical JSON. Raises: PromptError."""
+    try:
+        line = read_row(as_chat(row, config.columns) if config.chat else row, config.columns).as_json()
+        if not place.line and len(line) > MAX_LINE_BYTES:
+            raise BrokenRow(f"a row of {len(line):,} bytes", "split or delete this row")
+    except BrokenRow as problem:
+        raise place.refusal(problem) from None
+    return line
 
 
 def _refuse_none(source: Source, config: PromptsConfig, total: int, read: int) -> None:
@@ -160,7 +184,7 @@ def _refuse_none(source: Source, config: PromptsConfig, total: int, read: int) -
 
 def _key(source: Source, config: PromptsConfig) -> str:
     """Hash of all that decides the rows before shuffle and limit."""
-    wanted = config.model_dump(mode="json", include={"columns", "filter"})
+    wanted = config.model_dump(mode="json", include={"columns", "filter"}) | ({"chat": True} if config.chat else {})
     first = config.limit if config.shuffle_seed is None else None
     return _with("", [FORMAT, source.kind, source.content_hash(), wanted, first])
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from opd.report import figures
-from opd.report.drawing import Plot
 from opd.report.run import RunFiles
 from opd.step_record import EpisodesRecord, StepRecord, TurnRecord
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
+
+if TYPE_CHECKING:  # it needs matplotlib, which those who only read a run do not
+    from opd.report.drawing import Plot
 
 LEVELS = (0.05, 0.2, 0.5, 1.0, 2.0)
 """Nats from which on a token has the next colour."""
@@ -90,6 +91,8 @@ def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str
 
 def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     """Reward and turns from step to step; loss and gap from turn to turn. `names` are the domains in the page's order."""
+    from opd.report import figures
+
     episodes = report.get("episodes")
     if not episodes:
         return []

@@ -34,6 +34,7 @@ OPTIONAL = (
     "command",
     "curves",
     "guard",
+    "lineage",
     "episodes",
     "rounds",
     "stale",

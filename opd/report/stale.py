@@ -1,13 +1,12 @@
 """Find results in a run directory that are out of date: a sentence for each, with the command that measures it again.
 
-A merge can go on after it has ended: `opd merge --resume RUN_DIR --set trainer.steps=40`. Baselines that were measured against
+A merge can go on after it has ended: `opd merge --extend RUN_DIR --steps 20`. Baselines that were measured against
 its first 20 steps would then look as if they had had the same budget.
 """
 
 from __future__ import annotations
 
 from opd.evaluation.baselines import BaselineResult
-from opd.evaluation.evaluator import MERGED
 from opd.evaluation.scores import Evaluation
 from opd.metrics import steps_and_tokens
 from opd.report.run import RunFiles
@@ -47,6 +46,8 @@ def other_budget(then: tuple[int, int], now: tuple[int, int]) -> str:
 
 def stale_matrix(run: RunFiles) -> str | None:
     """Why the matrix is out of date; None if it is not, or if there is none."""
+    from opd.evaluation.evaluator import MERGED  # it needs pydantic, which those who only read a run do not
+
     merged = run.matrix.get(MERGED)
     steps, _ = steps_and_tokens(run.records)
     if merged is None or (run.finished and run.after is None):

@@ -8,6 +8,7 @@ from typing import Any
 
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
+from opd.lineage import LINEAGE, sentences
 from opd.metrics import trained_tokens
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
@@ -87,8 +88,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """The report from all files of a run directory; for a merge that goes on, the report so far.
 
     It has the keys of `build_report`, the intervals of `_add_intervals` if the evaluations' files are there, `curves` if there
-    are records, `episodes` of agents, `guard`, `evaluations`, `models`, `baselines` and `command` if the files have them, `alarms`
-    of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
+    are records, `episodes` of agents, `guard`, `evaluations`, `models`, `baselines`, `command` and `lineage` if the files have them,
+    `alarms` of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
     """
     before, expert, after = _accuracies(run)
     report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
@@ -121,8 +122,12 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["stale"] = outdated
     if going_on := unfinished(run):
         report["unfinished"] = going_on
-    report |= {key: run.manifest[key] for key in ("command", "models") if key in run.manifest}
-    return report
+    return report | _of_manifest(run.manifest)
+
+
+def _of_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    past = sentences(manifest.get(LINEAGE, ()))
+    return ({LINEAGE: past} if past else {}) | {key: manifest[key] for key in ("command", "models") if key in manifest}
 
 
 def _round(run: RunFiles, index: int) -> dict[str, Any]:

@@ -20,8 +20,6 @@ def write_report(root: Path, output: Path | None = None, gate: Gate | None = Non
     A merge that is not finished gets a page only, because report.json is the sign that a merge is finished.
     Returns the report. Raises: RunDirError; OSError.
     """
-    from opd.report.page import render
-
     run = read_run(root)
     report = full_report(run)
     if gate and gate.asked:
@@ -33,6 +31,8 @@ def write_report(root: Path, output: Path | None = None, gate: Gate | None = Non
                 fix="give a domain an `eval`" if run.finished else f"finish it with `opd merge --resume {root}`",
             )
         report["gate"] = gate.verdict(report)
+    from opd.report.page import render  # imports matplotlib, which what was refused above needs not
+
     page = output or RunPaths(root).page
     atomic_write_text(page, render(report, run))
     if run.finished:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from opd.errors import ConfigError
 from opd.files import storing
-from opd.lora import ADAPTER_WEIGHTS, Update, merged
+from opd.lora import ADAPTER_WEIGHTS, LoraSize, Update, merged
 from opd.model_weights import to_files, whole_shape
 
 ALL_LINEAR = "all-linear"
@@ -136,16 +136,6 @@ def fold(lm: Any) -> None:
     for name, module in list(lm.named_modules()):
         if hasattr(module, "base_layer"):
             setattr(lm.get_submodule(_parent(name)), name.rpartition(".")[2], module.base_layer)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSize:
-    """How much of a student LoRA trains and pushes."""
-
-    trained: int
-    """Numbers of the adapters."""
-    pushed: int
-    """Numbers of the weights that a push has."""
 
 
 def lora_size(lm: Any) -> LoraSize:

@@ -20,6 +20,8 @@ class LearningRate:
     """Course of the rate after the warm-up: constant, linear or cosine."""
     floor: float = 0.0
     """Where linear and cosine decay end, as a share of `peak`."""
+    shorter: tuple[tuple[int, int], ...] = ()
+    """Step and `steps` of the run before each time that it was made longer: up to that step the decay was the shorter run's."""
 
     def at(self, step: int) -> float:
         """Rate of optimiser step `step`, from 1."""
@@ -27,6 +29,7 @@ class LearningRate:
             return self.peak * step / self.warmup_steps
         if self.decay == "constant":
             return self.peak
-        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        steps = next((steps for last, steps in self.shorter if step <= last), self.steps)
+        done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
         shape = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return self.peak * (self.floor + (1 - self.floor) * shape)

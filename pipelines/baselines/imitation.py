@@ -28,7 +28,8 @@ from opd.prompts import MixedPrompts, PromptTable, open_rows, split_samples
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, Rollout, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
-from pipelines.inputs.read import Inputs, prompts_of
+from pipelines.inputs.prompts import prompts_of
+from pipelines.inputs.read import Inputs
 from pipelines.specs import imitation_spec, lora_options
 
 PILOT_SAMPLES = 1000

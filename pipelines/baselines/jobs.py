@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunDirError
 from opd.metrics import MetricsFile, trained_tokens
+from opd.near import did_you_mean
 from opd.run_dir import RunPaths
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.merging.changes import accept_changes
@@ -69,7 +71,10 @@ def parse_methods(text: str) -> list[str]:
     for name in methods:
         if name not in METHODS:
             raise ConfigError.at(
-                "--method", found=repr(name), wanted=f"one of: {', '.join(METHODS)}", fix="correct the name"
+                "--method",
+                found=repr(name),
+                wanted=f"one of: {', '.join(METHODS)}",
+                fix=did_you_mean(name, METHODS, "choose one of them"),
             )
     return list(dict.fromkeys(methods))
 
@@ -106,7 +111,8 @@ def parse_seeds(text: str) -> list[int]:
 def scaled(config: PipelineConfig, share: float) -> PipelineConfig:
     """The same merge in a share of its steps: warm-up and decay shrink with them."""
     trainer = config.trainer
-    fewer = {"steps": max(1, round(share * trainer.steps)), "warmup_steps": round(share * trainer.warmup_steps)}
+    fewer: dict[str, Any] = {"steps": max(1, round(share * trainer.steps))}
+    fewer |= {"warmup_steps": round(share * trainer.warmup_steps), "extended": trainer.extended if share == 1 else ()}
     # What is looked at on the way belongs to the whole merge.
     evaluate = {"every": 0, "lm_eval": LMEvalConfig()}
     return config.model_copy(

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opd.run_dir import ComparisonPaths, RunPaths
-from pipelines.commands.shell import PipelineArgument, SetOption, end, print_table, run_root, say, wait_passively
+from pipelines.commands import completion
+from pipelines.commands.shell import (
+    PipelineArgument,
+    SetOption,
+    end,
+    examples,
+    print_table,
+    run_root,
+    say,
+    wait_passively,
+)
 from pipelines.interrupts import Interrupted
 
 if TYPE_CHECKING:
@@ -24,9 +34,21 @@ ShareOption = Annotated[
 RESULT_COLUMNS = ("method", "share", "response tokens", "mean accuracy")
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "opd baseline runs/quickstart --method linear,ties",
+        "opd baseline runs/quickstart --method off_policy --share 0.1,1",
+    )
+)
 def baseline(
-    target: Annotated[str, typer.Argument(metavar="RUN_DIR|PIPELINE", help="A merge's run directory, or a pipeline.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_DIR|PIPELINE",
+            help="A merge's run directory, or a pipeline.",
+            autocompletion=completion.runs_and_pipelines,
+        ),
+    ],
     method: Annotated[str, typer.Option(help=METHODS_HELP)],
     share: ShareOption = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Default: the pipeline's.")] = None,
@@ -39,10 +61,12 @@ def baseline(
     """Merge the same experts in another way, and measure the result on the same exams."""
     wait_passively()
     from pipelines.baselines.jobs import parse_methods, parse_shares, plan
+    from pipelines.inputs.at_once import refuse_at_once
 
     methods, shares = parse_methods(method), parse_shares(share) if share is not None else None
     config, root = _beside(target, run_dir, overrides)
     jobs = plan(config, root, methods, shares, seed)
+    refuse_at_once(config)
     from pipelines.baselines.run import compute
 
     try:
@@ -73,7 +97,9 @@ def _cells(result: BaselineResult) -> tuple[str, ...]:
     return result.label, share, "-" if result.tokens is None else f"{result.tokens:,}", f"{result.accuracy:.3f}"
 
 
-@app.command()
+@app.command(
+    epilog=examples("opd compare quickstart", "opd compare quickstart --seeds 0,1 --method opd,linear --share 1")
+)
 def compare(
     pipeline: PipelineArgument,
     seeds: Annotated[str, typer.Option(help="Comma-separated, at most ten.")] = "0,1,2",
@@ -87,9 +113,11 @@ def compare(
     from opd.config import load_pipeline
     from pipelines.baselines.jobs import METHODS, parse_methods, parse_seeds, parse_shares
     from pipelines.catalog import find
+    from pipelines.inputs.at_once import refuse_at_once
 
     numbers, methods, shares = parse_seeds(seeds), parse_methods(method or ",".join(METHODS)), parse_shares(share)
     config = load_pipeline(find(pipeline), overrides)
+    refuse_at_once(config)
     paths = ComparisonPaths(run_root(run_dir, f"{config.name}-compare"))
     from pipelines.baselines import comparison
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import PipelineArgument, SetOption, print_table, say
+from pipelines.commands.shell import PipelineArgument, SetOption, examples, print_table, say
 
 app = typer.Typer()
 
@@ -14,7 +14,7 @@ TEACHER_COLUMNS = ("domain", "expert", "student", "expert alone", "same first to
 MEMORY_COLUMNS = ("what", "GiB", "decided by")
 
 
-@app.command()
+@app.command(epilog=examples("opd check quickstart", "opd check mine.yaml --samples 8 --fix-up"))
 def check(
     pipeline: PipelineArgument,
     samples: Annotated[int, typer.Option(min=1, help="Held-out prompts per domain.")] = 32,
@@ -24,8 +24,12 @@ def check(
     """Can the experts of a merge teach it anything? Short exams before the long run; exit code 1 if not."""
     from opd.config import load_pipeline
     from pipelines.catalog import find
+    from pipelines.inputs.at_once import refuse_at_once
+    from pipelines.inputs.read import refuse_without_experts
 
     config = load_pipeline(find(pipeline), overrides)
+    refuse_without_experts(config, "`opd check`")
+    refuse_at_once(config)
     from pipelines.check import measure
     from pipelines.inputs.memory import need_rows
 

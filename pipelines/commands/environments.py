@@ -8,17 +8,21 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import print_table, say
+from pipelines.commands import completion
+from pipelines.commands.shell import examples, print_table, say
 
 app = typer.Typer(no_args_is_help=True, help="What agents can be trained on: games, tools, a sandbox.")
 
-NameArgument = Annotated[str, typer.Argument(help="A name of `opd environments list`, or module:Class.")]
+NameArgument = Annotated[
+    str,
+    typer.Argument(help="A name of `opd environments list`, or module:Class.", autocompletion=completion.environments),
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the tasks, e.g. size=8; repeat.")
 ]
 
 
-@app.command("list")
+@app.command("list", epilog=examples("opd environments list"))
 def list_all() -> None:
     """List the environments that come with opd."""
     from pipelines import environments
@@ -26,7 +30,7 @@ def list_all() -> None:
     print_table("environments", ("name", "tools", "what"), environments.table())
 
 
-@app.command("tasks")
+@app.command("tasks", epilog=examples("opd environments tasks maze --output maze.jsonl -n 200 --set size=8"))
 def tasks(
     name: NameArgument,
     output: Annotated[Path, typer.Option(help="Prompts file to write (JSONL).")],
@@ -41,7 +45,7 @@ def tasks(
     say(f"{name}: {written} tasks in {output}", err=False)
 
 
-@app.command("episodes")
+@app.command("episodes", epilog=examples("opd environments episodes hanoi --output hanoi.jsonl -n 500 --mistakes 0.2"))
 def episodes(
     name: NameArgument,
     output: Annotated[Path, typer.Option(help="Prompts file to write (JSONL), with episodes for `opd experts train`.")],
@@ -60,7 +64,10 @@ def episodes(
     say(f"{name}: {written} episodes in {output}", err=False)
 
 
-@app.command("prefixes")
+@app.command(
+    "prefixes",
+    epilog=examples("opd environments prefixes maze-episodes.jsonl --model models/base --output prefixes.jsonl"),
+)
 def prefixes(
     episodes: Annotated[Path, typer.Argument(help="File of `opd environments episodes`, or episodes of your own.")],
     model: Annotated[Path, typer.Option(help="Directory of the student, whose tokenizer and chat template are used.")],
@@ -74,7 +81,7 @@ def prefixes(
     say(f"{written} prefixes in {output}{more}", err=False)
 
 
-@app.command("play")
+@app.command("play", epilog=examples("opd environments play maze --seed 3"))
 def play(name: NameArgument, seed: int = 0, options: SetOption = None) -> None:
     """Play one task at the terminal; `quit` ends it."""
     from opd.errors import ConfigError

@@ -8,21 +8,34 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import SetOption, print_table, say, split
+from pipelines.commands import completion
+from pipelines.commands.shell import SetOption, examples, in_a_directory, print_table, say, split
 
 app = typer.Typer()
 
 ModelsArgument = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="MODEL...", help="Hugging Face or LoRA adapter directories, or a run directory."),
+    typer.Argument(
+        metavar="MODEL...",
+        help="Hugging Face or LoRA adapter directories, or a run directory.",
+        autocompletion=completion.runs,
+    ),
 ]
 PipelineOption = Annotated[
     str | None,
-    typer.Option("--pipeline", help="Whose exams to take. Default: that of the run the first MODEL comes from."),
+    typer.Option(
+        "--pipeline",
+        help="Whose exams to take. Default: that of the run the first MODEL comes from.",
+        autocompletion=completion.pipelines,
+    ),
 ]
 MatrixOption = Annotated[
     str | None,
-    typer.Option(metavar="RUN_DIR|PIPELINE", help="Every expert, the student and the merged model on every domain."),
+    typer.Option(
+        metavar="RUN_DIR|PIPELINE",
+        help="Every expert, the student and the merged model on every domain.",
+        autocompletion=completion.runs_and_pipelines,
+    ),
 ]
 TasksOption = Annotated[
     list[str] | None,
@@ -30,7 +43,13 @@ TasksOption = Annotated[
 ]
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "opd evaluate runs/quickstart",
+        "opd evaluate models/a models/b --pipeline quickstart --compare",
+        "opd evaluate --matrix runs/quickstart --output matrix.json",
+    )
+)
 def evaluate(
     models: ModelsArgument = None,
     pipeline: PipelineOption = None,
@@ -39,12 +58,16 @@ def evaluate(
     matrix: MatrixOption = None,
     lm_eval: TasksOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write that JSON object to a file too.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write that JSON object to a file too.", callback=in_a_directory),
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
     """How well models answer: held-out prompts of a pipeline's domains, with intervals, and public tasks."""
     if bool(models) == bool(matrix) or (matrix and (pipeline or compare or lm_eval)):
         raise typer.BadParameter("give MODELs, or --matrix alone (with --domains and --set)")
+    _first_look(models or [], pipeline or matrix)
     from pipelines.evaluation import command
 
     options = command.EvaluateOptions(
@@ -66,3 +89,14 @@ def evaluate(
         return
     for title, columns, rows in found.tables:
         print_table(title, columns, rows)
+
+
+def _first_look(models: list[Path], pipeline: str | None) -> None:
+    """Refuse what can be seen at once: the engines' packages take seconds to import. Raises: OpdError."""
+    from opd.run_dir import RunPaths
+    from pipelines.catalog import find
+    from pipelines.inputs.at_once import refuse_wrong_directories
+
+    if pipeline is not None and not RunPaths(Path(pipeline)).is_run:
+        find(pipeline)
+    refuse_wrong_directories(models)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.commands.shell import SetOption, end, print_table, say, wait_passively
+from pipelines.commands import completion
+from pipelines.commands.shell import SetOption, end, examples, print_table, say, wait_passively
 from pipelines.interrupts import Interrupted
 
 if TYPE_CHECKING:
@@ -21,10 +22,17 @@ app = typer.Typer(no_args_is_help=True, help="Register, inspect and train expert
 RegistryOption = Annotated[
     Path | None, typer.Option("--registry", envvar="OPD_REGISTRY", help="Registry root. Default: ./registry")
 ]
+ExpertArgument = Annotated[str, typer.Argument(help="Name of a registered expert.", autocompletion=completion.experts)]
 EXPERT_COLUMNS = ("name", "domain", "architecture", "parameters", "dtype", "model")
 
 
-@app.command("add")
+@app.command(
+    "add",
+    epilog=examples(
+        "opd experts add math --model models/math --domain math --prompts math.jsonl",
+        "opd experts add law --model adapters/law --base models/base --domain law",
+    ),
+)
 def add(
     name: Annotated[str, typer.Argument(help="Letters, digits, dot, dash and underscore.")],
     model: Annotated[Path, typer.Option(help="Hugging Face or LoRA adapter directory, safetensors only.")],
@@ -45,7 +53,7 @@ def add(
         say(f"warning: {twin} has the same weights")
 
 
-@app.command("list")
+@app.command("list", epilog=examples("opd experts list", "opd experts list --json"))
 def list_all(
     registry: RegistryOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
@@ -59,15 +67,16 @@ def list_all(
     print_table("experts", EXPERT_COLUMNS, rows)
 
 
-@app.command("show")
-def show(name: str, registry: RegistryOption = None) -> None:
+@app.command("show", epilog=examples("opd experts show math"))
+def show(name: ExpertArgument, registry: RegistryOption = None) -> None:
     """Print an expert's manifest as JSON."""
     typer.echo(json.dumps(_open(registry).get(name).model_dump(mode="json"), indent=2))
 
 
-@app.command("verify")
+@app.command("verify", epilog=examples("opd experts verify", "opd experts verify math law"))
 def verify(
-    names: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None, registry: RegistryOption = None
+    names: Annotated[list[str] | None, typer.Argument(help="Default: all.", autocompletion=completion.experts)] = None,
+    registry: RegistryOption = None,
 ) -> None:
     """Check that experts' files are still the ones that were registered; exit code 1 if not."""
     store = _open(registry)
@@ -81,16 +90,26 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command("remove")
-def remove(name: str, registry: RegistryOption = None) -> None:
+@app.command("remove", epilog=examples("opd experts remove math"))
+def remove(name: ExpertArgument, registry: RegistryOption = None) -> None:
     """Forget an expert; its model files stay."""
     _open(registry).remove(name)
     typer.echo(f"removed {name}")
 
 
-@app.command("train")
+@app.command(
+    "train",
+    epilog=examples(
+        "opd experts train quickstart-experts", "opd experts train mine.yaml --method lora --set train.max_steps=50"
+    ),
+)
 def train(
-    spec: Annotated[str, typer.Argument(help="A training spec (YAML), or the name of a shipped one.")],
+    spec: Annotated[
+        str,
+        typer.Argument(
+            help="A training spec (YAML), or the name of a shipped one.", autocompletion=completion.training_specs
+        ),
+    ],
     method: Annotated[
         str | None, typer.Option(help="full or lora on texts; ppo, grpo or rloo on rewards. Default: the spec's.")
     ] = None,
@@ -114,6 +133,9 @@ def _on_texts(spec: ExpertsSpec) -> list[Path]:
 
 
 def _on_rewards(spec: ReinforceSpec) -> list[Path]:
+    from pipelines.inputs.at_once import refuse_wrong_training
+
+    refuse_wrong_training(spec)
     from pipelines.reinforce import reinforce
 
     try:

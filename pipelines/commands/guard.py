@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.commands.shell import end, print_table, say
+from pipelines.commands.shell import end, examples, print_table, say
 
 if TYPE_CHECKING:
     from opd.guard.guard import Guard
@@ -20,7 +20,9 @@ ConfigOption = Annotated[
 ]
 
 
-@app.command("test")
+@app.command(
+    "test", epilog=examples("opd guard test shipped", "opd guard test mine.jsonl --config guard.yaml --min-recall 0.9")
+)
 def test(
     file: Annotated[str, typer.Argument(help="Labelled commands or trajectories; `shipped` is our own set.")],
     form: Annotated[str, typer.Option("--format", help="commands, trace, atif or rewardhackbench.")] = "commands",
@@ -49,7 +51,9 @@ def test(
         )
 
 
-@app.command("check")
+@app.command(
+    "check", epilog=examples("opd guard check 'rm -rf tests'", "opd guard check 'cat answers.txt' --config guard.yaml")
+)
 def check(
     command: Annotated[list[str], typer.Argument(help="The command; several words are put together with blanks.")],
     workdir: Annotated[str | None, typer.Option(help="Working directory; default: that of the configuration.")] = None,

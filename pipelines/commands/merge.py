@@ -7,51 +7,82 @@ from typing import Annotated
 
 import typer
 
-from opd.run_dir import RunPaths
-from pipelines.commands.report import print_report
-from pipelines.commands.shell import SetOption, run_root, say
+from pipelines.commands import completion
+from pipelines.commands.given import Given
+from pipelines.commands.shell import MaybePipelineArgument, SetOption, examples
+from pipelines.commands.shown import JsonOption, QuietOption, Shown
 
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN_DIR",
+        help="Go on with an interrupted run; PIPELINE and --set may change some keys.",
+        autocompletion=completion.runs,
+    ),
+]
+ExtendOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN_DIR",
+        help="Take --steps further steps in a finished or stopped run, as if it had been longer.",
+        autocompletion=completion.runs,
+    ),
+]
+FromOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="RUN_DIR@STEP",
+        help="Begin a new run at a checkpoint of another one, with its weights and optimiser. PIPELINE: by default the other's.",
+    ),
+]
 app = typer.Typer()
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "opd merge quickstart",
+        "opd merge mine.yaml --set trainer.steps=50 --run-dir runs/short",
+        "opd merge --resume runs/quickstart",
+        "opd merge --extend runs/quickstart --steps 100",
+        "opd merge mine.yaml --from runs/quickstart@200 --run-dir runs/branch",
+    )
+)
 def merge(
-    pipeline: Annotated[str | None, typer.Argument(help="A pipeline file, or the name of a shipped one.")] = None,
+    pipeline: MaybePipelineArgument = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run lives. Default: runs/NAME.")] = None,
     overrides: SetOption = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN_DIR", help="Go on with an interrupted run; PIPELINE and --set may change some keys."),
-    ] = None,
+    resume: ResumeOption = None,
     resume_from: Annotated[
         str | None, typer.Option(help="latest (default), latest-valid (pass over damaged ones), or a step.")
     ] = None,
+    extend: ExtendOption = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="With --extend: how many further steps.")] = None,
+    start_from: FromOption = None,
     no_cache: Annotated[
         bool,
         typer.Option("--no-cache", help="Take every exam here, whatever other runs measured: evaluate.cache=false."),
     ] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Merge experts into one student; prints what each domain gained."""
-    if pipeline is None and resume is None:
-        raise typer.BadParameter("give a PIPELINE, or --resume RUN_DIR")
-    if resume is not None and run_dir:
-        raise typer.BadParameter("--resume names the run directory; --run-dir does not go with it")
-    if resume is None and resume_from:
-        raise typer.BadParameter("--resume-from goes with --resume RUN_DIR")
+    """Merge experts into one student; prints what each domain gained.
+
+    On a terminal it shows one screen while it goes on, elsewhere a line for each step.
+    """
     if no_cache:
         overrides = [*(overrides or []), "evaluate.cache=false"]
-    from opd.config import load_pipeline
-    from pipelines.catalog import find
-
-    config = None if pipeline is None else load_pipeline(find(pipeline), overrides)
-    from pipelines.merging import rounds
-
-    if resume is not None:
-        paths = RunPaths(resume)
-        work = rounds.reopen(paths.root, config, overrides, resume_from or "latest", say)
-    else:
-        assert config is not None
-        paths = RunPaths(run_root(run_dir, config.name))
-        work = rounds.begin(config, paths.root, say)
-    print_report(work.carry_out())
-    typer.echo(f"model: {paths.model}\nreport: {paths.page}")
+    given = Given(
+        pipeline=pipeline,
+        run_dir=run_dir,
+        overrides=overrides,
+        resume=resume,
+        resume_from=resume_from,
+        extend=extend,
+        steps=steps,
+        start_from=start_from,
+    )
+    with Shown(quiet, as_json) as shown:
+        with shown.reading():
+            paths, work = given.read(shown.tell)
+        shown.finished(paths, work.carry_out(shown.around))

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import SetOption, print_table
+from pipelines.commands.shell import PipelineArgument, SetOption, examples, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Look at pipeline definitions.")
 
 
-@app.command("list")
+@app.command("list", epilog=examples("opd pipelines list"))
 def list_all() -> None:
     """List the shipped pipelines."""
     from opd.config import load_pipeline
@@ -23,9 +23,11 @@ def list_all() -> None:
     print_table("pipelines", ("name", "student", "domains", "steps"), rows)
 
 
-@app.command("show")
+@app.command(
+    "show", epilog=examples("opd pipelines show quickstart > mine.yaml", "opd pipelines show quickstart --resolved")
+)
 def show(
-    pipeline: str,
+    pipeline: PipelineArgument,
     resolved: Annotated[bool, typer.Option("--resolved", help="With every default filled in.")] = False,
     overrides: SetOption = None,
 ) -> None:
@@ -43,7 +45,7 @@ def show(
         typer.echo(path.read_text(), nl=False)
 
 
-@app.command("schema")
+@app.command("schema", epilog=examples("opd pipelines schema > opd-pipeline.schema.json"))
 def schema() -> None:
     """Print the JSON Schema of a pipeline, for editors."""
     from opd.config import PipelineConfig

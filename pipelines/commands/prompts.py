@@ -7,14 +7,23 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import PipelineArgument, SetOption, say, split
+from pipelines.commands import completion
+from pipelines.commands.shell import PipelineArgument, SetOption, examples, say, split
 
 app = typer.Typer(no_args_is_help=True, help="Look at a pipeline's prompts, or make some for the shipped suites.")
 
 
-@app.command("make")
+@app.command(
+    "make",
+    epilog=examples(
+        "opd prompts make letters --output prompts/letters",
+        "opd prompts make reasoning --output prompts/reasoning --domains gcd,kin --train 500",
+    ),
+)
 def make(
-    suite: Annotated[str, typer.Argument(help="letters, agents, rewards or reasoning.")],
+    suite: Annotated[
+        str, typer.Argument(help="letters, agents, rewards or reasoning.", autocompletion=completion.suites)
+    ],
     output: Annotated[Path, typer.Option(help="Directory; gets DOMAIN/train.jsonl and DOMAIN/eval.jsonl.")],
     domains: Annotated[str | None, typer.Option(help="Comma-separated; default: all of the suite.")] = None,
     train: Annotated[int, typer.Option(min=1, help="Training prompts per domain.")] = 2000,
@@ -28,7 +37,7 @@ def make(
     typer.echo(f"{suite}: {len(written)} domains under {output}: {', '.join(written)}")
 
 
-@app.command("show")
+@app.command("show", epilog=examples("opd prompts show mine.yaml", "opd prompts show mine.yaml --domain math -n 1"))
 def show(
     pipeline: PipelineArgument,
     domain: Annotated[str | None, typer.Option(help="Default: every domain.")] = None,

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from opd.run_dir import RunPaths
-from pipelines.commands.shell import print_table, say
+from pipelines.commands import completion
+from pipelines.commands.shell import examples, in_a_directory, print_table, say
 
 app = typer.Typer()
 
@@ -18,14 +19,25 @@ AGENT_COLUMNS = ("domain", "episodes", "turns", "reward", "with loss", "forks", 
 ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what was left")
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "opd report runs/quickstart",
+        "opd report runs/quickstart --markdown",
+        "opd report runs/quickstart --min-headroom 0.5 --max-regression 0.02",
+    )
+)
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory of a merge, finished or not.")],
+    run_dir: Annotated[
+        Path, typer.Argument(help="Run directory of a merge, finished or not.", autocompletion=completion.runs)
+    ],
     markdown: Annotated[
         bool, typer.Option("--markdown", help="As a Markdown table, to paste into a document.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the page goes. Default: report.html in RUN_DIR.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where the page goes. Default: report.html in RUN_DIR.", callback=in_a_directory
+        ),
     ] = None,
     min_headroom: Annotated[
         float | None, typer.Option(help="Exit with 1 if a domain recovered less of its headroom (0 to 1).")
@@ -77,6 +89,8 @@ def _print_markdown(found: dict[str, Any]) -> None:
 
 
 def _say_what_is_missing(found: dict[str, Any]) -> None:
+    for line in found.get("lineage", ()):
+        say(f"lineage: {line}")
     if "unfinished" in found:
         say(f"not finished: {found['unfinished']}")
     for line in found.get("stale", ()):

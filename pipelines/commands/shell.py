@@ -7,9 +7,11 @@ SIGTERM.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,28 +23,70 @@ from typer.core import TyperGroup
 from opd.errors import OpdError, Paused, RunError, StorageError
 from opd.signals import patient
 from opd.text import printable
+from pipelines.commands import completion
+from pipelines.commands.usage import DEBUG, UsageError, debug_first, explained, shows_help
 from pipelines.interrupts import Interrupted
 
-PipelineArgument = Annotated[str, typer.Argument(help="A pipeline file, or the name of a shipped one.")]
+PATH_ERRNOS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
+"""Errors of a path that leads through a file, or to a directory in a file's place: nobody but the user names such paths."""
+PipelineArgument = Annotated[
+    str,
+    typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
+]
+MaybePipelineArgument = Annotated[
+    str | None,
+    typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. trainer.steps=10.")
 ]
 
 
+def in_a_directory(file: Path | None) -> Path | None:
+    """Check an option that names a file to write, before hours of work are lost on it. Raises: BadParameter."""
+    if file is not None and not file.parent.is_dir():
+        raise typer.BadParameter(f"{file}, and there is no directory {file.parent}")
+    if file is not None and file.is_dir():
+        raise typer.BadParameter(f"{file}, which is a directory")
+    return file
+
+
+def examples(*lines: str) -> str:
+    """The epilog of a command's help page. A blank line between two of them keeps each on a line of its own."""
+    return "\n\n".join(["Examples:", *lines])
+
+
 class EndsClearly(TyperGroup):
     """Group of commands. Each command runs within `ends_clearly`."""
 
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with ends_clearly(DEBUG in args):
+            return super().make_context(info_name, debug_first(args), parent, **extra)
+
     def invoke(self, ctx: Any) -> Any:
-        with ends_clearly():
-            return super().invoke(ctx)
+        with ends_clearly(ctx.params["debug"]):
+            try:
+                return super().invoke(ctx)
+            except typer.BadParameter as error:
+                if error.ctx is None:  # a command of ours raised it, and has no context at hand
+                    name = ctx.invoked_subcommand
+                    error.ctx = typer.Context(self.commands[name], parent=ctx, info_name=name)
+                raise
 
 
 @contextmanager
-def ends_clearly() -> Iterator[None]:
-    """Turn errors that a user can act on into a message and an exit code; anything else keeps its traceback."""
+def ends_clearly(debug: bool = False) -> Iterator[None]:
+    """Turn errors that a user can act on into a message and an exit code; anything else keeps its traceback.
+
+    With `debug` the traceback of every error comes before its message.
+    """
     try:
-        with patient():
+        with patient(), _traceback_first(debug):
             yield
+    except UsageError as error:
+        if shows_help(error):
+            raise
+        end(f"error: {explained(error)}", 2)
     except OpdError as error:
         end(f"error: {error}", 2)
     except StorageError as error:
@@ -58,9 +102,30 @@ def ends_clearly() -> Iterator[None]:
     except OSError as error:
         from opd.files import STORAGE_ERRNOS
 
+        if error.errno in PATH_ERRNOS and error.filename:
+            end(f"error: {_no_such_place(error)}", 2)
         if error.errno not in STORAGE_ERRNOS:
             raise
         end(f"failed: {error.strerror}: {error.filename or 'while writing'}; what was finished before is intact", 3)
+
+
+def _no_such_place(error: OSError) -> OpdError:
+    return OpdError.at(
+        error.filename,
+        found=(error.strerror or str(error)).lower(),
+        wanted="a path whose parents are directories, and that is itself what the command reads or writes",
+        fix="correct the path in the command or in its file; `--debug` shows where it was used",
+    )
+
+
+@contextmanager
+def _traceback_first(debug: bool) -> Iterator[None]:
+    try:
+        yield
+    except (OpdError, RunError, OSError) as error:
+        if debug:
+            traceback.print_exception(error)
+        raise
 
 
 def end(message: str, code: int) -> NoReturn:

@@ -7,12 +7,18 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import PipelineArgument, SetOption, say
+from pipelines.commands.shell import PipelineArgument, SetOption, examples, say
 
 app = typer.Typer(no_args_is_help=True, help="Serve teachers to merges elsewhere.")
 
 
-@app.command("serve")
+@app.command(
+    "serve",
+    epilog=examples(
+        "opd teachers serve quickstart --listen 127.0.0.1:0",
+        "opd teachers serve mine.yaml --listen 10.0.0.5:8815 --tls-cert c.pem --tls-key k.pem",
+    ),
+)
 def serve(
     pipeline: PipelineArgument,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0 takes a free one and prints it.")],
@@ -26,10 +32,12 @@ def serve(
     """Serve a pipeline's teachers over Arrow Flight until Ctrl-C; beyond this machine only with TLS and a token."""
     from opd.config import load_pipeline
     from pipelines.catalog import find
+    from pipelines.inputs.at_once import refuse_wrong_models
     from teachers.flight.access import endpoint
 
     door = endpoint(listen, tls_cert, tls_key, token_file)
     config = load_pipeline(find(pipeline), overrides)
+    refuse_wrong_models(config)
     from pipelines.serve import serve
 
     serve(config, door, typer.echo, say)

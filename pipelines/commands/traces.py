@@ -7,14 +7,17 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import say
+from pipelines.commands import completion
+from pipelines.commands.shell import examples, say
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(epilog=examples("opd traces runs/agents --domain maze", "opd traces runs/agents --step last --limit 2"))
 def traces(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory of a merge, finished or not.")],
+    run_dir: Annotated[
+        Path, typer.Argument(help="Run directory of a merge, finished or not.", autocompletion=completion.runs)
+    ],
     exam: Annotated[
         str, typer.Option(help="Which exam: before, expert, after, or step-NNNNNN. Default: the newest of the student.")
     ] = "",

@@ -24,9 +24,9 @@ from opd.evaluation.cache import ExamCache, exam_cache_dir
 from opd.evaluation.scores import Evaluation
 from opd.files import blake3_file
 from opd.named import is_place
+from pipelines.cores import roles_at_once
 from pipelines.inputs.read import Inputs
 from pipelines.merging.manifest import versions
-from pipelines.specs import roles_at_once
 
 Measure = Callable[[Sequence[str]], Evaluation]
 """Takes the exams of the named domains."""

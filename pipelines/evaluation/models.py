@@ -20,6 +20,7 @@ from opd.config import PipelineConfig, rounds_of
 from opd.errors import ConfigError, ModelError
 from opd.evaluation.evaluator import BEFORE, DomainExam, EngineEvaluator
 from opd.evaluation.scores import Evaluation
+from opd.near import did_you_mean
 from opd.prompts import is_here, is_hub_name
 from opd.types import Teacher
 from pipelines.build import rollout_engine
@@ -109,7 +110,9 @@ def exam_domains(config: PipelineConfig, domains: Sequence[str] | None) -> list[
                 "--domains",
                 found=f"{name}, " + ("a domain without an `eval`" if name in config.domains else "no domain"),
                 wanted=f"domains with an `eval`: {', '.join(measured) or 'there are none'}",
-                fix=f"correct the name, or give domains.{name}.eval" if name in config.domains else "correct the name",
+                fix=f"correct the name, or give domains.{name}.eval"
+                if name in config.domains
+                else did_you_mean(name, measured, "correct the name"),
             )
     if not measured:
         raise ConfigError.at(

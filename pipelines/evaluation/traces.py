@@ -35,6 +35,13 @@ def episodes_of(run_dir: Path, exam: str, domains: Sequence[str], limit: int) ->
 
 def _file(paths: RunPaths, exam: str) -> Path:
     """The file of the exam. Raises: RunDirError."""
+    if not paths.root.is_dir():
+        raise RunDirError.at(
+            paths.root,
+            found="no such directory",
+            wanted="a run directory of `opd merge`",
+            fix="check the path; it is relative to the current directory",
+        )
     steps = list(paths.exams_by_step().values())
     wanted = [paths.exam(exam)] if exam else [paths.exam("after"), *reversed(steps), paths.exam("before")]
     file = next((path for path in wanted if path.is_file()), None)

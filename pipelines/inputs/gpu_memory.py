@@ -133,7 +133,7 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
             what="trainer rank",
             gpus=cluster.trainer_gpus,
             kept=kept,
-            passing=gathered_bytes(config, student) + max(micro_batch_bytes(config, inputs), copied),
+            passing=gathered_bytes(config, inputs) + max(micro_batch_bytes(config, inputs), copied),
         )
         found += [rank] * config.trainer.ranks
         if config.objective.has_critic:

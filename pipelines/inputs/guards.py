@@ -13,6 +13,7 @@ from opd.errors import ConfigError
 from opd.guard.build import GuardSpec, guard_spec, users_scorer
 from opd.guard.examples import refuse_wrong_examples
 from opd.guard.rules import SHIPPED, RuleSet
+from opd.near import did_you_mean
 
 
 def guard_of_domain(config: PipelineConfig, domain: DomainConfig, judged: Path | None) -> GuardSpec | None:
@@ -76,7 +77,7 @@ def _refuse_unknown_tools(guards: Mapping[str, GuardSpec], tools: Mapping[str, S
                     f"guard.{key}",
                     found=f"`{strange}`",
                     wanted=f"tools of the guarded environments: {', '.join(sorted(known)) or 'there are none'}",
-                    fix="correct the name",
+                    fix=did_you_mean(strange, known, "correct the name"),
                 )
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig
-
-if TYPE_CHECKING:
-    from opd.train.lora import LoraSize
+from opd.lora import LoraSize
 
 
 def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:

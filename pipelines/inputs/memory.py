@@ -14,17 +14,13 @@ P stands for a model's parameters, T for tokens of a pass, V for ids, D for the 
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo
-from experts.weight_files import weight_tensors
+from experts.model_dir import ModelInfo
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
@@ -127,16 +123,16 @@ def rank_bytes(needs: Sequence[Need]) -> int:
 
 
 def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    student, ranks = inputs.student, config.trainer.ranks
+    ranks, largest = config.trainer.ranks, inputs.body(inputs.student).largest
     # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
     # gradients are added up, from a copy in the order of the ranks.
     checkpoint, summed = 12 * inputs.trained, summed_bytes(config, inputs.trained)
     # An adapter is added to a weight in float32.
-    export = largest_weight(student) * (2 * DTYPE_BYTES[config.trainer.dtype] + (12 if inputs.lora else 0))
+    export = largest * (2 * DTYPE_BYTES[config.trainer.dtype] + (12 if inputs.lora else 0))
     needs = [
         Need(
             what="trainer: weights, gradients, AdamW",
-            nbytes=trainer_state_bytes(config, inputs) + ranks * gathered_bytes(config, student),
+            nbytes=trainer_state_bytes(config, inputs) + ranks * gathered_bytes(config, inputs),
             knobs="student.model, trainer.ranks, trainer.grad_accum_dtype, trainer.bucket",
             ranks=ranks,
         ),
@@ -186,6 +182,11 @@ def critic_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
 
 
 def trainer_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
+    """Bytes that all ranks hold together."""
+    return sum(trainer_state(config, inputs).values())
+
+
+def trainer_state(config: PipelineConfig, inputs: Inputs) -> dict[str, int]:
     """Bytes that all ranks hold together: compute copy, float32 master, both moments, gradients in the type of their sum, and
     three float32 copies of these in a run that compares gradients. Weights that LoRA leaves alone have a compute copy only.
 
@@ -197,14 +198,18 @@ def trainer_state_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     copy, gradients = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[trainer.grad_accum_dtype]
     reward = config.objective.reward
     compared = 12 if reward is not None and reward.compare_every else 0
-    return frozen * copy + inputs.trained * (copy + 4 + 8 + gradients + compared)
+    return {
+        "weights": (frozen + inputs.trained) * copy,
+        "gradients": inputs.trained * (gradients + compared),
+        "optimiser": inputs.trained * (4 + 8),
+    }
 
 
-def gathered_bytes(config: PipelineConfig, student: ModelInfo) -> int:
+def gathered_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     """Weights that one rank has gathered from the others at a time: what fits the bucket, and one that does not."""
-    bucket = config.trainer.bucket
-    most = GATHERED_AT_ONCE if bucket is None else bucket + largest_weight(student)
-    return min(student.parameters, most) * DTYPE_BYTES[config.trainer.dtype]
+    bucket, largest = config.trainer.bucket, inputs.body(inputs.student).largest
+    most = max(GATHERED_AT_ONCE, largest) if bucket is None else bucket + largest
+    return min(inputs.student.parameters, most) * DTYPE_BYTES[config.trainer.dtype]
 
 
 def summed_bytes(config: PipelineConfig, trained: int) -> int:
@@ -212,20 +217,15 @@ def summed_bytes(config: PipelineConfig, trained: int) -> int:
     return min(trained, config.trainer.bucket or SUMMED_AT_ONCE) * DTYPE_BYTES[config.trainer.grad_accum_dtype]
 
 
-def largest_weight(model: ModelInfo) -> int:
-    """Numbers of the largest weight; the experts of a layer are one, because transformers keeps them in one tensor."""
-    sizes: Counter[str] = Counter()
-    for name, tensor in weight_tensors(Path(model.path)).items():
-        sizes[re.sub(r"\.experts\.\d.*", "", name)] += math.prod(tensor.shape)
-    return max(sizes.values())
-
-
 def micro_batch_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     """Bytes that one rank adds while it works on a micro-batch: activations, logits, the gradient of a trained head."""
     student, trainer, width = inputs.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
     # A unit that is trained together may begin just below the limit.
     tokens = trainer.micro_batch_tokens + widest_unit(config)
-    activations = tokens * _activation_width(student, checkpointing=trainer.gradient_checkpointing) * width
+    body = inputs.body(student)
+    activations = (
+        tokens * body.activation_width(student.hidden_size, checkpointing=trainer.gradient_checkpointing) * width
+    )
     head = 0 if inputs.lora else student.vocab_size * student.hidden_size
     return (
         activations
@@ -256,19 +256,24 @@ def heads_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     return max(max(sizes, default=0), min(sum(sizes), int(config.trainer.head_memory)))
 
 
-def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def engine_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
+    """(weights, logits and activations) of one rollout engine, without its key-value cache."""
     rollout, student = config.rollout, inputs.student
     width = DTYPE_BYTES[rollout.dtype]
     # Twice: a copy of the new weights is in memory while the engine takes them. A tied head has a packed copy of its own.
     weights = (2 * student.parameters + student.vocab_rows * student.hidden_size) * width
     logits = rollout.max_num_seqs * student.vocab_rows * 4 * 3
     tokens = max(PREFILLED_AT_ONCE, rollout.max_model_len)
-    activations = tokens * _widest(student) * 4 * width
+    return weights, logits + tokens * (inputs.body(student).widest or student.hidden_size) * 4 * width
+
+
+def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    rollout = config.rollout
     engines = 2 if any(d.environment and d.environment.teacher_turns for d in config.domains.values()) else 1
     return [
         Need(
             what="rollout: weights and logits",
-            nbytes=rollout.workers * engines * (weights + logits + activations),
+            nbytes=rollout.workers * engines * sum(engine_bytes(config, inputs)),
             knobs="rollout.max_num_seqs, rollout.dtype, rollout.workers",
         ),
         Need(
@@ -313,7 +318,8 @@ def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
     largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
     adapter = max((expert.adapter.parameters for expert in inputs.scorers.values() if expert.adapter), default=0)
     tokens = min(SCORED_AT_ONCE, config.trainer.samples_per_step * config.rollout.max_model_len)
-    activations = tokens * _widest(largest) * 6 * width + tree_mask_bytes(config, tokens)
+    widest = inputs.body(largest).widest or largest.hidden_size
+    activations = tokens * widest * 6 * width + tree_mask_bytes(config, tokens)
     return (largest.parameters + adapter) * width, activations
 
 
@@ -361,37 +367,6 @@ def _processes(config: PipelineConfig, inputs: Inputs) -> Need:
 
 def _head_bytes(config: PipelineConfig, expert: ModelInfo) -> int:
     return expert.vocab_rows * expert.hidden_size * DTYPE_BYTES[config.teachers.dtype]
-
-
-def _activation_width(model: ModelInfo, *, checkpointing: bool) -> int:
-    """Values that the backward pass needs for one token: inputs and outputs of every linear layer, as their shapes say.
-
-    With checkpointing, the hidden state between blocks and the inside of one block.
-    """
-    matrices = [
-        tensor.shape
-        for name, tensor in weight_tensors(Path(model.path)).items()
-        if len(tensor.shape) == 2 and not name.endswith((*EMBEDDINGS, *HEADS))
-    ]
-    inside = sum(outputs + inputs for outputs, inputs in matrices)
-    blocks = max(1, _blocks(model))
-    return blocks * model.hidden_size + inside // blocks if checkpointing else inside
-
-
-def _blocks(model: ModelInfo) -> int:
-    """Layers, counted by the numbers in the tensors' names."""
-    names = weight_tensors(Path(model.path))
-    return len({part for name in names for part in name.split(".") if part.isdigit()})
-
-
-def _widest(model: ModelInfo) -> int:
-    """The largest dimension of a matrix inside the model."""
-    shapes = [
-        tensor.shape
-        for name, tensor in weight_tensors(Path(model.path)).items()
-        if len(tensor.shape) == 2 and not name.endswith((*EMBEDDINGS, *HEADS))
-    ]
-    return max((side for shape in shapes for side in shape), default=model.hidden_size)
 
 
 def _gib(nbytes: int) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from experts.registry import Registry, default_root
 from opd.config import PipelineConfig
-from opd.config.domains import DomainEvalConfig
+from opd.config.domains import DomainConfig, DomainEvalConfig, RegisteredExperts
 from opd.config.prompts import PromptsConfig, as_prompts_config
-from opd.errors import PromptError
+from opd.errors import ConfigError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.verifiers import build_verifier
 from opd.evaluation.verifiers.reward import Reward
@@ -54,18 +55,24 @@ def load_exams(
     tell: Tell = lambda _: None,
     *,
     samples: int | None = None,
+    sources: Mapping[str, Path | PromptsConfig] | None = None,
 ) -> dict[str, DomainExam]:
     """The exam of every (named) domain that has an `eval`: its first `samples` held-out prompts and its verifier.
 
-    `samples` defaults to `evaluate.samples`; `tell` is explained at `load_training`.
+    `samples` defaults to `evaluate.samples`; `tell` is explained at `load_training`. `sources` are the prompts that an exam is
+    held out of; by default those that the pipeline names, or the registry.
     Raises: PromptError for what cannot be read or judged, ConfigError for a verifier's function that is not there.
     """
     exams = {}
     for name, domain in config.domains.items():
         if domain.eval is None or (domains is not None and name not in domains):
             continue
-        source = domain.eval.prompts or domain.prompts
-        assert source is not None, "the config has seen to it"
+        if domain.eval.prompts is not None:
+            source = domain.eval.prompts
+        elif sources is not None:
+            source = sources[name]
+        else:
+            source = prompts_of(name, domain, None if domain.prompts else registered_prompts(config, name))
         prompts = load_prompts(source, name, tokenizer, config.student.template_date)
         if domain.eval.holdout is not None:
             prompts = _side(prompts, domain.eval.holdout, held_out=True)
@@ -74,6 +81,35 @@ def load_exams(
         exams[name] = DomainExam(tuple(prompts[: samples or config.evaluate.samples]), verifier)
         refuse_unjudgeable(prompts.rows.label, exams[name], domain.eval)
     return exams
+
+
+def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
+    """The domain's own prompts, or the prompts that its expert was registered with. Raises: ConfigError."""
+    source = domain.prompts or registered
+    if source is None:
+        raise ConfigError.at(
+            f"domains.{name}.prompts",
+            found="nothing, and no expert that was registered with prompts",
+            wanted="a file of prompts, or another source",
+            fix=f"set domains.{name}.prompts",
+        )
+    return source
+
+
+def registered_prompts(config: PipelineConfig, domain: str) -> Path | None:
+    """The prompts that the domain's expert was registered with; `routes.py` decides for a merge which expert that is."""
+    if not isinstance(config.experts, RegisteredExperts):
+        return None
+    registry = Registry(config.registry or default_root())
+    names = registry.names() if config.experts.use == "all" else config.experts.use
+    named = config.domains[domain].teachers
+    if isinstance(named, str):
+        names = [named]
+    elif named is not None:
+        names = [max(sorted(named), key=lambda name: named[name])]
+    experts = [registry.get(name) for name in names]
+    mine = [e.prompts for e in experts if named is not None or e.domain == domain]
+    return Path(mine[0]) if mine and mine[0] else None
 
 
 def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, PromptTable]) -> None:

@@ -6,10 +6,10 @@ This reads headers, JSON and prompts. It loads no model and uses no GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from experts.adapter import AdapterInfo, inspect_expert
 from experts.bound_files import model_digest
@@ -17,33 +17,30 @@ from experts.checks import check_fits
 from experts.finite import check_finite
 from experts.model_dir import ModelInfo, inspect_model
 from experts.registry import Manifest, Registry, default_root
-from experts.weight_files import Hashes
+from experts.weight_files import Hashes, weight_tensors
 from opd.config import PipelineConfig
-from opd.config.domains import DomainConfig, ExpertConfig, RegisteredExperts
+from opd.config.domains import ExpertConfig, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
-from opd.config.prompts import PromptsConfig
 from opd.config.teachers import FlightTeachers, NoTeachers
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
 from opd.imports import TRANSFORMERS, import_lightly
-from opd.lora import ADAPTER_WEIGHTS
+from opd.lora import ADAPTER_WEIGHTS, LoraSize
 from opd.named import is_place, users
 from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
+from pipelines.inputs.body import Body
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
 from pipelines.inputs.lora import size_of_lora
-from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings, shown
+from pipelines.inputs.prompts import load_exams, load_training, prompts_of, refuse_leaks, room_warnings, shown
 from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
 from pipelines.inputs.template_date import dated
 from teachers.flight.access import read_roots, read_token
-
-if TYPE_CHECKING:
-    from opd.train.lora import LoraSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +65,12 @@ class Inputs:
     """How much of the student is trained and pushed; None if all of it is."""
     template_date: date | None = None
     """The day that the chat template writes into prompts; None if the student's template asks for no date."""
+    bodies: Mapping[str, Body] = field(default_factory=dict)
+    """Directory -> sizes of the layers of a model whose weights are not on this machine."""
+
+    def body(self, model: ModelInfo) -> Body:
+        """Sizes of a model's layers. Raises: ModelError for weights that cannot be read."""
+        return self.bodies.get(model.path) or Body.of(weight_tensors(Path(model.path)))
 
     @property
     def trained(self) -> int:
@@ -108,7 +111,6 @@ class Teaching:
 
 def read_teachers(config: PipelineConfig) -> Teaching:
     """Read and check student and experts. Raises: OpdError for the first thing that is wrong."""
-    import_lightly(TRANSFORMERS)
     student = inspect_student(config)
     by_name = _experts(config)
     _refuse_broken_weights(student, by_name, config)
@@ -121,6 +123,7 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     scoring = scoring_routes(config, routes, start.teacher)
     everyone = by_name | {START: start}
     scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
+    import_lightly(TRANSFORMERS)  # not before something needs it: what comes above would be refused seconds later
     refuse_unscorable(config, scorers)
     return Teaching(student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices))
 
@@ -130,7 +133,7 @@ def users_engine(place: str) -> Any:
     return users(place, "rollout.engine", "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()")
 
 
-def _refuse_what_is_not_here(config: PipelineConfig) -> None:
+def refuse_what_is_not_here(config: PipelineConfig) -> None:
     """Raises: ConfigError if the user's engine, a sink's package, or a server's token or certificate is missing."""
     if is_place(config.rollout.engine):
         users_engine(config.rollout.engine)
@@ -146,7 +149,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     Raises: OpdError (a ValueError) for the first thing that is wrong.
     """
     exam = exam or config.evaluate
-    _refuse_what_is_not_here(config)
+    refuse_what_is_not_here(config)
     teaching = read_teachers(config)
     by_name, routes = teaching.scorers, teaching.routes
     refuse_untrainable(config, teaching.student)
@@ -157,7 +160,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
     notices: list[str] = []
     every = load_training(config, sources, tokenizer, notices.append)
-    exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples)
+    exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
     notices += [notice for table in every.values() for notice in _left_out(table)]
@@ -203,9 +206,9 @@ def refuse_without_experts(config: PipelineConfig, command: str) -> None:
         )
 
 
-def inspect_student(config: PipelineConfig) -> ModelInfo:
+def inspect_student(config: PipelineConfig, hash_weights: bool = True) -> ModelInfo:
     """The student's facts. Raises: ModelError, ConfigError if the rollout context is longer than the model's."""
-    student = inspect_model(config.student.model)
+    student = inspect_model(config.student.model, hash_weights)
     if student.context is not None and config.rollout.max_model_len > student.context:
         raise ConfigError.at(
             "rollout.max_model_len",
@@ -228,8 +231,7 @@ def _experts(config: PipelineConfig) -> dict[str, Expert]:
     if not isinstance(config.experts, RegisteredExperts):
         return {name: _inline(name, expert, known) for name, expert in config.experts.items()}
     registry = Registry(config.registry or default_root())
-    names = registry.names() if config.experts.use == "all" else config.experts.use
-    _refuse_twice(names)
+    names = names_in_use(config.experts, registry)
     return {name: _registered(registry, name, known) for name in names}
 
 
@@ -276,12 +278,15 @@ def as_teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: P
     )
 
 
-def _refuse_twice(names: list[str]) -> None:
+def names_in_use(experts: RegisteredExperts, registry: Registry) -> list[str]:
+    """The names of `experts.use`, which may be `all`. Raises: ConfigError for a name that comes twice."""
+    names = registry.names() if experts.use == "all" else experts.use
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise ConfigError.at(
             "experts.use", found=f"`{twice[0]}` twice", wanted="each expert once", fix="delete one of the two"
         )
+    return names
 
 
 def _untrained(
@@ -317,19 +322,6 @@ def _registered_prompts(
     experts: Mapping[str, Expert], routes: Mapping[str, Sequence[WeightedTeacher]], domain: str
 ) -> Path | None:
     return experts[routes[domain][0].teacher.name].prompts if domain in routes else None
-
-
-def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
-    """The domain's own prompts, or the prompts that its expert was registered with. Raises: ConfigError."""
-    source = domain.prompts or registered
-    if source is None:
-        raise ConfigError.at(
-            f"domains.{name}.prompts",
-            found="nothing, and no expert that was registered with prompts",
-            wanted="a file of prompts, or another source",
-            fix=f"set domains.{name}.prompts",
-        )
-    return source
 
 
 def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, Expert], config: PipelineConfig) -> None:

@@ -3,7 +3,6 @@ lies beyond the experts."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from opd.config import PipelineConfig, extrapolation
 from opd.config.objectives import objective_config
 from opd.errors import ConfigError
 from opd.losses import OBJECTIVES
+from opd.near import did_you_mean
 from opd.types import Teacher, WeightedTeacher
 
 START = "start student"
@@ -84,12 +84,11 @@ def _shares(config: PipelineConfig, domain: str, experts: Mapping[str, Expert]) 
     where = f"domains.{domain}.teachers"
     for name in given:
         if name not in experts:
-            near = difflib.get_close_matches(name, experts, n=1)
             raise ConfigError.at(
                 where,
                 found=name,
                 wanted=f"experts of this pipeline: {', '.join(experts)}",
-                fix=f"did you mean `{near[0]}`?" if near else "add it under `experts`",
+                fix=did_you_mean(name, experts, "add it under `experts`"),
             )
     shares = {name: weight for name, weight in given.items() if weight > 0}
     if not shares:

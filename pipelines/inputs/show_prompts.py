@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from experts.registry import Registry, default_root
 from opd.config import PipelineConfig
-from opd.config.domains import RegisteredExperts
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import ConfigError
+from opd.near import did_you_mean
 from opd.prompts import PromptTable, load_prompts, render_prompt
-from pipelines.inputs.prompts import shown
-from pipelines.inputs.read import load_tokenizer, prompts_of
+from pipelines.inputs.at_once import refuse_wrong_prompts
+from pipelines.inputs.prompts import prompts_of, registered_prompts, shown
+from pipelines.inputs.read import load_tokenizer
 from pipelines.inputs.template_date import dated
 
 
@@ -46,13 +46,14 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
             "--domain",
             found=domain,
             wanted=f"a domain of the pipeline: {', '.join(config.domains)}",
-            fix="correct the name",
+            fix=did_you_mean(domain, config.domains, "choose one of them"),
         )
+    refuse_wrong_prompts(config, domain)
     tokenizer = load_tokenizer(config.student.model)
     config = dated(config, tokenizer)
     for name in [domain] if domain else config.domains:
         settings = config.domains[name]
-        training = prompts_of(name, settings, None if settings.prompts else _registered(config, name))
+        training = prompts_of(name, settings, None if settings.prompts else registered_prompts(config, name))
         yield from _source(config, tokenizer, name, training, count)
         if settings.eval is not None and settings.eval.prompts is not None:
             yield from _source(config, tokenizer, name, settings.eval.prompts, count, exam=True)
@@ -117,19 +118,3 @@ def _tokens(prompts: PromptTable) -> str:
     lengths = prompts.lengths
     low, middle, high = (int(x) for x in (lengths.min(), np.median(lengths), lengths.max()))
     return f"{low} to {high} tokens (median {middle}), {int(lengths.sum(dtype=np.int64)):,} in all"
-
-
-def _registered(config: PipelineConfig, domain: str) -> Path | None:
-    """The prompts that the domain's expert was registered with; `routes.py` decides for a merge which expert that is."""
-    if not isinstance(config.experts, RegisteredExperts):
-        return None
-    registry = Registry(config.registry or default_root())
-    names = registry.names() if config.experts.use == "all" else config.experts.use
-    named = config.domains[domain].teachers
-    if isinstance(named, str):
-        names = [named]
-    elif named is not None:
-        names = [max(sorted(named), key=lambda name: named[name])]
-    experts = [registry.get(name) for name in names]
-    mine = [e.prompts for e in experts if named is not None or e.domain == domain]
-    return Path(mine[0]) if mine and mine[0] else None

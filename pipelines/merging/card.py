@@ -1,24 +1,39 @@
-"""README.md of a merged model, which says what the model was made from."""
+"""README.md of a merged model: what it was made from, under which licences, what it is worth, and how it was made."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from experts.licences import Licence, common, concerns, licences_of
 from opd import __version__
 from opd.config import PipelineConfig, extrapolation
+from opd.lineage import LINEAGE, commands, sentences
 from opd.lora import ADAPTER_WEIGHTS
+from opd.report import domain_rows, markdown_table
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.routes import Expert
 
+NAME = "README.md"
+RESULTS = ("Domain", "Student before", "Expert", "This model", "Headroom recovered")
 
-def model_card(config: PipelineConfig, inputs: Inputs) -> str:
-    """Markdown with the hub's header."""
-    header = yaml.safe_dump({"library_name": "transformers", "tags": _tags(inputs)}, sort_keys=False)
+
+def model_card(
+    config: PipelineConfig,
+    inputs: Inputs,
+    manifest: Mapping[str, Any] | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> str:
+    """Markdown with the hub's header. `manifest` is the run's, `report` its report once there is one."""
+    licences = _licences(inputs)
+    known = common(licences)
+    header = {"library_name": "transformers", **({"license": known} if known else {}), "tags": _tags(inputs)}
     lora = config.student.lora
     lines = [
-        f"---\n{header}---",
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
         f"# {config.name}",
         *_made(config, inputs),
         "",
@@ -26,16 +41,68 @@ def model_card(config: PipelineConfig, inputs: Inputs) -> str:
         f"- Steps: {config.trainer.steps} of {config.trainer.samples_per_step} responses, lr {config.trainer.lr:g}, seed {config.seed}",
         *_beyond(config),
         *([f"- LoRA: {inputs.trained:,} parameters, rank {lora.r}, alpha {lora.alpha:g}"] if lora else []),
+        *(f"- Lineage: {line}" for line in sentences((manifest or {}).get(LINEAGE, ()))),
         "",
+        *_experts(inputs),
+        *_results(report),
+        *_licence_lines(licences),
+        *_commands(manifest or {}),
     ]
-    if inputs.routes:
-        lines += ["| Domain | Expert | Weights (BLAKE3, first 16 digits) |", "|---|---|---|"]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _experts(inputs: Inputs) -> list[str]:
+    if not inputs.routes:
+        return []
+    lines = ["| Domain | Expert | Weights (BLAKE3, first 16 digits) |", "|---|---|---|"]
     for domain, assigned in inputs.routes.items():
         for one in assigned:
             name = one.teacher.name
             share = "" if one.weight == 1 else f" ({one.weight:.3g})"
             lines.append(f"| {domain} | {name}{share} | {_weights_cell(inputs.experts[name])} |")
-    return "\n".join(lines) + "\n"
+    return [*lines, ""]
+
+
+def _results(report: Mapping[str, Any] | None) -> list[str]:
+    """Right answers on held-out prompts; nothing before they were measured."""
+    rows = domain_rows(dict(report)) if report else []
+    if not rows:
+        return []
+    return ["## Results", "", "Right answers on held-out prompts.", "", markdown_table(RESULTS, rows), ""]
+
+
+def _licences(inputs: Inputs) -> dict[str, list[Licence]]:
+    """Whoever the model was made from -> the licences that its directory names; a base of adapters once."""
+    places = {f"the student `{Path(inputs.student.path).name}`": Path(inputs.student.path)}
+    for name, expert in inputs.experts.items():
+        places[f"the expert `{name}`"] = Path(expert.adapter.path if expert.adapter else expert.info.path)
+        if expert.adapter is not None and Path(expert.info.path) not in places.values():
+            places[f"the base `{Path(expert.info.path).name}`"] = Path(expert.info.path)
+    return {who: licences_of(place) for who, place in places.items()}
+
+
+def _licence_lines(found: Mapping[str, list[Licence]]) -> list[str]:
+    lines = [
+        "## Licences",
+        "",
+        "As the directories of the models state them; nobody has checked what follows from them.",
+        "",
+    ]
+    lines += [f"- {who}: {', '.join(map(str, licences)) or 'none found'}" for who, licences in found.items()]
+    if open_questions := concerns(found):
+        lines += ["", "Before you pass this model on, look at:", "", *(f"- {line}" for line in open_questions)]
+    return [*lines, ""]
+
+
+def _commands(manifest: Mapping[str, Any]) -> list[str]:
+    made = [f"    {command}" for command in commands(manifest)]
+    use = [
+        "## Use",
+        "",
+        "    opd chat .      # in this directory; a terminal chat",
+        "    opd serve .     # an OpenAI server by vLLM",
+    ]
+    return [*(["## How it was made", "", *made, ""] if made else []), *use]
 
 
 def _tags(inputs: Inputs) -> list[str]:

@@ -15,6 +15,9 @@ from opd.errors import RunDirError, StorageError
 from opd.files import storing
 from opd.run_dir import RunPaths
 
+LOOK_S = 0.2
+"""Seconds to wait for the lock: `opd status` holds it for a moment to find out whether anybody does."""
+
 
 def refuse_existing(root: Path) -> None:
     """Raises: RunDirError if the run directory exists."""
@@ -24,6 +27,17 @@ def refuse_existing(root: Path) -> None:
             found="a run directory that exists",
             wanted="a new one",
             fix=f"`opd merge --resume {root}` goes on with it; --run-dir names another",
+        )
+
+
+def refuse_no_run(paths: RunPaths) -> None:
+    """Raises: RunDirError if the directory has no pipeline of a run."""
+    if not paths.pipeline.exists():
+        raise RunDirError.at(
+            paths.root,
+            found=f"no {paths.pipeline.name}",
+            wanted="a run directory of `opd merge`",
+            fix="check the path; `opd merge PIPELINE` begins a new run",
         )
 
 
@@ -47,7 +61,7 @@ def new_directory(root: Path) -> Path:
 def locked(paths: RunPaths) -> Iterator[None]:
     """Allow one driver per run directory. The system frees the lock when the process ends, however it ends."""
     try:
-        with FileLock(paths.lock, timeout=0):
+        with FileLock(paths.lock, timeout=LOOK_S, poll_interval=LOOK_S / 4):
             yield
     except Timeout:
         raise RunDirError.at(

@@ -10,7 +10,7 @@ from opd import loop
 from opd.config import PipelineConfig
 from opd.evaluation.evaluator import BEFORE, EXPERT, measure_before, measure_experts
 from opd.evaluation.scores import Evaluation, combined
-from opd.interfaces import Display
+from opd.live.interfaces import Display
 from opd.run_dir import RunPaths
 from opd.types import Teacher
 from pipelines.evaluation.known import KnownExams
@@ -35,6 +35,7 @@ class StartingExams:
         student = as_teacher(BEFORE, inputs.student, None)
 
         def now(domains: Sequence[str]) -> Evaluation:
+            self.shown.doing("the exam of the student before the merge")
             return measure_before(self.parts.evaluator, domains, self.shown.say)
 
         def start(domains: Sequence[str]) -> Evaluation:
@@ -76,6 +77,7 @@ class StartingExams:
         teacher, scratch = self.inputs.teachers[domain], self.paths.scratch("expert")
 
         def measure(domains: Sequence[str]) -> Evaluation:
+            self.shown.doing(f"the exam of expert {teacher.name} on {domain}")
             return measure_experts(
                 self.parts.engine,
                 self.parts.evaluator,

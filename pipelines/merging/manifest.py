@@ -27,7 +27,8 @@ from opd.files import atomic_write_text, blake3_file
 from opd.guard.rules import SHIPPED
 from opd.prompts import find_source, is_hub_name
 from opd.run_dir import RunPaths
-from pipelines.inputs.read import Inputs, prompts_of
+from pipelines.inputs.prompts import prompts_of
+from pipelines.inputs.read import Inputs
 
 MANIFEST_FORMAT = 3
 OLDER_FORMATS = (2,)

@@ -27,7 +27,8 @@ from opd.errors import RunDirError
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text, replace_dir, storing, sweep
-from opd.interfaces import Display
+from opd.live.displays import Beginning
+from opd.live.interfaces import Display
 from opd.metrics import MetricsFile
 from opd.report import build_report, write_report
 from opd.run_dir import RunPaths
@@ -39,7 +40,7 @@ from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.interrupts import Interrupted, Interrupts
-from pipelines.merging.card import model_card
+from pipelines.merging import card
 from pipelines.merging.changes import (
     accept_changes,
     identity,
@@ -49,9 +50,11 @@ from pipelines.merging.changes import (
     unrecorded,
     version_warnings,
 )
-from pipelines.merging.directory import locked, new_directory, refuse_existing, says_what_is_intact
+from pipelines.merging.directory import locked, new_directory, refuse_existing, refuse_no_run, says_what_is_intact
 from pipelines.merging.exams import StartingExams
+from pipelines.merging.journal import Journal
 from pipelines.merging.layouts import record_layouts
+from pipelines.merging.longer import Longer
 from pipelines.merging.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
 from pipelines.merging.results import of_merged, take_back, trained
 from pipelines.merging.surroundings import TERMINAL, Surroundings
@@ -84,7 +87,8 @@ class Run:
         Interrupted after Ctrl-C.
         """
         notices, most = list(self.notices), self.config.cluster.max_restarts
-        with locked(self.paths), says_what_is_intact(self.paths):
+        with locked(self.paths), says_what_is_intact(self.paths), Journal(self.paths) as journal:
+            around = replace(around, display=journal.beside(around.display))
             checkpoint = _go_on_from(self, self.resume_from, notices) if self.resume_from else None
             if self.changed:
                 atomic_write_text(self.paths.manifest, json.dumps(self.changed, indent=2))
@@ -162,15 +166,25 @@ def reopen(
     lists; `wanted` is what `opd.checkpoints.choose` takes. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
-    if not paths.pipeline.exists():
-        raise RunDirError.at(
-            root,
-            found=f"no {paths.pipeline.name}",
-            wanted="a run directory of `opd merge`",
-            fix="check the path, or start a new run without --resume",
-        )
-    recorded = read_manifest(paths)
-    config = as_recorded(config or load_pipeline(paths.pipeline, overrides), recorded["config"], paths.manifest)
+    refuse_no_run(paths)
+    return _reopened(paths, read_manifest(paths), config or load_pipeline(paths.pipeline, overrides), wanted)
+
+
+def extend(root: Path, longer: Longer, overrides: list[str] | None = None) -> Run:
+    """Reopen a finished or stopped merge to take further steps from its newest checkpoint.
+
+    `overrides` are those of `reopen`. Raises: OpdError, and then nothing is written.
+    """
+    paths = RunPaths(root)
+    recorded = longer.manifest(read_manifest(paths), paths)
+    config = longer.pipeline(load_pipeline(paths.pipeline, overrides))
+    run = _reopened(paths, recorded, config, checkpoints.LATEST)
+    return replace(run, notices=(*longer.notices(config), *run.notices), changed=run.changed or recorded)
+
+
+def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, wanted: str) -> Run:
+    """The run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
+    config = as_recorded(config, recorded["config"], paths.manifest)
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
     crowded = refuse_crowded_gpus(config, inputs)
@@ -226,9 +240,11 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(done)
     take_back(paths, done, config.trainer.steps)
-    began -= sum(record.seconds for record in metrics.read())  # count the time of earlier starts
+    records, domains = metrics.read(), tuple(config.domains)
+    began -= sum(record.seconds for record in records)  # count the time of earlier starts
+    beginning = Beginning(config.name, paths.root, config.trainer.steps, domains, records)
     with (
-        run.around.display(config.trainer.steps, done) as shown,
+        run.around.display(beginning) as shown,
         open_sinks(config.logging, paths.root, done) as sinks,
         ray_session(config.cluster, num_workers(config)),
     ):
@@ -236,13 +252,15 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
         parts = build(config, run.inputs, paths, shown, run.identity, [*sinks, *run.around.sinks])
         record_layouts(parts, paths, shown.say)
         before, expert = _before_and_experts(parts, run, shown)
-        parts.monitors.begin(metrics.read(), expert)
+        parts.monitors.begin(records, expert)
         with signals.asking(shown.say):
             if checkpoint:
                 _load(parts, checkpoint, config.trainer.ranks, shown)
             last = loop.run(parts, _plan(config, checkpoint), signals.asked)
         _leave_early(parts, run, last, signals)
+        shown.doing("the merged model is written")
         _export(parts, run)
+        shown.doing("the exam of the merged model")
         parts.engine.load(paths.model)
         after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained(paths.metrics))
         parts.reporter.evaluation("after", after)
@@ -278,6 +296,7 @@ def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
     workers = num_workers(run.config)
     taught = f"for {len(run.inputs.experts)} experts" if run.inputs.experts else "to learn from rewards alone"
     shown.say(f"{run.config.name}: starting {workers} workers {taught}")
+    shown.doing("workers start")
 
 
 def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display) -> None:
@@ -307,7 +326,9 @@ def _plan(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
 
 def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Evaluation, Evaluation]:
     """The exams of the student before training and of each domain's expert."""
-    return StartingExams(parts, run.config, run.inputs, run.paths, shown).take()
+    before, expert = StartingExams(parts, run.config, run.inputs, run.paths, shown).take()
+    shown.exams(before.accuracy, expert.accuracy)
+    return before, expert
 
 
 def _export(parts: loop.Parts, run: Run) -> None:
@@ -322,7 +343,7 @@ def _export(parts: loop.Parts, run: Run) -> None:
             for pattern in TOKENIZER_FILES:
                 for file in run.config.student.model.glob(pattern):
                     shutil.copy(file, temporary / file.name)
-            (temporary / "README.md").write_text(model_card(run.config, run.inputs), encoding="utf-8")
+            (temporary / card.NAME).write_text(card.model_card(run.config, run.inputs), encoding="utf-8")
             replace_dir(temporary, paths.model)
             if run.config.student.lora and run.config.student.lora.export == "adapter":
                 temporary.mkdir()
@@ -333,10 +354,14 @@ def _export(parts: loop.Parts, run: Run) -> None:
 
 
 def _write_report(run: Run, exams: Mapping[str, Mapping[str, float]], wall_s: float) -> dict[str, Any]:
-    """Write report.json and report.html. Returns the report."""
+    """Write report.json and report.html, and the results into the model's card. Returns the report."""
     paths = run.paths
     records = MetricsFile(paths.metrics).read()
     report = build_report(run.config.name, exams, records, wall_s=wall_s, versions=versions())
     with storing(paths.report):
         atomic_write_text(paths.report, json.dumps(report, indent=2))
-        return write_report(paths.root)
+        full = write_report(paths.root)
+    with storing(paths.model):
+        card_text = card.model_card(run.config, run.inputs, read_manifest(paths), full)
+        atomic_write_text(paths.model / card.NAME, card_text)
+    return full

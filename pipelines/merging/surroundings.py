@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from opd.interfaces import Display, Sink
-from opd.progress import display
+from opd.interfaces import Sink
+from opd.live.displays import Displays, display
 from pipelines.interrupts import Interrupts, interrupts
 
 
@@ -15,8 +15,7 @@ from pipelines.interrupts import Interrupts, interrupts
 class Surroundings:
     """Display, signals and sinks of a merge. The defaults are those of the command line."""
 
-    display: Callable[[int, int], AbstractContextManager[Display]] = display
-    """Makes the display from the number of steps and the number of finished steps."""
+    display: Displays = display
     signals: Callable[[], AbstractContextManager[Interrupts]] = interrupts
     """Handles signals, and says whether to leave after a step."""
     sinks: tuple[Sink, ...] = ()

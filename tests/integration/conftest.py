@@ -62,7 +62,7 @@ def two_domain_pipeline(root: Path, make_model_dir: Callable[..., Path], *, tie:
             for name in ("left", "right")
         },
         "rollout": {"max_new_tokens": 8, "max_model_len": 64},
-        "trainer": {"ranks": 1, "steps": 6, "samples_per_step": 24, "lr": 2.0e-3, "micro_batch_tokens": 256},
+        "trainer": {"steps": 6, "samples_per_step": 24, "lr": 2.0e-3, "micro_batch_tokens": 256},
         "checkpoint": {"every": 2},
     }
 
@@ -74,8 +74,13 @@ def make_pipeline() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path, make_model_dir: Callable[..., Path]) -> dict[str, Any]:
-    return two_domain_pipeline(tmp_path, make_model_dir)
+def pipeline(tmp_path: Path, make_model_dir: Callable[..., Path], request: pytest.FixtureRequest) -> dict[str, Any]:
+    """`two_domain_pipeline`, with one trainer rank where every run pays for a second one that shows nothing more; slow tests
+    keep the product's default of two."""
+    data = two_domain_pipeline(tmp_path, make_model_dir)
+    if request.node.get_closest_marker("slow") is None:
+        data["trainer"]["ranks"] = 1
+    return data
 
 
 def write_pipeline(root: Path, data: dict[str, Any]) -> Path:

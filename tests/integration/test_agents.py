@@ -113,7 +113,6 @@ def test_a_merge_with_an_agent_domain_killed_and_resumed(tmp_path: Path, pipelin
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
 
-    pipeline["trainer"]["ranks"] = 2
     file, student = agent_pipeline(tmp_path, pipeline), pipeline["student"]["model"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     done = opd("merge", file, "--run-dir", whole, cwd=tmp_path)

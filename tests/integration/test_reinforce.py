@@ -34,7 +34,7 @@ def alone(root: Path, pipeline: dict[str, Any]) -> dict[str, Any]:
         "teachers": {"engine": "none"},
         "objective": {"kind": "none", "reward": reward},
         "rollout": {"max_new_tokens": 8, "max_model_len": 96},
-        "trainer": {"ranks": 1, "steps": 4, "samples_per_step": 24, "lr": 2e-3, "micro_batch_tokens": 256},
+        "trainer": pipeline["trainer"] | {"steps": 4},
         "checkpoint": {"every": 2},
     }
 

@@ -22,12 +22,10 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
 
 import pipelines.inputs.memory
 import pipelines.interrupts
 import pipelines.merging.run
-from cli import app
 from experts.registry import Registry
 from opd import checkpoints, cluster
 from opd.checkpoints import CheckpointStore
@@ -52,6 +50,8 @@ from pipelines.check.measure import template_findings
 from pipelines.inputs.read import Inputs
 from pipelines.merging.directory import locked
 from pipelines.specs import pool_spec, rollout_spec, trainer_spec
+from tests import messages
+from tests.messages import opd
 from tests.rows import make_rollout
 from tests.steps import Letters
 from tests.unit.bad_episodes import (
@@ -72,10 +72,6 @@ DOCUMENT = ROOT / "docs" / "bad_inputs.md"
 
 class Started(Exception):
     """The merge got past every check; nothing is computed in these tests."""
-
-
-def opd(*args: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in args])
 
 
 def edit(file: Path, **changes: object) -> None:
@@ -200,7 +196,13 @@ class Heard:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def step(self, step: int, summary: str) -> None:
+    def doing(self, what: str) -> None:
+        pass
+
+    def exams(self, before: Any, expert: Any) -> None:
+        pass
+
+    def step(self, record: StepRecord) -> None:
         pass
 
 
@@ -541,7 +543,7 @@ def no_prompts(b: Bench) -> None:
 def teacher_weights(b: Bench) -> None:
     domain = b.data["domains"]["upper"]
     domain["teachers"] = {"up": 0.5, "rev": -0.1}
-    b.refused("domains.upper.teachers.rev", "-0.1", "greater than or equal to 0")
+    b.refused("domains.upper.teachers.rev", "-0.1", "at least 0")
     domain["teachers"] = {"up": 0, "rev": 0}
     b.refused("domains.upper.teachers", "weights of 0 only", "raise one")
     domain["teachers"] = {"up": 3, "rev": 1}
@@ -706,7 +708,7 @@ def pipeline_mistakes(b: Bench) -> None:
         ("x: " + "[" * 5000, "nested deeper than 32 levels"),
         ("x: &x [*x]\n" + sound, "*x lies in what it names"),
         (sound + "# " + "a" * (1 << 20), "at most 1,048,576 are read"),
-        (sound + "x: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+        (sound + "x: !!python/object/apply:os.getcwd []\n", "only plain YAML is read"),
     ):
         (b.root / "pipeline.yaml").write_text(text)
         result = opd("merge", "pipeline.yaml")
@@ -1075,7 +1077,9 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.number:02d}-{case.proof.__name__}")
 def test_bad_input(case: Case, bench: Bench) -> None:
+    messages.forget()
     case.proof(bench)
+    messages.check(f"bad input {case.number:02d}: {case.title}", bench.world.root)
 
 
 def test_the_document_is_the_table() -> None:

@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import pipelines.baselines.run
 import pipelines.check.measure
 import pipelines.merging.run
-from cli import app
 from experts.registry import Registry
 from opd import __version__
 from opd.config import PipelineConfig
@@ -34,6 +33,8 @@ from pipelines.check.judge import Finding, MeasuredTeacher
 from pipelines.check.measure import CheckReport
 from pipelines.inputs.memory import Need
 from pipelines.interrupts import Interrupted, Stopped
+from tests import messages
+from tests.messages import opd
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -43,16 +44,15 @@ COMMANDS = [
     ["report"],
     ["baseline"],
     ["compare"],
+    ["export"],
+    ["serve"],
+    ["chat"],
     *(["experts", c] for c in ("add", "list", "show", "verify", "remove", "train")),
     *(["pipelines", c] for c in ("list", "show", "schema")),
     ["prompts", "make"],
     ["models", "from-gguf"],
     ["teachers", "serve"],
 ]
-
-
-def opd(*args: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in args])
 
 
 @pytest.fixture(autouse=True)
@@ -231,10 +231,12 @@ MISTAKES = [
 def test_a_mistake_is_refused_before_anything_is_written(mistake: Callable[[Any], list[str]], world: Any) -> None:
     words = mistake(world)
     pipeline = world.write()
+    messages.forget()
     before = sorted(world.root.rglob("*"))
     refused(opd("merge", pipeline.name), *words)
     refused(opd("merge", pipeline.name, "--run-dir", "here"), *words)
     refused(opd("check", pipeline.name), *words)
+    messages.check(f"mistake: {mistake.__name__}", world.root)
     assert sorted(world.root.rglob("*")) == before
 
 
@@ -392,12 +394,48 @@ def test_set_reaches_the_run_and_is_checked(world: Any) -> None:
         [],
         ["--resume", "r", "--run-dir", "x"],
         ["pipeline.yaml", "--resume-from", "latest"],
+        ["--resume", "r", "--from", "x@1"],
     ],
 )
 def test_arguments_that_contradict_each_other(args: list[str], world: Any) -> None:
     result = opd("merge", *args)
     assert result.exit_code == 2
     assert "--resume" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--extend", "r"],
+        ["pipeline.yaml", "--steps", "3"],
+        ["pipeline.yaml", "--extend", "r", "--steps", "3"],
+        ["--extend", "r", "--steps", "3", "--run-dir", "x"],
+    ],
+)
+def test_a_longer_run_takes_only_what_it_can_use(args: list[str], world: Any) -> None:
+    result = opd("merge", *args)
+    assert result.exit_code == 2
+    assert "--extend" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["merge", "--extend", "nowhere", "--steps", "3"],
+        ["merge", "--from", "nowhere@3"],
+        ["merge", "pipeline.yaml", "--from", "base"],
+        ["export", "nowhere", "--output", "out"],
+        ["export", "base", "--output", "base"],
+        ["export", "base", "--output", "out", "--max-shard-size", "large"],
+        ["serve", "nowhere"],
+        ["chat", "nowhere"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_continued_or_used_is_refused(args: list[str], world: Any) -> None:
+    before = sorted(world.root.rglob("*"))
+    refused(opd(*args))
+    assert sorted(world.root.rglob("*")) == before
 
 
 # Runs that fail
@@ -826,6 +864,6 @@ def test_exit_codes_reach_the_shell(world: Any) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: pipeline.yaml\n")
+    assert done.stderr.startswith("error: pipeline.yaml: line 2")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

@@ -140,7 +140,7 @@ BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "another method": (change(peft_type="IA3"), [f"{CONFIG}: peft_type", "'IA3'", "merge_and_unload"]),
     "no method": (without("peft_type"), [f"{CONFIG}: peft_type"]),
     "no rank": (without("r"), [f"{CONFIG}: r", "nothing"]),
-    "rank 0": (change(r=0), [f"{CONFIG}: r", "greater than or equal to 1"]),
+    "rank 0": (change(r=0), [f"{CONFIG}: r", "at least 1"]),
     "rank as text": (change(r="4"), [f"{CONFIG}: r", "'4'"]),
     "no alpha": (without("lora_alpha"), [f"{CONFIG}: lora_alpha"]),
     "DoRA": (change(use_dora=True), [f"{CONFIG}: use_dora", "merge_and_unload"]),

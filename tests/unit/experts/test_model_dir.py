@@ -276,7 +276,7 @@ BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "config without architecture": (change("config.json", architectures=[]), ["config.json: architectures", "[]"]),
     "hidden size as text": (
         change("config.json", hidden_size="64"),
-        ["config.json: hidden_size", "'64'", "valid integer"],
+        ["config.json: hidden_size", "'64'", "a whole number"],
     ),
     "end token as text": (change("config.json", eos_token_id="</s>"), ["config.json: eos_token_id", "'</s>'"]),
     "broken generation config": (overwrite("generation_config.json", "{"), ["generation_config.json"]),

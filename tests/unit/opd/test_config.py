@@ -505,9 +505,8 @@ def test_questions_have_one_source(exam: Any, found: str) -> None:
 def test_a_share_is_held_out_of_the_domains_own_prompts() -> None:
     data = changed("domains.math.eval", {"holdout": 0.1})
     validate(PipelineConfig, data, "p.yaml")
-    del data["domains"]["math"]["prompts"]
-    message = refusal(data)
-    assert message.startswith("p.yaml: domains.math\n") and "no `prompts`" in message
+    del data["domains"]["math"]["prompts"]  # those that the expert was registered with will do: `read_inputs` looks
+    validate(PipelineConfig, data, "p.yaml")
 
 
 @pytest.mark.parametrize(
@@ -810,11 +809,11 @@ def test_numbers_are_finite(section: str, key: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "wanted"),
     [
-        ("weight", -1, "greater than 0"),
-        ("weight", "even", "'auto'"),
-        ("teachers", "a/b", "match pattern"),
-        ("teachers", {"math": -1}, "greater than or equal to 0"),
-        ("teachers", {}, "at least 1 item"),
+        ("weight", -1, "above 0"),
+        ("weight", "even", "auto"),
+        ("teachers", "a/b", "A-Z a-z 0-9 . _ -"),
+        ("teachers", {"math": -1}, "at least 0"),
+        ("teachers", {}, "entries, at least 1"),
     ],
 )
 def test_a_value_of_two_kinds_is_judged_by_its_own(key: str, value: Any, wanted: str) -> None:

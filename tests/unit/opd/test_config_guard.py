@@ -65,7 +65,7 @@ def test_negative_is_for_domains_with_a_reward() -> None:
         ({}, {"code": ACTING | {"guard": {"workdir": "box"}}}, ["domains.code.guard.workdir", "an absolute path"]),
         ({"on_hit": "negative"}, None, ["guard.on_hit", "negative", "objective.reward"]),
         ({}, {"code": ACTING | {"guard": {"on_hit": "negative"}}}, ["domains.code.guard.on_hit", "objective.reward"]),
-        ({"judge": {"kind": "endpoint", "model": "j"}}, None, ["guard.judge.base_url", "nothing", "required"]),
+        ({"judge": {"kind": "endpoint", "model": "j"}}, None, ["guard.judge.base_url", "nothing", "no default"]),
         ({"judge": {"kind": "endpoint", "model": "j", "base_url": "localhost"}}, None, ["guard.judge.base_url", "http://HOST:PORT/v1"]),
         ({"judge": {"kind": "local"}}, None, ["guard.judge", "neither", "either `model` or `scorer`"]),
         ({"judge": {"model": "j"}}, None, ["guard.judge", "`kind: endpoint` or `kind: local`"]),

@@ -48,11 +48,11 @@ def test_the_hardest_of_the_limits_that_a_reading_reaches() -> None:
         ({"repetition": {"warn": 0.8}}, "monitors.repetition", "stop 0.75 below warn 0.8", "do not fall"),
         ({"length": {"pause": 2}}, "monitors.length", "pause 2 below warn 3", "do not fall"),
         ({"truncation": {"stop": 95}}, "monitors.truncation", "stop 95", "at most 1, since it is a share"),
-        ({"entropy": {"warn": 0}}, "monitors.entropy.warn", "0", "greater than 0"),
-        ({"gap": {"over": 0}}, "monitors.gap.over", "0", "greater than or equal to 1"),
+        ({"entropy": {"warn": 0}}, "monitors.entropy.warn", "0", "above 0"),
+        ({"gap": {"over": 0}}, "monitors.gap.over", "0", "at least 1"),
         ({"repetition": {"halt": 0.5}}, "monitors.repetition.halt", "an unknown key", "over, warn, pause, stop"),
         ({"repetitions": {"stop": 0.5}}, "monitors.repetitions", "an unknown key", "repetition"),
-        ({"length": 3}, "monitors.length", "3", "dictionary"),
+        ({"length": 3}, "monitors.length", "3", "a mapping of keys"),
     ],
 )
 def test_limits_that_are_refused(section: dict[str, Any], where: str, found: str, wanted: str) -> None:

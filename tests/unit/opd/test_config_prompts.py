@@ -51,7 +51,7 @@ def test_a_mapping_comes_back_as_it_was() -> None:
     [
         ({}, ".path", "found:  nothing"),
         ({"path": "p", "spilt": "train"}, ".spilt", "did you mean `split`?"),
-        ({"path": "p", "columns": {"question": "prompt"}}, ".columns.question", "'prompt'"),
+        ({"path": "p", "columns": {"question": "prompt"}}, ".columns.question", "one of: prompt"),
         ({"path": "p", "filter": {"column": "a"}}, ".filter", "found:  neither"),
         ({"path": "p", "filter": {"column": "a", "equals": 1, "one_of": [2]}}, ".filter", "found:  both"),
         ({"path": "p", "filter": {"column": "a", "equals": [1]}}, ".filter.equals", "found:  [1]"),

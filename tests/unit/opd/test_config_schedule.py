@@ -10,7 +10,7 @@ from opd.cluster import worker_env
 from opd.config import PipelineConfig, max_staleness
 from opd.errors import ConfigError
 from opd.settings import validate
-from pipelines.specs import roles_at_once
+from pipelines.cores import roles_at_once
 
 VALID: dict[str, Any] = {
     "name": "two",

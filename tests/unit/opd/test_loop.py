@@ -154,6 +154,9 @@ class Events:
             model=model, scores={"a": DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=9)}
         )
 
+    def phase(self, name: str) -> None:
+        """Nobody looks on."""
+
     def evaluation(self, name: str, found: Evaluation) -> None:
         self.seen.append(f"store {name} of {found.model}")
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from opd.evaluation.scores import DomainScore, Evaluation
+from opd.live.displays import Beginning, Silence, display, step_facts
 from opd.metrics import MetricsFile
-from opd.progress import RunReporter, display
+from opd.progress import RunReporter
 from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 
 
-class Heard:
+class Heard(Silence):
     """A display that remembers."""
 
     def __init__(self) -> None:
@@ -23,8 +24,8 @@ class Heard:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def step(self, step: int, summary: str) -> None:
-        self.lines.append(f"{step}: {summary}")
+    def step(self, record: StepRecord) -> None:
+        self.lines.append(f"{record.step}: {'  '.join(step_facts(record))}")
 
 
 def record(**changes: Any) -> StepRecord:
@@ -80,7 +81,7 @@ def test_an_evaluation_is_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_a_terminal_would_obey_is_spelt_out(capsys: pytest.CaptureFixture[str]) -> None:
-    with display(10) as shown:
+    with display(Beginning("ten", Path("runs/ten"), 10)) as shown:
         shown.say("expert \x1b]0;mine\x07 [red]x[/red] \u202e: 1")
     assert capsys.readouterr().err == "expert \\x1b]0;mine\\x07 [red]x[/red] \\u202e: 1\n"
 

@@ -14,6 +14,7 @@ import pytest
 import pipelines
 from opd.config import PipelineConfig
 from opd.errors import ConfigError, RunDirError
+from opd.live.displays import Beginning
 from opd.metrics import MetricsFile
 from opd.step_record import StepRecord
 from pipelines import MergeResult, load_pipeline, merge, register_expert, resume
@@ -31,12 +32,12 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def session(run: Any, checkpoint: Any, notices: Any, signals: Any) -> dict[str, Any]:
         seen.append((run, signals, signal.getsignal(signal.SIGINT)))
-        with run.around.display(2, 0) as shown:
+        with run.around.display(Beginning("two", run.paths.root, 2)) as shown:
             shown.say("going on")
             for step in (1, 2):
                 record = StepRecord(step=step, loss=1 / step)
                 MetricsFile(run.paths.metrics).write(record)
-                shown.step(step, "")
+                shown.step(record)
                 for sink in run.around.sinks:
                     sink.step(record)
         return REPORT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -80,5 +81,5 @@ def test_an_engine_that_shares_its_gpu_is_up_before_others_take_of_it(
     inputs: Any = SimpleNamespace(
         scoring={}, student=SimpleNamespace(vocab_size=76, eos_token_ids=(2,)), tokenizer=None, untrained={}, routes={}
     )
-    build._start_workers(PipelineConfig.model_validate(data), inputs)
+    build._start_workers(PipelineConfig.model_validate(data), inputs, MagicMock())
     assert " ".join(seen) == order

@@ -14,6 +14,7 @@ import pytest
 from opd.config.monitors import MonitorsConfig
 from opd.errors import Paused, RunError, StorageError
 from opd.evaluation.scores import DomainScore, Evaluation
+from opd.live.displays import Silence
 from opd.metrics import MetricsFile
 from opd.monitors.acting import RunMonitors
 from opd.monitors.alarms import SAMPLES, SAMPLES_OF_STEP, Alarms
@@ -208,14 +209,12 @@ def test_a_disk_that_refuses_the_samples_is_told(tmp_path: Path, monkeypatch: py
 
 
 def test_an_alarm_is_told_when_it_begins(tmp_path: Path) -> None:
-    class Heard:
+    class Heard(Silence):
         def __init__(self) -> None:
             self.lines: list[str] = []
 
         def say(self, line: str) -> None:
             self.lines.append(line)
-
-        def step(self, step: int, summary: str) -> None: ...
 
     heard = Heard()
     reporter = RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), RunPaths(tmp_path), heard)

@@ -118,7 +118,7 @@ def test_a_broken_row_of_a_table_is_named(name: str, row: dict[str, Any], word: 
     ("rows", "word"),
     [
         ([{"prompt": 3}], "column `prompt"),
-        ([{"prompt": "a", "answer": 4}], "column `answer`"),
+        ([{"prompt": "a", "answer": [4]}], "column `answer`"),
         ([{"prompt": [{"from": "human", "value": "a"}]}], "message 1: the keys `from`, `value`"),
         ([{"prompt": [{"role": "user", "content": None}]}], "message 1: the keys `role`"),
         ([{"prompt": [{"role": "user", "content": 3}]}], "message 1: `content` is no text: 3"),

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
-from opd.prompts import MixedPrompts, encode_prompt, load_prompts, read_prompt_lines, split_samples
+from opd.prompts import MixedPrompts, encode_prompt, load_prompts, open_rows, read_prompt_lines, split_samples
+from opd.prompts.line import as_chat, read_row
 from opd.types import Prompt
 
 
@@ -45,7 +47,8 @@ def refusal(path: Path) -> str:
         ('{"prompt": "a\0"}', "control character"),
         ('{"prompt": 3}', "column `prompt"),
         ('{"prompt": null}', "column `prompt"),
-        ('{"prompt": "a", "answer": 4}', "column `answer`"),
+        ('{"prompt": "a", "answer": [4]}', "column `answer`"),
+        ('{"prompt": "a", "answer": true}', "column `answer`"),
         ('{"prompt": "a", "metadata": []}', "column `metadata`"),
         ('{"prompt": [{"role": 1}]}', "column `prompt`, message 1: the keys `role`"),
         ('{"conversations": [], "id": 3}', "no column `prompt`, but `conversations`, `id`"),
@@ -272,3 +275,49 @@ def test_a_prompt_comes_as_often_as_it_gets_responses() -> None:
 def test_the_order_is_the_same_in_every_process_and_release() -> None:
     # A resumed run must see the prompts that the first run would have seen.
     assert ids(mixed(), 1) == ["a/6", "a/3", "a/5", "b/27", "b/15"]
+
+
+# Chats
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "completion"),
+    [
+        ({"prompt": "2+2="}, [("user", "2+2=")], None),
+        ({"prompt": "2+2=", "completion": "4"}, [("user", "2+2=")], [("assistant", "4")]),
+        ({"prompt": [("user", "2+2="), ("assistant", "4")]}, [("user", "2+2=")], [("assistant", "4")]),
+        ({"prompt": [("system", "s"), ("user", "2+2=")]}, [("system", "s"), ("user", "2+2=")], None),
+        ({"prompt": [("user", "a"), ("assistant", "b"), ("user", "c")]}, [("user", "a"), ("assistant", "b"), ("user", "c")], None),
+        ({"prompt": [("assistant", "b")]}, [("assistant", "b")], None),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")], ids=str)
+def test_a_chat_ends_before_the_assistants_last_turn(
+    row: dict[str, Any], prompt: Any, completion: Any, keys: tuple[str, str]
+) -> None:
+    theirs = {"user": "human", "assistant": "gpt"} if keys[0] == "from" else {}
+    given = {
+        name: [{keys[0]: theirs.get(role, role), keys[1]: text} for role, text in value]
+        if isinstance(value, list)
+        else value
+        for name, value in row.items()
+    }
+    found = read_row(as_chat(given, {}))
+    said = {"prompt": prompt, "completion": completion}
+    assert {name: getattr(found, name) for name in said} == {
+        name: None if turns is None else [{"role": role, "content": text} for role, text in turns]
+        for name, turns in said.items()
+    }
+
+
+def test_a_number_is_an_answer_as_json_spells_it() -> None:
+    assert [read_row({"prompt": "a", "answer": value}).answer for value in (42, -0.5, "007")] == ["42", "-0.5", "007"]
+
+
+def test_a_chat_has_rows_of_its_own_in_the_cache(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    plain, chat = (open_rows(PromptsConfig(path=file, chat=chat)) for chat in (False, True))
+    assert plain.key != chat.key
+    assert plain.key == open_rows(file).key

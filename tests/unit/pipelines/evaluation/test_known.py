@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from opd.config import load_pipeline
 from opd.evaluation.scores import DomainScore, Evaluation
+from opd.live.displays import Silence
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.report.page import _cached
@@ -59,7 +60,7 @@ class Runs:
         self.paths = paths = RunPaths(self.world.root / f"run-{self.number}")
         paths.root.mkdir()
         config = load_pipeline(self.world.write())
-        shown: Any = type("Shown", (), {"say": lambda _, line: self.said.append(line)})()
+        shown: Any = type("Shown", (Silence,), {"say": lambda _, line: self.said.append(line)})()
         parts: Any = Measuring(paths, shown)
         before, expert = StartingExams(parts, config, read_inputs(config), paths, shown).take()
         assert (before.model, before.step, before.tokens, expert.model) == ("student before", 0, 0, "expert")

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from experts.registry import Registry
 from opd.config import load_pipeline
 from opd.errors import ConfigError, PromptError
 from opd.prompts import is_held_out
-from pipelines.inputs.read import read_inputs
+from pipelines.inputs.prompts import load_exams
+from pipelines.inputs.read import load_tokenizer, read_inputs
 
 
 def add(file: Path, *prompts: object) -> None:
@@ -144,6 +146,26 @@ def test_sides_are_the_same_in_every_release() -> None:
 def test_a_side_without_prompts_is_refused(held_out: Any, share: float, side: str) -> None:
     held_out.data["domains"]["upper"]["eval"]["holdout"] = share
     assert f"60 prompts, of which eval.holdout {share:g} leaves none for {side}" in refusal(held_out)
+
+
+def test_a_share_of_the_prompts_that_an_expert_was_registered_with(held_out: Any) -> None:
+    root = held_out.root
+    registry = Registry(root / "registry")
+    registry.add("rev", root / "rev", "reverse", root / "reverse.jsonl")
+    registry.add("up", root / "up", "upper", root / "upper.jsonl")
+    before = both(held_out)
+    held_out.data["experts"] = {"use": ["rev", "up"]}
+    del held_out.data["domains"]["upper"]["prompts"]
+    assert both(held_out) == before
+    config = load_pipeline(held_out.write())
+    (exam,) = load_exams(config, load_tokenizer(config.student.model), ["upper"]).values()
+    assert len(exam.prompts) == len(before[0]), "`opd evaluate` looks into the registry too"
+
+    held_out.data["experts"] = {n: {"model": n, "domain": d} for n, d in (("rev", "reverse"), ("up", "upper"))}
+    assert refusal(held_out, ConfigError).startswith("domains.upper.prompts\n  found:  nothing, and no expert")
+    held_out.data["experts"] = {"use": ["rev", "other"]}
+    registry.add("other", root / "up", "upper")
+    assert refusal(held_out, ConfigError).startswith("domains.upper.prompts\n  found:  nothing, and no expert")
 
 
 # Verifiers

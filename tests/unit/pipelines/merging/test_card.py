@@ -47,3 +47,29 @@ def test_what_lies_beyond_the_experts_is_said(world: Any) -> None:
     found = card(world)
     assert "- Extrapolated beyond the experts, away from the student as it was: upper 1.25\n" in found
     assert "start student" not in found, "the table is about experts"
+
+
+def test_licences_are_those_of_the_models_own_directories(world: Any, make_adapter: Callable[..., Path]) -> None:
+    make_adapter(world.root / "adapter", world.root / "rev")
+    world.data["experts"]["up"]["model"] = "adapter"
+    world.data["experts"]["rev"]["model"] = "up"
+    for name in ("base", "rev", "up", "adapter"):
+        (world.root / name / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert "license: mit\n" in card(world).partition("\n---")[0] and "Before you pass" not in card(world)
+    (world.root / "rev" / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
+    (world.root / "up" / "README.md").unlink()
+    found = card(world)
+    assert "license:" not in found.partition("\n---")[0]
+    assert "- the base `rev`: cc-by-nc-4.0 (README.md)\n" in found and "- the expert `rev`: none found\n" in found
+    assert "- the base `rev`: cc-by-nc-4.0 does not allow commercial use\n" in found
+
+
+def test_results_lineage_and_commands_are_there_once_they_are_known(world: Any) -> None:
+    pipeline = load_pipeline(world.write())
+    event = {"event": "extended", "after_step": 2, "steps": [2, 5], "lr_scheduler_type": "constant", "command": "opd x"}
+    report = {"domains": {"upper": {"before": 0.1, "expert": 0.9, "after": 0.5, "headroom": 0.5}}, "mean_headroom": 0.5}
+    found = model_card(pipeline, read_inputs(pipeline), {"command": "opd merge a.yaml", "lineage": [event]}, report)
+    assert "| upper | 0.10 | 0.90 | 0.50 | 50 % |" in found
+    assert (
+        "    opd merge a.yaml\n    opd x\n" in found and "- Lineage: extended after step 2 from 2 to 5 steps\n" in found
+    )

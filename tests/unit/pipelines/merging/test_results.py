@@ -11,6 +11,7 @@ import pytest
 
 from opd.config import load_pipeline
 from opd.evaluation.scores import DomainScore, Evaluation, combined
+from opd.live.displays import Silence
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.run_dir import RunPaths
@@ -143,7 +144,7 @@ def test_student_and_experts_are_measured_again_if_the_file_is_of_others(world: 
     paths = RunPaths(world.root / "run")
     paths.root.mkdir()
     run = Run(config=config, inputs=read_inputs(config), paths=paths, identity={})
-    shown: Any = type("Shown", (), {"say": lambda self, line: None})()
+    shown = Silence()
 
     def measure() -> list[str]:
         parts: Any = Measuring(paths, shown)

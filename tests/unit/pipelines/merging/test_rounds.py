@@ -20,6 +20,7 @@ from opd.config.sections import CheckpointConfig
 from opd.errors import ConfigError, ModelError, RunDirError, RunError
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import blake3_file
+from opd.live.displays import Silence
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.report import build_report, write_report
@@ -66,7 +67,7 @@ class Engines:
         config, inputs, paths = run.config, run.inputs, run.paths
         self._name, self._signals = paths.root.name, signals
         self.load(config.student.model)
-        shown: Any = SimpleNamespace(say=lambda line: None)
+        shown = Silence()
         self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
         self.engine = self.evaluator = self
         parts: Any = self

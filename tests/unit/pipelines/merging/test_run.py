@@ -17,18 +17,16 @@ import yaml
 from safetensors.torch import load_file
 
 from experts.adapter import whole_model
-from opd.checkpoints import CheckpointStore
 from opd.cluster import WorkerDied
 from opd.config import PipelineConfig, load_pipeline
-from opd.config.sections import CheckpointConfig
 from opd.errors import Paused, RunDirError, RunError
 from opd.evaluation.scores import DomainScore, Evaluation
-from opd.files import blake3_file
+from opd.live.displays import Silence
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.run_dir import RunPaths
 from opd.settings import validate
-from opd.types import Teacher, WrittenFile
+from opd.types import Teacher
 from pipelines.evaluation import lm_eval
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.read import read_inputs
@@ -105,41 +103,6 @@ def test_a_run_cannot_end_before_its_checkpoint(world: Any) -> None:
 
 
 # Up to where the workers start
-
-
-class OneFile:
-    """A trainer whose whole state is one file."""
-
-    def begin_save(self, path: Path) -> None:
-        self._file = path / "rank-0.safetensors"
-        self._file.write_bytes(b"weights")
-
-    def saved(self, wait_s: float) -> list[WrittenFile]:
-        return [WrittenFile(name=self._file.name, blake3=blake3_file(self._file), size=7, seconds=0.0)]
-
-
-@pytest.fixture
-def interrupted(world: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with checkpoints of steps 1 and 2, as far as a run comes without Ray."""
-
-    def no_ray(*_: Any) -> None:
-        raise RunError("it would start now")
-
-    monkeypatch.setattr(merging, "ray_session", no_ray)
-    root: Path = world.root / "run"
-    with pytest.raises(RunError, match="it would start now"):
-        merging.start(load_pipeline(world.write()), root)
-    identity = json.loads((root / "manifest.json").read_text())["identity"]
-    trainer: Any = OneFile()
-    store = CheckpointStore(
-        root / "checkpoints", trainer, CheckpointConfig(), world_size=2, identity=identity, timeout_s=9
-    )
-    for step in (1, 2):
-        store.save(step, step)
-        store.committed(wait=True)
-    (root / "metrics.jsonl").write_text('{"step": 1, "phase_s": {}}\n{"step": 2, "phase_s": {}}\n')
-    (root / "checkpoints" / ".tmp-step-000003").mkdir()
-    return root
 
 
 def names(path: Path) -> list[str]:
@@ -224,7 +187,7 @@ def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
     paths = RunPaths(world.root / "run")
     run = Run(config=config, inputs=read_inputs(config), paths=paths, identity={})
     paths.root.mkdir()
-    shown: Any = type("Shown", (), {"say": lambda self, line: None})()
+    shown = Silence()
 
     def measure() -> tuple[list[str], Any]:
         parts: Any = Measuring(paths, shown)

@@ -1,0 +1,142 @@
+"""The licence of a model as its own directory states it: in the header of README.md, or in a file such as LICENSE.
+
+Nothing is looked up and nothing is decided: `concerns` names what a person should read before the merged model is passed on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from opd.settings import parse_yaml
+from opd.text import one_line
+
+OTHER = "other"
+"""What the hub calls a licence that is none of the known ones; also a text that is not recognised."""
+FILES = ("LICENSE*", "LICENCE*", "COPYING*")
+_MOST = 1 << 16
+"""Characters of a file that are read."""
+_TITLES = {
+    "agpl-3.0": r"gnu affero general public license",
+    "lgpl-3.0": r"gnu lesser general public license",
+    "gpl-3.0": r"gnu general public license version 3",
+    "gpl-2.0": r"gnu general public license version 2",
+    "apache-2.0": r"apache license,? version 2\.0",
+    "mit": r"permission is hereby granted, free of charge, to any person obtaining a copy of this software and",
+    "bsd-2-clause": r"redistribution and use in source and binary forms",
+    "bsd-3-clause": r"redistribution and use in source and binary forms.*neither the name of",
+    "mpl-2.0": r"mozilla public license,? version 2\.0",
+    "cc0-1.0": r"cc0 1\.0 universal",
+    "cc-by-4.0": r"attribution 4\.0 international",
+    "cc-by-sa-4.0": r"attribution-sharealike 4\.0 international",
+    "cc-by-nd-4.0": r"attribution-noderivatives 4\.0 international",
+    "cc-by-nc-4.0": r"attribution-noncommercial 4\.0 international",
+    "cc-by-nc-sa-4.0": r"attribution-noncommercial-sharealike 4\.0 international",
+    "cc-by-nc-nd-4.0": r"attribution-noncommercial-noderivatives 4\.0 international",
+    "unlicense": r"this is free and unencumbered software",
+    "gemma": r"gemma terms of use",
+    "llama": r"llama [\d.]+ (version release date|community license)",
+}
+"""Name as the hub writes it -> words by which its text is known, spaces and case aside."""
+_PERMISSIVE = {
+    *("afl-3.0", "apache-2.0", "bsd", "bsd-2-clause", "bsd-3-clause", "bsl-1.0", "cc-by-2.0", "cc-by-3.0", "cc-by-4.0"),
+    *("cc0-1.0", "cdla-permissive-1.0", "cdla-permissive-2.0", "ecl-2.0", "isc", "mit", "mpl-2.0", "ms-pl", "ncsa"),
+    *("postgresql", "unlicense", "wtfpl", "zlib"),
+}
+_NON_COMMERCIAL = re.compile(r"(^|[-_ ])nc([-_ ]|$)|non-?commercial|research", re.IGNORECASE)
+_NO_DERIVATIVES = re.compile(r"(^|[-_ ])nd([-_ ]|$)", re.IGNORECASE)
+_SHARE_ALIKE = re.compile(r"(^|[-_ ])sa([-_ ]|$)|gpl|odbl|share-?alike", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Licence:
+    """A licence that a directory names."""
+
+    name: str
+    """The hub's spelling in small letters, such as `apache-2.0`."""
+    file: str
+    """The file that names it."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.file})"
+
+
+def licences_of(directory: Path) -> list[Licence]:
+    """The licences that a model's directory names, each once; two that differ are both of it. Raises: OSError."""
+    found: dict[str, Licence] = {}
+    for one in (*_of_header(directory / "README.md"), *_of_texts(directory)):
+        found.setdefault(one.name, one)
+    if len(found) > 1 and OTHER in found and found[OTHER].file != "README.md":
+        del found[OTHER]  # the text of a licence that the header names
+    return list(found.values())
+
+
+def concerns(found: Mapping[str, Sequence[Licence]]) -> list[str]:
+    """What to look at before a model made from these is passed on: a sentence each. `found`: who -> its licences."""
+    by_name: dict[str, list[str]] = {}
+    for who, licences in found.items():
+        for one in licences:
+            by_name.setdefault(one.name, []).append(who)
+    lines = [f"{', '.join(nobody)}: no licence was found" for nobody in [_without(found)] if nobody]
+    for name, owners in by_name.items():
+        who = ", ".join(owners)
+        if _NON_COMMERCIAL.search(name):
+            lines.append(f"{who}: {name} does not allow commercial use")
+        if _NO_DERIVATIVES.search(name):
+            lines.append(f"{who}: {name} does not allow derivatives, and a merged model may be one")
+        elif name not in _PERMISSIVE and not _NON_COMMERCIAL.search(name) and not _SHARE_ALIKE.search(name):
+            lines.append(f"{who}: {name} has terms of its own; read them")
+    alike = [name for name in by_name if _SHARE_ALIKE.search(name)]
+    if len(alike) > 1:
+        lines.append(
+            f"{', '.join(alike)}: each asks that what is made from it has its own terms; they contradict each other"
+        )
+    elif alike:
+        lines.append(f"{', '.join(by_name[alike[0]])}: {alike[0]} asks that what is made from it has the same terms")
+    return lines
+
+
+def common(found: Mapping[str, Sequence[Licence]]) -> str | None:
+    """The one licence that all of them have; None if they differ, if one has none, or if its terms have to be read."""
+    names = {one.name for licences in found.values() for one in licences}
+    one = next(iter(names)) if len(names) == 1 and not _without(found) else OTHER
+    return None if one == OTHER else one
+
+
+def _without(found: Mapping[str, Sequence[Licence]]) -> list[str]:
+    return [who for who, licences in found.items() if not licences]
+
+
+def _of_header(readme: Path) -> Iterator[Licence]:
+    """The key `license` of the header between two lines `---`. A header that cannot be read counts as `other`."""
+    lines = _start(readme).splitlines() if readme.is_file() else []
+    if not lines or lines[0].strip() != "---" or "---" not in lines[1:]:
+        return
+    try:
+        header = parse_yaml("\n".join(lines[1 : lines.index("---", 1)]))
+    except (ValueError, yaml.YAMLError):
+        header = {"license": OTHER}
+    given = header.get("license") if isinstance(header, dict) else None
+    named = header.get("license_name") if isinstance(header, dict) else None
+    for name in given if isinstance(given, list) else [given]:
+        text = named if str(name).lower() == OTHER and isinstance(named, str) else name
+        if isinstance(text, str) and text.strip():
+            yield Licence(one_line(text.lower(), 60), readme.name)
+
+
+def _of_texts(directory: Path) -> Iterator[Licence]:
+    files: Iterable[Path] = sorted({file for pattern in FILES for file in directory.glob(pattern) if file.is_file()})
+    for file in files:
+        text = " ".join(_start(file).lower().split())
+        hits = [(hit.start(), -hit.end(), name) for name, title in _TITLES.items() if (hit := re.search(title, text))]
+        # The first title is the licence's own; others are only mentioned further down.
+        yield Licence(min(hits)[2] if hits else OTHER, file.name)
+
+
+def _start(file: Path) -> str:
+    with file.open(encoding="utf-8", errors="replace") as text:
+        return text.read(_MOST)

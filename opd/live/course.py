@@ -1,0 +1,118 @@
+"""The course of a merge in few numbers: what a view needs of all records so far, without keeping them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from opd.step_record import DomainRecord, StepRecord, of_domain, token_mean
+
+WINDOW = 20
+"""Steps that a mean is taken over: a single step of one domain is noisy."""
+EVALUATE = "evaluate"
+"""The phase of an exam during the merge, which few steps have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exam:
+    """Accuracies by domain, 0..1, after a step."""
+
+    step: int
+    accuracy: Mapping[str, float]
+
+
+class Course:
+    """Takes records one by one, in order."""
+
+    def __init__(self, steps: int, domains: Iterable[str] = (), records: Iterable[StepRecord] = ()) -> None:
+        """`steps` is how many the merge has in all; `domains` come in this order, and any others behind them."""
+        self.steps = steps
+        self.before: Mapping[str, float] = {}
+        """Accuracy of the student as it started, by domain."""
+        self.expert: Mapping[str, float] = {}
+        """Accuracy of each domain's expert."""
+        self.exam: Exam | None = None
+        """The newest exam after a step."""
+        self.checkpoint: int | None = None
+        """The newest checkpoint that is known of."""
+        self.recent: deque[StepRecord] = deque(maxlen=WINDOW)
+        self.losses: list[float] = []
+        """Loss of every step."""
+        self.seconds = 0.0
+        """Seconds of all steps."""
+        self._domains = dict.fromkeys(domains)
+        self._first: list[StepRecord] = []
+        self._exam_s = 0.0
+        for record in records:
+            self.add(record)
+
+    def add(self, record: StepRecord) -> None:
+        """Take the record of the next step."""
+        self.recent.append(record)
+        if len(self._first) < WINDOW:
+            self._first.append(record)
+        self.losses.append(record.loss)
+        self.seconds += record.seconds
+        self._exam_s += record.phase_s.get(EVALUATE, 0.0)
+        self._domains |= dict.fromkeys(record.domains)
+        if record.accuracy:
+            self.exam = Exam(step=record.step, accuracy=record.accuracy)
+        if record.checkpoint:
+            self.checkpoint = record.checkpoint.step
+
+    @property
+    def done(self) -> int:
+        """Steps that are done."""
+        return self.recent[-1].step if self.recent else 0
+
+    @property
+    def domains(self) -> list[str]:
+        return list(self._domains)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the steps which are left will take, exams among them; None before the first step."""
+        if not self.recent:
+            return None
+        exams = self._exam_s / len(self.losses)
+        return (self.steps - self.done) * (exams + fmean(_without_exam(record) for record in self.recent))
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Response tokens a second over the last steps, exams left out."""
+        seconds = sum(_without_exam(record) for record in self.recent)
+        return sum(record.response_tokens for record in self.recent) / seconds if seconds else None
+
+    def mean(self, domain: str, key: str) -> float | None:
+        """Mean of a domain's number over the last steps, a token."""
+        return _mean(list(self.recent), domain, key)
+
+    def first_mean(self, domain: str, key: str) -> float | None:
+        """The same over the first steps."""
+        return _mean(self._first, domain, key)
+
+    def reward(self, domain: str) -> float | None:
+        """Mean reward of a domain in the last step that has one."""
+        for record in reversed(self.recent):
+            found = rewards(record)
+            if domain in found:
+                return found[domain]
+        return None
+
+
+def _mean(records: Sequence[StepRecord], domain: str, key: str) -> float | None:
+    stats: list[DomainRecord] = of_domain(records, domain)
+    return token_mean(stats, key)
+
+
+def _without_exam(record: StepRecord) -> float:
+    return record.seconds - record.phase_s.get(EVALUATE, 0.0)
+
+
+def rewards(record: StepRecord) -> dict[str, float]:
+    """The mean reward of each domain that has one."""
+    if record.reward is not None:
+        return {name: found.reward for name, found in record.reward.domains.items() if found.episodes}
+    return {name: found.reward for name, found in record.episodes.items() if found.reward is not None}

@@ -1,0 +1,246 @@
+"""What `opd merge` shows while it goes on: a screen on a terminal, a line a step elsewhere, JSON for scripts, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.text import Text
+
+from opd.live.course import Course, rewards
+from opd.live.interfaces import Display
+from opd.live.memory import Memory
+from opd.live.render import Size, rendered
+from opd.live.shapes import span
+from opd.live.view import View, view_of
+from opd.step_record import StepRecord
+from opd.text import printable
+
+ON_SCREEN = {0: 2, 40: 8}
+"""Lines of a terminal -> sentences that stay on the screen from there on; older ones scroll away above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a display knows of a merge that begins or goes on."""
+
+    name: str
+    root: Path
+    steps: int
+    domains: tuple[str, ...] = ()
+    records: Sequence[StepRecord] = ()
+    """Those of the steps that are done."""
+
+
+Displays = Callable[[Beginning], AbstractContextManager[Display]]
+"""Makes the display of a merge."""
+
+
+class Lines:
+    """A line for every sentence and every step."""
+
+    def __init__(self, console: Console, begun: Beginning) -> None:
+        self._console = console
+        self._course = Course(begun.steps, begun.domains, begun.records)
+
+    def say(self, line: str) -> None:
+        self._console.print(escape(printable(line)), highlight=False, soft_wrap=True)
+
+    def doing(self, what: str) -> None: ...
+
+    def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None: ...
+
+    def step(self, record: StepRecord) -> None:
+        self._course.add(record)
+        self.say(f"step {record.step}/{self._course.steps}  " + "  ".join((*step_facts(record), *self._left())))
+
+    def _left(self) -> tuple[str, ...]:
+        left = self._course.left_s
+        return (f"about {span(left)} left",) if left else ()
+
+
+class Silence:
+    """Nothing: errors and the result are not the display's."""
+
+    def say(self, line: str) -> None: ...
+
+    def doing(self, what: str) -> None: ...
+
+    def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+
+class JsonLines:
+    """Every step as a line of JSON on standard output; sentences go to the display beside it."""
+
+    def __init__(self, beside: Display, steps: int) -> None:
+        self.say, self.doing, self.exams = beside.say, beside.doing, beside.exams
+        self._steps = steps
+
+    def step(self, record: StepRecord) -> None:
+        print_json({"event": "step", "steps": self._steps} | record.to_json())
+
+
+def print_json(data: Mapping[str, object]) -> None:
+    """Write a line of JSON to standard output at once."""
+    print(json.dumps(data), flush=True)
+
+
+class Screen:
+    """One screen, drawn again every second. Sentences that leave it stay above it, whole, where a terminal scrolls back to.
+
+    A thread draws. It reads attributes that are replaced and never changed, so it sees each of them whole.
+    """
+
+    def __init__(self, console: Console, begun: Beginning) -> None:
+        self._console = console
+        self._course = Course(begun.steps, begun.domains, begun.records)
+        self._begun = begun
+        self._memory = Memory(os.getpid())
+        self._notes: tuple[str, ...] = ()
+        self._doing = ("", time.monotonic())
+        self._began = self._stepped = time.monotonic()
+        self._view = view_of(self._course)
+        self._kept = max(kept for lines, kept in ON_SCREEN.items() if console.height >= lines)
+
+    def __enter__(self) -> Screen:
+        drawing = {"get_renderable": self._drawn, "refresh_per_second": 1, "transient": True}
+        self._live = Live(console=self._console, **drawing)  # type: ignore[arg-type]
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+        self._scroll(0)
+        if self._course.recent:
+            last = self._course.recent[-1]
+            self._above(f"step {last.step}/{self._course.steps}  " + "  ".join(step_facts(last)))
+
+    def say(self, line: str) -> None:
+        """Nothing is written here: a signal's handler says things too, in the middle of whatever the program writes."""
+        self._notes = (*self._notes, line)
+
+    def doing(self, what: str) -> None:
+        self._doing = (what, time.monotonic())
+        self._scroll(self._kept)
+
+    def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None:
+        self._course.before, self._course.expert = before, expert
+        self._view = view_of(self._course)
+
+    def step(self, record: StepRecord) -> None:
+        self._course.add(record)
+        self._stepped = time.monotonic()
+        self._view = view_of(self._course)
+        self._scroll(self._kept)
+
+    def _scroll(self, kept: int) -> None:
+        """Move all sentences but the last few above the screen."""
+        gone = self._notes[: len(self._notes) - kept] if len(self._notes) > kept else ()
+        self._notes = self._notes[len(gone) :]
+        for line in gone:
+            self._above(line)
+
+    def _above(self, line: str) -> None:
+        self._console.print(escape(printable(line)), highlight=False, soft_wrap=True)
+
+    def _drawn(self) -> Text:
+        """The screen at this moment."""
+        (what, since), now, left = self._doing, time.monotonic(), self._view.left_s
+        view = replace(
+            self._view,
+            name=self._begun.name,
+            root=str(self._begun.root),
+            doing=what,
+            doing_s=now - since,
+            elapsed_s=now - self._began,
+            left_s=None if left is None else max(0.0, left - (now - self._stepped)),
+            memory=self._memory.now(),
+            notes=self._notes[-self._kept :],
+        )
+        return drawn(view, self._console)
+
+
+def drawn(view: View, console: Console, height: int | None = None) -> Text:
+    """The view for this console: a line less than it is high, which leaves the last one to the cursor."""
+    room = Size(width=console.width, height=height or console.height - 1, unicode=not console.options.ascii_only)
+    return Text("\n", no_wrap=True, overflow="crop", end="").join(rendered(view, room))
+
+
+def step_facts(record: StepRecord) -> list[str]:
+    """What a line says of a step."""
+    speed = record.response_tokens / record.seconds if record.seconds else 0.0
+    parts = [f"loss {record.loss:.4f}", f"{speed:.0f} tok/s", f"gap {record.probe_gap:.1e}"]
+    if record.accuracy:
+        parts.append(f"accuracy {fmean(record.accuracy.values()):.3f}")
+    found = rewards(record)
+    if found:
+        parts.append(f"reward {fmean(found.values()):.3f}")
+    if record.quarantined:
+        parts.append(f"quarantined {sum(record.quarantined.values())}")
+    return parts
+
+
+@contextmanager
+def display(begun: Beginning) -> Iterator[Display]:
+    """A screen if standard error is a terminal, else lines on it: standard output holds only results."""
+    console = Console(stderr=True)
+    if not sys.stderr.isatty() or console.is_dumb_terminal:
+        yield Lines(console, begun)
+        return
+    with Screen(console, begun) as screen:
+        yield screen
+
+
+@contextmanager
+def silence(begun: Beginning) -> Iterator[Display]:
+    """Nothing."""
+    yield Silence()
+
+
+@contextmanager
+def json_lines(begun: Beginning) -> Iterator[Display]:
+    """JSON for the steps, and lines on standard error for the rest."""
+    yield JsonLines(Lines(Console(stderr=True), begun), begun.steps)
+
+
+@contextmanager
+def only_json(begun: Beginning) -> Iterator[Display]:
+    """JSON for the steps, and nothing else."""
+    yield JsonLines(Silence(), begun.steps)
+
+
+CHOICES: Mapping[tuple[bool, bool], Displays] = {
+    (False, False): display,
+    (True, False): silence,
+    (False, True): json_lines,
+    (True, True): only_json,
+}
+"""(`--quiet`, `--json`) -> how a merge is shown."""
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Within, a terminal says what it waits for and for how long. The line goes away; elsewhere nothing is said."""
+    console = Console(stderr=True)
+    if not sys.stderr.isatty() or console.is_dumb_terminal:
+        yield
+        return
+    began = time.monotonic()
+
+    def line() -> Text:
+        return Text(f"{printable(what)}, {span(time.monotonic() - began)}", no_wrap=True, overflow="ellipsis")
+
+    with Live(console=console, get_renderable=line, refresh_per_second=1, transient=True):
+        yield

@@ -1,0 +1,28 @@
+"""What a merge needs of whoever shows it to a person."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from opd.step_record import StepRecord
+
+
+class Display(Protocol):
+    """What a person sees while a run goes on."""
+
+    def say(self, line: str) -> None:
+        """A sentence for the user. A signal's handler calls this too, in the middle of whatever goes on."""
+        ...
+
+    def doing(self, what: str) -> None:
+        """The run does this now, until it says something else: a phase of a step by its name, or a few words."""
+        ...
+
+    def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None:
+        """Accuracy by domain of the student as it started, and of the experts."""
+        ...
+
+    def step(self, record: StepRecord) -> None:
+        """A step is done."""
+        ...

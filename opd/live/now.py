@@ -1,0 +1,59 @@
+"""What a merge does at this moment, and the file by which others learn it: `RUN_DIR/.live.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+FINISHED, STOPPED, PAUSED, FAILED = "finished", "stopped", "paused", "failed"
+ENDS = (FINISHED, STOPPED, PAUSED, FAILED)
+"""How a merge can end, in its own words. One that was killed says nothing."""
+NOTES = 20
+"""Sentences that are kept, the last ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """What one `opd merge` does, and what it said last."""
+
+    pid: int = 0
+    host: str = ""
+    began: str = ""
+    """When it began, as ISO 8601 has it."""
+    doing: str = ""
+    """Such as `rollout`; empty where nothing is known."""
+    notes: tuple[str, ...] = ()
+    ended: str = ""
+    """One of `ENDS`; empty while the merge is at work, and for good if it was killed."""
+    why: str = ""
+    """What it said when it ended early."""
+
+    def said(self, line: str) -> Now:
+        """The same moment with one sentence more."""
+        return replace(self, notes=(*self.notes, line)[-NOTES:])
+
+    def write(self, path: Path, scratch: Path) -> None:
+        """Put the file in its place, whole. It need not survive a power cut, so nothing is flushed. Raises: OSError."""
+        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        scratch.replace(path)
+
+
+def read_now(path: Path) -> Now | None:
+    """What `Now.write` wrote; None where there is no such file, or another release wrote it in another form."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return _parsed(data)
+
+
+def _parsed(data: Any) -> Now | None:
+    if not isinstance(data, dict) or not isinstance(data.get("notes"), list):
+        return None
+    texts = {key: data.get(key) for key in ("host", "began", "doing", "ended", "why")}
+    pid = data.get("pid")
+    if not isinstance(pid, int) or not all(isinstance(text, str) for text in (*texts.values(), *data["notes"])):
+        return None
+    return Now(pid=pid, notes=tuple(data["notes"]), **texts)  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""A view as lines of text that fill a screen: a pure function of the view and the size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from opd.live.now import FAILED, FINISHED
+from opd.live.shapes import BAD, LOOK, PLAIN, STRONG, bar, curve, cut, cut_end, joined, size, span
+from opd.live.table import domain_table
+from opd.live.view import KILLED, RUNNING, View
+
+STATE_STYLES = {RUNNING: STRONG, FINISHED: STRONG, FAILED: f"{STRONG} {BAD}", KILLED: f"{STRONG} {BAD}"}
+"""Any other state is one to look at. Green is for bars alone: as text it is pale on a light ground."""
+MOST_NOTES = 8
+MOST_WHY = 6
+"""Lines of the reason why a merge ended early."""
+GAP = 2
+"""Cells between the title and the run directory."""
+NAMES = {
+    "rollout": "the student writes",
+    "score": "the teachers score",
+    "credit": "rewards become advantages",
+    "train": "the trainer trains",
+    "sync": "new weights go to the engines",
+    "evaluate": "an exam",
+    "checkpoint": "a checkpoint is written",
+}
+"""Phase of a step -> what happens in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """The room for a view."""
+
+    width: int
+    height: int
+    unicode: bool = True
+    """Whether the terminal shows more than ASCII."""
+
+
+def rendered(view: View, room: Size) -> list[Text]:
+    """Lines that are at most as wide and at most as many as there is room for; nothing wraps.
+
+    What matters least gives way first: empty lines, the curve, old notes, domains with a small loss.
+    """
+    head, facts = _head(view, room.width), _facts(view, room.width)
+    left = room.height - len(head) - len(facts)
+    notes = _notes(view.notes, room.width)
+    table = domain_table(view, room.width, left - min(2, len(notes)))
+    left -= len(table)
+    blanks = 3
+    kept = max(min(2, left), left - blanks, 0)
+    notes = notes[-kept:] if kept else []
+    left -= len(notes)
+    blocks = [head, table, facts, notes]
+    if (course := _course(view, room.width)) and left > len(course) + len(blocks):
+        blocks.insert(2, course)
+        left -= len(course)
+    lines = list(blocks[0])
+    for block in blocks[1:]:
+        if block and left > 0:
+            lines.append(Text())
+            left -= 1
+        lines += block
+    return [_plain(line, room) for line in lines[: max(0, room.height)]]
+
+
+def _plain(line: Text, room: Size) -> Text:
+    """The line in characters that the terminal has, and never too wide, whatever the width."""
+    if not room.unicode:
+        line.plain = line.plain.translate(PLAIN)
+    line.truncate(room.width)
+    line.no_wrap = True
+    return line
+
+
+def _head(view: View, width: int) -> list[Text]:
+    """The name and the state, the progress, and what goes on."""
+    title = Text(cut(view.name, max(8, width // 2)), STRONG)
+    title.append("  " + view.state, STATE_STYLES.get(view.state, f"{STRONG} {LOOK}"))
+    left = width - title.cell_len - GAP
+    if view.root and left >= 8:
+        root = cut(view.root, left)
+        title.append(" " * (GAP + left - cell_len(root)) + root)
+    steps = f"  step {view.done} of {view.steps}"
+    progress = bar(view.done / view.steps if view.steps else 0.0, max(0, width - len(steps)))
+    progress.append(steps, STRONG)
+    return [title, progress, Text(joined(_goes_on(view), width))]
+
+
+def _goes_on(view: View) -> list[str]:
+    """What it does, since when, and how long that will be."""
+    parts = []
+    if view.state == RUNNING:
+        what = NAMES.get(view.doing, view.doing) or "at work"
+        parts.append(what if view.doing_s is None else f"{what}, {span(view.doing_s)}")
+    if view.elapsed_s is not None:
+        parts.append(f"{span(view.elapsed_s)} so far" if view.state == RUNNING else f"{span(view.elapsed_s)} in all")
+    if view.state == RUNNING and view.left_s is not None:
+        parts.append(f"about {span(view.left_s)} left")
+    return parts
+
+
+def _facts(view: View, width: int) -> list[Text]:
+    """The last step, speed, memory and checkpoint, and what to do next."""
+    found = []
+    if view.phases:
+        total = sum(seconds for _, seconds in view.phases)
+        digits = 1 if total >= 1 else 3
+        parts = [f"{name} {seconds:.{digits}f}" for name, seconds in view.phases if seconds >= 0.5 / 10**digits]
+        before = f"step {view.done} took {total:.{digits}f} s: "
+        found.append(Text(before + joined(parts, width - len(before), ", ")))
+    speed = []
+    if view.tokens_per_s is not None:
+        speed.append(f"{view.tokens_per_s:,.0f} tokens/s")
+    if view.gap is not None:
+        speed.append(f"gap {view.gap:.1e}")
+    if view.memory:
+        each = ", ".join(f"{who} {size(nbytes)}" for who, nbytes in view.memory)
+        speed.append(f"memory {each}")
+    if speed:
+        found.append(Text(joined(speed, width)))
+    kept = []
+    if view.checkpoint is not None:
+        kept.append(f"checkpoint of step {view.checkpoint}")
+    if view.exam_step is not None:
+        kept.append(f"now: the exam after step {view.exam_step}")
+    if view.quarantined:
+        kept.append(f"quarantined: {view.quarantined}")
+    if kept:
+        found.append(Text(joined(kept, width)))
+    found += [Text(cut_end(line, width)) for line in view.why.splitlines()[:MOST_WHY]]
+    return found + [Text(cut_end(hint, width), STRONG) for hint in view.hints]
+
+
+def _course(view: View, width: int) -> list[Text]:
+    """The loss from the first step to the last, on a logarithmic scale where it has one."""
+    if len(view.losses) < 2:
+        return []
+    values = [log(loss) for loss in view.losses] if min(view.losses) > 0 else view.losses
+    first, last = f"loss {view.losses[0]:.4f} ", f" {view.losses[-1]:.4f}"
+    return [Text(first + curve(values, width - len(first) - len(last)) + last)]
+
+
+def _notes(notes: Sequence[str], width: int) -> list[Text]:
+    """The last notes, the newest at the end; warnings stand out."""
+    return [
+        Text(cut_end(note, width), LOOK if note.startswith("warning") else "")
+        for note in notes[max(0, len(notes) - MOST_NOTES) :]
+    ]
+
+
+def one_line_of(view: View) -> str:
+    """The view in one line, for where there is no screen."""
+    parts = [f"{view.state}: step {view.done}/{view.steps}"]
+    if view.loss is not None:
+        parts.append(f"loss {view.loss:.4f}")
+    if view.tokens_per_s is not None:
+        parts.append(f"{view.tokens_per_s:.0f} tok/s")
+    return "  ".join((*parts, *_goes_on(view)))

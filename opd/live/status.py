@@ -1,0 +1,182 @@
+"""The state of a run directory, from its files alone: of a merge that goes on, ended, or was killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from opd.checkpoints import steps_of
+from opd.errors import RunDirError
+from opd.live.course import Course, Exam
+from opd.live.memory import memory_of
+from opd.live.now import FINISHED, PAUSED, STOPPED, Now, read_now
+from opd.live.view import KILLED, RUNNING, View, view_of
+from opd.progress import notes_of
+from opd.report.run import RunFiles, read_run
+from opd.run_dir import RunPaths
+
+DEEPEST = 3
+"""Directories between the one that is asked for and a run directory in it, at most."""
+
+
+def status_of(root: Path) -> View:
+    """What there is to see of a run directory. Raises: RunDirError if it is none, or if one of its files is damaged."""
+    run, paths = read_run(root), _under_way(RunPaths(root))
+    course, now = _course(run), read_now(paths.live)
+    state = _state(run, now)
+    checkpoints = steps_of(paths.checkpoints)
+    seen = replace(
+        view_of(course),
+        name=str(run.pipeline.get("name", root.name)),
+        root=str(root),
+        state=state,
+        elapsed_s=run.stored["wall_s"] if run.stored and state == FINISHED else course.seconds,
+        checkpoint=checkpoints[-1] if checkpoints else None,
+        notes=now.notes if now else tuple(line for record in course.recent for line in notes_of(record)),
+    )
+    if state == RUNNING and now:
+        seen = replace(
+            seen,
+            doing=now.doing,
+            doing_s=_seconds_since(paths.live.stat().st_mtime),
+            elapsed_s=_seconds_since(datetime.fromisoformat(now.began).timestamp()),
+            memory=memory_of(now.pid) if now.host == socket.gethostname() else (),
+        )
+    return replace(seen, why=_why(seen, now), hints=_hints(seen, now))
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process holds the lock of a run directory. The system frees it when that process ends, however it ends."""
+    try:
+        file = os.open(lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def _under_way(paths: RunPaths) -> RunPaths:
+    """The run directory in which a merge works or worked last: of a merge in rounds the newest round's."""
+    number = 1
+    while paths.round(number).root.exists():
+        number += 1
+    return paths if number == 1 else paths.round(number - 1)
+
+
+def _course(run: RunFiles) -> Course:
+    course = Course(run.planned_steps or len(run.records), run.pipeline.get("domains", {}), run.records)
+    course.before = run.before.accuracy if run.before else {}
+    course.expert = run.expert.accuracy if run.expert else {}
+    if run.during:
+        step = max(run.during)
+        course.exam = Exam(step=step, accuracy=run.during[step].accuracy)
+    if run.after:
+        course.exam = Exam(step=course.done, accuracy=run.after.accuracy)
+    return course
+
+
+def _state(run: RunFiles, now: Now | None) -> str:
+    if is_held(RunPaths(run.root).lock):
+        return RUNNING
+    if run.finished:
+        return FINISHED
+    if now is None or now.ended == FINISHED:  # an older release left no word, or the merge was made longer since
+        return STOPPED
+    return now.ended or KILLED
+
+
+def _why(seen: View, now: Now | None) -> str:
+    """Why a merge is neither at work nor finished."""
+    if seen.state in (RUNNING, FINISHED) or now is None:
+        return ""
+    if seen.state == KILLED:
+        return f"it ended without a word, while: {now.doing or 'it began'}"
+    return now.why
+
+
+def _hints(seen: View, now: Now | None) -> tuple[str, ...]:
+    """What to do next."""
+    root = shlex.quote(seen.root)
+    if seen.state == FINISHED:
+        return (f"next: opd report {root}", f"model: {RunPaths(Path(seen.root)).model}")
+    if seen.state == RUNNING:
+        who = f"process {now.pid} on {now.host}; " if now else ""
+        return (f"{who}Ctrl-C or SIGTERM ends it after its step, with a checkpoint",)
+    goes_on = "from its start" if seen.checkpoint is None else f"after step {seen.checkpoint}"
+    look = (f"look first: {RunPaths(Path(seen.root)).page}",) if seen.state == PAUSED else ()
+    return (*look, f"next: opd merge --resume {root}   (goes on {goes_on})")
+
+
+def _seconds_since(moment: float) -> float:
+    return max(0.0, datetime.now(UTC).timestamp() - moment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """One run among others."""
+
+    root: Path
+    state: str
+    """The state that `View` has, or what is damaged."""
+    done: int = 0
+    steps: int = 0
+    headroom: float | None = None
+    """Mean over domains, of the newest exam."""
+    written: datetime
+    """When its last file was written."""
+    size: int
+    """Bytes on the disk."""
+
+
+def runs_in(directory: Path) -> Iterator[RunRow]:
+    """All runs in a directory, by their paths; a damaged one is there too. Runs inside of a run are not listed."""
+    for root in _roots(directory, DEEPEST):
+        written, size = _on_disk(root)
+        try:
+            seen = status_of(root)
+        except RunDirError as error:
+            yield RunRow(root=root, state=f"damaged: {str(error).splitlines()[0]}", written=written, size=size)
+            continue
+        yield RunRow(
+            root=root,
+            state=seen.state,
+            done=seen.done,
+            steps=seen.steps,
+            headroom=seen.mean_headroom,
+            written=written,
+            size=size,
+        )
+
+
+def _roots(directory: Path, depth: int) -> Iterator[Path]:
+    if RunPaths(directory).is_run:
+        yield directory
+    elif depth:
+        for path in sorted(directory.iterdir()):
+            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+                yield from _roots(path, depth - 1)
+
+
+def _on_disk(root: Path) -> tuple[datetime, int]:
+    """When something was last written below a directory, and the bytes that its files take; hard links count once."""
+    newest, sizes = 0.0, {}
+    for directory, _, names in os.walk(root):
+        for name in names:
+            try:
+                facts = Path(directory, name).lstat()
+            except FileNotFoundError:
+                continue  # the run goes on and has just deleted it
+            newest = max(newest, facts.st_mtime)
+            sizes[facts.st_dev, facts.st_ino] = facts.st_blocks * 512
+    return datetime.fromtimestamp(newest).astimezone(), sum(sizes.values())

@@ -1,0 +1,168 @@
+"""Talk to a model, by plain transformers: one reader does not need an engine for many, and this one is there in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opd.errors import ConfigError, PromptError
+from opd.imports import TRANSFORMERS, import_lightly
+from opd.model_weights import load_causal_lm
+from opd.prompts import encode_prompt
+from pipelines.after.models import Found
+from pipelines.inputs.read import load_tokenizer
+
+NEW = "/new"
+"""The line that begins another dialogue."""
+Show = Callable[[str], None]
+"""Gets the pieces of an answer as they come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How the model answers."""
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    """0: the likeliest token each time."""
+    seed: int = 0
+    system: str | None = None
+    """First message of every dialogue."""
+    plain: bool = False
+    """Whether a line is continued as it is, though the model has a chat template."""
+
+
+class Chat:
+    """A dialogue with a model that has a chat template; without one, each line is continued by itself."""
+
+    def __init__(self, found: Found, options: ChatOptions) -> None:
+        """Load the model. Raises: ConfigError for a system message without a chat template, before any weight is read."""
+        import_lightly(TRANSFORMERS)
+        self._tokenizer = load_tokenizer(found.path)
+        self.templated = bool(self._tokenizer.chat_template) and not options.plain
+        if options.system and not self.templated:
+            raise ConfigError.at(
+                "--system",
+                found="a model that continues plain text"
+                + (" (--plain)" if options.plain else ", without a chat template"),
+                wanted="a chat template, which has a place for it",
+                fix="leave it out, or write the text at the beginning of your lines",
+            )
+        self._options, self._context = options, found.info.context
+        self._model = _load(found, options)
+        self._turns: list[dict[str, str]] = []
+
+    def forget(self) -> None:
+        """Begin another dialogue."""
+        self._turns = []
+
+    def answer(self, line: str, show: Show) -> str:
+        """What the model says to a line. Ctrl-C ends the answer where it is, and raises KeyboardInterrupt.
+
+        Raises: PromptError if the line does not fit into the context, or the chat template refuses the dialogue.
+        """
+        ids = self._ids(line)
+        said: list[str] = []
+
+        def piece(text: str) -> None:
+            said.append(text)
+            show(text)
+
+        try:
+            self._generate(ids, piece)
+        finally:
+            if self.templated:
+                self._turns += [_turn("user", line), _turn("assistant", "".join(said))]
+        return "".join(said)
+
+    def _ids(self, line: str) -> tuple[int, ...]:
+        """Token ids of the dialogue with the new line; its oldest turns are forgotten until there is room for an answer."""
+        turns = list(self._turns)
+        while True:
+            ids = self._encoded(turns, line)
+            room = None if self._context is None else self._context - len(ids)
+            # Alone, a line may leave room for a shorter answer than was asked for.
+            if room is None or room >= self._options.max_new_tokens or (room > 0 and not turns):
+                self._turns = turns
+                return ids
+            if not turns:
+                raise PromptError.at(
+                    "this line",
+                    found=f"{len(ids)} tokens",
+                    wanted=f"fewer than {self._context}, the model's context",
+                    fix="shorten it",
+                )
+            del turns[:2]
+
+    def _encoded(self, turns: Sequence[Mapping[str, str]], line: str) -> tuple[int, ...]:
+        from jinja2 import TemplateError
+
+        if not self.templated:
+            return encode_prompt(self._tokenizer, line)
+        system = [_turn("system", self._options.system)] if self._options.system else []
+        try:
+            return encode_prompt(self._tokenizer, [*system, *map(dict, turns), _turn("user", line)])
+        except (TemplateError, ValueError, TypeError) as error:
+            raise PromptError.at(
+                "chat template",
+                found=f"{error}",
+                wanted="a template that takes this dialogue",
+                fix="leave --system out, or give --plain to do without the template",
+            ) from None
+
+    def _generate(self, ids: tuple[int, ...], piece: Show) -> None:
+        import torch
+        from transformers import TextStreamer
+
+        class Pieces(TextStreamer):
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                piece(text)
+
+        ids_B_T = torch.tensor([ids], device=self._model.device)
+        room = self._options.max_new_tokens if self._context is None else self._context - len(ids)
+        self._model.generate(
+            ids_B_T,
+            attention_mask=torch.ones_like(ids_B_T),
+            max_new_tokens=min(room, self._options.max_new_tokens),
+            streamer=Pieces(self._tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _load(found: Found, options: ChatOptions) -> Any:
+    """The model on the GPU if there is one, told how to choose tokens."""
+    import torch
+    from transformers import GenerationConfig
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    slow = device == "cpu" and found.info.dtype == "float16"  # a CPU computes in float16 far slower than in float32
+    model = load_causal_lm(found.path, torch.float32 if slow else getattr(torch, found.info.dtype)).to(device).eval()
+    ends, chance = list(found.info.eos_token_ids), {"temperature": options.temperature} if options.temperature else {}
+    pad = found.info.pad_token_id if found.info.pad_token_id is not None else next(iter(ends), None)
+    model.generation_config = GenerationConfig(
+        do_sample=bool(chance), eos_token_id=ends or None, pad_token_id=pad, **chance
+    )
+    torch.manual_seed(options.seed)
+    return model
+
+
+def talk(chat: Chat, lines: Iterable[str], show: Show, tell: Callable[[str], None], *, patient: bool) -> None:
+    """Answer every line. With `patient`, as at a terminal, an error or Ctrl-C ends an answer and not the talk."""
+    for line in lines:
+        if line.strip() == NEW:
+            chat.forget()
+        elif line.strip():
+            try:
+                chat.answer(line, show)
+            except PromptError as error:
+                if not patient:
+                    raise
+                tell(f"error: {error}")
+            except KeyboardInterrupt:
+                if not patient:
+                    raise
+            show("\n")

@@ -1,0 +1,156 @@
+"""Write a model to a directory of its own: another dtype, shards of another size, GGUF.
+
+The weights pass through memory a file of the copy at a time, so a model may be larger than the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experts.bound_files import TOKENIZER_FILES
+from experts.licences import FILES as LICENCE_FILES
+from experts.safetensors_header import Tensor, read_header
+from experts.weight_files import INDEX, SINGLE, weight_shards
+from opd.errors import RunDirError
+from opd.files import atomic_write_text, replace_dir, storing
+from opd.imports import TRANSFORMERS, import_lightly
+from pipelines.after.gguf import find_converter, write_gguf
+from pipelines.after.models import Found
+
+if TYPE_CHECKING:
+    import torch
+
+BESIDE = (*TOKENIZER_FILES, "README.md", *LICENCE_FILES)
+"""Files that go along unchanged."""
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FLOATS = {"F64", "F32", "BF16", "F16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """How the copy differs from the model."""
+
+    dtype: str | None = None
+    """float32, bfloat16 or float16; None keeps each tensor's own."""
+    max_shard_bytes: int = 5 * 10**9
+    gguf: bool = False
+    """Whether a GGUF file is written beside the safetensors."""
+
+
+def export(model: Found, output: Path, options: ExportOptions) -> list[Path]:
+    """Write the copy to `output`, which must not exist. Returns its files. Raises: OpdError before anything is written; RunError
+    if the converter fails, and then nothing is left."""
+    if output.exists():
+        raise RunDirError.at(
+            output, found="something that exists", wanted="a new directory", fix="remove it, or give another --output"
+        )
+    converter = find_converter() if options.gguf else None
+    temporary = output.with_name(f".tmp-{output.name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was interrupted
+    try:
+        with storing(output):
+            temporary.mkdir(parents=True)
+            _write_weights(model.path, temporary, options)
+            _write_config(model.path, temporary, options.dtype)
+            for pattern in BESIDE:
+                for file in model.path.glob(pattern):
+                    shutil.copy(file, temporary / file.name)
+            if converter is not None:
+                dtype = options.dtype or model.info.dtype
+                write_gguf(converter, temporary, temporary / f"{model.name}-{dtype}.gguf", dtype, model.name)
+            replace_dir(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sorted(output.iterdir())
+
+
+class _Cast:
+    """Turns tensors into the wanted dtype, but for those that the architecture wants in float32, such as the bias of a router."""
+
+    def __init__(self, source: Path, dtype: str | None) -> None:
+        self._dtype = dtype
+        self._kept = _kept_in_float32(source, dtype) if dtype else None
+
+    def size(self, name: str, tensor: Tensor) -> int:
+        """Bytes of the copy."""
+        return tensor.numel * _BYTES[self._dtype] if self._dtype and self._changes(name, tensor) else _stored(tensor)
+
+    def __call__(self, name: str, tensor: Tensor, value: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return value.to(getattr(torch, self._dtype)) if self._dtype and self._changes(name, tensor) else value
+
+    def _changes(self, name: str, tensor: Tensor) -> bool:
+        return tensor.dtype in _FLOATS and not (self._kept and self._kept.search(name))
+
+
+def _kept_in_float32(source: Path, dtype: str) -> re.Pattern[str] | None:
+    """Names of the tensors that transformers keeps in float32 whatever dtype it is asked for; None if there are none."""
+    import_lightly(TRANSFORMERS)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = AutoModelForCausalLM._model_mapping.get(
+        type(AutoConfig.from_pretrained(source, trust_remote_code=False)), None
+    )
+    names = set(made._keep_in_fp32_modules_strict or ()) if made else set()
+    if made and dtype == "float16":
+        names |= set(made._keep_in_fp32_modules or ())
+    return re.compile("|".join(rf"(^|\.){name}($|\.)" for name in sorted(names))) if names else None
+
+
+def _stored(tensor: Tensor) -> int:
+    first, end = tensor.data_offsets
+    return end - first
+
+
+def _write_weights(source: Path, target: Path, options: ExportOptions) -> None:
+    """Write every tensor, and the index where there are several files."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    cast, headers = _Cast(source, options.dtype), {shard: read_header(shard) for shard in weight_shards(source)}
+    places = {name: (shard, tensor) for shard, header in headers.items() for name, tensor in header.items()}
+    sizes = {name: cast.size(name, tensor) for name, (_, tensor) in places.items()}
+    parts = list(_parts(sizes, options.max_shard_bytes))
+    names = [SINGLE] if len(parts) == 1 else [_shard_name(place + 1, len(parts)) for place in range(len(parts))]
+    with ExitStack() as stack:
+        opened = {shard: stack.enter_context(safe_open(shard, framework="pt")) for shard in headers}
+        for file, part in zip(names, parts, strict=True):
+            found = {name: (places[name][1], opened[places[name][0]].get_tensor(name)) for name in part}
+            save_file({name: cast(name, *one) for name, one in found.items()}, target / file, {"format": "pt"})
+    if len(parts) > 1:
+        weight_map = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        atomic_write_text(target / INDEX, json.dumps(index, indent=2))
+
+
+def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """The tensors of each file, in their order. A tensor above the limit has a file of its own."""
+    part: list[str] = []
+    for name, size in sizes.items():
+        if part and sum(sizes[one] for one in part) + size > most:
+            yield part
+            part = []
+        part.append(name)
+    yield part
+
+
+def _shard_name(number: int, total: int) -> str:
+    return f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+def _write_config(source: Path, target: Path, dtype: str | None) -> None:
+    """config.json with the dtype of the copy: loaders that are not told one take it from there."""
+    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if dtype is not None:
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict) and (part is config or "dtype" in part or "torch_dtype" in part):
+                part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
+    atomic_write_text(target / "config.json", json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,58 @@
+"""Write a model as GGUF, by llama.cpp's own converter: it knows the families and their tokenizers, and is kept with the format."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from opd.errors import ConfigError, RunError
+from opd.text import printable
+
+CONVERTERS = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
+"""Names under which llama.cpp's packages and its repository have the converter."""
+_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+TIMEOUT_S = 12 * 3600.0
+"""It writes as fast as the disk; nothing that still runs after this comes to an end."""
+_LAST = 15
+"""Lines of the converter's words that an error shows."""
+
+
+def find_converter() -> Path:
+    """The converter on PATH. Raises: ConfigError if there is none."""
+    found = next((path for name in CONVERTERS if (path := shutil.which(name))), None)
+    if found is None:
+        raise ConfigError.at(
+            "--gguf",
+            found=f"no {CONVERTERS[0]} on PATH",
+            wanted="llama.cpp's converter",
+            fix="clone https://github.com/ggml-org/llama.cpp, make the script executable and add its directory to PATH (or "
+            "`brew install llama.cpp`); its other needs are in requirements/requirements-convert_hf_to_gguf.txt; or leave --gguf out",
+        )
+    return Path(found)
+
+
+def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str, name: str) -> None:
+    """Convert a model directory into the file `output`, which calls the model `name`. Raises: RunError with the converter's last words."""
+    # The script says itself which Python it wants; `python3` is then the one that runs here, which has torch and gguf.
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    command = [str(converter), str(model_dir), "--outfile", str(output), "--outtype", _TYPES.get(dtype, "f32")]
+    command += ["--model-name", name]
+    options: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "errors": "replace",
+    }
+    try:
+        done = subprocess.run(command, env=env, timeout=TIMEOUT_S, check=False, **options)
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"{converter.name} took longer than {TIMEOUT_S / 3600:.0f} hours, and nothing was exported"
+        ) from None
+    if done.returncode or not output.is_file():
+        words = printable("\n  ".join(done.stdout.splitlines()[-_LAST:]))
+        raise RunError(f"{converter.name} ended with {done.returncode}, and nothing was exported:\n  {words}")

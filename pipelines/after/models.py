@@ -1,0 +1,49 @@
+"""The model that a command is given: the one that a run left, or any Hugging Face directory. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from experts.model_dir import ModelInfo, inspect_model
+from opd.config import PipelineConfig, load_pipeline
+from opd.errors import RunDirError
+from opd.report import read_run
+from opd.run_dir import RunPaths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A model that is there and whose files are in order."""
+
+    path: Path
+    info: ModelInfo
+    config: PipelineConfig | None = None
+    """The pipeline of the run that left the model; None for any other model."""
+
+    @property
+    def name(self) -> str:
+        """What to call it: the name of its run, else that of its directory."""
+        return self.config.name if self.config else self.path.resolve().name
+
+
+def find_model(given: Path, tell: Callable[[str], None]) -> Found:
+    """The model of a run directory, or the directory itself; `tell` is told if the model is that of an earlier end of the run.
+
+    Raises: RunDirError for a run that has left no model yet; ModelError for a directory that is no model.
+    """
+    paths = RunPaths(given)
+    if not paths.is_run:
+        return Found(path=given, info=inspect_model(given, hash_weights=False))
+    if not paths.model.is_dir():
+        raise RunDirError.at(
+            paths.model,
+            found="no such directory: the merge has not come to its end",
+            wanted="the model that a finished merge leaves",
+            fix=f"`opd merge --resume {given}` finishes it",
+        )
+    if not read_run(given).finished:
+        tell(f"warning: {given} is not finished: {paths.model} is the model of an earlier end")
+    config = load_pipeline(paths.pipeline)
+    return Found(path=paths.model, info=inspect_model(paths.model, hash_weights=False), config=config)

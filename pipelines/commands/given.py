@@ -1,0 +1,99 @@
+"""What the command line of `opd merge` says: a run that begins, goes on, grows longer, or branches from another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from opd.run_dir import RunPaths
+from pipelines.commands.shell import run_root
+
+if TYPE_CHECKING:
+    from pipelines.merging.rounds import Rounds
+    from pipelines.merging.run import Run
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """The arguments and options that decide which run is meant, and from where it goes on."""
+
+    pipeline: str | None
+    run_dir: Path | None
+    overrides: list[str] | None
+    resume: Path | None
+    resume_from: str | None
+    extend: Path | None
+    steps: int | None
+    start_from: str | None
+
+    def __post_init__(self) -> None:
+        """Raises: BadParameter for options that do not go together."""
+        if sum(given is not None for given in (self.resume, self.extend, self.start_from)) > 1:
+            raise typer.BadParameter("give one of --resume, --extend and --from")
+        if all(given is None for given in (self.pipeline, self.resume, self.extend, self.start_from)):
+            raise typer.BadParameter("give a PIPELINE, --resume RUN_DIR, --extend RUN_DIR or --from RUN_DIR@STEP")
+        for name, given in (("--resume", self.resume), ("--extend", self.extend)):
+            if given is not None and self.run_dir:
+                raise typer.BadParameter(f"{name} names the run directory; --run-dir does not go with it")
+        if self.resume is None and self.resume_from:
+            raise typer.BadParameter("--resume-from goes with --resume RUN_DIR")
+        if (self.extend is None) != (self.steps is None):
+            raise typer.BadParameter("--extend RUN_DIR and --steps N go together")
+        if self.extend is not None and self.pipeline is not None:
+            raise typer.BadParameter("--extend takes the run's own pipeline; change keys of it with --set")
+
+    def read(self, tell: Tell) -> tuple[RunPaths, Run | Rounds]:
+        """Read and check everything. Returns the run directory and the merge in it. Raises: OpdError."""
+        if self.resume is not None:
+            return RunPaths(self.resume), self._resumed(self.resume, tell)
+        if self.extend is not None and self.steps is not None:
+            return RunPaths(self.extend), self._extended(self.extend, self.steps)
+        return self._begun(tell)
+
+    # Each imports what needs torch only after its own checks.
+
+    def _resumed(self, root: Path, tell: Tell) -> Run | Rounds:
+        from opd.config import load_pipeline
+        from pipelines.catalog import find
+        from pipelines.merging.directory import refuse_no_run
+
+        config = None if self.pipeline is None else load_pipeline(find(self.pipeline), self.overrides)
+        refuse_no_run(RunPaths(root))
+        from pipelines.merging import rounds
+
+        return rounds.reopen(root, config, self.overrides, self.resume_from or "latest", tell)
+
+    def _extended(self, root: Path, steps: int) -> Run:
+        from pipelines.merging.longer import longer
+
+        further = longer(RunPaths(root), steps)
+        from pipelines.merging import run
+
+        return run.extend(root, further, self.overrides)
+
+    def _begun(self, tell: Tell) -> tuple[RunPaths, Run | Rounds]:
+        """A run that begins, with the student or at a checkpoint of another run."""
+        from opd.config import load_pipeline
+        from pipelines.catalog import find
+        from pipelines.merging.first_look import first_look
+        from pipelines.merging.origin import origin_of
+
+        origin = None if self.start_from is None else origin_of(self.start_from)
+        file = find(self.pipeline) if self.pipeline else origin.paths.pipeline if origin else None
+        assert file is not None, "refused at the beginning"
+        config = load_pipeline(file, self.overrides)
+        paths = RunPaths(run_root(self.run_dir, config.name))
+        if origin is not None:
+            from pipelines.merging.branch import branch
+
+            return paths, branch(config, origin, paths.root)
+        first_look(config, paths.root)
+        from pipelines.merging import rounds
+
+        return paths, rounds.begin(config, paths.root, tell)

@@ -1,0 +1,106 @@
+"""`opd init`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelines.commands.shell import examples, say, wait_passively
+
+app = typer.Typer()
+
+Many = list[str] | None
+Student = Annotated[Path | None, typer.Option(help="Directory of the model that learns.")]
+Experts = Annotated[Many, typer.Option("--expert", metavar="[NAME=]DIR", help="A model or LoRA adapter; repeat.")]
+Prompts = Annotated[
+    Many, typer.Option("--prompts", metavar="[EXPERT=]FILE", help="Prompts of an expert's domain: CSV, Parquet, JSONL.")
+]
+Exams = Annotated[
+    Many, typer.Option("--eval", metavar="[EXPERT=]FILE", help="Held-out prompts. Default: a share of the prompts.")
+]
+Columns = Annotated[
+    Many, typer.Option(metavar="[EXPERT=]PROMPT[,ANSWER]", help="What the file calls them. Default: by their names.")
+]
+Verifiers = Annotated[
+    Many,
+    typer.Option(
+        "--verifier", metavar="[EXPERT=]NAME", help="How answers are judged; `none`: no exam. Default: proposed."
+    ),
+]
+Bases = Annotated[
+    Many,
+    typer.Option(
+        "--base", metavar="[EXPERT=]DIR", help="Base of an adapter. Default: the one it names, or the student."
+    ),
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option("--chat/--plain", help="Texts go through the chat template, or not. Default: if it has words."),
+]
+Output = Annotated[Path | None, typer.Option(help="File to write. Default: pipeline.yaml, or NAME.yaml with --from.")]
+Shipped = Annotated[
+    str | None, typer.Option("--from", metavar="NAME", help="Copy: quickstart, smollm2, agents, rewards or cluster.")
+]
+Probe = Annotated[bool, typer.Option("--probe", help="Let the models write a little, to choose the objective.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
+
+
+@app.command(
+    epilog=examples(
+        "opd init --student base --expert math --expert code --prompts math=math.csv --prompts code=code.jsonl",
+        "opd init --from quickstart",
+    )
+)
+def init(
+    student: Student = None,
+    experts: Experts = None,
+    prompts: Prompts = None,
+    exams: Exams = None,
+    columns: Columns = None,
+    verifiers: Verifiers = None,
+    bases: Bases = None,
+    chat: Chat = None,
+    probe: Probe = False,
+    output: Output = None,
+    shipped: Shipped = None,
+    force: Force = False,
+) -> None:
+    """Write a commented pipeline for your student, experts and prompts; asks for what no option says.
+
+    Example: opd init --student base --expert models/math --expert models/law --prompts math.csv --prompts law.jsonl
+    """
+    from pipelines.propose.given import Flags
+    from pipelines.propose.run import Target, copy_shipped, write_proposal
+
+    flags = Flags(
+        student=student,
+        experts=tuple(experts or ()),
+        prompts=tuple(prompts or ()),
+        exams=tuple(exams or ()),
+        columns=tuple(columns or ()),
+        verifiers=tuple(verifiers or ()),
+        bases=tuple(bases or ()),
+        chat=chat,
+        probe=probe,
+    )
+    if shipped and flags != Flags():
+        raise typer.BadParameter("--from copies a pipeline as it is; it takes --output and --force alone")
+    target = Target(path=output or Path(f"{shipped or 'pipeline'}.yaml"), force=force)
+    wait_passively()
+    following = copy_shipped(shipped, target) if shipped else write_proposal(flags, target, _asker(), say)
+    say(f"wrote {target.path}; next:", err=False)
+    for command in following:
+        say(f"  {command}", err=False)
+
+
+def _asker() -> Callable[[str, str], str] | None:
+    """Who answers what no option says; None without a terminal."""
+    return _ask if sys.stdin.isatty() and sys.stdout.isatty() else None
+
+
+def _ask(question: str, proposal: str) -> str:
+    return str(typer.prompt(question, default=proposal, show_default=bool(proposal)))

@@ -1,0 +1,50 @@
+"""`opd serve`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelines.commands.shell import examples, say
+
+app = typer.Typer()
+
+
+@app.command(
+    context_settings={"allow_extra_args": True},
+    epilog=examples("opd serve runs/quickstart", "opd serve runs/quickstart -- --max-num-seqs 8"),
+)
+def serve(
+    ctx: typer.Context,
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR|MODEL", help="A finished merge, or a Hugging Face directory.")
+    ],
+    host: Annotated[str, typer.Option(help="Beyond this machine only with a key in VLLM_API_KEY.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="What requests call the model. Default: the run's name.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: rollout.dtype of the run's pipeline.")] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of prompt and answer. Default: rollout.max_model_len of the pipeline."),
+    ] = None,
+) -> None:
+    """Serve a merged model by vLLM, with the OpenAI API, until Ctrl-C. What follows `--` is handed to vLLM.
+
+    The process becomes vLLM's server: signals and exit code are the server's.
+    """
+    from opd.address import Address
+    from pipelines.after.models import find_model
+    from pipelines.after.serve import ServeOptions, check_serving, command, serve
+
+    options = ServeOptions(
+        address=Address(host, port), name=name, dtype=dtype, max_model_len=max_model_len, more=tuple(ctx.args)
+    )
+    found = find_model(model, say)
+    check_serving(options, os.environ)
+    say("starting: " + shlex.join(["python", *command(found, options)[1:]]))
+    say(f"as model `{options.name or found.name}` at http://{options.address}/v1, as soon as vLLM says so")
+    serve(found, options)

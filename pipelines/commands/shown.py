@@ -1,0 +1,84 @@
+"""What `opd merge` prints: a screen, lines, JSON or nothing while it goes on, and its result at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from opd.errors import OpdError
+from opd.run_dir import RunPaths
+from pipelines.commands.report import print_report
+from pipelines.commands.shell import say
+
+if TYPE_CHECKING:
+    from pipelines.merging.surroundings import Surroundings
+
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors and the result, and nothing else.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print a line of JSON for each step, and a last one with the result.")
+]
+REPORTED = ("name", "steps", "domains", "mean_headroom", "worst_headroom", "wall_s", "response_tokens")
+"""Keys of report.json that the last line of `--json` has too."""
+REFUSED = "refused"
+"""The state of a merge that did not begin."""
+
+
+class Shown:
+    """How one merge is shown. Within the block its end is told too, whatever it is; an error goes on its way, for it decides
+    the exit code."""
+
+    def __init__(self, quiet: bool, as_json: bool) -> None:
+        self._quiet = quiet
+        self._as_json = as_json
+        self._result: dict[str, Any] = {}
+
+    @property
+    def tell(self) -> Callable[[str], None]:
+        """Takes sentences for the user."""
+        return _nothing if self._quiet else say
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Within, a terminal says that models and prompts are being read."""
+        from opd.live.displays import waiting
+
+        return nullcontext() if self._quiet else waiting("reading models and prompts")
+
+    @property
+    def around(self) -> Surroundings:
+        """The surroundings of the merge."""
+        from opd.live.displays import CHOICES
+        from pipelines.merging.surroundings import Surroundings
+
+        return Surroundings(display=CHOICES[self._quiet, self._as_json])
+
+    def finished(self, paths: RunPaths, report: dict[str, Any]) -> None:
+        """Print the result of a merge that ended well."""
+        if self._as_json:
+            told = {key: report[key] for key in REPORTED if key in report}
+            self._result = told | {"run_dir": str(paths.root), "model": str(paths.model), "report": str(paths.report)}
+        else:
+            print_report(report)
+            typer.echo(f"model: {paths.model}\nreport: {paths.page}")
+
+    def __enter__(self) -> Shown:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not self._as_json:
+            return
+        from opd.live.displays import print_json
+        from opd.live.now import FINISHED
+        from pipelines.merging.journal import end_of
+
+        if error is None:
+            print_json({"event": "result", "state": FINISHED} | self._result)
+        else:
+            state = REFUSED if isinstance(error, OpdError) else end_of(error)
+            print_json({"event": "result", "state": state, "error": str(error) or type(error).__name__})
+
+
+def _nothing(line: str) -> None: ...

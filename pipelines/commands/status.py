@@ -1,0 +1,148 @@
+"""`opd status` and `opd runs`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines.commands import completion
+from pipelines.commands.shell import examples, print_table, say
+
+if TYPE_CHECKING:
+    from opd.live.view import View
+
+app = typer.Typer()
+
+RUN_COLUMNS = ("run", "state", "steps", "headroom recovered", "last written", "on disk")
+LOOK_S = 2.0
+"""Seconds between two looks at a run directory, at least."""
+SHARE = 10
+"""A look may take one part in so many of a core: the run may be at work on the same ones."""
+WHOLE = 200
+"""Lines of a view that is printed once, which is more than any has."""
+
+
+@app.command(epilog=examples("opd status runs/mine", "opd status runs/mine --watch", "opd status runs/mine --json"))
+def status(
+    run_dir: Annotated[
+        Path,
+        typer.Argument(
+            help="Run directory of a merge: at work, stopped, killed or finished.", autocompletion=completion.runs
+        ),
+    ],
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every two seconds until the merge ends.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="As a line of JSON; with --watch one after each step.")
+    ] = False,
+) -> None:
+    """Show how far a merge is, from its run directory alone, and what to do next."""
+    from opd.live.status import status_of
+
+    if not watch:
+        seen = status_of(run_dir)
+        _print_json(seen) if as_json else _print(seen)
+    elif as_json or not sys.stdout.isatty():
+        _follow(run_dir, as_json)
+    else:
+        _watch(run_dir)
+
+
+@app.command(epilog=examples("opd runs", "opd runs /data/runs"))
+def runs(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to look for runs.")] = Path("runs"),
+) -> None:
+    """List all runs in a directory: state, steps, headroom, when, and size on disk."""
+    from opd.errors import RunDirError
+    from opd.live.shapes import size
+    from opd.live.status import runs_in
+
+    if not directory.is_dir():
+        raise RunDirError.at(
+            directory,
+            found="no such directory",
+            wanted="a directory with runs",
+            fix="`opd merge PIPELINE` makes runs/NAME",
+        )
+    rows = [
+        (
+            str(row.root),
+            row.state,
+            f"{row.done}/{row.steps}",
+            "-" if row.headroom is None else f"{100 * row.headroom:.0f} %",
+            f"{row.written:%Y-%m-%d %H:%M}",
+            size(row.size),
+        )
+        for row in runs_in(directory)
+    ]
+    if rows:
+        print_table(str(directory), RUN_COLUMNS, rows)
+    else:
+        say(f"{directory}: no run in it; `opd merge PIPELINE` makes runs/NAME")
+
+
+def _print(seen: View) -> None:
+    """Print the view once. What to do next comes below it, whole: it is there to be copied."""
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from opd.live.displays import drawn
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 100
+    console.print(drawn(replace(seen, hints=()), console, WHOLE))
+    for hint in seen.hints:
+        say(hint, err=False)
+
+
+def _print_json(seen: View) -> None:
+    from dataclasses import asdict
+
+    from opd.live.displays import print_json
+
+    shown = {key: value for key, value in asdict(seen).items() if key != "losses"}
+    print_json({"event": "status"} | shown)
+
+
+def _watch(run_dir: Path) -> None:
+    """Show the run on the screen until it ends; then the last view stays."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from opd.live.displays import drawn
+
+    console = Console()
+    with Live(console=console, auto_refresh=False) as live:
+        for seen in _looks(run_dir):
+            live.update(drawn(seen, console), refresh=True)
+
+
+def _follow(run_dir: Path, as_json: bool) -> None:
+    """Print a line after each step, and one at the end."""
+    from opd.live.render import one_line_of
+
+    told: tuple[int, str] | None = None
+    for seen in _looks(run_dir):
+        if told != (seen.done, seen.state):
+            _print_json(seen) if as_json else say(one_line_of(seen), err=False)
+            told = (seen.done, seen.state)
+
+
+def _looks(run_dir: Path) -> Iterator[View]:
+    """What there is to see, again and again, until the merge is no longer at work."""
+    from opd.live.status import status_of
+    from opd.live.view import RUNNING
+
+    while True:
+        began = time.monotonic()
+        seen = status_of(run_dir)
+        yield seen
+        if seen.state != RUNNING:
+            return
+        time.sleep(max(LOOK_S, SHARE * (time.monotonic() - began)))

@@ -1,0 +1,68 @@
+"""Mistakes in the words of a command itself, told like every other error: where, what was found, what is wanted, the way out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import typer
+
+from opd.errors import OpdError
+from opd.near import did_you_mean
+from opd.wording import wanted
+
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""The base of what typer raises for a command's words. Newer releases bring a copy of click, older ones import it."""
+DEBUG = "--debug"
+
+
+def shows_help(error: Exception) -> bool:
+    """True for the error by which typer shows a help page, where a command was given nothing at all."""
+    return type(error).__name__ == "NoArgsIsHelpError"
+
+
+def debug_first(args: list[str]) -> list[str]:
+    """The arguments with `--debug` in front, where it belongs to `opd` itself: people write it at the end."""
+    end = args.index("--") if "--" in args else len(args)
+    if DEBUG not in args[:end]:
+        return args
+    return [DEBUG, *(word for word in args[:end] if word != DEBUG), *args[end:]]
+
+
+def explained(error: Any) -> OpdError:
+    """The error in our form."""
+    context, option = error.ctx, getattr(error, "option_name", None)
+    # Started as `python -m cli` the program has another name, which nobody could type again.
+    command = " ".join(["opd", *context.command_path.split()[1:]]) if context else "opd"
+    help_page = f"`{command} --help` has examples"
+    usage = (
+        " ".join([command, *context.command.collect_usage_pieces(context)]) if context else "a command of `opd --help`"
+    )
+    unknown = re.match(r"No such command '(.*?)'\.", error.message)
+    if unknown and context:
+        return _unknown(command, "command", unknown[1], list(context.command.commands))
+    if option and context:
+        names = [name for one in context.command.get_params(context) for name in one.opts if name.startswith("--")]
+        if option not in names:
+            return _unknown(command, "option", option, names)
+    if getattr(error, "param", None) is not None:
+        return _wrong_value(error, command, usage, help_page)
+    if isinstance(error, typer.BadParameter):  # raised by a command of ours: it says what goes together
+        return OpdError.at(command, found="arguments that do not go together", wanted=error.message, fix=help_page)
+    return OpdError.at(command, found=error.message.rstrip("."), wanted=usage, fix=help_page)
+
+
+def _unknown(command: str, kind: str, name: str, known: list[str]) -> OpdError:
+    fix = did_you_mean(name, known, f"`{command} --help` shows them all")
+    return OpdError.at(f"{command} {name}", found=f"no such {kind}", wanted=f"one of: {', '.join(known)}", fix=fix)
+
+
+def _wrong_value(error: Any, command: str, usage: str, help_page: str) -> OpdError:
+    """The error about the value of one option or argument, or about one that is left out."""
+    name = next((name for name in error.param.opts if name.startswith("--")), error.param.name.upper())
+    meant = getattr(error.param, "help", None) or usage
+    found = "nothing" if type(error).__name__ == "MissingParameter" else error.message.rstrip(".")
+    if hasattr(error.__cause__, "errors"):  # newer releases of typer let pydantic read values, and repeat its words
+        detail = error.__cause__.errors()[0]
+        found, meant = repr(detail["input"]), f"{wanted(detail)}. {meant}"
+    return OpdError.at(f"{command} {name}", found=found, wanted=meant, fix=help_page)

@@ -1,0 +1,30 @@
+"""All checks of `opd doctor`, in the order in which they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from opd import __version__
+from pipelines.doctor.finding import Finding
+from pipelines.doctor.machine import machine_findings
+from pipelines.doctor.packages import package_findings
+from pipelines.doctor.traps import trap_findings
+
+
+def examine(imports: bool) -> Iterator[Finding]:
+    """Look at the machine, its traps and the packages; with `imports` the engines are imported, which takes seconds."""
+    yield from machine_findings()
+    yield from trap_findings()
+    yield from package_findings(imports)
+
+
+def is_failed(findings: Sequence[Finding]) -> bool:
+    """True if a merge cannot run here."""
+    return any(one.level == "failed" for one in findings)
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """The findings as one JSON object."""
+    return {"opd": __version__, "ok": not is_failed(findings), "checks": [asdict(one) for one in findings]}

@@ -1,0 +1,167 @@
+"""Processor, memory, disks, loopback and GPUs of this machine or container."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from opd.leftovers import SHARED_MEMORY
+from pipelines.doctor.finding import Finding, failed, ok, warning
+from pipelines.inputs.memory import machine_bytes
+
+GIB = 1 << 30
+LEAST_MEMORY, GOOD_MEMORY = 4 * GIB, 8 * GIB
+"""The quickstart's own sum is above the first; a model of a hundred million parameters wants the second."""
+LEAST_DISK, GOOD_DISK = GIB, 10 * GIB
+GOOD_SHARED_MEMORY = GIB
+LOOPBACK_TIMEOUT_S = 5.0
+SMI_TIMEOUT_S = 20.0
+
+
+def machine_findings() -> Iterator[Finding]:
+    """Look at everything; nothing is left behind."""
+    yield _processor()
+    yield _load()
+    yield _compiler()
+    yield _memory()
+    yield _shared_memory()
+    yield _disk("disk", Path.cwd(), "runs/ lies here")
+    yield _disk("temporary directory", Path(tempfile.gettempdir()), "Ray's and vLLM's files lie here")
+    yield _loopback()
+    yield _gpus()
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f} GiB"
+
+
+def _cores(number: int) -> str:
+    return f"{number} core{'s' if number > 1 else ''}"
+
+
+def _processor() -> Finding:
+    cores, kind = len(os.sched_getaffinity(0)), platform.machine()
+    found = f"{_cores(cores)}, {platform.system()} on {kind}"
+    if platform.system() != "Linux" or kind not in ("x86_64", "aarch64"):
+        return failed("processor", found, "merge on Linux: vLLM and Ray are tried nowhere else")
+    if cores < 2:
+        return warning(
+            "processor", found, "two cores or more: the roles of a merge take turns on one, and Ray wants its own"
+        )
+    return ok("processor", found)
+
+
+def _load() -> Finding:
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    found = f"{load:.1f} processes at work on {_cores(cores)}"
+    if load > cores:
+        return warning(
+            "load", found, "wait for the other programs, or stop them: shared cores make steps several times slower"
+        )
+    return ok("load", found)
+
+
+def _compiler() -> Finding:
+    found = shutil.which("c++") or shutil.which("g++")
+    if found is None:
+        return warning(
+            "compiler", "no c++ or g++", "install g++ if you want objective.compile; without it the loss runs eagerly"
+        )
+    return ok("compiler", found)
+
+
+def _memory() -> Finding:
+    limit = machine_bytes()
+    free = min(psutil.virtual_memory().available, limit)
+    found = f"{_gib(free)} free of {_gib(limit)}"
+    if limit < LEAST_MEMORY:
+        return failed("memory", found, f"a machine or container with {_gib(GOOD_MEMORY)}")
+    if free < LEAST_MEMORY:
+        return warning(
+            "memory", found, "stop other programs; `opd check PIPELINE` has the sum of what a merge will need"
+        )
+    if limit < GOOD_MEMORY:
+        return warning("memory", found, "small models only; `opd check PIPELINE` has the sum of what a merge will need")
+    return ok("memory", found)
+
+
+def _shared_memory() -> Finding:
+    if not SHARED_MEMORY.is_dir():
+        return warning(
+            str(SHARED_MEMORY), "not there", "mount a tmpfs there: Ray's objects and new weights go to disk without it"
+        )
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    found = f"{_gib(usage.free)} free of {_gib(usage.total)}"
+    if usage.free < GOOD_SHARED_MEMORY:
+        return warning(
+            str(SHARED_MEMORY), found, "docker run --shm-size=8g, or set TMPDIR to a fast disk: new weights go there"
+        )
+    return ok(str(SHARED_MEMORY), found)
+
+
+def _disk(name: str, directory: Path, what: str) -> Finding:
+    free = shutil.disk_usage(directory).free
+    found = f"{_gib(free)} free in {directory}"
+    if not os.access(directory, os.W_OK):
+        return failed(name, f"{directory} cannot be written to", f"another directory: {what}")
+    if free < LEAST_DISK:
+        return failed(name, found, f"make room: {what}")
+    if free < GOOD_DISK:
+        return warning(name, found, f"make room, since {what}: a checkpoint is three times the float32 weights")
+    return ok(name, found)
+
+
+def _loopback() -> Finding:
+    """Listen on a port of this machine alone, and call it: all workers and servers of a merge meet so."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(LOOPBACK_TIMEOUT_S)
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=LOOPBACK_TIMEOUT_S):
+                server.accept()[0].close()
+    except OSError as error:
+        return failed(
+            "loopback", f"127.0.0.1: {error}", "allow programs to listen on 127.0.0.1: a sandbox or firewall forbids it"
+        )
+    return ok("loopback", f"a port of 127.0.0.1 answers ({port})")
+
+
+def _gpus() -> Finding:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return ok("GPUs", "none: everything runs on the processor")
+    command = [smi, "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return failed("GPUs", f"nvidia-smi is silent for {SMI_TIMEOUT_S:g} s", "the driver hangs: restart the machine")
+    if done.returncode:
+        return warning(
+            "GPUs",
+            (done.stdout or done.stderr).strip().partition("\n")[0],
+            "mend the driver, or ignore it and merge on the processor",
+        )
+    found = "; ".join(done.stdout.strip().splitlines())
+    if _torch_for_cpus():
+        return warning(
+            "GPUs",
+            f"{found}; torch is built for CPUs",
+            "pip install 'opd-merge[gpu]' in a new environment: docs/gpu.md",
+        )
+    return ok("GPUs", found)
+
+
+def _torch_for_cpus() -> bool:
+    try:
+        return metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False

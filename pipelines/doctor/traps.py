@@ -1,0 +1,80 @@
+"""Settings of the surroundings that let a merge fail or stand still in ways that nothing explains."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pipelines.doctor.finding import Finding, failed, ok, warning
+
+LEAST_FILES = 1024
+"""Open files that a process may have: each worker of Ray holds dozens of sockets."""
+LONGEST_SOCKET = 107
+"""Bytes of a Unix socket's path that Linux takes."""
+RAYS_OWN = len("/ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.0000000000")
+"""Bytes that Ray adds to its temporary directory."""
+
+
+def trap_findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Look at limits and environment variables."""
+    found = [one for one in (_files(), _proxy(environ), _ray_elsewhere(environ), _long_path(environ), _locks()) if one]
+    yield from found
+    if not found:
+        yield ok("traps", "none of those that we know")
+
+
+def _files() -> Finding | None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
+        return None
+    return warning(
+        "open files", f"at most {soft} a process", f"ulimit -n {LEAST_FILES if hard >= LEAST_FILES else hard}"
+    )
+
+
+def _proxy(environ: Mapping[str, str]) -> Finding | None:
+    named = next((name for name in ("http_proxy", "HTTP_PROXY", "grpc_proxy", "all_proxy") if environ.get(name)), None)
+    spared = environ.get("no_proxy", environ.get("NO_PROXY", ""))
+    if named is None or spared == "*" or "127.0.0.1" in spared:
+        return None
+    return warning(
+        "proxy",
+        f"{named} is set, and no_proxy does not name 127.0.0.1",
+        "export no_proxy=127.0.0.1,localhost: calls between a merge's own processes would go to the proxy",
+    )
+
+
+def _ray_elsewhere(environ: Mapping[str, str]) -> Finding | None:
+    if not environ.get("RAY_ADDRESS"):
+        return None
+    return warning(
+        "RAY_ADDRESS",
+        environ["RAY_ADDRESS"],
+        "unset RAY_ADDRESS; a pipeline names its cluster with cluster.address, and starts a Ray of its own without",
+    )
+
+
+def _long_path(environ: Mapping[str, str]) -> Finding | None:
+    directory = environ.get("RAY_TMPDIR", "/tmp")
+    if len(directory.encode()) + RAYS_OWN <= LONGEST_SOCKET:
+        return None
+    return failed(
+        "RAY_TMPDIR", f"{directory}: Ray's sockets there have longer paths than Linux takes", "name a shorter one"
+    )
+
+
+def _locks() -> Finding | None:
+    """Some network file systems have no locks, by which a run directory knows that a merge is at work in it."""
+    directory = Path.cwd()
+    if not os.access(directory, os.W_OK):
+        return None  # another check says so
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return failed("file locks", f"{directory}: {error.strerror}", "name a run directory on a local disk: --run-dir")
+    return None

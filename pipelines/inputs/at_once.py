@@ -1,0 +1,109 @@
+"""A first look at what a pipeline names, before torch is imported and before a weight is read: a fraction of a second.
+
+The commands take it first, so that a missing file or a misspelt name does not cost the user the seconds in which the engines'
+packages are imported. `read_inputs` checks everything, these things among them, and does not rely on this look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experts.adapter import AdapterInfo, inspect_expert
+from experts.checks import check_fits
+from experts.model_dir import ModelInfo, inspect_model
+from experts.registry import Registry, default_root
+from experts.rl.spec import ReinforceSpec
+from opd.config import PipelineConfig, rounds_of
+from opd.config.domains import DomainConfig, RegisteredExperts
+from opd.config.teachers import NoTeachers
+from opd.environments import find, place_of
+from opd.evaluation.verifiers import build_verifier
+from opd.named import is_place
+from opd.prompts.rows import refuse_wrong_start
+from opd.run_dir import RunPaths
+from opd.types import Teacher
+from pipelines.inputs.prompts import prompts_of, registered_prompts
+from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
+from pipelines.inputs.routes import Expert, route_domains
+
+
+def refuse_at_once(config: PipelineConfig) -> None:
+    """Look at everything that a merge needs, in every round. Raises: OpdError for the first thing that is wrong."""
+    for one in [config] if isinstance(config.rounds, int) else rounds_of(config):
+        refuse_what_is_not_here(one)
+        refuse_wrong_names(one)
+        refuse_wrong_models(one)
+        refuse_wrong_prompts(one)
+
+
+def refuse_wrong_names(config: PipelineConfig) -> None:
+    """Look for each domain's verifier and environment. Raises: ConfigError."""
+    for name, domain in config.domains.items():
+        if domain.environment is not None:
+            where = f"domains.{name}.environment.name"
+            # A class of the user's is imported; ours are known by name.
+            (find if is_place(domain.environment.name) else place_of)(domain.environment.name, where)
+        if domain.eval is not None and not domain.acts:
+            build_verifier(domain.eval.verifier)
+
+
+def refuse_wrong_models(config: PipelineConfig) -> None:
+    """Look at configurations, tokenizers and the headers of weights: student, experts, and who teaches what.
+
+    Raises: ModelError, RegistryError, ConfigError.
+    """
+    student = inspect_student(config, hash_weights=False)
+    experts = {}
+    for name, (info, adapter, domain) in _experts(config).items():
+        check_fits(student, info, name)
+        teacher = Teacher(name=name, model_dir=Path(info.path))
+        experts[name] = Expert(teacher=teacher, domain=domain, info=info, adapter=adapter, prompts=None)
+    if not isinstance(config.teachers, NoTeachers):
+        route_domains(config, experts)
+
+
+def refuse_wrong_prompts(config: PipelineConfig, domain: str | None = None) -> None:
+    """Look at the first row of each source of prompts, of one domain or of all. Raises: PromptError, ConfigError."""
+    for name in [domain] if domain else config.domains:
+        settings = config.domains[name]
+        refuse_wrong_start(prompts_of(name, settings, _registered(config, name, settings)))
+        if settings.eval is not None and settings.eval.prompts is not None:
+            refuse_wrong_start(settings.eval.prompts)
+
+
+def refuse_wrong_training(spec: ReinforceSpec) -> None:
+    """Look at what experts by reinforcement are made of: the base, and the first row of each file of tasks.
+
+    Raises: ModelError, PromptError.
+    """
+    if spec.base.model is not None:
+        inspect_model(spec.base.model, hash_weights=False)
+    for expert in spec.experts.values():
+        for source in (expert.prompts, expert.eval.prompts):
+            if source is not None:
+                refuse_wrong_start(source)
+
+
+def refuse_wrong_directories(models: Sequence[Path]) -> None:
+    """Look at models to evaluate: directories, or run directories with one. Raises: ModelError."""
+    for path in models:
+        inspect_expert(RunPaths(path).model if RunPaths(path).is_run else path, hash_files=False)
+
+
+def _registered(config: PipelineConfig, name: str, domain: DomainConfig) -> Path | None:
+    return None if domain.prompts else registered_prompts(config, name)
+
+
+def _experts(config: PipelineConfig) -> dict[str, tuple[ModelInfo, AdapterInfo | None, str]]:
+    """Name -> model, adapter and domain of each expert; of a registered one as its manifest has them."""
+    if not isinstance(config.experts, RegisteredExperts):
+        return {
+            name: (*inspect_expert(expert.model, expert.base, hash_files=False), expert.domain)
+            for name, expert in config.experts.items()
+        }
+    registry = Registry(config.registry or default_root())
+    manifests = [registry.get(name) for name in names_in_use(config.experts, registry)]
+    for one in manifests:
+        inspect_expert(Path(one.model), Path(one.info.path) if one.adapter else None, hash_files=False)
+    return {one.name: (one.info, one.adapter, one.domain) for one in manifests}

@@ -1,0 +1,167 @@
+"""Branch: begin a run from a checkpoint of another one, with its weights and optimiser, under a pipeline of its own.
+
+    runs/a/checkpoints/step-000050/ ── the same files ──▶ runs/b/checkpoints/step-000050/
+    runs/a/metrics.jsonl            ── steps 1 to 50  ──▶ runs/b/metrics.jsonl
+
+From there on it is a run like any other, which has taken 50 steps: a resume, the report, balanced prompts and a budget of tokens
+find these steps. With the pipeline of its origin it takes the very steps that its origin would take.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from opd import checkpoints
+from opd.config import PipelineConfig
+from opd.config.balance import SamplesBalance
+from opd.config.reward import CriticBaseline, EmaBaseline
+from opd.errors import ConfigError, RunDirError
+from opd.files import atomic_write_text, replace_dir
+from opd.lineage import BRANCHED, LINEAGE, events_until, sentences
+from opd.metrics import MetricsFile
+from opd.run_dir import RunPaths, step_name
+from opd.settings import validate
+from opd.stream import written
+from pipelines.inputs.gpu_memory import refuse_crowded_gpus
+from pipelines.inputs.memory import refuse_too_large
+from pipelines.inputs.read import read_inputs
+from pipelines.inputs.template_date import as_recorded
+from pipelines.merging.changes import changed_keys, identity, refuse_foreign
+from pipelines.merging.directory import link_files, locked, new_directory, refuse_existing
+from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
+from pipelines.merging.origin import Origin
+from pipelines.merging.run import Run
+
+DECIDE_ROLLOUTS = ("seed", "student.*", "domains.*", "balance*", "rollout.*", "schedule.mode", "guard*")
+"""Keys that decide what the student writes. If one differs, responses that the origin had written ahead are left behind."""
+
+
+def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
+    """Begin a run in `root`, which must not exist, from the checkpoint of `origin`; from here on it can be resumed.
+
+    Raises: OpdError before anything is written.
+    """
+    refuse_existing(root)
+    recorded = read_manifest(origin.paths)
+    before = validate(PipelineConfig, recorded["config"], origin.paths.manifest)
+    config = as_recorded(config, recorded["config"], origin.paths.manifest)
+    _refuse_other_shape(config, before, origin)
+    inputs = read_inputs(config)
+    refuse_too_large(config, inputs)
+    notices = refuse_crowded_gpus(config, inputs)
+    manifest = manifest_of(config, inputs)
+    _refuse_other_student(recorded["student"], manifest["student"], origin)
+    now = validate(PipelineConfig, manifest["config"], origin.paths.manifest)
+    changed = changed_keys(before.model_dump(mode="json"), now.model_dump(mode="json"))
+    event = {
+        "event": BRANCHED,
+        "run": str(origin.paths.root.absolute()),
+        "step": origin.step,
+        "changed": {key: list(values) for key, values in changed.items()},
+    }
+    manifest |= {"identity": identity(manifest), LINEAGE: [*events_until(recorded, origin.step), event]}
+    temporary = RunPaths(new_directory(root))
+    try:
+        _take_over(origin, recorded["identity"], temporary, manifest["identity"], changed)
+        write_inputs(temporary, manifest)
+        replace_dir(temporary.root, root)
+    finally:
+        shutil.rmtree(temporary.root, ignore_errors=True)
+    return Run(
+        config=config,
+        inputs=inputs,
+        paths=RunPaths(root),
+        identity=manifest["identity"],
+        notices=(*sentences([event]), *notices),
+        resume_from=checkpoints.LATEST,
+    )
+
+
+def _take_over(
+    origin: Origin, theirs: Mapping[str, Any], paths: RunPaths, ours: Mapping[str, Any], changed: Mapping[str, Any]
+) -> None:
+    """Put the origin's checkpoint, as one of the run with the identity `ours`, and its records into a run directory.
+
+    Raises: RunDirError for a checkpoint that is damaged or not the origin's.
+    """
+    target = paths.checkpoints / step_name(origin.step)
+    with locked(origin.paths):  # a merge at work there might delete it meanwhile
+        refuse_foreign(checkpoints.verify(origin.checkpoint), theirs)
+        link_files(origin.checkpoint, target)
+        if origin.paths.metrics.exists():
+            shutil.copyfile(origin.paths.metrics, paths.metrics)
+    MetricsFile(paths.metrics).rewind(origin.step)
+    file = target / checkpoints.MANIFEST
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    if any(fnmatchcase(key, pattern) for key in changed for pattern in DECIDE_ROLLOUTS):
+        for name in (written.MANIFEST, written.ROLLOUTS):
+            (target / name).unlink(missing_ok=True)
+            facts["files"].pop(name, None)
+    # It takes the place of the linked file, so the origin keeps its own.
+    atomic_write_text(file, json.dumps({**facts, "identity": dict(ours)}, indent=2))
+
+
+def _refuse_other_shape(config: PipelineConfig, before: PipelineConfig, origin: Origin) -> None:
+    """Raises: ConfigError for a pipeline that cannot go on from a checkpoint of the pipeline `before`."""
+    if config.rounds != 1:
+        raise ConfigError.at(
+            "rounds",
+            found="several",
+            wanted="1 with --from",
+            fix="leave it out, or start the rounds from the model of a run",
+        )
+    if config.trainer.steps <= origin.step:
+        raise ConfigError.at(
+            "trainer.steps",
+            found=f"{config.trainer.steps}, with a start at step {origin.step}",
+            wanted=f"more than {origin.step}: the steps of the origin count",
+            fix=f"for example --set trainer.steps={origin.step + config.trainer.steps}",
+        )
+    ours, theirs = _parts(config), _parts(before)
+    for key, why in _needed(config).items():
+        if ours[key] != theirs[key]:
+            raise ConfigError.at(
+                key,
+                found=ours[key],
+                wanted=f"{theirs[key]}, as in {origin.paths.root}: {why}",
+                fix="take the origin's, or start a new run whose student.model is a model that the origin left",
+            )
+
+
+def _parts(config: PipelineConfig) -> dict[str, str]:
+    """Key -> what a checkpoint or the records are made for, in words."""
+    lora, reward = config.student.lora, config.objective.reward
+    adapters = lora.model_dump(mode="json", exclude={"export"}) if lora else {}
+    return {
+        "student.lora": ", ".join(f"{key} {value}" for key, value in adapters.items()) or "none",
+        "objective.reward.baseline": reward.baseline.kind if reward else "none",
+        "domains": ", ".join(sorted(config.domains)),
+    }
+
+
+def _needed(config: PipelineConfig) -> dict[str, str]:
+    """Key -> why it must be the origin's, for the keys of which the run needs that."""
+    needed = {"student.lora": "it says which weights the checkpoint has"}
+    reward = config.objective.reward
+    if reward is not None and isinstance(reward.baseline, CriticBaseline | EmaBaseline):
+        needed["objective.reward.baseline"] = "the checkpoint has what it learned"
+    if not isinstance(config.balance, SamplesBalance):
+        needed["domains"] = f"balance {config.balance.kind} counts what each of them got in the steps before"
+    return needed
+
+
+def _refuse_other_student(theirs: Mapping[str, str], ours: Mapping[str, str], origin: Origin) -> None:
+    known = {name: digest for name, digest in ours.items() if "config.json" in theirs or name.endswith(".safetensors")}
+    differ = [name for name in {**theirs, **known} if theirs.get(name) != known.get(name)]
+    if differ:
+        raise RunDirError.at(
+            "student.model",
+            found=f"another student than that of {origin.paths.root}: {', '.join(differ)}",
+            wanted="the student that the origin began with: the checkpoint holds what became of it",
+            fix=f"set student.model to the origin's, which {origin.paths.pipeline} names",
+        )

@@ -1,0 +1,118 @@
+"""Make a merge longer: the pipeline and the manifest that it has from then on.
+
+The further steps are those that a merge of so many steps would have taken: prompts, seeds and the rate of a step follow from the
+pipeline and the step's number. Only the steps already taken may differ from those of a longer merge: a linear or cosine decay
+went down faster in them. The pipeline remembers it (`trainer.extended`), so that a resume from any checkpoint finds the same rates.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd import checkpoints
+from opd.config import PipelineConfig
+from opd.config.sections import ShorterConfig
+from opd.errors import RunDirError
+from opd.lineage import EXTENDED, LINEAGE
+from opd.run_dir import RunPaths
+from opd.settings import validate
+from pipelines.merging.directory import refuse_no_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Longer:
+    """A merge that is to take more steps."""
+
+    more: int
+    at: int
+    """Step of the checkpoint that it goes on from."""
+
+    def pipeline(self, config: PipelineConfig) -> PipelineConfig:
+        """The pipeline with the further steps."""
+        trainer = config.trainer
+        update: dict[str, Any] = {"steps": trainer.steps + self.more}
+        if trainer.lr_scheduler_type != "constant":
+            # A branch may have entries of its origin that lie ahead: then the steps taken had the rates of the first of them.
+            ahead = [one.steps for one in trainer.extended if one.at >= self.at]
+            shorter = ShorterConfig(at=self.at, steps=[*ahead, trainer.steps][0])
+            update["extended"] = (*(one for one in trainer.extended if one.at < self.at), shorter)
+        return config.model_copy(update={"trainer": trainer.model_copy(update=update)})
+
+    def manifest(self, recorded: Mapping[str, Any], paths: RunPaths) -> dict[str, Any]:
+        """The manifest with the further steps, and an event in its lineage.
+
+        Raises: RunDirError for a run that an extension before has not brought to its end.
+        """
+        before = validate(PipelineConfig, recorded["config"], paths.manifest)
+        self._refuse_on_its_way(recorded, before.trainer.steps, paths)
+        now = self.pipeline(before)
+        event = {
+            "event": EXTENDED,
+            "after_step": self.at,
+            "steps": [before.trainer.steps, now.trainer.steps],
+            "lr_scheduler_type": now.trainer.lr_scheduler_type,
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        }
+        trainer = now.trainer.model_dump(mode="json")
+        return {
+            **recorded,
+            "config": {**recorded["config"], "trainer": trainer},
+            LINEAGE: [*recorded.get(LINEAGE, ()), event],
+        }
+
+    def _refuse_on_its_way(self, recorded: Mapping[str, Any], steps: int, paths: RunPaths) -> None:
+        """The same command given again after Ctrl-C would add its steps a second time."""
+        events = recorded.get(LINEAGE, ())
+        if events and events[-1]["event"] == EXTENDED and self.at < steps:
+            raise RunDirError.at(
+                paths.root,
+                found=f"a run that was extended to {steps} steps and has come to step {self.at}",
+                wanted="a run that has reached the end of its last extension",
+                fix=f"`opd merge --resume {paths.root}` goes on to that end; extend it then",
+            )
+
+    def notices(self, config: PipelineConfig) -> list[str]:
+        """Sentences about the longer pipeline `config`: how long it is, and in what it is not the run of so many steps."""
+        trainer, taken = config.trainer, f"the {self.at} steps already taken"
+        said = [f"{trainer.steps} steps in all, {self.more} more than before; the run goes on after step {self.at}"]
+        if trainer.lr_scheduler_type != "constant":
+            said.append(
+                f"{taken} had the rates of a {trainer.lr_scheduler_type} decay over fewer steps; from here the rates are those "
+                f"of a run of {trainer.steps} steps"
+            )
+        if config.schedule.mode == "one_step_off":
+            said.append(
+                "nothing was written ahead at the end of the shorter run, so the next step is trained on responses of age 0"
+            )
+        return said
+
+
+def longer(paths: RunPaths, more: int) -> Longer:
+    """Check that a run can be made longer by so many steps; needs no torch and reads no weights.
+
+    Raises: RunDirError if it is no run, a merge in several rounds or one of them, or has no checkpoint.
+    """
+    if more < 1:
+        raise RunDirError.at("--steps", found=str(more), wanted="at least 1", fix="give the number of further steps")
+    refuse_no_run(paths)
+    if paths.rounds.exists() or paths.whole != paths.root:
+        raise RunDirError.at(
+            paths.root,
+            found="a merge in several rounds",
+            wanted="a merge of one round",
+            fix=f"start a new merge whose student.model is {RunPaths(paths.whole).model}",
+        )
+    steps = checkpoints.steps_of(paths.checkpoints)
+    if not steps:
+        raise RunDirError.at(
+            paths.checkpoints,
+            found="no checkpoint",
+            wanted="the checkpoint of the last step, with weights and optimiser",
+            fix=f"put it back, or start a new merge whose student.model is {paths.model}",
+        )
+    return Longer(more=more, at=steps[-1])

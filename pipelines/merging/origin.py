@@ -1,0 +1,54 @@
+"""The checkpoint of another run that a new one starts from, as `--from RUN_DIR@STEP` names it. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from opd import checkpoints
+from opd.errors import RunDirError
+from opd.run_dir import RunPaths, step_name
+from pipelines.merging.directory import refuse_no_run
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A checkpoint of a run."""
+
+    paths: RunPaths
+    step: int
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.paths.checkpoints / step_name(self.step)
+
+    def __str__(self) -> str:
+        return f"{self.paths.root}@{self.step}"
+
+
+def origin_of(given: str) -> Origin:
+    """The checkpoint of `RUN_DIR@STEP`, or the newest one of `RUN_DIR`; its bytes are not verified yet.
+
+    Raises: RunDirError if there is no such run, or no such checkpoint in it.
+    """
+    head, mark, tail = given.rpartition("@")
+    named = bool(mark) and tail.isdecimal()
+    paths = RunPaths(Path(head if named else given))
+    refuse_no_run(paths)
+    steps = checkpoints.steps_of(paths.checkpoints)
+    if not steps or (named and int(tail) not in steps):
+        raise RunDirError.at(
+            f"--from {given}",
+            found="checkpoints of steps " + ", ".join(map(str, steps))
+            if steps
+            else f"no checkpoint in {paths.checkpoints}",
+            wanted="RUN_DIR@STEP, the step of a checkpoint that is there, or RUN_DIR for the newest",
+            fix="name one of these steps; checkpoint.keep and checkpoint.keep_every say which ones a run keeps"
+            if steps
+            else f"give {_rounds(paths)} to start from its weights alone, set student.model to the model that it left",
+        )
+    return Origin(paths, int(tail) if named else steps[-1])
+
+
+def _rounds(paths: RunPaths) -> str:
+    return f"a round, such as {paths.round(1).root};" if paths.rounds.exists() else "another run;"

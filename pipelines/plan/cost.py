@@ -1,0 +1,139 @@
+"""Seconds by what they are spent on, and the place of a role: how many workers, and what one of them can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Self
+
+from opd.config import PipelineConfig
+from opd.config.strict import DType
+from pipelines.cores import roles_at_once
+from pipelines.plan.spec import ClusterSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Time of one worker or phase, by what it waits for."""
+
+    compute: float = 0.0
+    """Matrix products."""
+    memory: float = 0.0
+    """Bytes read and written in the device's own memory."""
+    link: float = 0.0
+    """Bytes between devices, machines, host and storage."""
+    overhead: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.memory + self.link + self.overhead
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(**{name: value + getattr(other, name) for name, value in self.parts().items()})
+
+    def times(self, factor: float) -> Seconds:
+        return Seconds(**{name: factor * value for name, value in self.parts().items()})
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by name."""
+        return {name: getattr(self, name) for name in ("compute", "memory", "link", "overhead")}
+
+    @property
+    def limit(self) -> str:
+        """The largest part."""
+        parts = self.parts()
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the workers of one role run."""
+
+    spec: ClusterSpec
+    workers: int
+    devices: float
+    """Devices of each worker: several, or a share of one."""
+
+    @property
+    def machines(self) -> int:
+        """Machines that the role's workers are on."""
+        return max(1, min(self.spec.machines, ceil(self.workers * self.devices / max(1, self.spec.machine.gpus))))
+
+    @property
+    def crowd(self) -> float:
+        """Workers that share a core: what they do beside their work takes so many times as long."""
+        if self.spec.machine.gpus:
+            return 1.0
+        return max(1.0, self.workers / (self.spec.machines * self.spec.machine.cores))
+
+    def products(self, flops: float, dtype: DType, share: float) -> float:
+        """Seconds of so many FLOPs in one worker, which reaches that share of the rate."""
+        return flops / (self.spec.rates.flops(dtype) * self.devices * share)
+
+    def moved(self, nbytes: float) -> float:
+        """Seconds to read or write so many bytes in one worker's memory."""
+        return nbytes / (self.spec.rates.memory * self.devices * self.spec.factors.memory.share)
+
+    def collective(self, nbytes: float, members: float) -> float:
+        """Seconds until each of so many devices has bytes that are divided among all of them, or has their sum.
+
+        A ring passes (members - 1) / members of them through each link. Between machines all links of a machine share in this.
+        """
+        if members <= 1:
+            return 0.0
+        gpus = max(1, self.spec.machine.gpus)
+        inside, between = self.spec.links.inside, self.spec.links.between * gpus
+        rate = inside if members <= gpus else min(inside, between)
+        return nbytes * (members - 1) / members / (rate * self.spec.factors.link.share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where all roles run."""
+
+    rollout: Place
+    teachers: Place
+    trainer: Place
+    shared: bool
+    """Roles take turns on the same devices."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig, spec: ClusterSpec) -> Self:
+        """The places of a pipeline's workers; `placed` has brought it in line with the spec."""
+        cluster, on_gpus = config.cluster, spec.machine.gpus > 0
+        workers = (config.rollout.workers, max(1, config.teachers.scoring_workers), config.trainer.ranks)
+        gpus = (cluster.rollout_gpus, cluster.teacher_gpus, cluster.trainer_gpus)
+        beside = 1 if on_gpus else roles_at_once(config)
+        rollout, teachers, trainer = (
+            Place(spec=spec, workers=n, devices=(own or 1) if on_gpus else spec.devices / n / beside)
+            for n, own in zip(workers, gpus, strict=True)
+        )
+        shared = spec.placement.shared if spec.placement else not on_gpus or min(gpus) < 1
+        return cls(rollout=rollout, teachers=teachers, trainer=trainer, shared=shared)
+
+    @property
+    def devices(self) -> float:
+        """Devices that all roles need."""
+        each = [place.workers * place.devices for place in (self.rollout, self.teachers, self.trainer)]
+        return max(each) if self.shared else sum(each)
+
+
+def placed(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
+    """The pipeline with the workers and GPUs of the spec's placement, if it has one."""
+    chosen = spec.placement
+    if chosen is None:
+        return config
+    scores = config.teachers.scoring_workers > 0
+    teachers = {"workers": chosen.teachers.workers} if scores else {}
+    cluster = {
+        "rollout_gpus": chosen.rollout.devices,
+        "teacher_gpus": chosen.teachers.devices if scores else 0,
+        "trainer_gpus": 1,
+    }
+    changed = {
+        "rollout": config.rollout.model_copy(update={"workers": chosen.rollout.workers}),
+        "teachers": config.teachers.model_copy(update=teachers),
+        "trainer": config.trainer.model_copy(update={"ranks": chosen.ranks}),
+        "cluster": config.cluster.model_copy(update=cluster if spec.machine.gpus else {}),
+    }
+    return config.model_copy(update=changed)

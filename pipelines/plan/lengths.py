@@ -1,0 +1,79 @@
+"""Lengths of prompts and responses: stated, not read from prompts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opd.config import PipelineConfig
+from opd.packing import tree_limit
+from opd.train.plan import RowSize
+from pipelines.plan.models import Models
+from pipelines.plan.spec import LengthsSpec
+
+HUNDREDTH = 2.3263
+"""Standard deviations above the mean of a normal distribution's 99th percentile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The lengths of one step: each prompt's responses, in tokens."""
+
+    prompt: int
+    groups: tuple[tuple[int, ...], ...]
+    domains: tuple[str, ...]
+    """Domain of each prompt."""
+
+    @property
+    def responses(self) -> list[int]:
+        return [length for group in self.groups for length in group]
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response tokens of all rows."""
+        return sum(self.prompt + length for length in self.responses)
+
+    def units(self) -> list[tuple[RowSize, tuple[int, ...]]]:
+        """What is laid out together, and its responses: a response with its prompt, or trees of responses to one prompt."""
+        found = []
+        for number, (domain, group) in enumerate(zip(self.domains, self.groups, strict=True)):
+            for place, responses in enumerate(_trees(self.prompt, group)):
+                size = self.prompt + sum(responses)
+                others = tuple(f"{number}/{place}/{i}" for i in range(1, len(responses)))
+                found.append((RowSize(f"{number}/{place}/0", domain, size, others), responses))
+        return found
+
+
+def written(config: PipelineConfig, models: Models, lengths: LengthsSpec, step: int) -> Written:
+    """Draw the responses of one step: the same for the same seed and step."""
+    chance = random.Random(f"{lengths.seed}/plan/{step}")
+    median, prompt = stated(config, lengths)
+    sigma = math.log(lengths.tail) / HUNDREDTH
+    groups, domains = [], []
+    for domain, samples in models.samples.items():
+        for _ in range(samples // config.rollout.n):
+            drawn = (median * math.exp(sigma * chance.gauss(0, 1)) for _ in range(config.rollout.n))
+            groups.append(tuple(min(config.rollout.max_new_tokens, max(1, round(length))) for length in drawn))
+            domains.append(domain)
+    return Written(prompt=prompt, groups=tuple(groups), domains=tuple(domains))
+
+
+def stated(config: PipelineConfig, lengths: LengthsSpec) -> tuple[float, int]:
+    """(median of responses, tokens of a prompt), with the defaults that the pipeline's limits give."""
+    rollout = config.rollout
+    prompt = lengths.prompt or max(1, rollout.max_model_len - rollout.max_new_tokens)
+    return min(lengths.response or rollout.max_new_tokens, rollout.max_new_tokens), prompt
+
+
+def _trees(prompt: int, group: Sequence[int]) -> list[tuple[int, ...]]:
+    """Responses to one prompt, as many beside each other as a tree may have."""
+    limit = tree_limit(prompt + max(group))
+    trees: list[list[int]] = []
+    for length in group:
+        if trees and prompt + sum(trees[-1]) + length <= limit:
+            trees[-1].append(length)
+        else:
+            trees.append([length])
+    return [tuple(tree) for tree in trees]

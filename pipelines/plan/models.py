@@ -1,0 +1,188 @@
+"""The models of a planned merge: what `opd check` reads from weights, made from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from experts.adapter import AdapterInfo
+from experts.json_files import read_as
+from experts.model_dir import ModelInfo
+from experts.registry import Registry, default_root
+from opd.config import PipelineConfig
+from opd.config.domains import ExpertConfig, RegisteredExperts
+from opd.config.teachers import NoTeachers
+from opd.errors import ConfigError
+from opd.lora import ADAPTER_CONFIG, LoraConfig, LoraSize
+from opd.prompts.mix import split_samples
+from opd.types import Teacher
+from pipelines.inputs.read import Inputs
+from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
+from pipelines.plan.shapes import Shape, located, read_shape
+
+
+class _Adapter(LoraConfig):
+    target_modules: list[str] | str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """The models of a merge."""
+
+    inputs: Inputs
+    """What the sum of memory is made of; it has no prompts and no tokenizer."""
+    student: Shape
+    scorers: Mapping[str, Shape]
+    """Name of everyone who scores -> its shape; an adapter's is its base's."""
+    samples: Mapping[str, int]
+    """Domain -> responses of a step."""
+    notes: tuple[str, ...]
+
+    def rows(self) -> dict[str, int]:
+        """Name of everyone who scores -> rows of a step."""
+        rows = dict.fromkeys(self.scorers, 0)
+        for domain, assigned in self.inputs.scoring.items():
+            for one in assigned:
+                rows[one.teacher.name] += self.samples[domain]
+        return rows
+
+    @property
+    def opinions(self) -> int:
+        """Target rows of a step."""
+        return sum(self.rows().values())
+
+
+def read_models(config: PipelineConfig) -> Models:
+    """Read configs of student and experts. Raises: OpdError for a config that is missing or has no formulas."""
+    shape = read_shape(config.student.model)
+    student = _info(config.student.model, shape)
+    if shape.context is not None and config.rollout.max_model_len > shape.context:
+        raise ConfigError.at(
+            "rollout.max_model_len",
+            found=str(config.rollout.max_model_len),
+            wanted=f"at most {shape.context}, the context of {config.student.model}",
+            fix=f"set rollout.max_model_len to {shape.context} or less",
+        )
+    shapes, experts, notes = {START: shape}, dict[str, Expert](), list[str]()
+    for name, expert, own in _experts(config, shape, notes):
+        experts[name], shapes[name] = expert, own
+    routes = {} if isinstance(config.teachers, NoTeachers) else route_domains(config, experts)[0]
+    start = Expert(teacher=Teacher(name=START, model_dir=config.student.model), domain="", info=student, prompts=None)
+    scoring = scoring_routes(config, routes, start.teacher)
+    everyone = experts | {START: start}
+    names = [one.teacher.name for assigned in scoring.values() for one in assigned]
+    scorers = {name: everyone[name] for name in dict.fromkeys(names)}
+    lora = config.student.lora
+    if lora is not None:
+        trained, pushed = shape.lora(lora.r, None if isinstance(lora.targets, str) else lora.targets)
+    inputs = Inputs(
+        student=student,
+        scorers=scorers,
+        routes=routes,
+        scoring=scoring,
+        prompts={},
+        exams={},
+        untrained={},
+        tokenizer=None,
+        warnings=(),
+        lora=None if lora is None else LoraSize(trained=trained, pushed=pushed),
+        bodies={expert.info.path: shapes[name].body for name, expert in everyone.items()},
+    )
+    found = {name: shapes[name] for name in scorers}
+    return Models(inputs=inputs, student=shape, scorers=found, samples=_samples(config), notes=tuple(notes))
+
+
+def _samples(config: PipelineConfig) -> dict[str, int]:
+    """Responses of each domain in a step, as `opd merge` deals them out."""
+    weights = {name: 1.0 if d.weight == "auto" else float(d.weight) for name, d in config.domains.items()}
+    groups = split_samples(config.trainer.samples_per_step // config.rollout.n, weights)
+    return {name: config.rollout.n * count for name, count in groups.items()}
+
+
+def _experts(config: PipelineConfig, student: Shape, notes: list[str]) -> Iterator[tuple[str, Expert, Shape]]:
+    """Name, expert and shape. Raises: OpdError."""
+    if not isinstance(config.experts, RegisteredExperts):
+        for name, given in config.experts.items():
+            yield (name, *_inline(name, given))
+        return
+    registry = Registry(config.registry or default_root())
+    there = registry.names()
+    missing = []
+    for name in there if config.experts.use == "all" else config.experts.use:
+        if name in there:
+            manifest = registry.get(name)
+            shape = read_shape(Path(manifest.info.path))
+            adapter = manifest.adapter.path if manifest.adapter else None
+            teacher = _teacher(name, Path(manifest.info.path), None if adapter is None else Path(adapter))
+            expert = Expert(
+                teacher=teacher, domain=manifest.domain, info=manifest.info, adapter=manifest.adapter, prompts=None
+            )
+            yield name, expert, shape
+        else:
+            missing.append(name)
+            info = _info(Path(f"expert {name}"), student)
+            yield name, Expert(teacher=_teacher(name, Path(info.path)), domain=name, info=info, prompts=None), student
+    if missing:
+        notes.append(f"not registered yet, planned as full models of the student's shape: {', '.join(missing)}")
+
+
+def _inline(name: str, given: ExpertConfig) -> tuple[Expert, Shape]:
+    if not located(given.model, ADAPTER_CONFIG).is_file():
+        shape = read_shape(given.model)
+        teacher = _teacher(name, given.model)
+        return Expert(teacher=teacher, domain=given.domain, info=_info(given.model, shape), prompts=None), shape
+    lora = read_as(_Adapter, located(given.model, ADAPTER_CONFIG))
+    if given.base is None:
+        raise ConfigError.at(
+            f"experts.{name}.base",
+            found="nothing, for a LoRA adapter",
+            wanted="the adapter's base model, for whose shape the plan asks",
+            fix=f"set experts.{name}.base to its directory",
+        )
+    shape = read_shape(given.base)
+    targets = lora.target_modules if isinstance(lora.target_modules, list) else None
+    parameters, _ = shape.lora(lora.r, targets)
+    adapter = AdapterInfo(
+        path=str(given.model),
+        base=str(given.base),
+        rank=lora.r,
+        alpha=lora.lora_alpha,
+        target_modules=tuple(targets or ()),
+        parameters=parameters,
+        files={},
+    )
+    info = _info(given.base, shape)
+    teacher = _teacher(name, given.base, given.model)
+    return Expert(teacher=teacher, domain=given.domain, info=info, adapter=adapter, prompts=None), shape
+
+
+def _teacher(name: str, model_dir: Path, adapter: Path | None = None) -> Teacher:
+    """A teacher whose weights are known by their place, since nothing is hashed."""
+    own = f"{model_dir}:{name}" if adapter else str(model_dir)
+    return Teacher(
+        name=name, model_dir=model_dir, adapter_dir=adapter, digest=own, base_digest=str(model_dir) if adapter else ""
+    )
+
+
+def _info(path: Path, shape: Shape) -> ModelInfo:
+    """The facts that memory depends on; the rest is empty."""
+    return ModelInfo(
+        path=str(path),
+        architecture=shape.kind,
+        model_type=shape.kind,
+        dtype="bfloat16",
+        parameters=shape.parameters,
+        hidden_size=shape.hidden,
+        vocab_rows=shape.vocab,
+        tied=shape.tied,
+        final_logit_softcapping=None,
+        context=shape.context,
+        vocab_size=shape.vocab,
+        vocab_hash="",
+        eos_token_ids=(),
+        pad_token_id=None,
+        bos_token_id=None,
+        chat_template_hash=None,
+        weight_files={},
+    )

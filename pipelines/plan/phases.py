@@ -1,0 +1,287 @@
+"""Seconds of each phase of a step, from shapes, lengths and rates. docs/plan.md writes the formulas out.
+
+rollout   engines' steps: the larger of matrix products and bytes read, one event after the other
+score     each teacher's rows on one worker, teachers one after the other
+train     micro-batches of the busiest rank, then the optimiser
+sync      new weights: gathered, sent, put in place, proven
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opd.config import PipelineConfig
+from opd.config.strict import DTYPE_BYTES
+from opd.config.teachers import TransformersTeachers
+from opd.packing import pack
+from opd.payloads import answer_class
+from opd.train.plan import RowSize, plan_micro_batches
+from pipelines.inputs.memory import SCORED_AT_ONCE
+from pipelines.plan.cost import Places, Seconds
+from pipelines.plan.engine import EngineCost, Wrote, write
+from pipelines.plan.lengths import Written
+from pipelines.plan.memory import cache_copies
+from pipelines.plan.models import Models
+from pipelines.plan.spec import ClusterSpec
+
+HELD_WHOLE = 100_000
+"""Numbers up to which every rank holds a tensor whole: DeepSpeed's stage3_param_persistence_threshold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The trainer's part of a step."""
+
+    micro_batches: tuple[Seconds, ...]
+    last: Seconds
+    """The optimiser."""
+
+    @property
+    def spent(self) -> Seconds:
+        return sum(self.micro_batches, self.last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Everything that the phases depend on but the lengths."""
+
+    config: PipelineConfig
+    spec: ClusterSpec
+    models: Models
+    places: Places
+    slots: int
+    """Sequences that one engine writes at a time."""
+
+    def rollout(self, lengths: Written) -> list[Wrote]:
+        """Every engine's part of a step; prompts are dealt out one by one."""
+        workers, cost = self.places.rollout.workers, self._engine_cost(lengths.prompt)
+        shares = [lengths.groups[first::workers] for first in range(workers)]
+        return [write(lengths.prompt, share, self.slots, cost) for share in shares if share]
+
+    def _engine_cost(self, prompt: int) -> EngineCost:
+        place, shape, spec = self.places.rollout, self.models.student, self.spec
+        dtype = self.config.rollout.dtype
+        width = DTYPE_BYTES[dtype]
+        factors, extra = spec.factors, spec.overheads
+        copies = cache_copies(self.config, self.models, spec)
+
+        def prefill(tokens: int) -> Seconds:
+            flops = shape.forward(tokens, prompt / 2)
+            return Seconds(compute=place.products(flops, dtype, factors.forward.share), link=self._reduced(tokens))
+
+        def step(batch: int, seen: float) -> Seconds:
+            flops = shape.forward(batch, seen) + 2 * batch * shape.head
+            products = place.products(flops, dtype, factors.decode.share)
+            looked_at = min(seen, shape.attention.window or seen)
+            cache = batch * looked_at * shape.attention.kv_values * copies
+            read = place.moved((shape.touched(batch) + cache) * width)
+            return Seconds(
+                compute=products if products >= read else 0.0,
+                memory=read if read > products else 0.0,
+                link=self._reduced(batch),
+                overhead=place.crowd * (extra.engine_step.of(shape.tensors) + batch * extra.token.s),
+            )
+
+        return EngineCost(
+            prefill=prefill, step=step, request=Seconds(overhead=extra.request.s), phase=Seconds(overhead=extra.phase.s)
+        )
+
+    def _reduced(self, tokens: int) -> float:
+        """Two sums a layer among the devices of one engine."""
+        place, shape = self.places.rollout, self.models.student
+        if place.devices <= 1:
+            return 0.0
+        nbytes = 2 * tokens * shape.hidden * DTYPE_BYTES[self.config.rollout.dtype]
+        once = self.spec.overheads.message.s + place.collective(nbytes, place.devices)
+        return 2 * shape.layers * once
+
+    def score(self, lengths: Written) -> list[Seconds]:
+        """Every worker's part of a step: the teacher with the most rows goes to the worker with the fewest."""
+        if self.config.teachers.elsewhere or not self.models.scorers:
+            return []
+        workers = self.places.teachers.workers
+        rows = {name: self._rows_of(name, lengths) for name in self.models.scorers}
+        loads = [(0, worker) for worker in range(workers)]
+        found = [Seconds(overhead=self.spec.overheads.phase.s) for _ in range(workers)]
+        for name in sorted(rows, key=lambda one: -sum(rows[one])):
+            load, worker = heapq.heappop(loads)
+            found[worker] += self._scored(name, rows[name])
+            heapq.heappush(loads, (load + sum(rows[name]), worker))
+        return found
+
+    def _rows_of(self, name: str, lengths: Written) -> list[int]:
+        """Sizes of the units of the domains that a teacher scores."""
+        scoring = self.models.inputs.scoring
+        mine = {domain for domain, given in scoring.items() if name in [one.teacher.name for one in given]}
+        return [unit.length for unit, _ in lengths.units() if unit.domain in mine]
+
+    def _scored(self, name: str, sizes: Sequence[int]) -> Seconds:
+        place, shape, dtype = self.places.teachers, self.models.scorers[name], self.config.teachers.dtype
+        extra = self.spec.overheads
+        compute = 0.0
+        for batch in cut(sorted(sizes), SCORED_AT_ONCE):
+            tokens, wide = computed(batch)
+            flops = shape.forward(tokens, wide / 2)
+            compute += place.products(flops, dtype, self.spec.factors.forward.share)
+        rows = self.models.rows()[name]
+        return Seconds(
+            compute=compute,
+            link=self._loaded(name),
+            overhead=extra.teacher.of(shape.tensors) + rows * extra.scored_row.s,
+        )
+
+    def _loaded(self, name: str) -> float:
+        """Seconds until a teacher's weights are where it computes. On CPUs, weights within `teachers.memory` stay there."""
+        place, spec, teachers = self.places.teachers, self.spec, self.config.teachers
+        sizes = teacher_bytes(self.config, self.models)
+        share, every = spec.factors.link.share, sum(sizes.values())
+        read = sizes[name] / (spec.links.disk * max(1.0, place.machines / place.workers) * share)
+        if not spec.machine.gpus:
+            budget = teachers.memory if isinstance(teachers, TransformersTeachers) else 0
+            return 0.0 if every <= budget else read
+        copied = sizes[name] / (spec.links.load * place.devices * share)
+        # Files that machines have read stay in half of their memory.
+        return copied if every / place.machines <= spec.machine.memory / 2 else max(copied, read)
+
+    def train(self, lengths: Written) -> Trained:
+        """The busiest rank, which the others wait for in every micro-batch; then the optimiser."""
+        place, config = self.places.trainer, self.config
+        units = {unit.sample_id: (unit, responses) for unit, responses in lengths.units()}
+        rows = [unit for unit, _ in units.values()]
+        plan = plan_micro_batches(rows, place.workers, config.trainer.micro_batch_tokens)
+        ranks = [[[units[i] for i in part if i in units] for part in rank] for rank in plan]
+        busiest = max(ranks, key=lambda rank: sum(unit.length for part in rank for unit, _ in part))
+        return Trained(micro_batches=tuple(self._micro_batch(part) for part in busiest), last=self._optimiser())
+
+    def _micro_batch(self, rows: Sequence[tuple[RowSize, tuple[int, ...]]]) -> Seconds:
+        config, shape, place = self.config, self.models.student, self.places.trainer
+        spec, dtype = self.spec, config.trainer.dtype
+        tokens, wide = computed([unit.length for unit, _ in rows])
+        trained = sum(sum(responses) for _, responses in rows)
+        flops = self._passes * shape.forward(tokens, wide / 2) + 2 * trained * shape.head * self._head_passes()
+        compute = place.products(flops, dtype, spec.factors.backward.share)
+        count = sum(len(responses) for _, responses in rows)
+        own = spec.overheads.micro_batch.of(shape.tensors)
+        talk = self.gathered() + self.summed()
+        hidden = min(spec.factors.hidden.share * talk, compute)
+        # Logits of student and teachers in float32: written and read once each.
+        logits = place.moved(trained * shape.vocab * 8 * (1 + self._opinions()))
+        return Seconds(
+            compute=compute,
+            memory=logits,
+            link=talk - hidden,
+            overhead=place.crowd * (own + count * spec.overheads.trained_row.s) + self._messages(),
+        )
+
+    @property
+    def _passes(self) -> float:
+        """Forward passes whose products a training step's body costs: a backward pass costs two, one where the weights stay."""
+        backward = 1.0 if self.models.inputs.lora else 2.0
+        return 1.0 + backward + (1.0 if self.config.trainer.gradient_checkpointing else 0.0)
+
+    def flops(self, lengths: Written) -> dict[str, float]:
+        """FLOPs of each phase that the models ask for, padding left out."""
+        shape, seen = self.models.student, lengths.tokens / len(lengths.responses) / 2
+        responses = sum(lengths.responses)
+        prompts = lengths.prompt * len(lengths.groups)
+        scored = sum(one.forward(sum(self._rows_of(name, lengths)), seen) for name, one in self.models.scorers.items())
+        laid_out = sum(unit.length for unit, _ in lengths.units())
+        heads = 2 * responses * shape.head * self._head_passes()
+        return {
+            "rollout": shape.forward(prompts + responses, seen) + 2 * responses * shape.head,
+            "score": scored,
+            "train": self._passes * shape.forward(laid_out, seen) + heads,
+            "sync": 0.0,
+        }
+
+    def _head_passes(self) -> float:
+        """Products of a trained token's states with an output head: the student's there and back, each teacher's there."""
+        back = 1 if self.models.inputs.lora else 2
+        return 1 + back + self._opinions()
+
+    def _opinions(self) -> float:
+        """Teachers' heads for each trained token: none where teachers send log-probs."""
+        sends = answer_class(self.config.teachers.payload).SENDS_HEADS
+        return self.models.opinions / max(1, self.config.trainer.samples_per_step) if sends else 0.0
+
+    def gathered(self) -> float:
+        """Seconds to gather all weights twice: forward, and backward."""
+        place = self.places.trainer
+        nbytes = 2 * self.models.student.parameters * DTYPE_BYTES[self.config.trainer.dtype]
+        return place.collective(nbytes, place.workers) if self._is_sharded() else 0.0
+
+    def summed(self) -> float:
+        """Seconds to add up gradients, each rank its shard."""
+        place = self.places.trainer
+        nbytes = self.models.inputs.trained * DTYPE_BYTES[self.config.trainer.grad_accum_dtype]
+        return place.collective(nbytes, place.workers) if self._is_sharded() else 0.0
+
+    def _is_sharded(self) -> bool:
+        return self.places.trainer.workers > 1
+
+    def _messages(self) -> float:
+        """Collectives of a micro-batch: every tensor's gradient is added up, those that no rank holds whole are gathered twice."""
+        if not self._is_sharded():
+            return 0.0
+        large = sum(p.layers for p in self.models.student.parts if p.parameters > HELD_WHOLE * p.layers)
+        return (self.models.student.tensors + 2 * large) * self.spec.overheads.message.s
+
+    def _optimiser(self) -> Seconds:
+        """One pass over gradient, master, both moments and compute copy of a shard."""
+        place, trainer = self.places.trainer, self.config.trainer
+        each = 2 * 12 + 2 * DTYPE_BYTES[trainer.grad_accum_dtype] + DTYPE_BYTES[trainer.dtype]
+        nbytes = self.models.inputs.trained * each / place.workers
+        return Seconds(
+            memory=place.moved(nbytes), overhead=self.spec.overheads.phase.s + place.crowd * self.spec.overheads.step.s
+        )
+
+    def sync(self, lengths: Written) -> Seconds:
+        """A push to every engine, and its probe."""
+        config, shape, spec = self.config, self.models.student, self.spec
+        trainer, rollout = self.places.trainer, self.places.rollout
+        pushed = self.models.inputs.pushed * DTYPE_BYTES[config.trainer.dtype]
+        away = spec.machines > 1
+        sent = pushed / (spec.links.between * spec.factors.link.share) if away else 0.0
+        # Written by rank 0, read by each engine, copied into its tensors.
+        copied = trainer.moved(2 * pushed) + rollout.moved(3 * pushed)
+        probe = max(config.sync.probe_tokens, 4 * lengths.prompt)
+        flops = shape.forward(probe, probe / 8) + 2 * probe * shape.head
+        there = rollout.products(flops, config.rollout.dtype, spec.factors.decode.share)
+        here = trainer.products(flops, config.trainer.dtype, spec.factors.forward.share)
+        gathered = trainer.collective(pushed, trainer.workers) + self.gathered() / 2
+        return Seconds(
+            compute=there + here,
+            memory=copied,
+            link=gathered + sent,
+            overhead=spec.overheads.phase.s + spec.overheads.push.of(shape.tensors),
+        )
+
+
+def teacher_bytes(config: PipelineConfig, models: Models) -> dict[str, int]:
+    """Bytes that a teacher's turn brings in: an adapter where its base is another teacher's too."""
+    width = DTYPE_BYTES[config.teachers.dtype]
+    found = {}
+    for name, expert in models.inputs.scorers.items():
+        found[name] = width * (expert.adapter.parameters if expert.adapter else expert.info.parameters)
+    return found
+
+
+def computed(sizes: Sequence[int]) -> tuple[int, int]:
+    """(tokens of the rows that units are laid out in, width of a row): the padding counts."""
+    if not sizes:
+        return 0, 0
+    packing = pack(sizes)
+    return packing.num_rows * packing.width, packing.width
+
+
+def cut(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Consecutive runs of at most so many tokens; a longer unit is alone."""
+    found: list[list[int]] = []
+    for size in sizes:
+        if found and sum(found[-1]) + size <= most:
+            found[-1].append(size)
+        else:
+            found.append([size])
+    return found

@@ -1,0 +1,173 @@
+"""A plan: what a merge needs and how long it takes on a cluster, as one record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from opd.config import PipelineConfig
+from opd.config.pipeline import rounds_of
+from pipelines.plan.cost import Places, Seconds, placed
+from pipelines.plan.lengths import stated, written
+from pipelines.plan.memory import Held, Room, cache_bytes, cache_tokens, held, rooms
+from pipelines.plan.models import Models, read_models
+from pipelines.plan.phases import Work
+from pipelines.plan.simulate import PHASES, Step, simulate, timeline
+from pipelines.plan.spec import ClusterSpec
+from pipelines.plan.traffic import Sent, traffic
+
+SIMULATED = 20
+"""Steps that are simulated at most; the others are taken to be like them."""
+HOUR = 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """How one role's devices spend the merge."""
+
+    name: str
+    workers: int
+    devices: float
+    """Devices of one worker."""
+    busy: float
+    """Share of the time in which it computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePlan:
+    """One phase of a step, on its slowest worker; seconds, means over the simulated steps."""
+
+    name: str
+    seconds: float
+    compute: float
+    memory: float
+    link: float
+    overhead: float
+    limit: str
+    """The largest of the four."""
+    flops: float
+    """FLOPs of all workers that the model asks for, padding left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that `opd plan` says."""
+
+    pipeline: str
+    cluster: str
+    parameters: int
+    active: int
+    """Numbers that a token is multiplied with, the output head included."""
+    experts: int
+    steps: int
+    samples: int
+    prompt: int
+    response: float
+    """Mean tokens of a response."""
+    sequences: float
+    """Mean sequences in an engine's step."""
+    memory: tuple[Held, ...]
+    room: tuple[Room, ...]
+    traffic: tuple[Sent, ...]
+    phases: tuple[PhasePlan, ...]
+    roles: tuple[Role, ...]
+    step_s: float
+    hours: float
+    """All steps; no start, no exams, no checkpoints."""
+    devices: float
+    device_hours: float
+    limit: str
+    fits: bool
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
+    """Plan a merge. Raises: OpdError for a model without a config or a formula, or a pipeline that a merge would refuse."""
+    config = placed(config, spec)
+    models = read_models(config)
+    places = Places.of(config, spec)
+    cache = cache_bytes(config, models, spec)
+    slots, notes = _slots(config, models, spec, cache)
+    work = Work(config=config, spec=spec, models=models, places=places, slots=slots)
+    total = sum(one.trainer.steps for one in rounds_of(config))
+    steps = simulate(work, spec.lengths, min(SIMULATED, total))
+    first = written(config, models, spec.lengths, 0)
+    flops = work.flops(first)
+    phases = tuple(_phase(name, steps, flops[name]) for name in PHASES)
+    step_s = sum(step.wall for step in steps) / len(steps)
+    room = rooms(config, models, spec, places.shared)
+    return Plan(
+        pipeline=config.name,
+        cluster=spec.name,
+        parameters=models.student.parameters,
+        active=models.student.active + models.student.head,
+        experts=len(models.inputs.experts),
+        steps=total,
+        samples=config.trainer.samples_per_step,
+        prompt=stated(config, spec.lengths)[1],
+        response=sum(step.response_tokens for step in steps) / len(steps) / config.trainer.samples_per_step,
+        sequences=sum(step.sequences for step in steps) / len(steps),
+        memory=tuple(held(config, models, spec, cache)),
+        room=tuple(room),
+        traffic=tuple(traffic(work, first)),
+        phases=phases,
+        roles=tuple(_roles(steps, places)),
+        step_s=step_s,
+        hours=total * step_s / HOUR,
+        devices=spec.devices if spec.machine.gpus else 0,
+        device_hours=total * step_s / HOUR * (spec.devices if spec.machine.gpus else 0),
+        limit=_limit(phases),
+        fits=all(one.fits for one in room) and places.devices <= spec.devices + 1e-9 and slots > 0,
+        notes=(*models.notes, *notes, *_notes(config, spec, places)),
+    )
+
+
+def _slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float) -> tuple[int, list[str]]:
+    """Sequences that an engine writes at a time: `rollout.max_num_seqs`, or as many of mean length as its cache holds."""
+    lengths = written(config, models, spec.lengths, 0)
+    each = lengths.tokens / len(lengths.responses)
+    room, wanted = int(cache_tokens(config, models, spec, cache) / each), config.rollout.max_num_seqs
+    if room >= min(wanted, len(lengths.responses)):
+        return wanted, []
+    return room, [f"the key-value cache holds {room} sequences of {each:.0f} tokens, rollout.max_num_seqs is {wanted}"]
+
+
+def _phase(name: str, steps: Sequence[Step], flops: float) -> PhasePlan:
+    mean = sum((step.phases[name] for step in steps), Seconds()).times(1 / len(steps))
+    return PhasePlan(name=name, seconds=mean.total, **mean.parts(), limit=mean.limit, flops=flops)
+
+
+def _roles(steps: Sequence[Step], places: Places) -> list[Role]:
+    shares = {role: busy for role, busy, _ in timeline(steps)}
+    each = {"rollout": places.rollout, "teachers": places.teachers, "trainer": places.trainer}
+    return [
+        Role(name=name, workers=place.workers, devices=place.devices, busy=shares[name]) for name, place in each.items()
+    ]
+
+
+def _limit(phases: Sequence[PhasePlan]) -> str:
+    longest = max(phases, key=lambda phase: phase.seconds)
+    return f"{longest.name}: {longest.limit}"
+
+
+def _notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> Iterator[str]:
+    """What the plan leaves out, or what a merge of today does not do."""
+    acting = [name for name, domain in config.domains.items() if domain.acts]
+    if acting:
+        yield f"planned as single responses although they are episodes of turns: {', '.join(acting)}"
+    if isinstance(config.rounds, list):
+        yield "every round is planned like the first"
+    if config.objective.has_critic:
+        yield "the critic's memory is planned, its time is not"
+    if config.teachers.elsewhere:
+        yield "teachers elsewhere are planned as if they scored at once"
+    if places.devices > spec.devices:
+        yield f"{places.devices:g} devices are placed, the cluster has {spec.devices}"
+    if max(places.rollout.devices, places.teachers.devices) > 1:
+        yield "a rollout engine or a teacher on several GPUs is planned; `opd merge` starts each on one"
+    if spec.machines > 1:
+        yield "a push between machines is planned; `opd merge` pushes on one machine"

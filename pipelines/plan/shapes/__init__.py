@@ -1,0 +1,88 @@
+"""Shapes of models from their `config.json` alone: numbers stored, numbers a token passes, bytes of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from experts.json_files import read_json, validated
+from experts.weight_files import weight_tensors
+from opd.errors import ModelError
+from pipelines.catalog import PLANS
+from pipelines.plan.shapes.attention import grouped, latent
+from pipelines.plan.shapes.config import ShapeConfig
+from pipelines.plan.shapes.feed_forward import dense, mixture
+from pipelines.plan.shapes.shape import Attention, Part, Shape
+
+KINDS: dict[str, tuple[Callable[[ShapeConfig], Attention], Callable[[ShapeConfig], tuple[Part, ...]]]] = {
+    "llama": (grouped, dense),
+    "mistral": (grouped, dense),
+    "qwen2": (grouped, dense),
+    "qwen3": (grouped, dense),
+    "smollm3": (grouped, dense),
+    "phi3": (grouped, dense),
+    "mixtral": (grouped, mixture),
+    "qwen3_moe": (grouped, mixture),
+    "deepseek_v3": (latent, mixture),
+    "deepseek_v32": (latent, mixture),
+    "glm_moe_dsa": (latent, mixture),
+}
+"""`model_type` -> attention and feed-forward."""
+TOLERANCE = 0.01
+"""Share by which the formulas may miss what the weight files hold."""
+
+
+def shape_of(config: ShapeConfig, where: object) -> Shape:
+    """The shape that a config describes. Raises: ModelError for a kind without formulas."""
+    if config.model_type not in KINDS:
+        raise ModelError.at(
+            f"{where}: model_type",
+            found=config.model_type,
+            wanted=f"one of: {', '.join(KINDS)}",
+            fix="a plan needs formulas for the architecture: pipelines/plan/shapes/ has them, and a new kind is a few lines there",
+        )
+    attention, feed_forward = KINDS[config.model_type]
+    return Shape(
+        kind=config.model_type,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        tied=config.tie_word_embeddings,
+        context=config.max_position_embeddings,
+        attention=attention(config),
+        feed_forward=feed_forward(config),
+    )
+
+
+def located(model_dir: Path, name: str = "config.json") -> Path:
+    """A file of a model directory; where the directory is not there, that of the shipped shape of the same relative path."""
+    shipped = PLANS / model_dir / name
+    return shipped if not model_dir.exists() and not model_dir.is_absolute() and shipped.is_file() else model_dir / name
+
+
+def read_shape(model_dir: Path) -> Shape:
+    """The shape of a model directory, checked against its weights where they are there.
+
+    Raises: ModelError without a config.json, for a kind without formulas, or if the formulas miss what the files hold.
+    """
+    file = located(model_dir)
+    if not file.is_file():
+        raise ModelError.at(
+            file,
+            found="no such file",
+            wanted="the model's configuration: a plan needs nothing else of a model",
+            fix="copy config.json from the original model, or make the model first",
+        )
+    data = read_json(file)
+    text = data.get("text_config")
+    shape = shape_of(validated(ShapeConfig, {**text, **data} if isinstance(text, dict) else data, file), file)
+    if any(model_dir.glob("*.safetensors")):
+        stored = sum(tensor.numel for tensor in weight_tensors(model_dir).values())
+        if abs(stored - shape.parameters) > TOLERANCE * stored:
+            raise ModelError.at(
+                file,
+                found=f"{shape.parameters:,} parameters by the formulas of {shape.kind}, {stored:,} in the weight files",
+                wanted="numbers that agree within 1 %",
+                fix="look for a key of the config that pipelines/plan/shapes/ does not read",
+            )
+    return shape

@@ -1,0 +1,137 @@
+"""The shape of a model: its matrices, which of them a token passes, and what attention keeps and compares.
+
+D stands for the hidden width, L for layers, V for ids, H for heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipelines.inputs.body import Body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Matrices of one kind: one in each of some layers, or as many as a mixture has experts."""
+
+    name: str
+    """Name of the module, e.g. `q_proj`."""
+    inputs: int
+    outputs: int
+    layers: int
+    """How many layers have it."""
+    stored: int = 1
+    """Matrices in a layer."""
+    used: int = 1
+    """How many of these a token passes."""
+
+    @property
+    def parameters(self) -> int:
+        return self.inputs * self.outputs * self.stored * self.layers
+
+    @property
+    def active(self) -> int:
+        """Numbers that a token is multiplied with."""
+        return self.inputs * self.outputs * self.used * self.layers
+
+    def touched(self, tokens: float) -> float:
+        """Numbers that a pass over so many tokens reads, if a mixture's router spreads them evenly."""
+        return self.parameters * (1 - (1 - self.used / self.stored) ** tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """What one layer's attention has beside its matrices."""
+
+    parts: tuple[Part, ...]
+    vectors: int
+    """Biases and norms, numbers in all layers."""
+    pair: int
+    """Multiplications for one token that looks at one other, in all layers: queries with keys, weights with values."""
+    kv_values: int
+    """Values that the cache keeps for one token, in all layers."""
+    kv_split: int
+    """Into how many parts the devices of a machine can cut the cache; beyond that they hold it several times."""
+    window: int | None = None
+    """Most tokens that a token looks at; None: all before it."""
+    index_pair: int = 0
+    """Multiplications for one token that an indexer compares with one other, in all layers, however far back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A decoder model."""
+
+    kind: str
+    """`model_type` of its config."""
+    layers: int
+    hidden: int
+    vocab: int
+    tied: bool
+    context: int | None
+    attention: Attention
+    feed_forward: tuple[Part, ...]
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Every kind of matrix but embedding and output head."""
+        return (*self.attention.parts, *self.feed_forward)
+
+    @property
+    def head(self) -> int:
+        """Numbers of the output head."""
+        return self.vocab * self.hidden
+
+    @cached_property
+    def parameters(self) -> int:
+        """Every number of the model; a tied head counts once."""
+        norms = (2 * self.layers + 1) * self.hidden
+        return sum(p.parameters for p in self.parts) + self.attention.vectors + norms + self._heads
+
+    @property
+    def _heads(self) -> int:
+        return self.head * (1 if self.tied else 2)
+
+    @cached_property
+    def active(self) -> int:
+        """Numbers of the body that a token is multiplied with: no embedding, no output head."""
+        return sum(p.active for p in self.parts)
+
+    @property
+    def tensors(self) -> int:
+        """Tensors that a push sends; a mixture's experts lie in one."""
+        return sum(p.layers for p in self.parts) + 2 * self.layers + (2 if self.tied else 3)
+
+    def forward(self, tokens: float, seen: float) -> float:
+        """FLOPs of the body for so many tokens, each of which looks at `seen` others on average."""
+        looked_at = min(seen, self.attention.window or seen)
+        pairs = self.attention.pair * looked_at + self.attention.index_pair * seen
+        return 2 * tokens * (self.active + pairs)
+
+    def touched(self, tokens: float) -> float:
+        """Numbers that the matrices of one pass over so many tokens read, the output head included."""
+        return sum(p.touched(tokens) for p in self.parts) + self.head
+
+    @property
+    def _experts(self) -> int:
+        """Numbers of a layer's routed experts, which lie in one module."""
+        return sum(p.parameters // p.layers for p in self.parts if p.stored > 1)
+
+    @property
+    def body(self) -> Body:
+        """What the memory of activations depends on: a token passes `used` matrices of each kind."""
+        return Body(
+            inside=sum((p.inputs + p.outputs) * p.used * p.layers for p in self.parts),
+            blocks=self.layers,
+            widest=max(side for p in self.parts for side in (p.inputs, p.outputs)),
+            largest=max(self.head, *(p.parameters // p.layers for p in self.parts), self._experts),
+        )
+
+    def lora(self, rank: int, targets: Iterable[str] | None) -> tuple[int, int]:
+        """(numbers of the adapters, numbers of the matrices that they change); `targets` None: all linear modules but the
+        output head and routers."""
+        wanted = [p for p in self.parts if (p.name != "router" if targets is None else p.name in set(targets))]
+        adapters = sum(rank * (p.inputs + p.outputs) * p.stored * p.layers for p in wanted)
+        return adapters, sum(p.parameters for p in wanted)

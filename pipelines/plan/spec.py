@@ -1,0 +1,195 @@
+"""The cluster spec of `opd plan`: machines, rates, what of a rate is reached and why, overheads, and where roles run.
+
+A device is a GPU, or on machines without GPUs all cores of one machine together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ByteSize, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from opd.config.strict import DType, Strict
+from opd.errors import ConfigError
+from opd.settings import load_yaml, validate
+from pipelines.catalog import PLANS
+
+
+class MachineSpec(Strict):
+    cores: int = Field(..., ge=1)
+    memory: ByteSize = Field(..., gt=0)
+    """Memory of the host."""
+    gpus: int = Field(0, ge=0)
+    gpu_memory: ByteSize = Field(0, validate_default=True, ge=0)
+    """Memory of one GPU."""
+
+    @model_validator(mode="after")
+    def _gpus_have_memory(self) -> MachineSpec:
+        if bool(self.gpus) != bool(self.gpu_memory):
+            raise PydanticCustomError(
+                "gpus", "both machine.gpus and machine.gpu_memory, or neither", {"found": "one of the two"}
+            )
+        return self
+
+
+class RatesSpec(Strict):
+    """What one device can do."""
+
+    float32: float = Field(..., gt=0)
+    """Matrix product, FLOP/s."""
+    bfloat16: float = Field(..., gt=0)
+    memory: float = Field(..., gt=0)
+    """Bytes a second that a copy reads and writes, together."""
+
+    def flops(self, dtype: DType) -> float:
+        """FLOP/s of a matrix product in that type."""
+        return self.float32 if dtype == "float32" else self.bfloat16
+
+
+class LinksSpec(Strict):
+    """Bytes a second, in one direction, of one device."""
+
+    inside: float = Field(..., gt=0)
+    """To another device of the same machine."""
+    between: float = Field(..., gt=0)
+    """To another machine. A collective of a whole machine uses those of all its devices at a time."""
+    load: float = Field(..., gt=0)
+    """From the host's memory."""
+    disk: float = Field(..., gt=0)
+    """From storage, of one machine: where a machine's memory does not hold the teachers that it scores with."""
+
+
+class ShareSpec(Strict):
+    share: float = Field(..., ge=0, le=1)
+    why: str = Field(..., min_length=1)
+    """How it was found."""
+
+
+class FactorsSpec(Strict):
+    """Shares of the rates that work of a kind reaches."""
+
+    forward: ShareSpec
+    """Matrix products of a forward pass over whole rows: prompts in an engine, scoring."""
+    backward: ShareSpec
+    """Matrix products of a forward and backward pass, and of the loss."""
+    decode: ShareSpec
+    """Matrix products of an engine's step, with one token of each sequence."""
+    memory: ShareSpec
+    """Bytes that a step of an engine, an optimiser or a copy reads and writes."""
+    link: ShareSpec
+    """Bytes over any link."""
+    hidden: ShareSpec
+    """Share of the trainer's communication that its compute hides."""
+
+
+class SecondsSpec(Strict):
+    s: float = Field(0, ge=0)
+    tensor: float = Field(0, ge=0)
+    """More seconds for each tensor of the model that the event is about."""
+    why: str = Field(..., min_length=1)
+    """How it was found."""
+
+    def of(self, tensors: int) -> float:
+        """Seconds for a model of so many tensors."""
+        return self.s + self.tensor * tensors
+
+
+class OverheadsSpec(Strict):
+    """Seconds of one event, beside its work."""
+
+    phase: SecondsSpec
+    """A phase's call to its workers, and their answer."""
+    engine_step: SecondsSpec
+    """A step of an engine: scheduling, sampling, every layer's calls."""
+    request: SecondsSpec
+    """A response that an engine begins and ends."""
+    token: SecondsSpec
+    """A token that an engine samples."""
+    teacher: SecondsSpec
+    """A teacher's turn in a scoring worker: it takes its place and passes its first row."""
+    scored_row: SecondsSpec
+    """A target row: made, sent, written to the log, read by a rank."""
+    micro_batch: SecondsSpec
+    """A micro-batch of a rank: every layer's calls and sharding hooks, forward and backward."""
+    trained_row: SecondsSpec
+    """A row that a rank lays out and trains."""
+    message: SecondsSpec
+    """A collective of two workers or more."""
+    push: SecondsSpec
+    """New weights: each tensor gathered, written, read, put in its place."""
+    step: SecondsSpec
+    """A step of the optimiser and a record of it."""
+
+
+class RoleSpec(Strict):
+    workers: int = Field(..., ge=1)
+    """Engines, or scoring workers."""
+    devices: int = Field(1, ge=1)
+    """Devices of each, among which its model is divided."""
+
+
+class PlacementSpec(Strict):
+    shared: bool = False
+    """Roles take turns on the same devices; else each has its own."""
+    rollout: RoleSpec
+    teachers: RoleSpec
+    ranks: int = Field(..., ge=1)
+    """Trainer ranks, one on each device."""
+
+
+class LengthsSpec(Strict):
+    """Lengths of what is trained, in tokens: lognormal responses, cut at `rollout.max_new_tokens`."""
+
+    prompt: int | None = Field(None, ge=1)
+    """Tokens of a prompt; default: what `rollout.max_model_len` leaves beside the longest response."""
+    response: float | None = Field(None, ge=1)
+    """Median; default: `rollout.max_new_tokens`."""
+    tail: float = Field(1.0, ge=1)
+    """How many times as long as the median one response of a hundred is."""
+    seed: int = Field(0, ge=0)
+
+
+class ClusterSpec(Strict):
+    """A cluster as `opd plan` sees it."""
+
+    name: str
+    machines: int = Field(1, ge=1)
+    machine: MachineSpec
+    rates: RatesSpec
+    links: LinksSpec
+    factors: FactorsSpec
+    overheads: OverheadsSpec
+    placement: PlacementSpec | None = None
+    """Default: the pipeline's own numbers of workers, and `cluster.*_gpus`."""
+    lengths: LengthsSpec = LengthsSpec()
+
+    @property
+    def devices(self) -> int:
+        """GPUs, or machines without any."""
+        return self.machines * max(1, self.machine.gpus)
+
+
+def shipped_specs() -> dict[str, Path]:
+    """Name -> file of every cluster spec that comes with the package."""
+    return {file.stem: file for file in sorted((PLANS / "clusters").glob("*.yaml"))}
+
+
+def load_spec(name_or_path: str) -> ClusterSpec:
+    """Read a shipped spec by its name, or a file. Raises: ConfigError."""
+    path = shipped_specs().get(name_or_path, Path(name_or_path))
+    if not path.is_file():
+        raise ConfigError.at(
+            path,
+            found="no such file",
+            wanted=f"a cluster spec, or one of: {', '.join(shipped_specs())}",
+            fix="`opd plan PIPELINE --measure FILE` writes one of this machine",
+        )
+    return validate(ClusterSpec, load_yaml(path), path)
+
+
+def with_lengths(spec: ClusterSpec, prompt: int | None, response: float | None, tail: float | None) -> ClusterSpec:
+    """The spec with the lengths that are given; the others stay."""
+    given = {"prompt": prompt, "response": response, "tail": tail}
+    changed = {name: value for name, value in given.items() if value is not None}
+    return spec.model_copy(update={"lengths": spec.lengths.model_copy(update=changed)})

@@ -1,0 +1,48 @@
+"""Bytes of one step, by the link that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from opd.config.strict import DTYPE_BYTES
+from pipelines.plan.lengths import Written
+from pipelines.plan.memory import target_bytes
+from pipelines.plan.phases import Work, teacher_bytes
+
+ROW = 100
+"""Bytes of a row beside its tokens: its id, its span, and its place in the dictionary. See the table in docs/architecture.md."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What one step sends."""
+
+    what: str
+    link: str
+    nbytes: float
+    """The sum over all workers."""
+
+
+def traffic(work: Work, lengths: Written) -> Iterator[Sent]:
+    """Everything of size that a step moves between processes."""
+    config, models = work.config, work.models
+    shape, inputs = models.student, models.inputs
+    rows, responses = len(lengths.responses), sum(lengths.responses)
+    rollouts = rows * ROW + 4 * rows * lengths.prompt + 8 * responses
+    yield Sent(what="rollouts", link="engines → driver → teachers", nbytes=rollouts)
+    if models.scorers:
+        opinions = models.opinions / rows
+        targets = opinions * (rollouts + target_bytes(config, models, responses))
+        yield Sent(what="target rows", link="teachers → driver, log → ranks", nbytes=targets)
+        turns = teacher_bytes(config, models)
+        yield Sent(what="teachers' weights", link="host or storage → scoring workers", nbytes=sum(turns.values()))
+    ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
+    if ranks > 1:
+        parts = len(work.train(lengths).micro_batches)
+        gathered = 2 * parts * shape.parameters * copy * (ranks - 1)
+        summed = parts * inputs.trained * DTYPE_BYTES[config.trainer.grad_accum_dtype] * (ranks - 1)
+        yield Sent(what="gathered weights", link="rank ↔ rank", nbytes=gathered)
+        yield Sent(what="summed gradients", link="rank ↔ rank", nbytes=summed)
+    pushed = inputs.pushed * copy
+    yield Sent(what="new weights", link="rank 0 → engines", nbytes=pushed * config.rollout.workers)

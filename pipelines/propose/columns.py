@@ -1,0 +1,163 @@
+"""Find out what a file of prompts calls its columns, from its first rows, before anything large is imported."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from opd.config.prompts import Column, PromptsConfig
+from opd.errors import ConfigError, PromptError
+from opd.prompts.readers import source_rows
+from opd.prompts.sources import Source, find_source, library
+
+ASKING = (
+    *("prompt", "messages", "conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
+    *("question", "query", "instruction", "problem", "task", "user", "input", "request", "text"),
+)
+"""Names of the column that asks, the likeliest first."""
+ANSWERING = (
+    *(
+        "answer",
+        "final_answer",
+        "expected_answer",
+        "correct_answer",
+        "ground_truth",
+        "expected",
+        "gold",
+        "target",
+        "label",
+    ),
+    *("solution", "reference", "output", "response", "completion", "result"),
+)
+"""Names of the column with the right answer, the likeliest first."""
+FIRST_ROWS = 20
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """What a file calls the columns that a pipeline reads."""
+
+    prompt: str
+    answer: str | None
+    """None: no column has answers, so nothing can be judged."""
+    messages: bool
+    """The prompt is a list of messages, not a text."""
+    answered: bool
+    """The messages end with the assistant's turn."""
+    sharegpt: bool
+    """The messages have `from` and `value`."""
+
+    @property
+    def renamed(self) -> dict[Column, str]:
+        """Our name -> theirs, where they differ."""
+        ours: dict[Column, str | None] = {"prompt": self.prompt, "answer": self.answer}
+        return {name: theirs for name, theirs in ours.items() if theirs is not None and theirs != name}
+
+
+def look_at_columns(path: Path, given: Sequence[str]) -> Columns:
+    """The columns of a file; `given` are the names of prompt and answer, as far as the user said. Raises: OpdError."""
+    names, rows = first_rows(find_source(path))
+    for name in given:
+        if name not in names:
+            raise ConfigError.at(
+                f"--columns {','.join(given)}",
+                found=f"no column `{name}` in {path}",
+                wanted=f"one of: {', '.join(names)}",
+                fix="correct the name: --columns PROMPT or --columns PROMPT,ANSWER",
+            )
+    prompt = given[0] if given else _asking(path, names)
+    _refuse_two_parts(path, prompt, rows)
+    values = [row[prompt] for row in rows if row.get(prompt) is not None]
+    messages = bool(values) and all(isinstance(value, list) for value in values)
+    return Columns(
+        prompt=prompt,
+        answer=given[1] if len(given) > 1 else _answering(names, rows, prompt),
+        messages=messages,
+        answered=messages
+        and all(_last(value, "role") == "assistant" or _last(value, "from") == "gpt" for value in values),
+        sharegpt=messages and all(_last(value, "from") for value in values),
+    )
+
+
+def _asking(path: Path, names: Sequence[str]) -> str:
+    found = _first_of(ASKING, names) or (names[0] if len(names) == 1 else None)
+    if found is None:
+        raise PromptError.at(
+            path,
+            found=f"the columns {', '.join(names) or '(none)'}",
+            wanted=f"one that asks, with a name such as {', '.join(ASKING[:2])}, question, instruction, problem",
+            fix="say which one it is: --columns PROMPT, or --columns PROMPT,ANSWER",
+        )
+    return found
+
+
+def _answering(names: Sequence[str], rows: Sequence[Row], prompt: str) -> str | None:
+    """The column with answers: texts or numbers."""
+    plain = [
+        name
+        for name in names
+        if name != prompt and all(isinstance(r.get(name), str | int | float | None) for r in rows)
+    ]
+    return _first_of(ANSWERING, plain)
+
+
+def _first_of(wanted: Sequence[str], names: Sequence[str]) -> str | None:
+    by_lower = {name.strip().lower(): name for name in reversed(names)}
+    return next((by_lower[name] for name in wanted if name in by_lower), None)
+
+
+def _refuse_two_parts(path: Path, prompt: str, rows: Sequence[Row]) -> None:
+    """Raises: PromptError for an instruction with an input of its own: without that, the prompt would ask nothing."""
+    if prompt.lower() == "instruction" and any(str(row.get("input") or "").strip() for row in rows):
+        raise PromptError.at(
+            path,
+            found="a prompt in two columns, `instruction` and `input`",
+            wanted="what asks in one column",
+            fix="write a column `prompt` with both texts; or take one of the two: --columns instruction",
+        )
+
+
+def _last(messages: Any, key: str) -> Any:
+    """A value of the last message, if there is one."""
+    return messages[-1].get(key) if messages and isinstance(messages[-1], dict) else None
+
+
+def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
+    """Names of all columns, and the first rows. Raises: PromptError."""
+    import pyarrow as pa
+
+    file = source.files[0]
+    try:
+        if source.kind == "jsonl":
+            plain = PromptsConfig(path=file)
+            rows = [row for _, row in islice(source_rows(source, plain), FIRST_ROWS) if isinstance(row, dict)]
+            return list(dict.fromkeys(name for row in rows for name in row)), rows
+        if source.kind == "csv":
+            with file.open(encoding="utf-8-sig", newline="", errors="replace") as opened:
+                reader = csv.DictReader(opened)
+                return list(reader.fieldnames or ()), list(islice(reader, FIRST_ROWS))
+        if source.kind == "parquet":
+            return _first_of_parquet(file)
+        assert source.directory is not None
+        saved = library().load_from_disk(str(source.directory))
+        return list(saved.column_names), saved.select(range(min(FIRST_ROWS, len(saved)))).to_list()
+    except (OSError, csv.Error, pa.ArrowException) as error:
+        raise PromptError.at(
+            source.label,
+            found=f"a file that cannot be read: {error}",
+            wanted="the format of its ending: .csv with a header, or .parquet",
+            fix="write it again, or give a JSONL file",
+        ) from None
+
+
+def _first_of_parquet(file: Path) -> tuple[list[str], Sequence[Row]]:
+    from pyarrow import parquet
+
+    opened = parquet.ParquetFile(file)
+    batch = next(opened.iter_batches(FIRST_ROWS), None)
+    return list(opened.schema_arrow.names), batch.to_pylist() if batch is not None else []

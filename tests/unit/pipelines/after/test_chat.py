@@ -1,0 +1,77 @@
+"""A talk with a model: what it reads, what it says, and when it forgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from cli import app
+from opd.errors import ConfigError, PromptError
+from pipelines.after.chat import Chat, ChatOptions, talk
+from pipelines.after.models import find_model
+
+NEW = 6
+
+
+def chat(path: Path, **options: Any) -> Chat:
+    return Chat(find_model(path, print), ChatOptions(**{"max_new_tokens": NEW} | options))
+
+
+def greedy(path: Path, text: str) -> str:
+    """The reference: transformers' own greedy continuation of a text."""
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_a_dialogue_goes_through_the_template_and_a_plain_line_does_not(tiny_model_dir: Path) -> None:
+    shown: list[str] = []
+    talker = chat(tiny_model_dir)
+    first = talker.answer("ab", shown.append)
+    assert talker.templated and first == "".join(shown) == greedy(tiny_model_dir, "ab=")
+    assert talker.answer("cd", shown.append) == greedy(tiny_model_dir, f"ab{first}cd=")
+    talker.forget()
+    assert talker.answer("cd", shown.append) == greedy(tiny_model_dir, "cd=")
+    plain = chat(tiny_model_dir, plain=True)
+    assert [plain.answer("ab", shown.append) for _ in range(2)] == [greedy(tiny_model_dir, "ab")] * 2
+
+
+def test_the_oldest_turns_are_forgotten_when_the_context_is_full(tiny_model_dir: Path) -> None:
+    talker = chat(tiny_model_dir, max_new_tokens=8)
+    talker.answer("a" * 500, lambda text: None)
+    assert len(talker._turns) == 2
+    talker.answer("b" * 20, lambda text: None)
+    assert [turn["role"] for turn in talker._turns] == ["user", "assistant"], "a turn goes with its answer"
+    assert talker._turns[0]["content"] == "b" * 20
+    with pytest.raises(PromptError, match="this line\n  found:  601 tokens\n  wanted: fewer than 512"):
+        talker.answer("c" * 600, lambda text: None)
+
+
+def test_a_system_message_needs_a_template(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="--system"):
+        chat(tiny_model_dir, plain=True, system="be short")
+    assert chat(tiny_model_dir, system="x").answer("ab", lambda text: None) == greedy(tiny_model_dir, "xab=")
+
+
+def test_an_error_ends_a_terminals_answer_and_a_scripts_talk(tiny_model_dir: Path) -> None:
+    told: list[str] = []
+    shown: list[str] = []
+    talk(chat(tiny_model_dir, plain=True), ["c" * 600, "", "ab"], shown.append, told.append, patient=True)
+    assert "this line" in told[0] and "".join(shown) == f"\n{greedy(tiny_model_dir, 'ab')}\n"
+    with pytest.raises(PromptError):
+        talk(chat(tiny_model_dir, plain=True), ["c" * 600, "ab"], shown.append, told.append, patient=False)
+
+
+def test_without_a_terminal_it_answers_the_lines_of_its_input(tiny_model_dir: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["chat", str(tiny_model_dir), "--max-new-tokens", str(NEW)], input="ab\n/new\ncd\n"
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{greedy(tiny_model_dir, 'ab=')}\n{greedy(tiny_model_dir, 'cd=')}\n"

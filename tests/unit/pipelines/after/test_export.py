@@ -1,0 +1,100 @@
+"""Copies of a model for other tools."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from opd.errors import ConfigError, OpdError, RunDirError, RunError
+from pipelines.after.export import ExportOptions, export
+from pipelines.after.models import Found, find_model
+
+CONVERTER = """#!/bin/sh
+echo "$@"
+[ -e "$1/model.safetensors" ] && [ "{wanted}" = ok ] && echo GGUF > "$3"
+"""
+
+
+def found(path: Path) -> Found:
+    return find_model(path, lambda line: None)
+
+
+def test_a_copy_in_shards_of_another_dtype_is_what_transformers_would_make(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out" / "model"
+    files = export(found(tiny_model_dir), output, ExportOptions(dtype="bfloat16", max_shard_bytes=20_000))
+    shards = [file for file in files if file.suffix == ".safetensors"]
+    assert len(shards) > 2 and all(file.stat().st_size < 22_000 for file in shards)
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for file in shards for t in load_file(file).values())
+    copy = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
+    want = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).to(torch.bfloat16)
+    assert copy.dtype == torch.bfloat16
+    for (name, mine), (other, theirs) in zip(copy.named_parameters(), want.named_parameters(), strict=True):
+        assert name == other and torch.equal(mine, theirs)
+    assert AutoTokenizer.from_pretrained(output)("abc")["input_ids"]
+    assert [p.name for p in tmp_path.joinpath("out").iterdir()] == ["model"]
+
+
+def test_a_plain_copy_has_the_same_bits(tiny_model_dir: Path, tmp_path: Path) -> None:
+    export(found(tiny_model_dir), tmp_path / "out", ExportOptions())
+    mine, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "out", tiny_model_dir))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_what_an_architecture_wants_in_float32_stays_so(make_mixture_dir: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_mixture_dir(tmp_path / "model", "deepseek_v3")
+    export(found(source), tmp_path / "out", ExportOptions(dtype="bfloat16"))
+    kinds = {name: tensor.dtype for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items()}
+    biases = {kind for name, kind in kinds.items() if name.endswith("e_score_correction_bias")}
+    assert biases == {torch.float32} and kinds["model.norm.weight"] == torch.bfloat16
+
+
+def converter(root: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = root / "bin" / "llama-convert-hf-to-gguf"
+    file.parent.mkdir()
+    file.write_text(CONVERTER.format(wanted=wanted))
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}/usr/bin{os.pathsep}/bin")
+
+
+def test_gguf_is_written_by_the_converter(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converter(tmp_path, "ok", monkeypatch)
+    files = export(found(tiny_model_dir), tmp_path / "out", ExportOptions(gguf=True))
+    (file,) = [file for file in files if file.suffix == ".gguf"]
+    assert file.name == f"{tiny_model_dir.name}-float32.gguf" and file.read_text() == "GGUF\n"
+
+
+def test_a_refused_or_failed_export_leaves_nothing(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "there"))
+    options = ExportOptions(gguf=True)
+    with pytest.raises(ConfigError, match=r"convert_hf_to_gguf\.py on PATH"):
+        export(found(tiny_model_dir), tmp_path / "out", options)
+    with pytest.raises(RunDirError, match="something that exists"):
+        export(found(tiny_model_dir), tmp_path / "there", options)
+    converter(tmp_path, "fail", monkeypatch)
+    with pytest.raises(RunError, match=r"ended with 1, and nothing was exported:\n.*--outtype f32"):
+        export(found(tiny_model_dir), tmp_path / "out", options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bin", "there"]
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OpdError):
+        found(tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "pipeline.yaml").write_text("{}")
+    with pytest.raises(RunDirError, match="the merge has not come to its end"):
+        found(tmp_path)

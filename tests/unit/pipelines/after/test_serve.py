@@ -1,0 +1,90 @@
+"""What `opd serve` starts, and that it becomes the server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.address import Address
+from opd.config import load_pipeline
+from opd.errors import ConfigError
+from pipelines.after.models import Found, find_model
+from pipelines.after.serve import ServeOptions, check_serving, command, environment
+
+ROOT = Path(__file__).parents[4]
+SERVER = """
+import json, os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print(json.dumps([os.getpid(), *sys.argv[1:]]), flush=True)
+time.sleep(60)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def here(**more: Any) -> ServeOptions:
+    return ServeOptions(address=Address("127.0.0.1", free_port()), **more)
+
+
+def test_the_server_has_the_settings_of_the_merge(world: Any, tiny_model_dir: Path) -> None:
+    model = find_model(tiny_model_dir, print)
+    assert "--dtype" not in command(model, here()) and "VLLM_CPU_KVCACHE_SPACE" not in environment(model)
+    world.data["rollout"] |= {"dtype": "bfloat16", "kv_cache_gib": 2}
+    merged = Found(path=tiny_model_dir, info=model.info, config=load_pipeline(world.write()))
+    words = command(merged, here(more=["--enable-lora"]))
+    pairs = dict(itertools.pairwise(words))
+    assert (pairs["--model"], pairs["--host"]) == (str(tiny_model_dir), "127.0.0.1")
+    assert (pairs["--served-model-name"], pairs["--dtype"], pairs["--max-model-len"]) == ("two", "bfloat16", "32")
+    assert words[-1] == "--enable-lora" and environment(merged)["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    own = command(merged, here(name="mine", dtype="float32", max_model_len=16))
+    assert {"mine", "float32", "16"} < set(own) and "bfloat16" not in own
+
+
+def test_other_machines_need_a_key_and_a_taken_port_is_named() -> None:
+    open_to_all = replace(here(), address=Address("0.0.0.0", free_port()))
+    with pytest.raises(ConfigError, match="VLLM_API_KEY"):
+        check_serving(open_to_all, {})
+    check_serving(open_to_all, {"VLLM_API_KEY": "secret"})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="free port"):
+            check_serving(replace(here(), address=Address("127.0.0.1", taken.getsockname()[1])), {})
+
+
+def test_the_process_becomes_the_server(tiny_model_dir: Path, tmp_path: Path) -> None:
+    package = tmp_path / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(SERVER)
+    for directory in (package, package.parent, package.parent.parent):
+        (directory / "__init__.py").touch()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", "serve", str(tiny_model_dir), "--port", str(free_port()), "--", "--seed", "3"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        pid, *words = json.loads(process.stdout.readline())
+        assert pid == process.pid and words[:2] == ["--model", str(tiny_model_dir)] and words[-2:] == ["--seed", "3"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 7, "signals and exit code are the server's"
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,108 @@
+"""A run that starts from a checkpoint of another one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd import checkpoints
+from opd.config import load_pipeline
+from opd.errors import ConfigError, OpdError, RunDirError, RunError
+from opd.files import blake3_file
+from opd.run_dir import RunPaths
+from pipelines.merging import run as merging
+from pipelines.merging.branch import branch
+from pipelines.merging.origin import Origin, origin_of
+from tests.unit.pipelines.merging.test_longer import files
+
+
+def begin(origin: Path, root: Path, *overrides: str, step: int = 1) -> Any:
+    config = load_pipeline(origin / "pipeline.yaml", [*overrides])
+    return branch(config, Origin(RunPaths(origin), step), root)
+
+
+def with_written(origin: Path) -> None:
+    """Give the checkpoint of step 1 responses that were written ahead."""
+    directory = origin / "checkpoints" / "step-000001"
+    facts = json.loads((directory / "checkpoint.json").read_text())
+    for name in ("written.json", "written.arrow"):
+        (directory / name).write_text("{}")
+        facts["files"][name] = {"blake3": blake3_file(directory / name), "bytes": 2}
+    (directory / "checkpoint.json").write_text(json.dumps(facts))
+
+
+def test_a_branch_has_the_steps_before_it_and_leaves_its_origin_alone(interrupted: Path, tmp_path: Path) -> None:
+    before, root = files(interrupted), tmp_path / "branch"
+    begin(interrupted, root, "trainer.lr=0.5", "objective={kind: forward_kl}")
+    assert files(interrupted) == before
+    assert [p.name for p in (root / "checkpoints").iterdir()] == ["step-000001"]
+    assert [json.loads(line)["step"] for line in (root / "metrics.jsonl").read_text().splitlines()] == [1]
+    manifest = json.loads((root / "manifest.json").read_text())
+    (event,) = manifest["lineage"]
+    assert (event["run"], event["step"]) == (str(interrupted), 1)
+    assert event["changed"]["trainer.lr"] == [1e-06, 0.5] and "objective.kind" in event["changed"]
+    ours, theirs = (checkpoints.verify(run / "checkpoints" / "step-000001").identity for run in (root, interrupted))
+    assert ours == manifest["identity"] != theirs, "a checkpoint of this run, not of its origin"
+    with pytest.raises(RunError, match="it would start now"):
+        merging.resume(root)  # it is a run like any other
+
+
+@pytest.mark.parametrize(("change", "kept"), [("trainer.lr=0.5", True), ("rollout.temperature=0.5", False)])
+def test_what_was_written_ahead_goes_along_if_it_would_be_written_again(
+    change: str, kept: bool, interrupted: Path, tmp_path: Path
+) -> None:
+    with_written(interrupted)
+    begin(interrupted, tmp_path / "branch", change)
+    path = tmp_path / "branch" / "checkpoints" / "step-000001"
+    assert (path / "written.arrow").exists() == kept
+    assert ("written.arrow" in json.loads((path / "checkpoint.json").read_text())["files"]) == kept
+    checkpoints.verify(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ("trainer.steps=1", "trainer.steps\n"),
+        ("student.lora={r: 4}", "student.lora\n"),
+        ("rounds=2", "rounds\n"),
+    ],
+)
+def test_what_does_not_fit_the_checkpoint_is_refused(
+    change: str, where: str, interrupted: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=where):
+        begin(interrupted, tmp_path / "branch", change)
+
+
+def test_balanced_domains_must_be_those_whose_records_there_are(interrupted: Path, tmp_path: Path) -> None:
+    config = load_pipeline(interrupted / "pipeline.yaml", ["balance=tokens"])
+    fewer = {name: one for name, one in config.domains.items() if name == "upper"}
+    with pytest.raises(ConfigError, match=r"domains\n  found:  upper\n  wanted: reverse, upper"):
+        branch(config.model_copy(update={"domains": fewer}), Origin(RunPaths(interrupted), 1), tmp_path / "branch")
+
+
+def test_another_student_or_a_damaged_checkpoint_is_refused_and_leaves_nothing(
+    interrupted: Path, tmp_path: Path, make_model_dir: Callable[..., Path]
+) -> None:
+    other = make_model_dir(tmp_path / "other", seed=9)
+    with pytest.raises(RunDirError, match=r"student\.model\n.*another student.*model\.safetensors"):
+        begin(interrupted, tmp_path / "branch", f"student.model={other}")
+    (interrupted / "checkpoints" / "step-000001" / "rank-0.safetensors").write_bytes(b"wEights")
+    with pytest.raises(OpdError, match="rank-0"):
+        begin(interrupted, tmp_path / "branch")
+    assert not [p.name for p in tmp_path.iterdir() if "branch" in p.name]
+
+
+def test_a_checkpoint_is_named_by_its_run_and_step(interrupted: Path, tmp_path: Path) -> None:
+    assert (origin_of(f"{interrupted}@1").step, origin_of(str(interrupted)).step) == (1, 2)
+    with pytest.raises(RunDirError, match="checkpoints of steps 1, 2"):
+        origin_of(f"{interrupted}@7")
+    at = shutil.copytree(interrupted, tmp_path / "run@home")
+    assert origin_of(str(at)).paths.root == at
+    with pytest.raises(RunDirError, match=r"no pipeline\.yaml"):
+        origin_of(f"{tmp_path / 'nowhere'}@1")

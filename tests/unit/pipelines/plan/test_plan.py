@@ -1,0 +1,185 @@
+"""Plans: numbers that can be derived by hand, what moves them, and the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cli import app
+from opd.config import PipelineConfig, load_pipeline
+from opd.errors import ConfigError
+from pipelines.catalog import find, planned
+from pipelines.inputs.memory import estimate
+from pipelines.inputs.read import read_inputs
+from pipelines.plan import measure
+from pipelines.plan.models import read_models
+from pipelines.plan.plan import Plan, make_plan
+from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs, with_lengths
+from pipelines.plan.tables import short, tables
+
+PAGE = Path(__file__).parents[4] / "docs" / "plan.md"
+SHIPPED = {"merge-7b": "8-gpus", "merge-70b": "32-gpus", "merge-744b": "256-gpus"}
+
+
+def plan(name: str, cluster: str, changes: Sequence[str] = (), **sections: Any) -> Plan:
+    config = load_pipeline(find(name), list(changes))
+    data = load_spec(cluster).model_dump()
+    return make_plan(config, ClusterSpec.model_validate(data | {k: data[k] | v for k, v in sections.items()}))
+
+
+def seconds(made: Plan) -> dict[str, float]:
+    return {phase.name: phase.seconds for phase in made.phases}
+
+
+def held(made: Plan, role: str) -> dict[str, float]:
+    return {one.part: one.nbytes for one in made.memory if one.role == role}
+
+
+@pytest.fixture(scope="module")
+def shipped() -> dict[str, Plan]:
+    return {name: plan(name, cluster) for name, cluster in SHIPPED.items()}
+
+
+def test_every_shipped_plan_fits_and_stands_on_the_page(shipped: dict[str, Plan]) -> None:
+    """A formula or a rate that changes has to be seen: `python docs/make_reference.py` writes the page anew."""
+    assert set(planned()) == set(SHIPPED) and set(SHIPPED.values()) < set(shipped_specs())
+    page = PAGE.read_text(encoding="utf-8")
+    for name, made in shipped.items():
+        assert made.fits, name
+        for table in tables(made):
+            missing = [row for row in table.rows if f"| {' | '.join(row)} |" not in page]
+            assert not missing, f"{name}: {missing[0]} is not on the page"
+
+
+def test_744_billion_in_two_days(shipped: dict[str, Plan]) -> None:
+    made = shipped["merge-744b"]
+    assert made.hours < 48 and made.experts == 12 and made.devices == 256
+    assert made.device_hours == pytest.approx(256 * made.hours)
+    assert made.hours == pytest.approx(made.steps * made.step_s / 3600)
+
+
+def test_a_rank_holds_its_share_of_18_bytes_a_parameter(shipped: dict[str, Plan]) -> None:
+    made = shipped["merge-70b"]
+    rank = held(made, "trainer rank")
+    state = rank["weights"] + rank["gradients"] + rank["optimiser"]
+    assert state == pytest.approx(18 * 70_553_706_496 / 32)
+    assert held(made, "rollout engine")["weights"] == pytest.approx(2 * 70_553_706_496 / 8)
+    layer = read_models(load_pipeline(find("merge-744b"))).student
+    experts = 256 * 3 * 6144 * 2048
+    assert layer.body.largest == experts
+    assert held(shipped["merge-744b"], "trainer rank")["gathered weights"] == 2 * experts
+
+
+def test_bytes_of_a_step(shipped: dict[str, Plan]) -> None:
+    made = shipped["merge-7b"]
+    sent = {one.what: one.nbytes for one in made.traffic}
+    assert sent["new weights"] == 8 * 2 * 7_615_616_512
+    adapter = 28 * 32 * (4 * 3584 + 2 * 512 + 2 * 3584 + 3 * (3584 + 18944))
+    assert sent["teachers' weights"] == 10 * 2 * adapter
+    tokens = sent["rollouts"] - 512 * (100 + 4 * 300)
+    assert sent["target rows"] == pytest.approx(sent["rollouts"] + tokens / 8 * 3584 * 2)
+
+
+def test_seconds_follow_rates() -> None:
+    """Each rate moves the phases that use it, and no others."""
+    before = seconds(plan("merge-7b", "8-gpus"))
+    quick = seconds(plan("merge-7b", "8-gpus", rates={"memory": 6.7e12}))
+    assert quick["rollout"] < before["rollout"] and quick["score"] == before["score"]
+    fast = seconds(plan("merge-7b", "8-gpus", rates={"bfloat16": 1978e12}))
+    assert fast["train"] < 0.65 * before["train"] and fast["score"] < 0.65 * before["score"]
+    assert fast["rollout"] > 0.9 * before["rollout"], "decoding waits for memory"
+    linked = seconds(plan("merge-744b", "256-gpus", links={"between": 100e9}))
+    slow = seconds(plan("merge-744b", "256-gpus"))
+    assert linked["sync"] < 0.8 * slow["sync"] and linked["score"] == slow["score"]
+
+
+def test_a_long_tail_costs_the_rollouts_alone() -> None:
+    even = plan("merge-7b", "8-gpus", lengths={"tail": 1.0, "response": 600})
+    tailed = plan("merge-7b", "8-gpus", lengths={"tail": 4.0, "response": 500})
+    assert even.response == 600 and tailed.response == pytest.approx(600, rel=0.05)
+    assert seconds(tailed)["rollout"] > 1.5 * seconds(even)["rollout"]
+    assert tailed.sequences < even.sequences
+    assert {role.name: role.busy for role in tailed.roles}["trainer"] < {r.name: r.busy for r in even.roles}["trainer"]
+
+
+def test_writing_beside_training_hides_the_shorter_of_the_two() -> None:
+    """Roles with GPUs of their own."""
+    own = {"placement": {"shared": False, "ranks": 4, "rollout": {"workers": 3}, "teachers": {"workers": 1}}}
+    before = plan("merge-7b", "8-gpus", ["rollout.sleep=false"], **own)
+    after = plan("merge-7b", "8-gpus", ["rollout.sleep=false", "schedule.mode=one_step_off"], **own)
+    parts = seconds(after)
+    taught = before.step_s - seconds(before)["rollout"] - seconds(before)["sync"]
+    assert taught < parts["score"] + parts["train"], "micro-batches begin before the last row is scored"
+    assert after.step_s == pytest.approx(max(parts["rollout"], taught) + parts["sync"], rel=0.05)
+
+
+def test_what_does_not_fit_is_said() -> None:
+    crowded = plan("merge-70b", "32-gpus", ["trainer.micro_batch_tokens=32768"])
+    assert not crowded.fits and any(not room.fits for room in crowded.room)
+    small = plan("merge-7b", "8-gpus", ["rollout.gpu_memory_utilization=0.22"])
+    assert any("key-value cache holds" in note for note in small.notes)
+    assert seconds(small)["rollout"] > seconds(plan("merge-7b", "8-gpus"))["rollout"]
+
+
+def test_the_sum_is_that_of_opd_check(world: Any) -> None:
+    """A merge that is on disk: the plan's sum, from configs alone, is the check's, from weights."""
+    config = load_pipeline(world.write())
+    wanted = {need.what: need.nbytes for need in estimate(config, read_inputs(config))}
+    found = {need.what: need.nbytes for need in estimate(config, read_models(config).inputs)}
+    processes = "processes, Ray and prompts"
+    assert {k: v for k, v in found.items() if k != processes} == {k: v for k, v in wanted.items() if k != processes}
+    made = make_plan(config, load_spec("two-cores"))
+    assert made.room[0].needed == sum(found.values())
+
+
+def test_the_command(world: Any, tmp_path: Path) -> None:
+    pipeline = str(world.write())
+    shown = CliRunner().invoke(app, ["plan", pipeline, "--prompt-tokens", "5", "--response-tokens", "4"])
+    assert shown.exit_code == 0 and "seconds of one step" in shown.output and "what limits" in shown.output
+    told = CliRunner().invoke(app, ["plan", pipeline, "--json", "--set", "trainer.steps=7"])
+    assert json.loads(told.stdout)["steps"] == 7
+    refused = CliRunner().invoke(app, ["plan", pipeline, "--cluster", str(tmp_path / "none.yaml")])
+    assert refused.exit_code == 2 and "8-gpus" in refused.output
+    spec = tmp_path / "tight.yaml"
+    spec.write_text(shipped_specs()["two-cores"].read_text().replace("24GiB", "1GiB"))
+    assert CliRunner().invoke(app, ["plan", pipeline, "--cluster", str(spec)]).exit_code == 1
+
+
+def test_a_spec_that_lacks_a_reason_is_refused(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    text = shipped_specs()["two-cores"].read_text()
+    spec.write_text(text.replace("{share: 0.8, why:", "{share: 1.8, why:"))
+    with pytest.raises(ConfigError, match=r"factors\.memory\.share"):
+        load_spec(str(spec))
+    spec.write_text(text.replace("cores: 2,", "cores: 2, gpus: 4,"))
+    with pytest.raises(ConfigError, match="gpu_memory"):
+        load_spec(str(spec))
+
+
+def test_measuring_writes_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SECONDS", 0.01), ("WIDTH", 64), ("IDS", 64), ("COPIED", 1 << 16)):
+        monkeypatch.setattr(measure, name, value)
+    file = tmp_path / "here.yaml"
+    made = measure.measure_to(file)
+    assert load_spec(str(file)) == made and made.factors == load_spec("two-cores").factors
+    assert min(made.rates.float32, made.rates.bfloat16, made.rates.memory) > 1e6
+    again = with_lengths(made, 11, None, None)
+    assert again.lengths.prompt == 11 and again.rates == made.rates
+
+
+def test_numbers_are_short() -> None:
+    assert [short(value) for value in (0, 999, 999.9, 7_615_616_512)] == ["0 ", "999 ", "1 k", "7.62 G"]
+
+
+def test_a_lora_student_trains_and_pushes_less() -> None:
+    data = load_pipeline(find("merge-7b")).model_dump()
+    data["student"]["lora"] = {"r": 16}
+    made = make_plan(PipelineConfig.model_validate(data), load_spec("8-gpus"))
+    whole = plan("merge-7b", "8-gpus")
+    assert held(made, "trainer rank")["optimiser"] < held(whole, "trainer rank")["optimiser"] / 50
+    assert 0.6 < seconds(made)["train"] / seconds(whole)["train"] < 0.9

@@ -1,0 +1,110 @@
+"""Numbers of a model from its config: those that its publishers state, and those that its weight files hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.errors import ModelError
+from pipelines.plan.shapes import KINDS, read_shape, shape_of
+from pipelines.plan.shapes.config import ShapeConfig
+
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "vocab_size": 129280,
+}
+
+
+def shape(config: dict[str, Any]) -> Any:
+    return shape_of(ShapeConfig.model_validate(config), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [("qwen2.5-7b", 7_615_616_512), ("llama-3-70b", 70_553_706_496), ("smollm2", 134_515_008)],
+)
+def test_the_shipped_shapes_have_the_published_numbers(model: str, parameters: int) -> None:
+    assert read_shape(Path("models") / model).parameters == parameters
+
+
+def test_mixtures_have_the_published_numbers() -> None:
+    assert shape(MIXTRAL).parameters == 46_702_792_704
+    # The published 671.0 B, of which 37 B are active; the router's biases are no matrices.
+    assert shape(DEEPSEEK).parameters == 671_026_419_200 - 58 * 256
+    assert (shape(DEEPSEEK).active + shape(DEEPSEEK).head) / 1e9 == pytest.approx(36.6, abs=0.1)
+    large = read_shape(Path("models/moe-744b"))
+    assert large.parameters / 1e9 == pytest.approx(744, abs=0.5)
+    assert (large.active + large.head) / 1e9 == pytest.approx(40.8, abs=0.1)
+
+
+def test_a_cache_of_groups_and_of_latent_vectors() -> None:
+    assert shape(MIXTRAL).attention.kv_values == 2 * 32 * 8 * 128
+    assert shape(DEEPSEEK).attention.kv_values == 61 * (512 + 64)
+
+
+def test_a_pass_reads_the_experts_that_its_tokens_touch() -> None:
+    mixtral = shape(MIXTRAL)
+    one, all_of_them = mixtral.touched(1), mixtral.touched(1000)
+    experts = 8 * 3 * 4096 * 14336 * 32
+    assert all_of_them - one == pytest.approx(experts * 3 / 4)
+    assert one - mixtral.head == pytest.approx(mixtral.active)
+
+
+def test_an_indexer_limits_what_a_token_looks_at() -> None:
+    large = read_shape(Path("models/moe-744b"))
+    index = 2 * large.attention.index_pair
+    assert large.forward(1, 9000) - large.forward(1, 8000) == pytest.approx(1000 * index)
+    assert large.forward(1, 2000) - large.forward(1, 1000) == pytest.approx(1000 * (index + 2 * large.attention.pair))
+
+
+def test_adapters_are_two_matrices_for_each_target() -> None:
+    small = read_shape(Path("models/qwen2.5-7b"))
+    trained, pushed = small.lora(8, ["q_proj", "v_proj"])
+    assert trained == 28 * 8 * (3584 + 3584 + 3584 + 512)
+    assert pushed == 28 * 3584 * (3584 + 512)
+
+
+def test_a_model_on_disk_is_checked_against_its_weights(world: Any) -> None:
+    student = Path(world.data["student"]["model"])
+    found = read_shape(student)
+    assert found.parameters == 87_104, "as tests of the memory have it"
+    config = json.loads((student / "config.json").read_text())
+    (student / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
+    with pytest.raises(ModelError, match="87,104 in the weight files"):
+        read_shape(student)
+
+
+def test_what_is_not_there_or_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such file"):
+        read_shape(tmp_path / "nothing")
+    with pytest.raises(ModelError, match="found:  mamba") as refused:
+        shape(MIXTRAL | {"model_type": "mamba"})
+    assert all(kind in str(refused.value) for kind in KINDS)

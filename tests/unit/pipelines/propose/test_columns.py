@@ -1,0 +1,113 @@
+"""What a file of prompts calls its columns, and how its answers are judged, in each format."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.errors import ConfigError, PromptError
+from opd.prompts import PromptLine
+from pipelines.propose.columns import Columns, look_at_columns
+from pipelines.propose.verifiers import propose_verifier
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.parquet", "p.jsonl"])
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        ({"prompt": "a", "answer": "b", "question": "c"}, "prompt", "answer"),
+        ({"id": "1", "Question": "a", "Solution": "b"}, "Question", "Solution"),
+        ({"instruction": "a", "output": "b"}, "instruction", "output"),
+        ({"problem": "a", "level": "b"}, "problem", None),
+        ({"frage": "a"}, "frage", None),
+    ],
+    ids=str,
+)
+def test_columns_are_found_by_their_names(
+    name: str, row: dict[str, str], prompt: str, answer: str | None, tmp_path: Path
+) -> None:
+    found = look_at_columns(write(tmp_path / name, [row]), ())
+    assert found == Columns(prompt=prompt, answer=answer, messages=False, answered=False, sharegpt=False)
+    assert found.renamed == {k: v for k, v in {"prompt": prompt, "answer": answer}.items() if v not in (None, k)}
+
+
+@pytest.mark.parametrize("name", ["p.parquet", "p.jsonl"])
+def test_whole_conversations_are_told_from_prompts(name: str, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    found = look_at_columns(write(tmp_path / name, [{"messages": turns, "answer": 4}]), ())
+    assert (found.prompt, found.answer, found.messages, found.answered) == ("messages", "answer", True, True)
+    assert not look_at_columns(write(tmp_path / name, [{"messages": turns[:1]}]), ()).answered
+    theirs = [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]
+    found = look_at_columns(write(tmp_path / name, [{"conversations": theirs}]), ())
+    assert (found.prompt, found.answered, found.sharegpt) == ("conversations", True, True)
+
+
+def test_columns_that_are_named_win(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.csv", [{"prompt": "a", "frage": "b", "antwort": "c"}])
+    found = look_at_columns(path, ("frage", "antwort"))
+    assert (found.prompt, found.answer) == ("frage", "antwort")
+    with pytest.raises(ConfigError, match="no column `frge`"):
+        look_at_columns(path, ("frge",))
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        ([{"frage": "a", "antwort": "b"}], "found:  the columns frage, antwort"),
+        ([{"instruction": "Translate", "input": "ja", "output": "yes"}], "two columns, `instruction` and `input`"),
+    ],
+)
+def test_what_does_not_ask_is_refused(rows: list[dict[str, Any]], word: str, tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match=word):
+        look_at_columns(write(tmp_path / "p.csv", rows), ())
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.parquet").write_text("no table")
+    with pytest.raises(PromptError, match="a file that cannot be read"):
+        look_at_columns(tmp_path / "p.parquet", ())
+
+
+def lines(*answers: str, **more: Any) -> list[PromptLine]:
+    return [PromptLine(prompt="p", answer=answer, **more) for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("rows", "verifier"),
+    [
+        (lines("", ""), None),
+        (lines("12", "-3.5", "1,204", "$7"), "numeric"),
+        (lines("6 * 7 = 42\n#### 42"), "numeric"),
+        (lines("A", "C", "(B)"), "multiple_choice"),
+        (lines("A", "E"), {"kind": "multiple_choice", "choices": "ABCDE"}),
+        (lines("A", "A"), "exact_match"),
+        (lines("Paris", "12"), "exact_match"),
+        (lines("qkxh", completion="qk..\nqkxh"), "last_line"),
+        (lines("a first\nand a second line"), None),
+        (lines("x" * 101), None),
+        (lines("4", metadata={"task": "gcd", "entry": {}}), "reasoning_gym"),
+    ],
+    ids=str,
+)
+def test_the_answers_tell_how_they_are_judged(rows: list[PromptLine], verifier: Any) -> None:
+    assert propose_verifier(rows)[0] == verifier
