@@ -168,8 +168,9 @@ def _critic(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     return [
         Need(
             what="critic: weights, gradients, AdamW",
-            nbytes=critic_state_bytes(config, inputs),
-            knobs="student.model, trainer.grad_accum_dtype, objective.reward.baseline",
+            nbytes=critic_state_bytes(config, inputs)
+            + config.trainer.ranks * summed_bytes(config, inputs.student.parameters),
+            knobs="student.model, trainer.grad_accum_dtype, trainer.bucket, objective.reward.baseline",
         )
     ]
 

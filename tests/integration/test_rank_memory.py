@@ -24,6 +24,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.model_files import ModelFiles
@@ -33,6 +34,7 @@ from opd.train.optimizer import AdamWOptions
 from opd.train.ranks import FREED_AT_ONCE
 from opd.train.zero import ZeroEngine, ZeroOptions
 from pipelines.inputs import memory
+from pipelines.inputs.body import Body
 from tests.integration.test_shards import Says
 
 ROOT = Path(__file__).parents[2]
@@ -40,12 +42,11 @@ RANKS, ROWS, MIB = 2, 1000, 1 << 20
 TARGETS = ("q_proj", "down_proj")
 
 
-def write_student(path: Path, layers: int, width: int, dtype: torch.dtype) -> int:
+def write_student(path: Path, layers: int, width: int, dtype: torch.dtype, **given: Any) -> int:
     """A model of random weights, written without being held; returns the numbers in it."""
     shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers}
-    config = LlamaConfig(
-        vocab_size=ROWS, num_attention_heads=width // 64, tie_word_embeddings=False, dtype=dtype, **shape
-    )
+    shape |= {"vocab_size": ROWS, "num_attention_heads": width // 64, "tie_word_embeddings": False} | given
+    config = LlamaConfig(dtype=dtype, **shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     path.mkdir()
@@ -104,7 +105,7 @@ def live(case: dict[str, Any], rank: int, out: Path) -> dict[str, int]:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with peak(found, "load"):
         engine = make(case, rank)
-    ids = torch.arange(4, 36)[None] + rank
+    ids = torch.arange(4, 20)[None] + rank
     with peak(found, "step"):
         for step in (1, 2):
             for last in (False, True):
@@ -143,7 +144,8 @@ def case_of(path: Path, numbers: int, lora: bool, bucket: int) -> tuple[dict[str
     width, inside, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     trained = layers * 4 * (2 * width + inside + width) if lora else numbers
     student = SimpleNamespace(path=path, parameters=numbers, hidden_size=width, vocab_size=ROWS)
-    inputs: Any = SimpleNamespace(student=student, trained=trained, lora=lora, scorers={})
+    body = Body.of(weight_tensors(path))
+    inputs: Any = SimpleNamespace(student=student, trained=trained, lora=lora, scorers={}, body=lambda _: body)
     most = memory.rank_bytes(memory._trainer(pipeline, inputs))
     return {
         "model": str(path),
