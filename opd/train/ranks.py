@@ -16,10 +16,6 @@ from opd.train.plan import plan_micro_batches, row_sizes
 from opd.train.zero import ModelOptions, ZeroEngine
 from opd.types import LayoutProof, Rollout, WrittenFile
 
-FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-"""For glibc: give freed blocks of a MiB and more back to the system. It would keep those of up to 32 MiB, and gathered weights are
-such blocks: a rank of two kept as much as the whole student."""
-
 E = TypeVar("E", bound=ZeroEngine)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +28,16 @@ KEEPS_MEMORY = {
 }
 """Environment of a rank on the CPU. Every micro-batch takes and frees gigabytes, and malloc hands them back to the system, which
 clears them page by page when they are taken again. Large pages that are kept save 7 % of the steps of a 135M student and do
-not change a bit; the peak of memory is the same."""
+not change a bit."""
+FREES_MEMORY = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(32 << 20),
+    "MALLOC_TOP_PAD_": str(4 << 20),
+}
+"""The same with `trainer.bucket`. Gathered weights come and go among activations that stay. Kept together, they leave holes that
+the next weights do not fit: a rank of two had twice the memory. So blocks of a MiB and more go back, in large pages, and only
+what is smaller is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +70,7 @@ class Ranks(Generic[E]):
         options = replace(options, model_dir=options.model_dir.absolute())  # a worker starts in another directory
         env = cluster.worker_env(options.world_size, spec.roles)
         if not spec.gpus:
-            env |= KEEPS_MEMORY if options.bucket is None else FREED_AT_ONCE
+            env |= KEEPS_MEMORY if options.bucket is None else FREES_MEMORY
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         self._ranks: list[Worker[E]] = [
             cluster.spawn(engine, options, rank, name=f"{role} rank {rank}", env=env, gpus=spec.gpus)

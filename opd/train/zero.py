@@ -285,7 +285,8 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     )
     module: Any = build()
     _without_chance(module, options.gradient_checkpointing)
-    optimizer = adamw(module, options.adamw, lr=0.0)  # each step sets its own rate
+    # Each step sets its own rate.
+    optimizer = adamw(module, options.adamw, lr=0.0, in_pieces=options.bucket is not None)
     together = gathered_together(module.lm)
     if together:
         set_z3_leaf_modules(module.lm, together)

@@ -31,7 +31,7 @@ from opd.model_files import ModelFiles
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, adapt
 from opd.train.optimizer import AdamWOptions
-from opd.train.ranks import FREED_AT_ONCE
+from opd.train.ranks import FREES_MEMORY
 from opd.train.zero import ZeroEngine, ZeroOptions
 from pipelines.inputs import memory
 from pipelines.inputs.body import Body
@@ -163,7 +163,7 @@ def run(case: dict[str, Any], out: Path) -> list[dict[str, int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    env = os.environ | FREED_AT_ONCE | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
+    env = os.environ | FREES_MEMORY | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-m", "tests.integration.test_rank_memory"]
     running = [
         subprocess.Popen(

@@ -1,0 +1,155 @@
+"""A merge of a student whose weights are more than a trainer rank may have: the whole way, through real vLLM, Ray and DeepSpeed.
+
+Run as a program this file is `opd` with trainer ranks under a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from opd.config import load_pipeline
+from opd.imports import TRANSFORMERS, import_lightly
+from opd.train.rank import RankResult, TrainerRank
+from opd.types import WrittenFile
+from pipelines.inputs import memory
+from pipelines.inputs.read import read_inputs
+from tests.conftest import build_tokenizer
+from tests.integration.conftest import write_prompts
+from tests.integration.test_merge import records, write
+from tests.integration.test_rank_memory import MIB, kept, write_student
+
+ROOT = Path(__file__).parents[2]
+LIMIT, NOTES = "TEST_RANK_LIMIT", "TEST_RANK_NOTES"
+"""Variables that tell a rank how much memory it may have, and where it writes down how much it had."""
+RANKS, LAYERS, WIDTH = 2, 18, 2048
+
+
+class LimitedRank(TrainerRank):
+    """A trainer rank that the system gives no more memory than the limit; libraries are loaded before it begins."""
+
+    def start(self, address: str, port: int) -> None:
+        import_lightly("deepspeed", TRANSFORMERS)
+        import peft  # noqa: F401
+        from deepspeed import zero  # noqa: F401
+
+        limit = kept("VmData") - kept("RssAnon") + int(os.environ[LIMIT])
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        super().start(address, port)
+        self._note("load")
+
+    def finish_step(self, share: float) -> RankResult:
+        found = super().finish_step(share)
+        self._note("step")
+        return found
+
+    def saved(self, wait_s: float) -> tuple[WrittenFile, ...] | None:
+        found = super().saved(wait_s)
+        self._note("save")
+        return found
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        self._note("resume")
+
+    def export(self, path: Path, only_changed: bool = False) -> bool:
+        found = super().export(path, only_changed)
+        self._note("push" if only_changed else "export")
+        return found
+
+    def _note(self, after: str) -> None:
+        """Write down the most memory until now, without files and shared memory."""
+        most = kept("VmHWM") - kept("RssFile") - kept("RssShmem")
+        with (Path(os.environ[NOTES]) / f"rank-{self._rank}-{os.getpid()}").open("a") as file:
+            file.write(json.dumps([after, most]) + "\n")
+
+
+def pipeline(root: Path, make_model_dir: Callable[..., Path]) -> tuple[dict[str, Any], int]:
+    """A merge of a large student and a small expert as plain data, and the bytes of the student's weights."""
+    tokenizer = build_tokenizer()
+    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
+    rows = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    numbers = write_student(root / "student", LAYERS, WIDTH, torch.bfloat16, **rows, **ids)
+    tokenizer.save_pretrained(root / "student")
+    return {
+        "name": "large",
+        "student": {"model": str(root / "student"), "lora": {"r": 4, "alpha": 8, "targets": ["q_proj"]}},
+        "experts": {"e": {"model": str(make_model_dir(root / "e", seed=1)), "domain": "d"}},
+        "domains": {"d": {"prompts": str(write_prompts(root / "d.jsonl", "say", 40, 1))}},
+        "rollout": {"max_new_tokens": 4, "max_model_len": 32, "dtype": "bfloat16"},
+        "objective": {"chunk": 64},
+        "trainer": {
+            "ranks": RANKS, "steps": 3, "samples_per_step": 8, "lr": 1.0e-3, "dtype": "bfloat16",
+            "micro_batch_tokens": 32, "bucket": 10_000_000,
+        },
+        "checkpoint": {"every": 1},
+    }, 2 * numbers  # fmt: skip
+
+
+def limited_opd(args: Sequence[object], root: Path, limit: int) -> subprocess.Popen[str]:
+    (root / "notes").mkdir(exist_ok=True)
+    env = os.environ | {"PYTHONPATH": str(ROOT), LIMIT: str(limit), NOTES: str(root / "notes")}
+    command = [sys.executable, "-m", "tests.integration.test_large_student", *map(str, args)]
+    return subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def kill_at(process: subprocess.Popen[str], sign: Path) -> None:
+    deadline = time.monotonic() + 400
+    while not sign.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.slow
+def test_a_student_larger_than_a_ranks_memory_goes_the_whole_way(
+    tmp_path: Path, make_model_dir: Callable[..., Path]
+) -> None:
+    """Loaded, trained, pushed, killed, resumed from its checkpoint and exported."""
+    data, limit = pipeline(tmp_path, make_model_dir)
+    file, run = write(tmp_path, data), tmp_path / "run"
+    config = load_pipeline(file)
+    most = memory.rank_bytes(memory.estimate(config, read_inputs(config)))
+    assert most < limit, "a whole student is more than the sum of a rank"
+    kill_at(limited_opd(["merge", file, "--run-dir", run], tmp_path, limit), run / "targets" / "step-000003")
+    resumed = limited_opd(["merge", "--resume", run], tmp_path, limit)
+    said = resumed.communicate(timeout=400)[0]
+    assert resumed.returncode == 0, said[-3000:]
+    assert "resumed from step" in said and [r["step"] for r in records(run)] == [1, 2, 3]
+
+    noted = [json.loads(line) for file in (tmp_path / "notes").iterdir() for line in file.read_text().splitlines()]
+    assert {after for after, _ in noted} == {"load", "step", "save", "resume", "push", "export"}
+    for notes in (tmp_path / "notes").iterdir():
+        peak = max(json.loads(line)[1] for line in notes.read_text().splitlines())
+        print(notes.name, peak // MIB, "of", most // MIB, "MiB; the student:", limit // MIB)
+        assert 0.9 * most <= peak <= 1.1 * most, (notes.read_text(), most)
+    with (
+        safe_open(tmp_path / "student" / "model.safetensors", "pt") as before,
+        safe_open(run / "model" / "model.safetensors", "pt") as after,
+    ):
+        assert sorted(before.keys()) == sorted(after.keys())
+        for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
+            same = torch.equal(before.get_tensor(name), after.get_tensor(name))
+            assert same == ("k_proj" in name), name
+
+
+if __name__ == "__main__":
+    from cli import app
+    from opd.train import deepspeed
+    from tests.integration import test_large_student
+
+    deepspeed.TrainerRank = test_large_student.LimitedRank  # type: ignore[misc]
+    app()
