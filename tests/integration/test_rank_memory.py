@@ -45,7 +45,8 @@ TARGETS = ("q_proj", "down_proj")
 def write_student(path: Path, layers: int, width: int, dtype: torch.dtype, **given: Any) -> int:
     """A model of random weights, written without being held; returns the numbers in it."""
     shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers}
-    shape |= {"vocab_size": ROWS, "num_attention_heads": width // 64, "tie_word_embeddings": False} | given
+    shape |= {"vocab_size": ROWS, "num_attention_heads": width // 64, "tie_word_embeddings": False}
+    shape |= {"architectures": ["LlamaForCausalLM"]} | given
     config = LlamaConfig(dtype=dtype, **shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
