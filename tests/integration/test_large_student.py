@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def pipeline(root: Path, make_model_dir: Callable[..., Path]) -> tuple[dict[str,
         "rollout": {"max_new_tokens": 4, "max_model_len": 32, "dtype": "bfloat16"},
         "objective": {"chunk": 64},
         "trainer": {
-            "ranks": RANKS, "steps": 3, "samples_per_step": 8, "lr": 1.0e-3, "dtype": "bfloat16",
+            "ranks": RANKS, "steps": 3, "samples_per_step": 4, "lr": 1.0e-3, "dtype": "bfloat16",
             "micro_batch_tokens": 32, "bucket": 10_000_000,
         },
         "checkpoint": {"every": 1},
@@ -149,7 +150,7 @@ def test_a_student_larger_than_a_ranks_memory_goes_the_whole_way(
 if __name__ == "__main__":
     from cli import app
     from opd.train import deepspeed
-    from tests.integration import test_large_student
+    from tests.integration import test_large_student  # workers know the class by this name, not as __main__'s
 
-    deepspeed.TrainerRank = test_large_student.LimitedRank  # type: ignore[misc]
-    app()
+    with patch.object(deepspeed, "TrainerRank", test_large_student.LimitedRank):
+        app()
