@@ -36,6 +36,8 @@ ROOT = Path(__file__).parents[2]
 LIMIT, NOTES = "TEST_RANK_LIMIT", "TEST_RANK_NOTES"
 """Variables that tell a rank how much memory it may have, and where it writes down how much it had."""
 RANKS, LAYERS, WIDTH = 2, 18, 2048
+RESERVED = 512 * MIB
+"""Addresses that hold nothing: the system counts the stacks of the threads that Ray and gloo start, and what malloc takes ahead."""
 
 
 class LimitedRank(TrainerRank):
@@ -46,7 +48,7 @@ class LimitedRank(TrainerRank):
         import peft  # noqa: F401
         from deepspeed import zero  # noqa: F401
 
-        limit = kept("VmData") - kept("RssAnon") + int(os.environ[LIMIT])
+        limit = kept("VmData") - kept("RssAnon") + int(os.environ[LIMIT]) + RESERVED
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         super().start(address, port)
         self._note("load")
@@ -74,7 +76,7 @@ class LimitedRank(TrainerRank):
         """Write down the most memory until now, without files and shared memory."""
         most = kept("VmHWM") - kept("RssFile") - kept("RssShmem")
         with (Path(os.environ[NOTES]) / f"rank-{self._rank}-{os.getpid()}").open("a") as file:
-            file.write(json.dumps([after, most]) + "\n")
+            file.write(json.dumps([after, most, kept("VmData")]) + "\n")
 
 
 def pipeline(root: Path, make_model_dir: Callable[..., Path]) -> tuple[dict[str, Any], int]:
@@ -124,7 +126,8 @@ def test_a_student_larger_than_a_ranks_memory_goes_the_whole_way(
     file, run = write(tmp_path, data), tmp_path / "run"
     config = load_pipeline(file)
     most = memory.rank_bytes(memory.estimate(config, read_inputs(config)))
-    assert most < limit, "a whole student is more than the sum of a rank"
+    assert 1.1 * most < limit, "a whole student is more than the sum of a rank"
+    assert limit + RESERVED < memory.TRAINER_PROCESS + 1.5 * limit, "a rank that read the whole would end"
     kill_at(limited_opd(["merge", file, "--run-dir", run], tmp_path, limit), run / "targets" / "step-000003")
     resumed = limited_opd(["merge", "--resume", run], tmp_path, limit)
     said = resumed.communicate(timeout=400)[0]
@@ -132,7 +135,7 @@ def test_a_student_larger_than_a_ranks_memory_goes_the_whole_way(
     assert "resumed from step" in said and [r["step"] for r in records(run)] == [1, 2, 3]
 
     noted = [json.loads(line) for file in (tmp_path / "notes").iterdir() for line in file.read_text().splitlines()]
-    assert {after for after, _ in noted} == {"load", "step", "save", "resume", "push", "export"}
+    assert {after for after, *_ in noted} == {"load", "step", "save", "resume", "push", "export"}
     for notes in (tmp_path / "notes").iterdir():
         peak = max(json.loads(line)[1] for line in notes.read_text().splitlines())
         print(notes.name, peak // MIB, "of", most // MIB, "MiB; the student:", limit // MIB)
