@@ -26,9 +26,10 @@ wait_for_server() {
     return 1
 }
 
-printf 'in %s\n' "$PWD"
-# What a user has already.
-step python "$docs/walk_ingredients.py" . > ingredients.log
+# Stands for what a user has already: a student, three experts, prompts. The walk begins after it.
+printf 'in %s, making models and prompts\n' "$PWD"
+python "$docs/walk_ingredients.py" . > ingredients.log
+printf '(%s s)\n' "$SECONDS"
 
 step opd init --output letters.yaml --student models/base \
     --expert models/reverse --expert models/sort --expert rotate=models/rotate-lora \
@@ -44,7 +45,7 @@ trap 'kill "$server" 2> /dev/null || true' EXIT
 step wait_for_server
 step curl --silent --fail "http://127.0.0.1:$PORT/v1/chat/completions" --header 'Content-Type: application/json' \
     --data '{"model": "letters", "messages": [{"role": "user", "content": "rev walk"}], "temperature": 0}'
-kill -INT "$server"
-wait "$server"
+kill "$server"
 trap - EXIT
+wait "$server"
 printf '\nthe server has ended\n'

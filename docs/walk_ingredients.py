@@ -28,7 +28,13 @@ ADAPTED = "rotate"
 ROWS, PROMPTS = 2000, 1000
 """Rows of a task that models learn from, and prompts of it that the merge gets."""
 SHAPE = {"tokenizer": "letters", "hidden_size": 128, "layers": 4, "heads": 4, "intermediate_size": 344}
-TRAIN = {"max_steps": 150, "learning_rate": 2.0e-3, "per_device_train_batch_size": 64, "warmup_steps": 10, "max_length": 48}
+TRAIN = {
+    "max_steps": 250,
+    "learning_rate": 2.0e-3,
+    "per_device_train_batch_size": 64,
+    "warmup_steps": 10,
+    "max_length": 48,
+}
 
 
 def main(root: Path) -> None:
@@ -48,7 +54,9 @@ def write_prompts(directory: Path, rows: Mapping[str, list[Row]]) -> None:
     from pyarrow import parquet
 
     directory.mkdir(parents=True)
-    asked = {task: [{"prompt": row["prompt"], "answer": row["answer"]} for row in found] for task, found in rows.items()}
+    asked = {
+        task: [{"prompt": row["prompt"], "answer": row["answer"]} for row in found] for task, found in rows.items()
+    }
     with (directory / "reverse.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("question", "solution"), *(tuple(row.values()) for row in asked["reverse"])])
     parquet.write_table(pa.Table.from_pylist(asked["sort"]), directory / "sort.parquet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -63,6 +64,8 @@ class Shown:
         else:
             print_report(report)
             typer.echo(f"model: {paths.model}\nreport: {paths.page}")
+            root = shlex.quote(str(paths.root))
+            self.tell(f"next: opd chat {root}, or opd serve {root}")
 
     def __enter__(self) -> Shown:
         return self

@@ -509,6 +509,7 @@ def test_a_merge_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -
     assert result.exit_code == 0
     assert re.search(r"reverse +│ +0\.25 +│ +1\.00 +│ +0\.75 +│ +67 %", result.stdout)
     assert "model: runs/two/model" in result.stdout
+    assert result.stderr.endswith("next: opd chat runs/two, or opd serve runs/two\n")
 
 
 def test_a_merge_in_rounds_prints_what_each_gained(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,7 +584,9 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
     more = ["--samples", "5", "--set", "seed=3"] + ["--fix-up"] * fix_up
     result = opd("check", "pipeline.yaml", *more)
     assert result.exit_code == (1 if level == "fail" else 0)
-    assert (asked, result.stderr) == ([(3, 5)], "working\n")
+    fails = "something fails" + ("" if fix_up else "; `--fix-up` says what to change")
+    end = fails if level == "fail" else "nothing fails; next: opd merge pipeline.yaml --set seed=3"
+    assert (asked, result.stderr.splitlines()) == ([(3, 5)], ["working", end])
     assert re.search(rf"upper +│ +up +│ +0\.25 +│ +0\.20 +│ +50% +│ +1\.250 +│ +0\.23 +│ +{level}", result.stdout)
     assert re.search(r"all of it +│ +1\.50 +│ +trainer\.ranks", result.stdout)
     lines = [f"{level}: upper: no better", "  fix: leave it out", "warn: of all", "  fix: look"]
