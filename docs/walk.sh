@@ -43,7 +43,7 @@ opd serve runs/letters --port "$PORT" > serve.log 2>&1 &
 server=$!
 trap 'kill "$server" 2> /dev/null || true' EXIT
 step wait_for_server
-step curl --silent --fail "http://127.0.0.1:$PORT/v1/chat/completions" --header 'Content-Type: application/json' \
+step curl --silent --fail --write-out '\n' "http://127.0.0.1:$PORT/v1/chat/completions" --header 'Content-Type: application/json' \
     --data '{"model": "letters", "messages": [{"role": "user", "content": "rev walk"}], "temperature": 0}'
 kill "$server"
 trap - EXIT

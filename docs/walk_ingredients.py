@@ -3,7 +3,7 @@
     python docs/walk_ingredients.py DIRECTORY
 
 The tasks are three of the suite `letters`: words written backward, their letters sorted, and their first letter moved to the end. The
-student is a small model that has learned a little of all three, and each expert went on with one of them. Nobody was trained on
+student is a small model that has learned a little of nine tasks of the suite, and each expert went on with one of them. Nobody was trained on
 the prompts in `data/`.
 """
 
@@ -22,14 +22,16 @@ from experts.suites.letters import make_rows
 from experts.suites.rows import Row
 from experts.train import train_experts
 
-FULL = {"reverse": 220, "sort": 180}
+FULL = {"reverse": 160, "sort": 180}
 """Expert that is a whole model -> steps of its training."""
 ADAPTED = "rotate"
+OTHERS = ("shift", "double", "mask", "compare", "walk", "swap")
+"""What the student has learned a little of besides."""
 ROWS, PROMPTS = 2000, 1000
 """Rows of a task that models learn from, and prompts of it that the merge gets."""
 SHAPE = {"tokenizer": "letters", "hidden_size": 128, "layers": 4, "heads": 4, "intermediate_size": 344}
 TRAIN = {
-    "max_steps": 250,
+    "max_steps": 200,
     "learning_rate": 2.0e-3,
     "per_device_train_batch_size": 64,
     "warmup_steps": 10,
@@ -38,8 +40,8 @@ TRAIN = {
 
 
 def main(root: Path) -> None:
-    rows = {task: make_rows(task, ROWS + PROMPTS, seed=0) for task in (*FULL, ADAPTED)}
-    write_prompts(root / "data", {task: found[ROWS:] for task, found in rows.items()})
+    rows = {task: make_rows(task, ROWS + PROMPTS, seed=0) for task in (*FULL, ADAPTED, *OTHERS)}
+    write_prompts(root / "data", {task: rows[task][ROWS:] for task in (*FULL, ADAPTED)})
     with tempfile.TemporaryDirectory() as scratch:
         learned = {task: Path(scratch, f"{task}.jsonl") for task in rows}
         for task, file in learned.items():
@@ -72,7 +74,7 @@ def train_models(directory: Path, learned: Mapping[str, Path]) -> None:
     experts = {
         task: {"domain": task, "data": learned[task], "train": {"max_steps": steps}} for task, steps in FULL.items()
     }
-    base = {"from_scratch": SHAPE, "data": list(learned.values()), "train": {"max_steps": 100, "learning_rate": 3.0e-3}}
+    base = {"from_scratch": SHAPE, "data": list(learned.values()), "train": {"max_steps": 200, "learning_rate": 3.0e-3}}
     spec = {"output_dir": directory, "base": base, "train": TRAIN, "experts": experts}
     train_experts(ExpertsSpec.model_validate(spec), print)
 

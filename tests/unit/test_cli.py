@@ -509,7 +509,16 @@ def test_a_merge_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -
     assert result.exit_code == 0
     assert re.search(r"reverse +│ +0\.25 +│ +1\.00 +│ +0\.75 +│ +67 %", result.stdout)
     assert "model: runs/two/model" in result.stdout
-    assert result.stderr.endswith("next: opd chat runs/two, or opd serve runs/two\n")
+
+
+@pytest.mark.parametrize(("gained", "goes_on"), [(0.67, True), (0.8, False), (None, False)])
+def test_a_merge_says_what_comes_next(
+    gained: float | None, goes_on: bool, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipelines.merging.run, "_session", lambda *_: REPORT | {"mean_headroom": gained, "steps": 7})
+    said = opd("merge", "pipeline.yaml").stderr
+    assert "next: opd chat runs/two, or opd serve runs/two\n" in said
+    assert ("further steps: opd merge --extend runs/two --steps 7" in said) is goes_on
 
 
 def test_a_merge_in_rounds_prints_what_each_gained(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

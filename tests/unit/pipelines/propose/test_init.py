@@ -71,7 +71,7 @@ def test_one_command_writes_a_pipeline_that_a_merge_accepts(three: Path) -> None
     )
     assert short[2:] == [
         "low: an adapter; 60 prompts in column `messages`",
-        "reverse_kl, 200 steps of 96 answers, learning rate 0.002",
+        "reverse_kl, 300 steps of 96 answers, learning rate 0.002",
     ]
 
     config = load_pipeline(three / "pipeline.yaml")
