@@ -62,7 +62,7 @@ def test_a_merge_at_work(tmp_path: Path) -> None:
     assert seen.left_s == pytest.approx(8 * (2.47 + 1.85 / 12))
     assert [(d.name, d.before, d.expert) for d in seen.domains] == [("math", 0.2, 1.0), ("code", 0.2, 1.0)]
     assert seen.mean_headroom == pytest.approx((0.2 + 10 / 160 - 0.2) / 0.8) and seen.exam_step == 10
-    assert f"process {os.getpid()}" in seen.hints[0]
+    assert f"`kill {os.getpid()}`" in seen.hints[0]
     assert status_of(paths.root).state == KILLED, "nobody holds the lock, and there is no last word"
 
 
