@@ -174,7 +174,9 @@ def test_every_pattern_names_a_key() -> None:
     guarded = {"domains__d__environment__name": "maze", "domains__d__guard": {"rules": ["shipped"]}}
     keys |= changed_keys({}, config(guard={"judge": judge}, **guarded))
     keys |= {f"teachers.{key}": (None, None) for engine in ENGINES.values() for key in engine.model_fields}
-    keys |= dict.fromkeys(("domains.d.prompts", "domains.d.eval.prompts"), (None, None))  # paths, as `identity` sees them
+    keys |= dict.fromkeys(
+        ("domains.d.prompts", "domains.d.eval.prompts"), (None, None)
+    )  # paths, as `identity` sees them
     for pattern in (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING):
         assert any(fnmatchcase(key, pattern) for key in keys), pattern
 
