@@ -14,7 +14,7 @@ MOST = 6
 def commands_of_script() -> list[tuple[str, ...]]:
     """Every `opd ...` and `curl ...` that the script lets a user type."""
     text = (ROOT / "docs/walk.sh").read_text(encoding="utf-8").replace("\\\n", " ").replace("$PORT", "8000")
-    typed = re.findall(r"^(?:step )?((?:opd|curl) [^>&]+)", text, re.MULTILINE)
+    typed = re.findall(r"^(?:step )?((?:opd|curl) [^>&\n]+)", text, re.MULTILINE)
     return [tuple(shlex.split(line)) for line in typed]
 
 
