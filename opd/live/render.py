@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
+from textwrap import wrap
 
 from rich.cells import cell_len
 from rich.text import Text
 
 from opd.live.now import FAILED, FINISHED
-from opd.live.shapes import BAD, DOT, LOOK, PLAIN, STRONG, bar, curve, cut, cut_end, joined, size, span
+from opd.live.shapes import BAD, DOT, LONGEST, LOOK, PLAIN, STRONG, bar, curve, cut, cut_end, joined, size, span
 from opd.live.table import domain_table
 from opd.live.view import KILLED, RUNNING, View
+from opd.text import one_line
 
 STATE_STYLES = {RUNNING: STRONG, FINISHED: STRONG, FAILED: f"{STRONG} {BAD}", KILLED: f"{STRONG} {BAD}"}
 """Any other state is one to look at. Green is for bars alone: as text it is pale on a light ground."""
@@ -131,8 +133,14 @@ def _facts(view: View, width: int) -> list[Text]:
         kept.append(f"quarantined: {view.quarantined}")
     if kept:
         found.append(Text(joined(kept, width)))
-    found += [Text(cut_end(line, width)) for line in view.why.splitlines()[:MOST_WHY]]
+    found += [Text(cut_end(line, width)) for line in _whole(view.why, width)[:MOST_WHY]]
     return found + [Text(cut_end(hint, width), STRONG) for hint in view.hints]
+
+
+def _whole(why: str, width: int) -> list[str]:
+    """Each line of the reason over as many lines as it needs: it is what a user has to read."""
+    lines = [one_line(line, LONGEST) for line in why.splitlines()]
+    return [part for line in lines for part in wrap(line, max(1, width))]
 
 
 def _with_memory(line: str, view: View, width: int) -> str:

@@ -36,7 +36,7 @@ def status_of(root: Path) -> View:
         name=str(run.pipeline.get("name", root.name)),
         root=str(root),
         state=state,
-        elapsed_s=run.stored["wall_s"] if run.stored and state == FINISHED else course.seconds,
+        elapsed_s=run.stored["wall_s"] if run.stored and state == FINISHED else course.seconds or None,
         checkpoint=checkpoints[-1] if checkpoints else None,
         notes=now.notes if now else tuple(line for record in course.recent for line in notes_of(record)),
     )

@@ -118,3 +118,12 @@ def test_memory_is_shown_as_far_as_it_fits() -> None:
     wide = "1,014 tokens/s · gap 1.5e-06 · memory driver 700 MiB, workers 2.0 GiB, Ray 1000 MiB"
     for width, shown in ((100, wide), (80, wide.removesuffix(", Ray 1000 MiB")), (40, wide.partition(" · memory")[0])):
         assert shown in text_of(view, width, 30).splitlines()
+
+
+def test_the_reason_of_a_failure_is_there_to_its_end() -> None:
+    why = (
+        "step 1: engine and trainer differ by 0.3100 nats a sampled token, sync.tolerance is 0.02, most in domain math"
+    )
+    lines = text_of(replace(VIEWS["failed"], why=why), 80, 23).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("step 1:"))
+    assert " ".join(lines[at : at + 2]) == why

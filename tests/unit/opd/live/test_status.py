@@ -92,6 +92,13 @@ def test_how_a_merge_ended(ended: str, why: str, hint: str, tmp_path: Path) -> N
     assert seen.hints[0].startswith(hint.format(root=paths.root)) and "after step 10" in seen.hints[-1]
 
 
+def test_a_merge_that_failed_before_its_first_step_tells_no_time(tmp_path: Path) -> None:
+    paths = a_run(tmp_path / "run", now=replace(NOW, ended=FAILED, why="rollout worker 0: gone"))
+    assert status_of(paths.root).elapsed_s
+    paths.metrics.write_text("")
+    assert status_of(paths.root).elapsed_s is None, "`0 s in all` would be wrong"
+
+
 def test_a_run_that_left_no_word_is_stopped_and_its_records_give_the_notes(tmp_path: Path) -> None:
     """Older releases had no such file."""
     paths = a_run(tmp_path / "run", now=None)
