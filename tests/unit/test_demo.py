@@ -67,6 +67,8 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 
 RUN = Path("runs/quickstart")
+NEEDED = {"prompts make": ["agents", "--output", "x"], "experts train": ["x"], "merge": []}
+"""The fewest arguments of each command, none of them those of the demo."""
 
 
 def said_commands(told: str) -> list[tuple[str, dict[str, Any]]]:
@@ -75,9 +77,9 @@ def said_commands(told: str) -> list[tuple[str, dict[str, Any]]]:
     for line in re.findall(r"^[123] of 3: opd (.+)$", told, re.MULTILINE):
         words = shlex.split(line)
         name = " ".join(words[: 1 if words[0] == "merge" else 2])
-        defaults = Tree().parse([*name.split(), *(["letters", "--output", "x"] if "make" in name else ["x"])])
+        defaults = Tree().parse([*name.split(), *NEEDED[name]])
         given = {key: value for key, value in Tree().parse(words).items() if value != defaults[key]}
-        found.append((name, {**({"suite": "letters"} if "make" in name else {}), **given}))
+        found.append((name, given))
     return found
 
 

@@ -27,7 +27,7 @@ OF_THE_USER = {"mlflow", "verifiers", "wandb"}
 def in_wheel(root: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The files that setuptools would pack from a tree, by the tree's pyproject.toml. Nothing is built or written."""
     monkeypatch.chdir(root)
-    project = Distribution()
+    project = Distribution({"script_name": "setup.py"})
     apply_configuration(project, root / "pyproject.toml")
     build: Any = project.get_command_obj("build_py")
     build.ensure_finalized()
