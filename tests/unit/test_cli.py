@@ -38,6 +38,7 @@ from tests.messages import opd
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
+    ["demo"],
     ["merge"],
     ["check"],
     ["evaluate"],
@@ -487,6 +488,21 @@ def test_a_bug_of_ours_keeps_its_traceback(world: Any, monkeypatch: pytest.Monke
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(("package", "engine"), [("torch", True), ("vllm", True), ("a_plugin", False)])
+def test_an_engine_that_is_not_installed_is_named(
+    package: str, engine: bool, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ModuleNotFoundError(f"No module named '{package}'", name=package)
+
+    monkeypatch.setattr(pipelines.merging.run, "_session", fails)
+    result = opd("merge", "pipeline.yaml")
+    if engine:
+        refused(result, f"error: package {package}\n", "opd-merge[cpu]", "opd doctor")
+    else:
+        assert isinstance(result.exception, ModuleNotFoundError)
 
 
 REPORT = {
