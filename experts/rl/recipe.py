@@ -27,6 +27,8 @@ GROUP = 8
 """Responses to a prompt, for the methods that compare them."""
 SAMPLES = 128
 """Responses of a step."""
+MONITORS: dict[str, Any] = {"entropy": {"warn": None}, "disagreement": {"warn": None}, "grad_norm": {"warn": 100}}
+"""An expert is meant to leave its base; and a gradient of rewards is nearly zero in a step whose answers are all alike."""
 
 
 def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
@@ -58,6 +60,7 @@ def _defaults(method: str) -> dict[str, Any]:
     return {
         "rollout": {"n": 1 if method == "ppo" else GROUP},
         "trainer": {"samples_per_step": SAMPLES},
+        "monitors": MONITORS,
     }
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
+from textwrap import wrap
 
 from rich.cells import cell_len
 from rich.text import Text
 
 from opd.live.now import FAILED, FINISHED
-from opd.live.shapes import BAD, LOOK, PLAIN, STRONG, bar, curve, cut, cut_end, joined, size, span
+from opd.live.shapes import BAD, DOT, LONGEST, LOOK, PLAIN, STRONG, bar, curve, cut, cut_end, joined, size, span
 from opd.live.table import domain_table
 from opd.live.view import KILLED, RUNNING, View
+from opd.text import one_line
 
 STATE_STYLES = {RUNNING: STRONG, FINISHED: STRONG, FAILED: f"{STRONG} {BAD}", KILLED: f"{STRONG} {BAD}"}
 """Any other state is one to look at. Green is for bars alone: as text it is pale on a light ground."""
@@ -120,11 +122,8 @@ def _facts(view: View, width: int) -> list[Text]:
         speed.append(f"{view.tokens_per_s:,.0f} tokens/s")
     if view.gap is not None:
         speed.append(f"gap {view.gap:.1e}")
-    if view.memory:
-        each = ", ".join(f"{who} {size(nbytes)}" for who, nbytes in view.memory)
-        speed.append(f"memory {each}")
-    if speed:
-        found.append(Text(joined(speed, width)))
+    if line := _with_memory(joined(speed, width), view, width):
+        found.append(Text(line))
     kept = []
     if view.checkpoint is not None:
         kept.append(f"checkpoint of step {view.checkpoint}")
@@ -134,8 +133,25 @@ def _facts(view: View, width: int) -> list[Text]:
         kept.append(f"quarantined: {view.quarantined}")
     if kept:
         found.append(Text(joined(kept, width)))
-    found += [Text(cut_end(line, width)) for line in view.why.splitlines()[:MOST_WHY]]
+    found += [Text(cut_end(line, width)) for line in _whole(view.why, width)[:MOST_WHY]]
     return found + [Text(cut_end(hint, width), STRONG) for hint in view.hints]
+
+
+def _whole(why: str, width: int) -> list[str]:
+    """Each line of the reason over as many lines as it needs: it is what a user has to read."""
+    lines = [one_line(line, LONGEST) for line in why.splitlines()]
+    return [part for line in lines for part in wrap(line, max(1, width))]
+
+
+def _with_memory(line: str, view: View, width: int) -> str:
+    """The line with the memory of as many as fit behind it, the driver's first."""
+    for number, (who, nbytes) in enumerate(view.memory):
+        before = ", " if number else f"{DOT if line else ''}memory "
+        longer = f"{line}{before}{who} {size(nbytes)}"
+        if cell_len(longer) > width:
+            break
+        line = longer
+    return line
 
 
 def _course(view: View, width: int) -> list[Text]:

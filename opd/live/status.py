@@ -36,7 +36,7 @@ def status_of(root: Path) -> View:
         name=str(run.pipeline.get("name", root.name)),
         root=str(root),
         state=state,
-        elapsed_s=run.stored["wall_s"] if run.stored and state == FINISHED else course.seconds,
+        elapsed_s=run.stored["wall_s"] if run.stored and state == FINISHED else course.seconds or None,
         checkpoint=checkpoints[-1] if checkpoints else None,
         notes=now.notes if now else tuple(line for record in course.recent for line in notes_of(record)),
     )
@@ -111,8 +111,8 @@ def _hints(seen: View, now: Now | None) -> tuple[str, ...]:
     if seen.state == FINISHED:
         return (f"next: opd report {root}", f"model: {RunPaths(Path(seen.root)).model}")
     if seen.state == RUNNING:
-        who = f"process {now.pid} on {now.host}; " if now else ""
-        return (f"{who}Ctrl-C or SIGTERM ends it after its step, with a checkpoint",)
+        kill = f", or `kill {now.pid}` on {now.host}" if now else ""
+        return (f"to end it after its step, with a checkpoint: Ctrl-C where it runs{kill}",)
     goes_on = "from its start" if seen.checkpoint is None else f"after step {seen.checkpoint}"
     look = (f"look first: {RunPaths(Path(seen.root)).page}",) if seen.state == PAUSED else ()
     return (*look, f"next: opd merge --resume {root}   (goes on {goes_on})")

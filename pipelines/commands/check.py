@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -41,4 +42,7 @@ def check(
         if fix_up:
             say(f"  fix: {finding.fix}", err=False)
     if checked.failed:
+        say("something fails" + ("" if fix_up else "; `--fix-up` says what to change"))
         raise typer.Exit(1)
+    changes = [part for one in overrides or () for part in ("--set", one)]
+    say(f"nothing fails; next: {shlex.join(['opd', 'merge', pipeline, *changes])}")

@@ -20,6 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from opd.doctor import ENGINES
 from opd.errors import OpdError, Paused, RunError, StorageError
 from opd.signals import patient
 from opd.text import printable
@@ -81,7 +82,7 @@ def ends_clearly(debug: bool = False) -> Iterator[None]:
     With `debug` the traceback of every error comes before its message.
     """
     try:
-        with patient(), _traceback_first(debug):
+        with patient(), _traceback_first(debug), _engines():
             yield
     except UsageError as error:
         if shows_help(error):
@@ -126,6 +127,22 @@ def _traceback_first(debug: bool) -> Iterator[None]:
         if debug:
             traceback.print_exception(error)
         raise
+
+
+@contextmanager
+def _engines() -> Iterator[None]:
+    """Within, an engine that is not installed is the user's to install. Raises: OpdError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ENGINES:
+            raise
+        raise OpdError.at(
+            f"package {error.name}",
+            found="not installed: this is `opd` without its engines",
+            wanted=", ".join(ENGINES),
+            fix="install opd-merge[cpu], or [gpu], as docs/install.md says; `opd doctor` names everything that is missing",
+        ) from error
 
 
 def end(message: str, code: int) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -23,6 +24,8 @@ JsonOption = Annotated[
 ]
 REPORTED = ("name", "steps", "domains", "mean_headroom", "worst_headroom", "wall_s", "response_tokens")
 """Keys of report.json that the last line of `--json` has too."""
+ENOUGH = 0.8
+"""Share of the headroom from which a user is not told how to go on."""
 REFUSED = "refused"
 """The state of a merge that did not begin."""
 
@@ -63,6 +66,13 @@ class Shown:
         else:
             print_report(report)
             typer.echo(f"model: {paths.model}\nreport: {paths.page}")
+            self._say_what_is_next(shlex.quote(str(paths.root)), report)
+
+    def _say_what_is_next(self, root: str, report: dict[str, Any]) -> None:
+        self.tell(f"next: opd chat {root}, or opd serve {root}")
+        gained = report.get("mean_headroom")
+        if gained is not None and gained < ENOUGH and "rounds" not in report:
+            self.tell(f"much is left to gain; further steps: opd merge --extend {root} --steps {report['steps']}")
 
     def __enter__(self) -> Shown:
         return self

@@ -238,19 +238,26 @@ def _bases(texts: tuple[str, ...], experts: Mapping[str, Path]) -> dict[str, str
 
 
 def _expert_of_file(option: str, file: str, experts: list[str]) -> str:
-    """The expert whose name is in a file's name, or in its directory's. Raises: ConfigError if none is, or several are."""
+    """The expert whose name is in a file's name or in its directory's, or has the file's name in it, as `math-lora` has that
+    of math.csv. Raises: ConfigError if none is, or several are."""
     if len(experts) == 1:
         return experts[0]
     for part in (Path(file).stem, Path(file).absolute().parent.name):
-        fitting = [
-            name for name in experts if re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", part, re.IGNORECASE)
-        ]
+        fitting = [name for name in experts if _is_word_of(name, part)]
         longest = max(fitting, key=len, default="")
         if longest and all(name in longest for name in fitting):
             return longest
+    around = [name for name in experts if _is_word_of(Path(file).stem, name)]
+    if len(around) == 1:
+        return around[0]
     raise ConfigError.at(
         f"{option} {file}",
         found="a file whose name tells no expert",
         wanted=f"the expert that it belongs to: {', '.join(experts)}",
-        fix=f"name the expert: {option} {experts[0]}={file}",
+        fix=f"name the expert: {option} EXPERT={file}",
     )
+
+
+def _is_word_of(word: str, text: str) -> bool:
+    """True if the word is in the text, and no part of a longer one."""
+    return re.search(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", text, re.IGNORECASE) is not None

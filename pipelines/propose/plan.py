@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pipelines.propose.sizes import (
     fits_machine,
     longest_prompt,
 )
-from pipelines.propose.text import Flow
+from pipelines.propose.text import Flow, on_one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,25 @@ def with_objective(proposal: Proposal, kind: str, why: str) -> Proposal:
     """The same proposal with another objective."""
     data = changed(proposal.data, {"objective": {"kind": kind}})
     return replace(proposal, data=data, notes={**proposal.notes, "objective.kind": why})
+
+
+def in_short(proposal: Proposal, seen: Seen) -> Iterator[str]:
+    """What was found and chosen, for whoever does not read the file: a line for each domain, and one for the training."""
+    for name, domain in seen.domains.items():
+        columns = domain.sources.training.columns
+        asks, answers = columns.get("prompt", "prompt"), columns.get("answer", "answer")
+        exam = proposal.data["domains"][name].get("eval", {})
+        held = f", {_held_out(domain, exam):,} of them held out" if "holdout" in exam else ""
+        judged = f"; {on_one_line(exam['verifier'])} compares with `{answers}`" if exam else ""
+        kind = "an adapter" if seen.experts[name].adapter else "a model"
+        yield f"{name}: {kind}; {len(domain.table):,} prompts in column `{asks}`{held}{judged}"
+    trainer, kind = proposal.data["trainer"], proposal.data["objective"]["kind"]
+    yield f"{kind}, {trainer['steps']} steps of {trainer['samples_per_step']} answers, learning rate {trainer['lr']:g}"
+
+
+def _held_out(seen: SeenDomain, exam: Data) -> int:
+    """Prompts that the share of an exam takes."""
+    return int(seen.table.held_out(exam["holdout"]).sum()) if "holdout" in exam else 0
 
 
 def _expert(domain: str, seen: SeenExpert) -> Flow:
@@ -140,7 +159,7 @@ def _about(info: ModelInfo) -> str:
 
 def _about_domain(seen: SeenDomain, written: Data) -> dict[str, str]:
     lengths = seen.table.lengths
-    held = int(seen.table.held_out(written["eval"]["holdout"]).sum()) if "holdout" in written.get("eval", {}) else 0
+    held = _held_out(seen, written.get("eval", {}))
     low, middle, high = int(lengths.min()), int(np.median(lengths)), int(lengths.max())
     notes = {
         "prompts.path": f"{len(seen.table):,} prompts of {low} to {high} tokens (median {middle})",

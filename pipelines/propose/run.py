@@ -92,7 +92,7 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
     from pipelines.inputs.read import load_tokenizer
     from pipelines.propose.domains import look_at_domains
     from pipelines.propose.machine import this_machine
-    from pipelines.propose.plan import Seen, propose, with_objective
+    from pipelines.propose.plan import Seen, in_short, propose, with_objective
 
     tokenizer, machine = load_tokenizer(given.student), this_machine()
     domains = look_at_domains(given, sources, tokenizer, ask, tell)
@@ -107,6 +107,8 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
 
         proposal = with_objective(proposal, *choose_objective(probe(student, experts, domains, tell)))
     target.write_pipeline(render(_head(target, str(machine)), proposal.data, proposal.notes))
+    for line in in_short(proposal, seen):
+        tell(line)
     for warning in proposal.warnings:
         tell(f"warning: {warning}")
     return [f"opd check {target.path}", f"opd merge {target.path}"]

@@ -38,7 +38,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "cluster": Recipe(),
 }
-"""The name of a shipped pipeline -> what it needs. The commands are those of the Makefile."""
+"""The name of a shipped pipeline -> what it needs. The commands are those of the Makefile and of `opd demo`."""
 
 
 def files_of(name: str, pipeline: Path) -> dict[Path, str]:

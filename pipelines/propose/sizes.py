@@ -26,7 +26,7 @@ from pipelines.propose.models import SeenExpert
 Data = dict[str, Any]
 
 TINY = 20_000_000
-"""Parameters up to which float32 costs nothing, and a step may have many samples."""
+"""Parameters up to which float32 costs nothing, and a merge may have many steps and samples."""
 RATES = ((5e6, 2e-3), (5e7, 1e-3), (5e8, 2e-4), (3e9, 2e-5))
 """Parameters up to which a peak learning rate is a fair start; what is larger gets the last resort."""
 LAST_RATE, LORA_RATE = 5e-6, 2e-4
@@ -76,7 +76,7 @@ def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
     gpu, tiny = bool(machine.gpus), parameters <= TINY
     each = 32 if gpu or tiny else 8
     samples = max(domains, min(256, each * domains))
-    steps = 300 if gpu else 200
+    steps = 300 if gpu or tiny else 200
     dtype = "bfloat16" if gpu or (machine.bf16 and not tiny) else "float32"
     workers = 1 if machine.cores < 16 else 2
     data: Data = {

@@ -35,7 +35,7 @@ from tests.integration.test_rank_memory import MIB, kept, write_student
 ROOT = Path(__file__).parents[2]
 LIMIT, NOTES = "TEST_RANK_LIMIT", "TEST_RANK_NOTES"
 """Variables that tell a rank how much memory it may have, and where it writes down how much it had."""
-RANKS, LAYERS, WIDTH = 2, 18, 2048
+RANKS, LAYERS, WIDTH = 2, 24, 2048
 RESERVED = 512 * MIB
 """Addresses that hold nothing: the system counts the stacks of the threads that Ray and gloo start, and what malloc takes ahead."""
 
@@ -95,7 +95,7 @@ def pipeline(root: Path, make_model_dir: Callable[..., Path]) -> tuple[dict[str,
         "objective": {"chunk": 64},
         "trainer": {
             "ranks": RANKS, "steps": 3, "samples_per_step": 4, "lr": 1.0e-3, "dtype": "bfloat16",
-            "micro_batch_tokens": 32, "bucket": 10_000_000,
+            "micro_batch_tokens": 16, "bucket": 10_000_000,
         },
         "checkpoint": {"every": 1},
     }, 2 * numbers  # fmt: skip

@@ -38,6 +38,7 @@ from tests.messages import opd
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
+    ["demo"],
     ["merge"],
     ["check"],
     ["evaluate"],
@@ -489,6 +490,21 @@ def test_a_bug_of_ours_keeps_its_traceback(world: Any, monkeypatch: pytest.Monke
     assert isinstance(result.exception, ZeroDivisionError)
 
 
+@pytest.mark.parametrize(("package", "engine"), [("torch", True), ("vllm", True), ("a_plugin", False)])
+def test_an_engine_that_is_not_installed_is_named(
+    package: str, engine: bool, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ModuleNotFoundError(f"No module named '{package}'", name=package)
+
+    monkeypatch.setattr(pipelines.merging.run, "_session", fails)
+    result = opd("merge", "pipeline.yaml")
+    if engine:
+        refused(result, f"error: package {package}\n", "opd-merge[cpu]", "opd doctor")
+    else:
+        assert isinstance(result.exception, ModuleNotFoundError)
+
+
 REPORT = {
     "name": "two",
     "steps": 4,
@@ -509,6 +525,16 @@ def test_a_merge_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -
     assert result.exit_code == 0
     assert re.search(r"reverse +│ +0\.25 +│ +1\.00 +│ +0\.75 +│ +67 %", result.stdout)
     assert "model: runs/two/model" in result.stdout
+
+
+@pytest.mark.parametrize(("gained", "goes_on"), [(0.67, True), (0.8, False), (None, False)])
+def test_a_merge_says_what_comes_next(
+    gained: float | None, goes_on: bool, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipelines.merging.run, "_session", lambda *_: REPORT | {"mean_headroom": gained, "steps": 7})
+    said = opd("merge", "pipeline.yaml").stderr
+    assert "next: opd chat runs/two, or opd serve runs/two\n" in said
+    assert ("further steps: opd merge --extend runs/two --steps 7" in said) is goes_on
 
 
 def test_a_merge_in_rounds_prints_what_each_gained(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,7 +609,9 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
     more = ["--samples", "5", "--set", "seed=3"] + ["--fix-up"] * fix_up
     result = opd("check", "pipeline.yaml", *more)
     assert result.exit_code == (1 if level == "fail" else 0)
-    assert (asked, result.stderr) == ([(3, 5)], "working\n")
+    fails = "something fails" + ("" if fix_up else "; `--fix-up` says what to change")
+    end = fails if level == "fail" else "nothing fails; next: opd merge pipeline.yaml --set seed=3"
+    assert (asked, result.stderr.splitlines()) == ([(3, 5)], ["working", end])
     assert re.search(rf"upper +│ +up +│ +0\.25 +│ +0\.20 +│ +50% +│ +1\.250 +│ +0\.23 +│ +{level}", result.stdout)
     assert re.search(r"all of it +│ +1\.50 +│ +trainer\.ranks", result.stdout)
     lines = [f"{level}: upper: no better", "  fix: leave it out", "warn: of all", "  fix: look"]

@@ -86,6 +86,13 @@ def test_an_experts_own_keys_are_over_those_of_the_spec_and_these_over_the_recip
     ]
 
 
+def test_an_expert_may_leave_its_base_without_a_warning() -> None:
+    """With `kl_to_base` the base is the teacher from which the monitors of a merge would not see the student leave."""
+    limits = pipeline_of(spec_of(kl_to_base=0.1, monitors={"entropy": {"stop": 3.0}}), "guess").monitors
+    assert (limits.entropy.warn, limits.entropy.stop, limits.disagreement.warn) == (None, 3.0, None)
+    assert limits.grad_norm.warn == 100 and limits.repetition.stop is not None
+
+
 def test_another_baseline_replaces_the_methods() -> None:
     reward = pipeline_of(spec_of(reward={"baseline": "ema"}), "guess").objective.reward
     assert reward is not None and reward.baseline.kind == "ema"

@@ -108,3 +108,22 @@ def test_durations_and_curves() -> None:
         "0 s", "59 s", "1 min 01 s", "1 h 00 min", "2 h 01 min", "1 d 01 h",
     ]  # fmt: skip
     assert curve([8.0, 7, 6, 5, 4, 3, 2, 1], 4) == "█▆▃▁" and curve([1.0, 1], 9) == "▁▁" and curve([], 9) == ""
+
+
+def test_memory_is_shown_as_far_as_it_fits() -> None:
+    """With four digits of tokens a second all of it is a little too wide for 80 cells."""
+    view = replace(
+        running(), tokens_per_s=1014.0, memory=(("driver", 700 << 20), ("workers", 2 << 30), ("Ray", 1000 << 20))
+    )
+    wide = "1,014 tokens/s · gap 1.5e-06 · memory driver 700 MiB, workers 2.0 GiB, Ray 1000 MiB"
+    for width, shown in ((100, wide), (80, wide.removesuffix(", Ray 1000 MiB")), (40, wide.partition(" · memory")[0])):
+        assert shown in text_of(view, width, 30).splitlines()
+
+
+def test_the_reason_of_a_failure_is_there_to_its_end() -> None:
+    why = (
+        "step 1: engine and trainer differ by 0.3100 nats a sampled token, sync.tolerance is 0.02, most in domain math"
+    )
+    lines = text_of(replace(VIEWS["failed"], why=why), 80, 23).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("step 1:"))
+    assert " ".join(lines[at : at + 2]) == why

@@ -62,7 +62,7 @@ def test_a_merge_at_work(tmp_path: Path) -> None:
     assert seen.left_s == pytest.approx(8 * (2.47 + 1.85 / 12))
     assert [(d.name, d.before, d.expert) for d in seen.domains] == [("math", 0.2, 1.0), ("code", 0.2, 1.0)]
     assert seen.mean_headroom == pytest.approx((0.2 + 10 / 160 - 0.2) / 0.8) and seen.exam_step == 10
-    assert f"process {os.getpid()}" in seen.hints[0]
+    assert f"`kill {os.getpid()}`" in seen.hints[0]
     assert status_of(paths.root).state == KILLED, "nobody holds the lock, and there is no last word"
 
 
@@ -90,6 +90,13 @@ def test_how_a_merge_ended(ended: str, why: str, hint: str, tmp_path: Path) -> N
     seen = status_of(paths.root)
     assert (seen.state, seen.why, seen.memory) == (ended or KILLED, why, ())
     assert seen.hints[0].startswith(hint.format(root=paths.root)) and "after step 10" in seen.hints[-1]
+
+
+def test_a_merge_that_failed_before_its_first_step_tells_no_time(tmp_path: Path) -> None:
+    paths = a_run(tmp_path / "run", now=replace(NOW, ended=FAILED, why="rollout worker 0: gone"))
+    assert status_of(paths.root).elapsed_s
+    paths.metrics.write_text("")
+    assert status_of(paths.root).elapsed_s is None, "`0 s in all` would be wrong"
 
 
 def test_a_run_that_left_no_word_is_stopped_and_its_records_give_the_notes(tmp_path: Path) -> None:

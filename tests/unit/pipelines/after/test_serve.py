@@ -54,6 +54,15 @@ def test_the_server_has_the_settings_of_the_merge(world: Any, tiny_model_dir: Pa
     assert {"mine", "float32", "16"} < set(own) and "bfloat16" not in own
 
 
+@pytest.mark.parametrize("cpus", [True, False])
+def test_nothing_is_compiled_on_cpus_unless_the_user_says_so(
+    cpus: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.after.serve.is_for_cpus", lambda: cpus)
+    words = command(find_model(tiny_model_dir, print), here(more=["--no-enforce-eager"]))
+    assert words[-1] == "--no-enforce-eager" and ("--enforce-eager" in words) is cpus
+
+
 def test_other_machines_need_a_key_and_a_taken_port_is_named() -> None:
     open_to_all = replace(here(), address=Address("0.0.0.0", free_port()))
     with pytest.raises(ConfigError, match="VLLM_API_KEY"):

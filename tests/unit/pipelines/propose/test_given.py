@@ -54,6 +54,14 @@ def test_a_file_goes_to_the_expert_that_it_names(texts: list[str], found: dict[s
     assert by_expert("--prompts", texts, {"math": Path("math"), "law": Path("law")}) == found
 
 
+def test_an_adapter_named_after_its_task_gets_the_file_of_the_task() -> None:
+    experts = {"math": Path("math"), "law-lora": Path("law")}
+    assert by_expert("--prompts", ["data/law.csv"], experts) == {"law-lora": "data/law.csv"}
+    for unsure in ({"law-lora": Path(), "law-full": Path()}, {"math": Path(), "lawful": Path()}):
+        with pytest.raises(ConfigError, match=r"EXPERT=data/law\.csv"):
+            by_expert("--prompts", ["data/law.csv"], unsure)
+
+
 @pytest.mark.parametrize(
     ("texts", "word"),
     [

@@ -61,6 +61,18 @@ def test_one_command_writes_a_pipeline_that_a_merge_accepts(three: Path) -> None
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-2:] == ["  opd check pipeline.yaml", "  opd merge pipeline.yaml"]
     assert "low is trained but not measured: the prompts have no answers" in result.stderr
+    short = [line for line in result.stderr.splitlines() if not line.startswith("warning")]
+    assert re.fullmatch(
+        r"rev: a model; 60 prompts in column `question`, \d+ of them held out; exact_match compares with `solution`",
+        short[0],
+    )
+    assert re.fullmatch(
+        r"up: a model; 60 prompts in column `prompt`, \d+ of them .*numeric compares with `answer`", short[1]
+    )
+    assert short[2:] == [
+        "low: an adapter; 60 prompts in column `messages`",
+        "reverse_kl, 300 steps of 96 answers, learning rate 0.002",
+    ]
 
     config = load_pipeline(three / "pipeline.yaml")
     inputs = read_inputs(config)

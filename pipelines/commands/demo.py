@@ -1,0 +1,71 @@
+"""`opd demo`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opd.run_dir import RunPaths
+from pipelines.commands import experts, prompts
+from pipelines.commands.merge import merge
+from pipelines.commands.shell import examples, say
+
+SUITE, SPEC, PIPELINE = "letters", "quickstart-experts", "quickstart"
+PROMPTS, RUN = Path("prompts/letters"), Path("runs/quickstart")
+MADE = (PROMPTS, Path("models/quickstart"), Path("registry/quickstart"), RUN)
+"""All that the demo writes, as the shipped pipeline and training spec have it."""
+
+app = typer.Typer()
+
+
+@app.command(epilog=examples("opd demo", "opd demo --output tryout"))
+def demo(
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where everything goes. Default: the current directory.")
+    ] = None,
+) -> None:
+    """Make prompts, train ten tiny experts on them, and merge them into one model: minutes on two cores, no download.
+
+    What is finished is kept: after an interruption the same command goes on. To begin anew, delete what it made.
+    """
+    here = Path() if output is None else output.absolute()
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        os.chdir(output)  # paths in the shipped files are relative to it
+    run = RunPaths(here / RUN)
+    made = ", ".join(str(here / path) for path in MADE)
+    if _finished(run):
+        say(f"finished before: `opd report {run.root}` shows it; to begin anew, delete {made}")
+        return
+    say(f"makes {made}; after an interruption the same command goes on")
+    if run.root.exists():
+        say(f"3 of 3: opd merge --resume {run.root}")
+        merge(resume=run.root)
+    else:
+        _make_experts()
+        say(f"3 of 3: opd merge {PIPELINE} --run-dir {run.root}")
+        merge(PIPELINE, run.root)
+    say(f"next: `opd evaluate --matrix {run.root}`; `opd init` writes a pipeline for experts of your own")
+
+
+def _finished(run: RunPaths) -> bool:
+    from opd.report import read_run
+
+    return run.is_run and read_run(run.root).finished
+
+
+def _make_experts() -> None:
+    """Make the prompts, unless all of them are there, and train the experts that are not finished."""
+    from experts.suites import DOMAINS
+
+    files = [PROMPTS / domain / f"{part}.jsonl" for domain in DOMAINS[SUITE] for part in ("train", "eval")]
+    if all(file.is_file() for file in files):
+        say(f"1 of 3: {PROMPTS} is there, and is kept")
+    else:
+        say(f"1 of 3: opd prompts make {SUITE} --output {PROMPTS}")
+        prompts.make(SUITE, PROMPTS)
+    say(f"2 of 3: opd experts train {SPEC}")
+    experts.train(SPEC)
