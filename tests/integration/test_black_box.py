@@ -195,3 +195,4 @@ def test_an_engine_that_is_killed_under_its_agents_repeats_their_episodes(
         weights = [blake3_file(run / "model" / "model.safetensors") for run in (whole, struck)]
         assert weights[0] == weights[1]
         assert not [program for program in programs if lives(program)], "a program ends when nobody answers it"
+        assert not list((place / "tmp").glob("opd-*")), "the directories of its programs went with it"
