@@ -17,6 +17,7 @@ from blake3 import blake3
 from opd.checkpoints import Checkpoint
 from opd.config import PipelineConfig
 from opd.config.balance import SamplesBalance
+from opd.config.prompts import PromptsConfig
 from opd.errors import RunDirError
 from opd.metrics import MetricsFile
 from opd.run_dir import RunPaths
@@ -96,7 +97,7 @@ TEMPLATE_DATE = "student.template_date"
 
 def changed_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (recorded, found), for every key that differs between two resolved pipelines."""
-    before, now = _flat(recorded), _flat(found)
+    before, now = _flat(_with_mappings(recorded)), _flat(_with_mappings(found))
     return {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
 
 
@@ -250,6 +251,20 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in data.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
+
+
+def _with_mappings(pipeline: Mapping[str, Any]) -> dict[str, Any]:
+    """The pipeline with each path to prompts as the mapping that it is short for, because both mean the same."""
+    domains = {}
+    for name, domain in pipeline.get("domains", {}).items():
+        exam = domain.get("eval")
+        exam = exam and {**exam, "prompts": _as_mapping(exam.get("prompts"))}
+        domains[name] = {**domain, "prompts": _as_mapping(domain.get("prompts")), "eval": exam}
+    return {**pipeline, "domains": domains}
+
+
+def _as_mapping(prompts: Any) -> Any:
+    return PromptsConfig(path=Path(prompts)).model_dump(mode="json") if isinstance(prompts, str) else prompts
 
 
 def _digest(data: Any) -> str:

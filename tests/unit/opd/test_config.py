@@ -505,7 +505,9 @@ def test_questions_have_one_source(exam: Any, found: str) -> None:
 def test_a_share_is_held_out_of_the_domains_own_prompts() -> None:
     data = changed("domains.math.eval", {"holdout": 0.1})
     validate(PipelineConfig, data, "p.yaml")
-    del data["domains"]["math"]["prompts"]  # those that the expert was registered with will do: `read_inputs` looks
+    del data["domains"]["math"]["prompts"]
+    assert refusal(data).startswith("p.yaml: domains.math\n  found:  no `prompts`")
+    data["experts"] = {"use": ["math"]}  # those that the expert was registered with will do: `read_inputs` looks
     validate(PipelineConfig, data, "p.yaml")
 
 

@@ -133,7 +133,8 @@ class Merge:
             self.root / "checkpoints", student, CheckpointConfig(keep=9), world_size=1, identity={}, timeout_s=30  # type: ignore[arg-type]
         )  # fmt: skip
         others: dict[str, Any] = {
-            "sync": SimpleNamespace(push=push), "reporter": SimpleNamespace(step=report), "evaluator": None,
+            "sync": SimpleNamespace(push=push), "evaluator": None,
+            "reporter": SimpleNamespace(step=report, phase=lambda _: None),
             "monitors": SimpleNamespace(judge=lambda *_: ()), "traces": SimpleNamespace(keep=lambda *_: None),
         }  # fmt: skip
         return Parts(

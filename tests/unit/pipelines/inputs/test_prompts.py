@@ -162,7 +162,7 @@ def test_a_share_of_the_prompts_that_an_expert_was_registered_with(held_out: Any
     assert len(exam.prompts) == len(before[0]), "`opd evaluate` looks into the registry too"
 
     held_out.data["experts"] = {n: {"model": n, "domain": d} for n, d in (("rev", "reverse"), ("up", "upper"))}
-    assert refusal(held_out, ConfigError).startswith("domains.upper.prompts\n  found:  nothing, and no expert")
+    assert ": domains.upper\n  found:  no `prompts`" in refusal(held_out, ConfigError)
     held_out.data["experts"] = {"use": ["rev", "other"]}
     registry.add("other", root / "up", "upper")
     assert refusal(held_out, ConfigError).startswith("domains.upper.prompts\n  found:  nothing, and no expert")
