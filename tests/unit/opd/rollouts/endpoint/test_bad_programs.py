@@ -75,6 +75,6 @@ def test_what_the_programs_own_tool_gave(text: str, tmp_path: Path) -> None:
 
 
 def test_a_program_whose_requests_are_refused_for_ever(tmp_path: Path) -> None:
-    code = "while True:\n    try: ask([])\n    except urllib.error.HTTPError: pass\n"
+    code = "while True:\n    try: ask(3)\n    except urllib.error.HTTPError: pass\n"
     found = beside_a_good_one(code, tmp_path, timeout_s=30.0, max_calls=9)
     assert (found.stop_reason, found.audit.turns, found.error) == ("turns", 0, "")
