@@ -18,6 +18,8 @@ import psutil
 
 VARIABLE = "OPD_DRIVER"
 """Environment variable with the mark; every process that a driver starts inherits it."""
+OWNER = "OPD_OWNER"
+"""Environment variable with the mark of the worker that started a program, and alone waits for it."""
 SHARED_MEMORY = Path("/dev/shm")
 END_TIMEOUT_S = 10.0
 _KEPT = "SPT_NOENV"
@@ -56,6 +58,16 @@ def end_own() -> list[str]:
     return _end([p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == ours])
 
 
+def end_abandoned() -> list[str]:
+    """End the programs of this driver's workers that are gone, and remove the workers' directories. Returns what was found.
+
+    Nobody would end such a program in time, and what it does would get in the way of the one that repeats its episode.
+    """
+    ours = mark()
+    mine = [p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == ours]
+    return [*_end([p for p in mine if (owner := _carried(p, OWNER)) and not _alive(owner)]), *_remove_directories()]
+
+
 def sweep() -> list[str]:
     """End the processes and remove the directories of drivers that are gone. Returns what was found, for people."""
     orphans = [p for p in psutil.process_iter() if (theirs := _carried(p)) and not _alive(theirs)]
@@ -73,9 +85,9 @@ def _start(pid: int) -> tuple[str, str]:
     return fields[19], fields[0]
 
 
-def _carried(process: psutil.Process) -> str:
+def _carried(process: psutil.Process, variable: str = VARIABLE) -> str:
     try:
-        return process.environ().get(VARIABLE, "")
+        return process.environ().get(variable, "")
     except (psutil.Error, OSError):  # another user's, or gone meanwhile
         return ""
 

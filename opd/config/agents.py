@@ -33,11 +33,11 @@ class AgentConfig(Strict):
     """Judges the answer of the program's result, or the student's last reply where the result has none; default: the
     result's own `reward`."""
     timeout_s: float = Field(600, gt=0)
-    """Deadline of an episode."""
+    """Deadline of an episode; then the verifier has as long."""
     parallel: int = Field(16, ge=1)
     """Most programs that run at a time for each rollout worker."""
     max_calls: int = Field(64, ge=1)
-    """Requests of a program, retries included; the next one ends the episode."""
+    """Requests of a program, retries and refused ones included; the next one ends the episode."""
     max_tokens: int | None = Field(None, ge=1)
     """Tokens that the student may write in an episode; default: as many as the program asks for."""
     max_broken: float = Field(0.1, ge=0, le=1)

@@ -10,7 +10,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TypeVar
 
-from opd import cluster
+from opd import cluster, leftovers
 from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.interfaces import Decoder
@@ -269,8 +269,8 @@ class VLLMRolloutEngine:
     def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
         """The answers of all workers; `ask` calls one of them, and gets its index too.
 
-        A worker that dies is started again, once a call. The new worker gets the weights that the others hold and does
-        its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait` raises.
+        A worker that dies is started again, once a call. The programs of its agents are ended, the new worker gets the weights
+        that the others hold and does its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait` raises.
         """
         pending = [ask(worker, index) for index, worker in enumerate(self._workers)]
         restarted: set[int] = set()
@@ -283,6 +283,7 @@ class VLLMRolloutEngine:
                 index = self._workers.index(error.worker)
                 restarted.add(index)
                 self._restarted.append(_name(index))
+                leftovers.end_abandoned()
                 worker = self._workers[index] = self._spawn(index)
                 with self._weights() as model_dir:
                     loaded = worker.submit(VLLMWorker.load, model_dir.absolute(), self._base)

@@ -13,7 +13,6 @@ from opd.config import PipelineConfig
 from opd.config.context import ContextConfig
 from opd.config.domains import DomainConfig
 from opd.environments import find, place_of
-from opd.environments.records import Tool
 from opd.errors import ConfigError
 from opd.prompts import PromptTable
 from opd.rollouts.endpoint.options import AgentOptions
@@ -22,6 +21,7 @@ from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from opd.rollouts.episodes.tools import problem_with_tools
 from pipelines.inputs.guards import check_guards, guard_of_domain
 from pipelines.inputs.sub_agents import check_sub_agents, sub_agents_options
 
@@ -172,7 +172,9 @@ async def _try(domain: str, options: EpisodeOptions) -> list[str]:
     try:
         environment = await thread.call("the class", lambda: make(**options.options))
         tools = await thread.call("tools", lambda: environment.tools)
-        await thread.call("close", environment.close)
+        wrong = await thread.call("the class", lambda: problem_with_tools(tools) or _lacks(environment))
+        if not wrong:
+            await thread.call("close", environment.close)
     except (Failed, Overdue) as error:
         raise ConfigError.at(
             f"domains.{domain}.environment.options",
@@ -182,11 +184,17 @@ async def _try(domain: str, options: EpisodeOptions) -> list[str]:
         ) from None
     finally:
         thread.end()
-    if not isinstance(tools, tuple | list) or not all(isinstance(tool, Tool) for tool in tools):
+    if wrong:
         raise ConfigError.at(
             f"domains.{domain}.environment.name",
-            found=f"tools = {tools!r:.60}",
-            wanted="a tuple of opd.environments.records.Tool, empty if there are none",
+            found=wrong,
+            wanted="a class with the methods reset, step and close, and with tools that are JSON",
             fix=f"correct {options.environment}",
         )
     return [tool.name for tool in tools]
+
+
+def _lacks(environment: Any) -> str:
+    """The first method that it should have and has not; empty if it has all."""
+    missing = [name for name in ("reset", "step", "close") if not callable(getattr(environment, name, None))]
+    return f"no method `{missing[0]}`" if missing else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -167,6 +168,15 @@ def test_the_stock_clients_drive_a_merge_to_its_end(tmp_path: Path, pipeline: di
     assert '<section id="traces">' in (run / "report.html").read_text()
 
 
+def programs_of(engine: int) -> list[psutil.Process]:
+    """The agents' programs that this process has started, and that have begun: each is at work for seconds."""
+    found = []
+    for child in psutil.Process(engine).children():
+        with contextlib.suppress(psutil.Error):
+            found += [child] if any(word.endswith("program.py") for word in child.cmdline()) else []
+    return found
+
+
 @pytest.mark.slow
 def test_an_engine_that_is_killed_under_its_agents_repeats_their_episodes(
     tmp_path: Path, pipeline: dict[str, Any]
@@ -185,7 +195,7 @@ def test_an_engine_that_is_killed_under_its_agents_repeats_their_episodes(
             merge.look()
             pid = in_method(merge, "engine", "episodes") if (struck / "evaluation" / "expert.json").exists() else None
             if pid is not None and merge.records == 0:
-                programs = psutil.Process(pid).children()
+                programs = programs_of(pid)
             time.sleep(0.02)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -195,3 +205,4 @@ def test_an_engine_that_is_killed_under_its_agents_repeats_their_episodes(
         weights = [blake3_file(run / "model" / "model.safetensors") for run in (whole, struck)]
         assert weights[0] == weights[1]
         assert not [program for program in programs if lives(program)], "a program ends when nobody answers it"
+        assert not list((place / "tmp").glob("opd-*")), "the directories of its programs went with it"

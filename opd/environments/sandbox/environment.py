@@ -24,6 +24,7 @@ from opd.environments.sandbox.box import Box, Limits, Ran
 from opd.environments.sandbox.problems import PROBLEMS, Problem
 from opd.errors import PromptError
 from opd.settings import validate
+from opd.text import readable
 from opd.unique import take_unique
 
 TEXT = {"type": "string"}
@@ -156,7 +157,7 @@ class Sandbox:
         if not path or given.is_absolute() or ".." in given.parts:
             return "error: give a relative path inside of the directory of the task"
         ran = self._box.run(["/bin/sh", "-c", WRITE, "sh", f"./{path}"], stdin=content)
-        return f"wrote {len(content)} characters to {path}" if ran.code == 0 else self._told(ran)
+        return f"wrote {len(content)} characters to {readable(path)}" if ran.code == 0 else self._told(ran)
 
     def _read(self) -> str:
         """The file of the task as it is now."""

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import tempfile
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,8 @@ from opd.rollouts.endpoint.program import Ran, environment, run_program
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session, Terms
 from opd.rollouts.episodes.runner import Dialogues, run_episodes, watch_of
-from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeRequest, EpisodeResult, is_reward
+from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from opd.rollouts.episodes.trace import Trace
 from opd.text import one_line
 
@@ -155,22 +154,30 @@ class _Agent:
         """What the verifier gives, or the program's result. Raises: EpisodeEnd for a result that cannot be read."""
         result = ran.result if isinstance(ran.result, Mapping) else {}
         if self._options.verifier is not None:
-            given = result.get("answer", self._session.last_text)
-            return await asyncio.to_thread(self._judged, given if isinstance(given, str) else json.dumps(given))
+            return await self._judged(result.get("answer", self._session.last_text))
         reward = result.get("reward")
-        if reward is None or (_is_number(reward) and math.isfinite(reward)):
+        if reward is None or (is_reward(reward) and not isinstance(reward, bool)):
             return None if reward is None else float(reward)
         raise EpisodeEnd("agent", f"the program's result has the reward {reward!r:.40}, wanted a finite number or null")
 
-    def _judged(self, answer: str) -> float:
-        """Raises: EpisodeEnd if the verifier raises."""
-        assert self._options.verifier is not None
-        prompt = self._request.prompt
+    async def _judged(self, answer: Any) -> float:
+        """Raises: EpisodeEnd if the verifier raises, or takes longer than a program may."""
+        verifier, prompt = self._options.verifier, self._request.prompt
+        assert verifier is not None
+
+        def judge() -> float:
+            text = answer if isinstance(answer, str) else json.dumps(answer)
+            return build_verifier(verifier)(text, prompt.answer, prompt.metadata)
+
+        thread = OwnThread(self._options.timeout_s)
         try:
-            return build_verifier(self._options.verifier)(answer, prompt.answer, prompt.metadata)
-        except Exception as error:  # noqa: BLE001 a verifier may be anybody's code
-            raised = traceback.format_exception_only(error)[-1].strip()
-            raise EpisodeEnd("raised", f"the verifier: {one_line(raised, SHOWN)}") from None
+            return await thread.call("the verifier", judge)
+        except Failed as error:
+            raise EpisodeEnd("raised", one_line(str(error), SHOWN)) from None
+        except Overdue as error:
+            raise EpisodeEnd("timeout", str(error)) from None
+        finally:
+            thread.end()
 
 
 def _dialogue(dialogues: Dialogues, options: AgentOptions) -> Dialogue:
@@ -184,7 +191,3 @@ def _told(session: Session) -> list[str]:
     """What a reader of the episode should know about its requests."""
     given = ", ".join(f"{name} ({count} requests)" for name, count in session.overridden.items())
     return [f"settings that the agent gave and the training decides: {given}"] if given else []
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

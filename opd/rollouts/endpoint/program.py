@@ -74,6 +74,7 @@ def environment(folder: Path, given: Mapping[str, str], inherit: Sequence[str]) 
         | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         | ours
         | dict(given)
+        | {leftovers.OWNER: leftovers.mark()}
         | {TASK: str(folder / "task.json"), RESULT: str(folder / "result.json")}
     )
 

@@ -110,6 +110,7 @@ class Endpoint:
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         codec, session = _codec(http), self._session(http)
+        session.count()
         try:
             request = codec.parse(await _body(http))
         except RecursionError:

@@ -33,6 +33,7 @@ from opd.guard.watch import Looked, Watch
 from opd.interfaces import TokenEngine
 from opd.rollouts.endpoint.dialogue import Dialogue, Unreadable
 from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, refused
+from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
 from opd.rollouts.episodes.runner import seed_of
 from opd.rollouts.episodes.tools import BadCall
 from opd.rollouts.episodes.trace import Audit, Segment, Trace
@@ -165,8 +166,8 @@ class Session:
             task.cancel()
 
     def accept(self, request: Request) -> Turn:
-        """Take a request: everything that can be wrong with it is found here. Raises: ApiError."""
-        self._count(request)
+        """Take a request that was counted: everything that can be wrong with it is found here. Raises: ApiError."""
+        self.overridden.update(request.overridden)
         recorded = self._answered.get(request.identity)
         if recorded is not None:
             return Turn(self, request, (), 0, reply_id=recorded.id, created=recorded.created, recorded=recorded)
@@ -222,16 +223,12 @@ class Session:
             raise refused(f"messages: the model's chat template refuses them: {error!s:.200}") from None
         ids = [*turn.ids, *written.sampled.token_ids, *following]
         self._unseen[request.identity] = ids, turn.number + 1
-        self._one_more()
+        self.count()
         return replace(turn, ids=ids, max_tokens=self._limit(ids, request), number=turn.number + 1)
 
-    def _count(self, request: Request) -> None:
-        """Raises: ApiError if the session takes no more requests."""
-        self._one_more()
-        self.overridden.update(request.overridden)
-
-    def _one_more(self) -> None:
-        """Count a request, or a turn that is answered here. Raises: as `_count`."""
+    def count(self) -> None:
+        """Count a request, also one that cannot be read, or a turn that is answered here. Raises: ApiError if the session takes no
+        more of them."""
         self._refuse_if_ended()
         if self.calls == self._terms.max_calls:
             self.end("turns")
@@ -247,6 +244,7 @@ class Session:
         messages = request.messages
         if not messages or messages[-1].role not in ("user", "tool"):
             raise refused("messages: expected the last one to be of the user or of a tool")
+        self._refuse_text_beyond_the_context(messages)
         digests = list(_digests(request.context, messages))
         for number in range(len(messages) - 1, 0, -1):
             places, new = self._places.get(digests[number - 1]), messages[number:]
@@ -263,6 +261,15 @@ class Session:
         if not ids:
             raise refused("messages: expected some text, found none")
         return ids, sum(message.role == "assistant" for message in messages)
+
+    def _refuse_text_beyond_the_context(self, messages: Sequence[Message]) -> None:
+        """Raises: ApiError for a message that fits no context: tokenising it would only keep all other sessions waiting."""
+        longest, most = max(len(m.text) for m in messages), max(MAX_OBSERVATION, 32 * self._terms.max_model_len)
+        if longest > most:
+            self.too_long = True
+            raise ApiError(
+                400, "context", f"prompt is too long: a message of {longest:,} characters > {most:,} maximum"
+            )
 
     def _limit(self, ids: Sequence[int], request: Request) -> int:
         """Tokens of the next turn at most, for this request. Raises: ApiError if there are none."""

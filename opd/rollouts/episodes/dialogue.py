@@ -83,7 +83,13 @@ class ChatDialogue:
         else:
             self._say(given, observation)
         self._say(given, note)
-        return self._appender.first(given, self._tools)
+        try:
+            return self._appender.first(given, self._tools)
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # messages of `reset` may have any keys, which a template reads as it likes
+            raise BadObservation(f"the chat template cannot read the messages: {error}") from None
 
     def _say(self, messages: list[dict[str, Any]], text: str) -> None:
         """Add a text of the user's. Some templates refuse two messages of a user in a row."""

@@ -196,6 +196,7 @@ class _Agent:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
         opening = await self._begin()
         segment = self._trace.begin(opening.ids(), self._origin)
+        self._said += [f"environment: {text}" for text in opening.texts if text]
         limit = self._request.cut_after or self._options.max_turns
         for turn in range(limit):
             who, sampled = await self._turn(segment, turn)
@@ -247,8 +248,6 @@ class _Agent:
         request = self._request
         first = await self._world.begin()
         dialogue = self._site.dialogues.make(request, (*self._world.tools, *self._delegation.tools))
-        shown = [first] if isinstance(first, str) else [message["content"] for message in first]
-        self._said += [f"environment: {text}" for text in shown if text]
         return Opening(dialogue, request.prompt.text, first)
 
     def _room(self, segment: Segment) -> int:

@@ -23,6 +23,9 @@ BROKEN: frozenset[str] = frozenset(get_args(Broken))
 LIMITS = frozenset({"turns", "curriculum", "tokens", "context"})
 """Stop reasons of an episode that did not end by itself."""
 
+MAX_REWARD = 1e30
+"""More is a mistake, and a sum of such rewards could overflow."""
+
 
 class EpisodeEnd(Exception):
     """The episode is over."""
@@ -151,6 +154,13 @@ class EpisodeStats:
         """Inverse of `dataclasses.asdict`."""
         guard = None if data.get("guard") is None else GuardStats.from_json(data["guard"])
         return cls(**{**data, "audit": Audit(**data["audit"]), "guard": guard})
+
+
+def is_reward(value: Any) -> bool:
+    """Whether this is a number that can be a reward."""
+    return (
+        isinstance(value, int | float) and abs(value) <= MAX_REWARD
+    )  # NaN is not, and an int may be too large for a float
 
 
 def refuse_many_broken(domain: str, stats: EpisodeStats, max_share: float) -> None:

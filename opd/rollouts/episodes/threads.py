@@ -66,11 +66,11 @@ class OwnThread:
             value, error = None, ""
             try:
                 value = job.function(*job.arguments)
-            except (Exception, SystemExit) as problem:  # noqa: BLE001 an environment may be anybody's code
+            except BaseException as problem:  # noqa: BLE001 anybody's code, and signals go to another thread
                 error = traceback.format_exception_only(problem)[-1].strip()
             with suppress(RuntimeError):  # the loop has ended, so nobody waits
                 job.loop.call_soon_threadsafe(_settle, job.future, (value, error))
-        with suppress(Exception):  # the episode broke and was counted before this
+        with suppress(BaseException):  # the episode broke and was counted before this
             self._last()
 
 

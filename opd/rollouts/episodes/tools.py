@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opd.environments.records import Tool, ToolCall
+from opd.text import readable
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
@@ -57,8 +58,20 @@ def _call(inside: str) -> ToolCall:
         raise BadCall('wanted {"name": ..., "arguments": {...}} between the tags')
     arguments = data.get("arguments", {})
     if not isinstance(arguments, dict):
-        raise BadCall(f"{data['name']:.60}: arguments is {arguments!r:.60}, wanted object")
+        raise BadCall(f"{readable(data['name']):.60}: arguments is {arguments!r:.60}, wanted object")
     return ToolCall(name=data["name"], arguments=arguments)
+
+
+def problem_with_tools(tools: Any) -> str:
+    """Why these are no tools of an environment; empty if they are."""
+    if not isinstance(tools, tuple | list) or not all(isinstance(tool, Tool) for tool in tools):
+        return f"tools = {tools!r:.60}, which is no tuple of opd.environments.records.Tool"
+    for tool in tools:
+        try:
+            json.dumps(tool.schema())
+        except (TypeError, ValueError, RecursionError) as error:
+            return f"the tool {tool.name!r:.60} cannot be written as JSON, as the policy reads it: {error}"
+    return ""
 
 
 def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
@@ -71,7 +84,7 @@ def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
     tool = next((tool for tool in tools if tool.name == name), None)
     if tool is None:
         return ()
-    parameters = list(tool.parameters.get("properties", {}))
+    parameters = _properties(tool.parameters)
     arguments: Any
     try:
         arguments = json.loads(rest)
@@ -80,8 +93,8 @@ def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
     if not isinstance(arguments, dict):
         if len(parameters) != 1:
             raise BadCall(f"{name} takes JSON with {', '.join(parameters) or 'nothing in it'}")
-        text_only = tool.parameters["properties"][parameters[0]].get("type") == "string"
-        arguments = {parameters[0]: rest.strip() if text_only else arguments}
+        ((parameter, schema),) = parameters.items()
+        arguments = {parameter: rest.strip() if schema.get("type") == "string" else arguments}
     return (_checked(name, arguments, tools),)
 
 
@@ -97,13 +110,15 @@ def _checked(name: str, arguments: Any, tools: Sequence[Tool]) -> ToolCall:
 
 def problem_with(value: Any, schema: Mapping[str, Any], where: str) -> str:
     """Why a value does not fit a JSON schema, empty if it does. Knows `type`, `enum`, `properties`, `required`,
-    `additionalProperties` (by default false beside `properties`) and `items`; other words of a schema are for the policy."""
-    kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else kinds
+    `additionalProperties` (by default false beside `properties`) and `items`; other words of a schema, and these in a form that
+    JSON schema does not know, are for the policy."""
+    kind = schema.get("type")
+    kinds = [kind] if isinstance(kind, str) else _texts(kind)
     if kinds and not any(_is(value, kind) for kind in kinds):
         return f"{where} is {value!r:.60}, wanted {' or '.join(kinds)}"
-    if "enum" in schema and value not in schema["enum"]:
-        return f"{where} is {value!r:.60}, wanted one of {', '.join(map(str, schema['enum']))}"
+    choices = schema.get("enum")
+    if isinstance(choices, list | tuple) and value not in choices:
+        return f"{where} is {value!r:.60}, wanted one of {', '.join(map(str, choices))}"
     if isinstance(value, dict):
         return _problem_inside(value, schema, where)
     if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
@@ -113,8 +128,8 @@ def problem_with(value: Any, schema: Mapping[str, Any], where: str) -> str:
 
 
 def _problem_inside(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> str:
-    known = schema.get("properties", {})
-    missing = [key for key in schema.get("required", ()) if key not in value]
+    known = _properties(schema)
+    missing = [key for key in _texts(schema.get("required")) if key not in value]
     if missing:
         return f"{where} lacks {missing[0]}"
     strange = [key for key in value if key not in known]
@@ -122,6 +137,18 @@ def _problem_inside(value: Mapping[str, Any], schema: Mapping[str, Any], where: 
         return f"{where} has {strange[0]!r:.60}, which is none of {', '.join(known) or 'no arguments'}"
     problems = (problem_with(value[key], known[key], f"{where}.{key}") for key in value if key in known)
     return next((problem for problem in problems if problem), "")
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Name -> schema of each property; a schema that is no object, such as `true`, takes anything."""
+    found = schema.get("properties")
+    if not isinstance(found, Mapping):
+        return {}
+    return {name: inner if isinstance(inner, Mapping) else {} for name, inner in found.items()}
+
+
+def _texts(value: Any) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list | tuple) else []
 
 
 def _is(value: Any, kind: str) -> bool:

@@ -19,8 +19,14 @@ class Opening:
     prompt: str | Messages
     observation: str | Messages
 
+    @property
+    def texts(self) -> list[str]:
+        """The texts of the first observation."""
+        seen = self.observation
+        return [seen] if isinstance(seen, str) else [message["content"] for message in seen]
+
     def ids(self, note: str = "") -> list[int]:
-        """Token ids up to the first turn; `note` stands last."""
+        """Token ids up to the first turn; `note` stands last. Raises: BadObservation, and what a chat template raises."""
         return self.dialogue.first(self.prompt, self.observation, note)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from opd.environments import find
 from opd.environments.records import Action, Outcome, Tool
 from opd.interfaces import Environment
-from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions
+from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, is_reward
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from opd.rollouts.episodes.tools import problem_with_tools
 from opd.types import StopReason
 
 if TYPE_CHECKING:
@@ -67,17 +67,14 @@ class OwnEnvironment:
 
     async def begin(self) -> str | Messages:
         find(self._options.environment, "environment")  # a class that is not there is no fault of one episode
-        environment = await self._call("the environment", self._make)
-        first: str | Messages = await self._call("reset", environment.reset, self._metadata, self._seed)
-        if not _is_first_observation(first):
-            raise EpisodeEnd("raised", f"reset returned {first!r:.60}, wanted text or messages")
-        self.tools = environment.tools
+        await self._call("the environment", self._make)
+        first, self.tools, wrong = await self._call("reset", self._reset)
+        if wrong:
+            raise self._ended("raised", wrong)
         return first
 
     async def step(self, action: Action) -> Outcome:
-        assert self._environment is not None
-        outcome = await self._call("step", self._environment.step, action)
-        wrong = _problem(outcome, len(action.calls))
+        outcome, wrong = await self._call("step", self._step, action)
         if wrong:
             raise self._ended("raised", f"step returned {wrong}")
         if outcome.reward is not None:
@@ -104,11 +101,25 @@ class OwnEnvironment:
         self.over = EpisodeEnd(reason, error)
         return self.over
 
-    def _make(self) -> Environment:
-        """In the environment's thread, as `_close`: an environment that comes late is closed all the same."""
-        made: Environment = find(self._options.environment, "environment")(**self._options.options)
-        self._environment = made
-        return made
+    # What follows runs in the environment's thread: whatever its class and its objects do ends its own episode at most, and an
+    # environment that comes late is closed all the same.
+
+    def _make(self) -> None:
+        self._environment = find(self._options.environment, "environment")(**self._options.options)
+
+    def _reset(self) -> tuple[str | Messages, tuple[Tool, ...], str]:
+        """The first observation, the tools, and what is wrong with them; empty if nothing."""
+        assert self._environment is not None
+        first = self._environment.reset(self._metadata, self._seed)
+        tools = self._environment.tools
+        wrong = "" if _is_first_observation(first) else f"reset returned {first!r:.60}, wanted text or messages"
+        return first, tools, wrong or problem_with_tools(tools)
+
+    def _step(self, action: Action) -> tuple[Outcome, str]:
+        """What came of an action, and what is wrong with it; empty if nothing."""
+        assert self._environment is not None
+        outcome = self._environment.step(action)
+        return outcome, _problem(outcome, len(action.calls))
 
     def _close(self) -> None:
         environment, self._environment = self._environment, None
@@ -175,7 +186,7 @@ def _problem(outcome: Any, calls: int) -> str:
     if not isinstance(outcome, Outcome):
         return f"{outcome!r:.60}, wanted an Outcome"
     reward, seen = outcome.reward, outcome.observation
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+    if reward is not None and not is_reward(reward):
         return f"the reward {reward!r:.60}, wanted a finite number or None"
     if isinstance(seen, str):
         return ""

@@ -86,6 +86,33 @@ def test_processes_of_a_driver_that_was_killed_are_ended_also_stopped_ones(drive
     assert not any(line.startswith(f"process {gone.child.pid} (") for line in leftovers.sweep())
 
 
+def test_programs_of_a_worker_that_was_killed_are_ended_and_those_of_another_are_not(
+    drivers: Any, places: dict[str, Path]
+) -> None:
+    with leftovers.marked():  # as workers of this driver
+        dead, alive = drivers(marked=False), drivers(marked=False)
+        theirs = [
+            subprocess.Popen(
+                [sys.executable, "-c", "import time; time.sleep(600)"],
+                env=os.environ | {leftovers.OWNER: worker.prefix.removeprefix("opd-run-").removesuffix("-")},
+            )
+            for worker in (dead, alive)
+        ]
+    folder = places["tmp"] / f"{dead.prefix}agent-x"
+    folder.mkdir()
+    try:
+        assert leftovers.end_abandoned() == [] and folder.exists()
+        dead.kill()
+        found = leftovers.end_abandoned()
+        assert len(found) == 2 and found[0].startswith(f"process {theirs[0].pid} (") and found[1] == str(folder)
+        assert not psutil.pid_exists(theirs[0].pid) and theirs[1].poll() is None
+        assert alive.child_lives() and dead.child_lives(), "what is no program of an agent is left to `end_own`"
+    finally:
+        for program in theirs:
+            program.kill()
+            program.wait()
+
+
 def test_directories_go_with_their_driver(drivers: Any, places: dict[str, Path]) -> None:
     driver = drivers()
     theirs = places["shm"] / f"{driver.prefix}weights-000001-x", places["tmp"] / f"{driver.prefix}weights-000002-y"

@@ -322,6 +322,9 @@ def test_what_tools_say(task: Sandbox) -> None:
     assert said(shell("a\0b")).endswith("[not started]")
     assert said(write("deep/er/x.txt", "é\n")) == "wrote 2 characters to deep/er/x.txt"
     assert said(shell("cat deep/er/x.txt")) == "é"
+    assert said(write("be\x07ll", "x")) == "wrote 1 characters to bell", (
+        "a control character would end the episode as broken"
+    )
     for path in ("/etc/x", "../x", "a/../../x", ""):
         assert said(write(path, "x")).startswith("error: ")
     assert not said(write("big", "x" * 20_000_000)).startswith("wrote")

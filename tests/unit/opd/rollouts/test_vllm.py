@@ -97,7 +97,11 @@ def engine(
 
 def agents(in_process: Any, **environment: Any) -> VLLMRolloutEngine:
     """Two workers, a domain `d` whose prompts are answered, and a domain `e` whose prompts are episodes."""
-    made = engine(in_process, untrained={"e": frozenset({3})})
+    return acting(engine(in_process, untrained={"e": frozenset({3})}), **environment)
+
+
+def acting(made: VLLMRolloutEngine, **environment: Any) -> VLLMRolloutEngine:
+    """The same engine, in which the prompts of the domain `e` are episodes."""
     known = {"max_turns": 3, "max_turn_tokens": LIMIT, "step_timeout_s": 1.0, "max_broken": 0.5}
     options = EpisodeOptions(environment="world:Maze", **known | environment)
     made._spec = replace(made._spec, episodes={"e": options})
@@ -396,6 +400,12 @@ class Mortal(FakeWorker):
         self._may_die("generate")
         return super().generate(requests)
 
+    def episodes(
+        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
+    ) -> list[EpisodeResult]:
+        self._may_die("episodes")
+        return super().episodes(requests, temperature, policy_version)
+
     def load(self, model_dir: Path, base: Path | None = None) -> None:
         self._may_die("load")
         self.loads.append(model_dir)
@@ -435,6 +445,17 @@ def test_a_worker_that_dies_gets_the_weights_and_does_its_part_again(index: int,
     assert len(workers) == 3 and workers[2].loads == [Path("pushed-again").absolute()]
     assert len(workers[1 - index].requests) == 2 * asked, "the other wrote its part once"
     assert made.generate(PROMPTS, step=1, policy_version=0).restarted == ()
+
+
+def test_a_worker_that_dies_under_its_episodes_plays_them_again_and_no_others(mortal: Any) -> None:
+    made, workers = acting(mortal[0]), mortal[1]
+    tasks = [task(i) for i in range(5)]
+    wanted = made.generate(tasks, step=3, policy_version=2)
+    workers[0].dies_in = "episodes"
+    found = made.generate(tasks, step=3, policy_version=2)
+    assert (found.rollouts, found.episodes) == (wanted.rollouts, wanted.episodes)
+    assert found.restarted == ("rollout worker 0",) and wanted.restarted == ()
+    assert [len(worker.played) for worker in workers] == [3, 4, 3], "the second worker's two were played once"
 
 
 def test_before_the_first_push_it_gets_the_student(mortal: Any) -> None:
