@@ -174,7 +174,10 @@ def test_its_inputs_manifest_card_and_memory_know_no_experts(alone: Any) -> None
     assert "Trained by reinforcement" in model_card(alone, inputs) and "Expert" not in model_card(alone, inputs)
     needs = {need.what: need.nbytes for need in estimate(alone, inputs)}
     assert not any(what.startswith("teachers") for what in needs)
-    assert needs["critic: weights, gradients, AdamW"] == 20 * inputs.student.parameters
+    of_each_rank = 4  # gradients on their way to the sum over ranks
+    assert needs["critic: weights, gradients, AdamW"] == (
+        (20 + alone.trainer.ranks * of_each_rank) * inputs.student.parameters
+    )
 
 
 def test_commands_that_ask_experts_refuse_it(alone: Any, tmp_path: Path) -> None:

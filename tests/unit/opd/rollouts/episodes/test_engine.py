@@ -103,7 +103,8 @@ def test_two_engines_are_stepped_by_one_thread_and_keep_their_turns_apart() -> N
 
     found = made.drive(work)
     assert [(a.token_ids, b.token_ids) for a, b in found] == [((10 * i + 2,), (10 * i + 5,)) for i in (1, 2, 3)]
-    assert len(inner.steps) == 2 and len(other.steps) == 3 and threads == {threading.get_ident()}
+    tokens = [sum(one.steps) for one in (inner, other)]  # who is in which step depends on how fast the threads are
+    assert tokens == [3 * 2, 3 * 3] and threads == {threading.get_ident()}
     assert (inner.running, other.running) == ({}, {})
 
 
