@@ -15,9 +15,7 @@ from experts.safetensors_header import Tensor, read_header
 from opd.errors import ModelError
 from opd.files import blake3_file
 from opd.lora import ADAPTER_CONFIG
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+from opd.model_files import INDEX, SINGLE
 
 Hashes = dict[Path, dict[str, str]]
 """Directory → weight file → BLAKE3."""

@@ -11,34 +11,35 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARD = "5GB"
 """Largest shard, unless a single tensor is larger."""
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 
 
 class ModelFiles:
     """The weight files of a directory while they are being written."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors` say what will come, without values; their order decides which shard a tensor is in."""
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor], shard: int | None = None) -> None:
+        """`tensors` say what will come, without values; their order decides which shard a tensor is in. `shard`: bytes of the
+        largest one; default: `SHARD`."""
         from huggingface_hub import split_torch_state_dict_into_shards
 
-        self._path = path
+        self.path = path
         self._tensors = dict(tensors)
-        self._split = split_torch_state_dict_into_shards(self._tensors, max_shard_size=SHARD)
+        self._split = split_torch_state_dict_into_shards(self._tensors, max_shard_size=shard or SHARD)
         self._places: dict[str, tuple[FileIO, int]] = {}
         """Name -> file and first byte of a tensor that has not come yet."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for name, members in self._split.filename_to_tensors.items():
-                file = stack.enter_context((self._path / name).open("wb", buffering=0))
+                file = stack.enter_context((self.path / name).open("wb", buffering=0))
                 header, starts = file_header({member: self._tensors[member] for member in members}, METADATA)
                 _write_all(file, memoryview(header))
                 self._places |= {member: (file, start) for member, start in starts.items()}
@@ -61,7 +62,7 @@ class ModelFiles:
         assert not self._places, f"never written: {sorted(self._places)[:3]}"
         if self._split.is_sharded:
             index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
-            (self._path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+            (self.path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -74,6 +75,8 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
+    import torch
+
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -88,6 +91,7 @@ def file_header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None =
 
     safetensors itself decides on the order and on the types' names: it writes the same tensors without values.
     """
+    import torch
     from safetensors.torch import save
 
     empty = save({name: torch.empty(0, dtype=t.dtype) for name, t in tensors.items()}, metadata)

@@ -18,7 +18,7 @@ from opd.errors import StorageError
 from opd.files import storing
 from opd.model_files import ModelFiles
 from opd.model_weights import FileGroup, State, file_groups, persistent_buffers, whole_shape
-from opd.train.lora import PlainWeight, plain_weights
+from opd.train.lora import PlainWeight
 
 
 def gathered(params: Sequence[Any]) -> AbstractContextManager[None]:
@@ -35,14 +35,14 @@ def gathered(params: Sequence[Any]) -> AbstractContextManager[None]:
     return context
 
 
-def write_model(lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, path: Path | None) -> None:
+def write_model(lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, path: Path | None, *, whole: bool) -> None:
     """Write config and weights into `path`, by the names and in the shapes of a model's files; a rank that has None only gathers.
 
-    The weights get this type. Persistent buffers keep theirs and are written if the weights are all that the model has.
+    The weights get this type. Persistent buffers keep theirs and are written if the weights are `whole`: all that the model has.
     Raises: StorageError on the rank that writes, when all is gathered, because the other ranks do not know of it.
     """
     sources = {weight.name: weight for weight in weights}
-    buffers = dict(persistent_buffers(lm)) if len(sources) == len(plain_weights(lm)) else {}
+    buffers = dict(persistent_buffers(lm)) if whole else {}
     groups = file_groups(lm, [*sources, *buffers])
     files: ModelFiles | None = None
     failed: list[StorageError] = []
@@ -53,15 +53,15 @@ def write_model(lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, pat
         for group in groups:
             own = [sources[name] for name in group.names if name in sources]
             with gathered([param for weight in own for param in weight.params]):
-                if path is not None and files is not None and not failed:
+                if files is not None and not failed:
                     values = {weight.name: weight.value().to("cpu", dtype) for weight in own}
                     values |= {name: buffers[name].cpu() for name in group.names if name in buffers}
-                    with _noted(failed, path):
+                    with _noted(failed, files.path):
                         files.write(group.to_files(lm, values))
-        if path is not None and files is not None and not failed:
-            with _noted(failed, path):
+        if files is not None and not failed:
+            with _noted(failed, files.path):
                 files.finish()
-                lm.config.save_pretrained(path)
+                lm.config.save_pretrained(files.path)
     if failed:
         raise failed[0]
 

@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from opd.model_files import INDEX, SINGLE
 from opd.model_weights import Naming, attention
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def load_share(model_dir: Path, dtype: torch.dtype) -> Any:

@@ -188,8 +188,9 @@ class ZeroEngine:
         lm = self._engine.module.lm
         every = plain_weights(lm)
         wanted = self._changed if only_changed else every
-        write_model(lm, wanted, self._dtype, path if self._rank == 0 else None)
-        return len(wanted) == len(every)
+        whole = len(wanted) == len(every)
+        write_model(lm, wanted, self._dtype, path if self._rank == 0 else None, whole=whole)
+        return whole
 
     @cached_property
     def _changed(self) -> Sequence[PlainWeight]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from experts.bound_files import TOKENIZER_FILES
 from experts.licences import FILES as LICENCE_FILES
 from experts.safetensors_header import Tensor, read_header
-from experts.weight_files import INDEX, SINGLE, weight_shards
+from experts.weight_files import weight_shards
 from opd.errors import RunDirError
 from opd.files import atomic_write_text, replace_dir, storing
 from opd.imports import TRANSFORMERS, import_lightly
+from opd.model_files import ModelFiles
 from pipelines.after.gguf import find_converter, write_gguf
 from pipelines.after.models import Found
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 BESIDE = (*TOKENIZER_FILES, "README.md", *LICENCE_FILES)
 """Files that go along unchanged."""
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOATS = {"F64", "F32", "BF16", "F16"}
 
 
@@ -78,10 +77,6 @@ class _Cast:
         self._dtype = dtype
         self._kept = _kept_in_float32(source, dtype) if dtype else None
 
-    def size(self, name: str, tensor: Tensor) -> int:
-        """Bytes of the copy."""
-        return tensor.numel * _BYTES[self._dtype] if self._dtype and self._changes(name, tensor) else _stored(tensor)
-
     def __call__(self, name: str, tensor: Tensor, value: torch.Tensor) -> torch.Tensor:
         import torch
 
@@ -105,45 +100,22 @@ def _kept_in_float32(source: Path, dtype: str) -> re.Pattern[str] | None:
     return re.compile("|".join(rf"(^|\.){name}($|\.)" for name in sorted(names))) if names else None
 
 
-def _stored(tensor: Tensor) -> int:
-    first, end = tensor.data_offsets
-    return end - first
-
-
 def _write_weights(source: Path, target: Path, options: ExportOptions) -> None:
     """Write every tensor, and the index where there are several files."""
     from safetensors import safe_open
-    from safetensors.torch import save_file
 
-    cast, headers = _Cast(source, options.dtype), {shard: read_header(shard) for shard in weight_shards(source)}
-    places = {name: (shard, tensor) for shard, header in headers.items() for name, tensor in header.items()}
-    sizes = {name: cast.size(name, tensor) for name, (_, tensor) in places.items()}
-    parts = list(_parts(sizes, options.max_shard_bytes))
-    names = [SINGLE] if len(parts) == 1 else [_shard_name(place + 1, len(parts)) for place in range(len(parts))]
+    cast = _Cast(source, options.dtype)
     with ExitStack() as stack:
+        headers = {shard: read_header(shard) for shard in weight_shards(source)}
         opened = {shard: stack.enter_context(safe_open(shard, framework="pt")) for shard in headers}
-        for file, part in zip(names, parts, strict=True):
-            found = {name: (places[name][1], opened[places[name][0]].get_tensor(name)) for name in part}
-            save_file({name: cast(name, *one) for name, one in found.items()}, target / file, {"format": "pt"})
-    if len(parts) > 1:
-        weight_map = {name: file for file, part in zip(names, parts, strict=True) for name in part}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-        atomic_write_text(target / INDEX, json.dumps(index, indent=2))
-
-
-def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """The tensors of each file, in their order. A tensor above the limit has a file of its own."""
-    part: list[str] = []
-    for name, size in sizes.items():
-        if part and sum(sizes[one] for one in part) + size > most:
-            yield part
-            part = []
-        part.append(name)
-    yield part
-
-
-def _shard_name(number: int, total: int) -> str:
-    return f"model-{number:05d}-of-{total:05d}.safetensors"
+        places = {name: (opened[shard], tensor) for shard, header in headers.items() for name, tensor in header.items()}
+        planned = {
+            name: cast(name, tensor, file.get_tensor(name).to("meta")) for name, (file, tensor) in places.items()
+        }
+        files = stack.enter_context(ModelFiles(target, planned, options.max_shard_bytes))
+        for name, (file, tensor) in places.items():
+            files.write({name: cast(name, tensor, file.get_tensor(name))})
+        files.finish()
 
 
 def _write_config(source: Path, target: Path, dtype: str | None) -> None:
