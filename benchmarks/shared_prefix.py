@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.merging.inputs import SMOLLM2, TINY
+from benchmarks.merging.inputs import random_model
 
 SHARED, SEPARATE = "shared", "separate"
 LAYOUT = {SHARED: "shared", SEPARATE: "packed"}
@@ -249,17 +249,11 @@ def parse_args() -> argparse.Namespace:
 
 def model(args: argparse.Namespace, folder: str) -> tuple[Path, int]:
     """A directory with the model, and its rows of ids."""
-    import torch
-    from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig
 
     if args.model_dir:
         return args.model_dir, AutoConfig.from_pretrained(args.model_dir).vocab_size
-    torch.manual_seed(0)
-    shape: dict[str, Any] = TINY if args.quick else SMOLLM2
-    ends = {"bos_token_id": None, "eos_token_id": None}
-    lm = LlamaForCausalLM(LlamaConfig(**shape, **ends, tie_word_embeddings=True)).to(getattr(torch, args.dtype))
-    lm.save_pretrained(folder)
-    return Path(folder), shape["vocab_size"]
+    return Path(folder), random_model(Path(folder), args.dtype, tiny=args.quick)
 
 
 def measure(case: Case, model_dir: Path, rounds: int) -> tuple[list[Time], list[tuple[float, float]]]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.merging.inputs import SMOLLM2, TINY
+from benchmarks.merging.inputs import random_model
 from opd.environments.records import Action, Outcome
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeStats
 from opd.rollouts.episodes.trace import Sample
@@ -243,20 +243,14 @@ def parse_args() -> argparse.Namespace:
 
 def model(args: argparse.Namespace, folder: str) -> tuple[Path, int]:
     """A directory with model and tokenizer, and the number of ids."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer
 
     from experts.suites.letters import build_tokenizer
 
     if args.model_dir:
         return args.model_dir, len(AutoTokenizer.from_pretrained(args.model_dir))
-    torch.manual_seed(0)
-    shape: dict[str, Any] = TINY if args.quick else SMOLLM2
-    ends = {"bos_token_id": None, "eos_token_id": None}
-    lm = LlamaForCausalLM(LlamaConfig(**shape, **ends, tie_word_embeddings=True)).to(getattr(torch, args.dtype))
-    lm.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
-    return Path(folder), shape["vocab_size"]
+    return Path(folder), random_model(Path(folder), args.dtype, tiny=args.quick)
 
 
 def main() -> None:

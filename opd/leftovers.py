@@ -54,8 +54,7 @@ def marked() -> Iterator[None]:
 
 def end_own() -> list[str]:
     """End every process that carries this one's mark. Returns their names."""
-    ours = mark()
-    return _end([p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == ours])
+    return _end(_own())
 
 
 def end_abandoned() -> list[str]:
@@ -63,9 +62,8 @@ def end_abandoned() -> list[str]:
 
     Nobody would end such a program in time, and what it does would get in the way of the one that repeats its episode.
     """
-    ours = mark()
-    mine = [p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == ours]
-    return [*_end([p for p in mine if (owner := _carried(p, OWNER)) and not _alive(owner)]), *_remove_directories()]
+    abandoned = [p for p in _own() if (owner := _carried(p, OWNER)) and not _alive(owner)]
+    return [*_end(abandoned), *_remove_directories()]
 
 
 def sweep() -> list[str]:
@@ -83,6 +81,12 @@ def _start(pid: int) -> tuple[str, str]:
     """When a process started, and its state. Raises: OSError if there is none."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold spaces and brackets
     return fields[19], fields[0]
+
+
+def _own() -> list[psutil.Process]:
+    """Every process that carries this one's mark, but for this one."""
+    ours = mark()
+    return [p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == ours]
 
 
 def _carried(process: psutil.Process, variable: str = VARIABLE) -> str:

@@ -53,6 +53,20 @@ class Order:
         return json.dumps(asdict(self))
 
 
+def random_model(folder: Path, dtype: str, *, tiny: bool) -> int:
+    """Write a Llama with random weights, of SmolLM2-135M's shape unless it is `tiny`. Returns its rows of ids."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = TINY if tiny else SMOLLM2
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    lm = LlamaForCausalLM(LlamaConfig(**shape, **ends, tie_word_embeddings=True)).to(getattr(torch, dtype))
+    lm.save_pretrained(folder)
+    rows: int = shape["vocab_size"]
+    return rows
+
+
 def write(order: Order) -> None:
     """The models in each type, and for each expert a file of prompts of equal length."""
     import torch

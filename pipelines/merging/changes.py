@@ -17,7 +17,7 @@ from blake3 import blake3
 from opd.checkpoints import Checkpoint
 from opd.config import PipelineConfig
 from opd.config.balance import SamplesBalance
-from opd.config.prompts import PromptsConfig
+from opd.config.prompts import as_prompts_config
 from opd.errors import RunDirError
 from opd.metrics import MetricsFile
 from opd.run_dir import RunPaths
@@ -265,7 +265,7 @@ def _with_mappings(pipeline: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_mapping(prompts: Any) -> Any:
-    return PromptsConfig(path=Path(prompts)).model_dump(mode="json") if isinstance(prompts, str) else prompts
+    return as_prompts_config(Path(prompts)).model_dump(mode="json") if isinstance(prompts, str) else prompts
 
 
 def _digest(data: Any) -> str:

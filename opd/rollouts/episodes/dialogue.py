@@ -85,10 +85,8 @@ class ChatDialogue:
         self._say(given, note)
         try:
             return self._appender.first(given, self._tools)
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # messages of `reset` may have any keys, which a template reads as it likes
+        except (TypeError, ValueError) as error:
+            # Messages of `reset` may have any keys, which a template reads as it likes.
             raise BadObservation(f"the chat template cannot read the messages: {error}") from None
 
     def _say(self, messages: list[dict[str, Any]], text: str) -> None:

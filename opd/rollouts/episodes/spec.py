@@ -158,9 +158,8 @@ class EpisodeStats:
 
 def is_reward(value: Any) -> bool:
     """Whether this is a number that can be a reward."""
-    return (
-        isinstance(value, int | float) and abs(value) <= MAX_REWARD
-    )  # NaN is not, and an int may be too large for a float
+    # NaN is not, and an int may be too large for a float.
+    return isinstance(value, int | float) and abs(value) <= MAX_REWARD
 
 
 def refuse_many_broken(domain: str, stats: EpisodeStats, max_share: float) -> None:
