@@ -22,6 +22,7 @@ from experts.registry import RECORD, Registry, training_record
 from experts.spec import BASE, ExpertsSpec, FromBase, FromScratch, TrainSettings
 from opd.errors import ConfigError, PromptError, RegistryError
 from opd.files import atomic_write_text, replace_dir
+from opd.processor import slow_bf16
 from opd.prompts import PromptLine, find_source, read_prompt_lines
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
     registry = Registry(spec.registry) if spec.registry else None
     for job in [base_job, *jobs]:
         check_unclaimed(job, registry)
+    for line in _slow_types([base_job, *jobs]):
+        progress(f"warning: {line}")
     make_base(spec, base_job, progress)
     for job in jobs:
         _make_expert(spec, job, spec.base_dir, progress)
@@ -76,6 +79,14 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
             expert = spec.experts[job.name]
             register(registry, job, expert.domain, expert.data if job.asks else None)
     return [job.directory for job in jobs]
+
+
+def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
+    """A warning if models are yet to be trained in bfloat16 on cores that cannot."""
+    import torch
+
+    asked = [f"{job.name}: train.bf16" for job in jobs if job.train and job.train.bf16 and not job.finished]
+    return [] if torch.cuda.is_available() else slow_bf16(asked)
 
 
 def base_of(spec: FromBase) -> TrainingJob:

@@ -10,9 +10,6 @@ from torch import nn
 
 from opd.model_weights import whole_shape
 
-PIECE = 1 << 17
-"""Numbers that AdamW works on at a time, where memory is bounded."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWOptions:
@@ -26,34 +23,11 @@ class AdamWOptions:
     """Weight decay, on matrices only."""
 
 
-class AdamWInPieces(torch.optim.AdamW):
-    """The same numbers as torch's AdamW, which makes two more tensors of a parameter's size and frees them, in every step.
-
-    ZeRO-3 gives all weights of a rank as one parameter. On a GPU they stay whole, where each piece would be a launch.
-    """
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        """Fill the lists that a step goes through: parameters, gradients, three moments, counts of steps."""
-        whole: list[list[Any]] = [[] for _ in lists]
-        has_complex: bool = super()._init_group(group, *whole)
-        if any(param.is_cuda for param in whole[0]):
-            pieces = whole
-        else:
-            *tensors, counts = whole
-            pieces = [[piece for tensor in one for piece in tensor.view(-1).split(PIECE)] for one in tensors]
-            numbers = [len(tensor.view(-1).split(PIECE)) for tensor in whole[0]]
-            # Each piece counts the step; the parameter's own count is the first piece's.
-            pieces.append([c if k == 0 else c.clone() for c, n in zip(counts, numbers, strict=True) for k in range(n)])
-        for out, found in zip(lists, pieces, strict=True):
-            out.extend(found)
-        return has_complex
-
-
-def adamw(module: nn.Module, options: AdamWOptions, *, lr: float, in_pieces: bool = False) -> torch.optim.AdamW:
-    """AdamW over all parameters of `module` that are trained."""
+def adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch.optim.AdamW:
+    """AdamW over all parameters of `module` that are trained: fused, one pass over the numbers that makes no further tensor. torch's
+    default makes two of a parameter's size, and ZeRO-3 gives all weights of a rank as one parameter."""
     groups = parameter_groups(module, options.weight_decay)
-    kind = AdamWInPieces if in_pieces else torch.optim.AdamW
-    return kind(groups, lr=lr, betas=options.betas, eps=options.epsilon)
+    return torch.optim.AdamW(groups, lr=lr, betas=options.betas, eps=options.epsilon, fused=True)
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -262,7 +262,7 @@ class ZeroEngine:
         # torch's AdamW creates its state in the first step, but a checkpoint is restored before that.
         for flat in self._flat_groups():
             self._engine.optimizer.optimizer.state[flat] = {
-                "step": torch.tensor(float(adam_step)),
+                "step": torch.tensor(float(adam_step), device=flat.device),
                 **{kind: torch.zeros_like(flat) for kind in MOMENTS},
             }
 
@@ -287,7 +287,7 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     module: Any = build()
     _without_chance(module, options.gradient_checkpointing)
     # Each step sets its own rate.
-    optimizer = adamw(module, options.adamw, lr=0.0, in_pieces=options.bucket is not None)
+    optimizer = adamw(module, options.adamw, lr=0.0)
     together = gathered_together(module.lm)
     if together:
         set_z3_leaf_modules(module.lm, together)

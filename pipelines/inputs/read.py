@@ -28,6 +28,7 @@ from opd.evaluation.harness import check_tasks
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.lora import ADAPTER_WEIGHTS, LoraSize
 from opd.named import is_place, users
+from opd.processor import slow_bf16
 from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
@@ -181,8 +182,24 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         tokenizer=tokenizer,
         lora=lora,
         template_date=config.student.template_date,
-        warnings=(*teaching.warnings, *notices, *room_warnings(exams, config.rollout.max_model_len)),
+        warnings=(
+            *teaching.warnings,
+            *_slow_types(config),
+            *notices,
+            *room_warnings(exams, config.rollout.max_model_len),
+        ),
     )
+
+
+def _slow_types(config: PipelineConfig) -> list[str]:
+    """A warning if a role on this machine's cores computes in bfloat16 and they cannot."""
+    gpus, teachers = config.cluster, config.teachers
+    asked = {
+        "rollout.dtype": not gpus.rollout_gpus and config.rollout.dtype == "bfloat16",
+        "teachers.dtype": not gpus.teacher_gpus and not teachers.elsewhere and teachers.dtype == "bfloat16",
+        "trainer.dtype": not gpus.trainer_gpus and config.trainer.dtype == "bfloat16",
+    }
+    return slow_bf16([key for key, slow in asked.items() if slow])
 
 
 def read_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from opd.cluster.environment import cores
+from opd.processor import has_bf16
 from pipelines.inputs.gpu_memory import gpu_sizes
 from pipelines.inputs.memory import machine_bytes
-
-BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
-"""What Linux calls the instructions without which bfloat16 is slower than float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +33,4 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine that this process runs on."""
-    return Machine(cores=cores(), memory=machine_bytes(), gpus=tuple(gpu_sizes()), bf16=_has_bf16())
-
-
-def _has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    if not cpuinfo.is_file():
-        return False
-    flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
-    return not BF16_FLAGS.isdisjoint(flags.split())
+    return Machine(cores=cores(), memory=machine_bytes(), gpus=tuple(gpu_sizes()), bf16=has_bf16())

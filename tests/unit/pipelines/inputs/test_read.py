@@ -357,3 +357,14 @@ def test_masks_of_no_expert_or_no_token_are_refused(world: Any, masks: Any, word
     with pytest.raises(ConfigError) as error:
         read_inputs(config(world))
     assert all(word in str(error.value) for word in words)
+
+
+def test_cores_without_bfloat16_are_named_before_a_merge(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for section in ("rollout", "trainer"):
+        world.data.setdefault(section, {})["dtype"] = "bfloat16"
+    half = config(world)
+    monkeypatch.setattr("opd.processor.has_bf16", lambda cpuinfo: False)
+    (warning,) = read_inputs(half).warnings
+    assert warning.startswith("rollout.dtype, trainer.dtype: these cores have no instructions for bfloat16")
+    monkeypatch.setattr("opd.processor.has_bf16", lambda cpuinfo: True)
+    assert read_inputs(half).warnings == ()
