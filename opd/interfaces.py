@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     import numpy as np
     from torch import Tensor
 
+    from opd.buckets import WeightStream
     from opd.losses.objective import Slope, StudentChunk
     from opd.losses.rule import LogitRule
     from opd.prompts.line import Messages
@@ -68,6 +69,11 @@ class RolloutEngine(Protocol):
         """Hold the weights of this Hugging Face directory in every worker, caches reset. Where the directory goes away,
         `again` makes another one with the same weights, for a worker that died. With `base` the directory has some of the
         weights alone, and the others are those of `base`, another one of the same model."""
+        ...
+
+    def receive(self, send: Callable[[], WeightStream]) -> None:
+        """The same with weights that the trainer sends. `send` begins anew for a worker that died, now or later, and has to
+        give the same weights until the next ones come."""
         ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -211,6 +217,11 @@ class Trainer(Protocol):
     def export_changed(self, path: Path) -> Path | None:
         """The same, but without weights that training leaves as they are. Returns the directory that has these; None if
         all were written."""
+        ...
+
+    def stream_changed(self, nbytes: int) -> WeightStream:
+        """The tensors of `export_changed` in buckets of at most `nbytes`, gathered as they are taken. No step may be taken, and no
+        other stream begun, before the last bucket."""
         ...
 
     def export_adapter(self, path: Path) -> None:

@@ -35,7 +35,7 @@ from opd.schedules import SCHEDULES
 from opd.schedules.spec import ScheduleSpec
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
-from opd.sync.shared_memory import SharedMemorySync, probe_sequences
+from opd.sync.proof import ProvenSync, SyncSpec, probe_sequences
 from opd.traces.keeping import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
@@ -152,18 +152,18 @@ def _rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardSt
 
 def _sync(
     config: PipelineConfig, inputs: Inputs, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, shown: Display
-) -> SharedMemorySync:
+) -> ProvenSync:
     every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
-    sync = SYNCS[config.sync.kind](
-        trainer,
-        engine,
-        probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len),
+    spec = SyncSpec(
+        trainer=trainer,
+        engine=engine,
+        probe=probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len),
         tolerance=sync_tolerance(config),
+        keeps=SCHEDULES[config.schedule.mode].STEPS_AHEAD > 0,
         nbytes=inputs.pushed * DTYPE_BYTES[config.trainer.dtype],
         tell=shown.say,
     )
-    sync.keeps_files = SCHEDULES[config.schedule.mode].STEPS_AHEAD > 0
-    return sync
+    return SYNCS[config.sync.kind](spec)
 
 
 def start_rollouts(

@@ -38,8 +38,9 @@ from opd.losses.rule import IDENTITY
 from opd.metrics import MetricsFile, PhaseClock
 from opd.monitors.acting import RunMonitors
 from opd.progress import RunReporter
+from opd.rollouts.swap import swap_weights
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.rollouts.worker import Generated, _generated, swap_weights
+from opd.rollouts.worker import Generated, _generated
 from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 from opd.stream.heads import HeadSource
@@ -961,8 +962,8 @@ def push_that_did_not_arrive(b: Bench) -> None:
             )
         ),
     )
-    b.patch.setattr("opd.rollouts.worker.drop_expert_kernels", lambda _: None)
-    b.patch.setattr("opd.rollouts.worker.repack_output_head", lambda _: None)
+    b.patch.setattr("opd.rollouts.swap.drop_expert_kernels", lambda _: None)
+    b.patch.setattr("opd.rollouts.swap.repack_output_head", lambda _: None)
     with pytest.raises(RunError, match="refused to reset its prefix cache"):
         swap_weights(stale, b.root)
 
