@@ -45,7 +45,7 @@ from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 from opd.stream.heads import HeadSource
 from opd.stream.targets import refuse_many_broken
-from opd.sync.shared_memory import SharedMemorySync
+from opd.sync import SharedMemorySync, SyncSpec
 from opd.types import DomainStats, Prompt, Rollout, Teacher, WrittenFile
 from pipelines.check.measure import template_findings
 from pipelines.inputs.read import Inputs
@@ -834,9 +834,8 @@ class Ends:
 
         reader: Any = SimpleNamespace(load=self.load, logprobs=engine_logprobs)
         writer: Any = self
-        return (
-            SharedMemorySync(writer, reader, [[1, 2, 3]], tolerance=0.02, nbytes=nbytes, tell=told.append).push(7).gap
-        )
+        ends: dict[str, Any] = {"trainer": writer, "engine": reader, "probe": [[1, 2, 3]]}
+        return SharedMemorySync(SyncSpec(**ends, tolerance=0.02, nbytes=nbytes, tell=told.append)).push(7).gap
 
 
 def small_shared_memory(b: Bench) -> None:
