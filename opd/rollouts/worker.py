@@ -21,12 +21,9 @@ from opd.imports import import_lightly
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
-from opd.rollouts.repairs import is_recurrent, rotate_every_head
+from opd.rollouts.repairs import RESTARTED, is_recurrent, rotate_every_head
 from opd.rollouts.swap import StreamedSwap, engine_model, reset_prefix_cache, swap_weights
 from opd.types import TurnStop
-
-RESTARTED = {"gpt_oss"}
-"""Families whose experts vLLM's reload does not reach, because they bypass what it watches: a push starts a new engine."""
 
 SMALL_BLOCK = 32
 """Tokens of a cache block of a CPU engine whose requests share prompts: the least that its kernels take. Only full blocks are
