@@ -36,3 +36,5 @@ def pour(workers: Sequence[Worker[VLLMWorker]], stream: WeightStream, *, timeout
     all_do(lambda worker: worker.submit(VLLMWorker.begin_stream, stream.model_dir, whole=stream.whole))
     for handle in stream.buckets:
         all_do(partial(take, handle))
+        if not alive:
+            return

@@ -114,12 +114,12 @@ def start_engine(cfg: PipelineConfig, model_dir: Path, tokenizer: Any) -> VLLMRo
 
 
 def start_sync(
-    kind: str, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, *, tolerance: float = 1e-4, keeps: bool = False
+    kind: str, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, *, tolerance: float = 1e-4, **more: Any
 ) -> ProvenSync:
     """A way to push; over the network in buckets so small that a layer's weights come in several."""
     ends: dict[str, Any] = {"trainer": trainer, "engine": engine, "probe": PROBE}
-    known: dict[str, Any] = {"tolerance": tolerance, "nbytes": 1 << 20, "bucket": 20_000, "keeps": keeps, "tell": print}
-    return SYNCS[kind](SyncSpec(**ends, **known))
+    known: dict[str, Any] = {"tolerance": tolerance, "nbytes": 1 << 20, "bucket": 20_000, "tell": print}
+    return SYNCS[kind](SyncSpec(**ends | known | more))
 
 
 def weights(trainer: DeepSpeedTrainer, path: Path) -> dict[str, torch.Tensor]:
