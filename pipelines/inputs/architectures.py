@@ -24,12 +24,14 @@ from pipelines.inputs.routes import Expert
 
 
 def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
-    """Raises: ModelError if transformers cannot hold the student or vLLM cannot serve it."""
+    """Raises: ModelError if transformers cannot hold the student or vLLM cannot serve it; ConfigError if new weights would not reach
+    the engine."""
+    _refuse_unstreamable(config, student)
     _naming(Path(student.path), student)
     _check_engine(student, config.rollout.dtype, not config.cluster.rollout_gpus)
 
 
-def refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
+def _refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
     """Raises: ConfigError if new weights of this student reach an engine as files alone, and the pipeline sends none."""
     if config.sync.kind == "network" and config.student.lora is None and student.model_type in RESTARTED:
         raise ConfigError.at(

@@ -31,12 +31,7 @@ from opd.named import is_place, users
 from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
-from pipelines.inputs.architectures import (
-    refuse_unmeasurable,
-    refuse_unscorable,
-    refuse_unstreamable,
-    refuse_untrainable,
-)
+from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
 from pipelines.inputs.body import Body
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
@@ -157,7 +152,6 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     refuse_what_is_not_here(config)
     teaching = read_teachers(config)
     by_name, routes = teaching.scorers, teaching.routes
-    refuse_unstreamable(config, teaching.student)
     refuse_untrainable(config, teaching.student)
     lora = size_of_lora(config, teaching.student)
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})

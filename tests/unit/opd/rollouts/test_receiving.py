@@ -24,6 +24,7 @@ class Receiving(FakeWorker):
     """Notes what comes; dies when it is asked for what a test names, with all that it held."""
 
     dies_in = ""
+    dead = False
 
     def __init__(self, options: Any, stop: Sequence[int]) -> None:
         super().__init__(options, stop)
@@ -47,7 +48,8 @@ class Receiving(FakeWorker):
         return super().generate(requests)
 
     def _may_die(self, method: str) -> None:
-        if method == self.dies_in:
+        if method == self.dies_in or self.dead:
+            self.dead = True
             raise cluster.WorkerDied(f"died in {method}", self)  # type: ignore[arg-type]
 
 
