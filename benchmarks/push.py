@@ -46,7 +46,7 @@ class Push:
 
     seconds: float
     cpu_s: float
-    """Of rank and engine together."""
+    """CPU time of rank and engine together."""
     loopback_bytes: int
     """Sent on the loopback interface meanwhile."""
     rank_bytes: int

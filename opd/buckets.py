@@ -24,7 +24,7 @@ class Place:
     """Where a tensor is in a bucket."""
 
     name: str
-    """As in a model's files."""
+    """Its name in a model's files."""
     dtype: str
     """torch's name of the type."""
     shape: tuple[int, ...]

@@ -93,5 +93,6 @@ def test_weights_are_not_pushed_through_the_memory_of_several_machines() -> None
     with pytest.raises(ConfigError) as refused:
         refuse_apart(near | {"rollout worker 1": "10.0.0.2"})
     said = str(refused.value)
-    assert said.startswith("sync.kind: found shared_memory, with opd merge on 10.0.0.1, trainer rank 0 on 10.0.0.1, ")
+    assert said.startswith("sync.kind\n")
+    assert "found:  shared_memory, with opd merge on 10.0.0.1, trainer rank 0 on 10.0.0.1, " in said
     assert "rollout worker 1 on 10.0.0.2" in said and "set sync.kind to network" in said
