@@ -41,14 +41,14 @@ class Bucket:
     """uint8 [bytes]"""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each, in order. They share a copy of the bytes: the ones that travelled may not be written to."""
+        """Name and value of each, in order. Each is a copy: the bytes that travelled may not be written to, and whoever keeps one
+        tensor does not keep the others."""
         import torch
 
-        raw = torch.from_numpy(self.data.copy())
         for place in self.places:
             dtype = getattr(torch, place.dtype)
             end = place.start + prod(place.shape) * dtype.itemsize
-            yield place.name, raw[place.start : end].view(dtype).view(place.shape)
+            yield place.name, torch.from_numpy(self.data[place.start : end].copy()).view(dtype).view(place.shape)
 
 
 @dataclass(slots=True)

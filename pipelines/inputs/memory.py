@@ -359,7 +359,7 @@ def pushed_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     pushed = inputs.pushed * width
     if config.sync.kind == "shared_memory":
         return 2 * pushed
-    # Rank 0 fills one bucket while another is in the object store and each engine has its copy.
+    # Rank 0 fills one bucket while another is in the object store, and each engine copies from it, at most all of it.
     bucket = max(min(pushed, BUCKET_BYTES), inputs.body(inputs.student).largest * width)
     kept = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
     return kept + (2 + config.rollout.workers) * bucket

@@ -48,6 +48,11 @@ def test_what_travelled_is_not_written_to() -> None:
     assert second.tolist() == [0, 0, 0]
 
 
+def test_whoever_keeps_a_tensor_does_not_keep_its_bucket() -> None:
+    found = dict(filled(TENSORS).tensors())
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in found.values())
+
+
 def test_a_bucket_that_is_not_full_is_a_fault() -> None:
     writer = BucketWriter(3 * ALIGNED)
     writer.add({"a": torch.zeros(3), "b": torch.zeros(3)})
