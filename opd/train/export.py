@@ -131,7 +131,7 @@ class Sending:
             with self._tensors.whole(group):
                 if writer is not None:
                     writer.add(self._tensors.values(group))
-        return writer and writer.bucket()
+        return None if writer is None else writer.bucket()
 
 
 def _cut(groups: Sequence[FileGroup], sizes: Sequence[int], nbytes: int) -> list[tuple[list[FileGroup], int]]:
