@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +45,10 @@ class Bucket:
         import torch
 
         for place in self.places:
-            dtype = getattr(torch, place.dtype)
-            end = place.start + prod(place.shape) * dtype.itemsize
-            yield place.name, torch.from_numpy(self.data[place.start : end].copy()).view(dtype).view(place.shape)
+            tensor = torch.empty(place.shape, dtype=getattr(torch, place.dtype))
+            if tensor.numel():
+                tensor.view(-1).view(torch.uint8).numpy()[:] = self.data[place.start : place.start + tensor.nbytes]
+            yield place.name, tensor
 
 
 @dataclass(slots=True)
