@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     import numpy as np
     from torch import Tensor
 
+    from opd.buckets import WeightStream
     from opd.losses.objective import Slope, StudentChunk
     from opd.losses.rule import LogitRule
     from opd.prompts.line import Messages
@@ -65,9 +66,12 @@ class RolloutEngine(Protocol):
         again: Callable[[], AbstractContextManager[Path]] | None = None,
         base: Path | None = None,
     ) -> None:
-        """Hold the weights of this Hugging Face directory in every worker, caches reset. Where the directory goes away,
-        `again` makes another one with the same weights, for a worker that died. With `base` the directory has some of the
-        weights alone, and the others are those of `base`, another one of the same model."""
+        """Hold the weights of this Hugging Face directory in every worker, caches reset. Where it goes away, `again` makes one with
+        the same weights for a worker that died. With `base` it has some weights alone; the others are `base`'s, of the same model."""
+        ...
+
+    def receive(self, send: Callable[[], WeightStream]) -> None:
+        """The same with weights that the trainer sends. `send` is called anew for a worker that died, and gives the same then."""
         ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -209,8 +213,11 @@ class Trainer(Protocol):
         ...
 
     def export_changed(self, path: Path) -> Path | None:
-        """The same, but without weights that training leaves as they are. Returns the directory that has these; None if
-        all were written."""
+        """The same without weights that training leaves alone. Returns the directory that has these; None if all were written."""
+        ...
+
+    def stream_changed(self, nbytes: int) -> WeightStream:
+        """Its tensors in buckets of at most `nbytes`, gathered as they are taken; nothing else may be asked meanwhile."""
         ...
 
     def export_adapter(self, path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from opd import cluster
 from opd.checkpoints import CheckpointStore, Saves, SavesBeside
 from opd.config import PipelineConfig, max_staleness, sync_tolerance
 from opd.config.balance import SamplesBalance
@@ -17,6 +18,7 @@ from opd.credit.critic import CriticCredit
 from opd.credit.ema import Ema, EmaSpec
 from opd.credit.group import Group, GroupSpec
 from opd.credit.interfaces import Credit
+from opd.errors import ConfigError
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Sink
 from opd.live.interfaces import Display
@@ -35,7 +37,7 @@ from opd.schedules import SCHEDULES
 from opd.schedules.spec import ScheduleSpec
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
-from opd.sync.shared_memory import SharedMemorySync, probe_sequences
+from opd.sync.proof import ProvenSync, SyncSpec, probe_sequences
 from opd.traces.keeping import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
@@ -152,18 +154,35 @@ def _rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardSt
 
 def _sync(
     config: PipelineConfig, inputs: Inputs, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, shown: Display
-) -> SharedMemorySync:
+) -> ProvenSync:
+    if config.sync.kind == "shared_memory" and config.cluster.address != cluster.LOCAL:
+        rank_0, *_ = trainer.addresses().items()
+        refuse_apart(dict([("opd merge", cluster.driver_address()), rank_0]) | engine.addresses())
     every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
-    sync = SYNCS[config.sync.kind](
-        trainer,
-        engine,
-        probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len),
+    spec = SyncSpec(
+        trainer=trainer,
+        engine=engine,
+        probe=probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len),
         tolerance=sync_tolerance(config),
+        keeps=SCHEDULES[config.schedule.mode].STEPS_AHEAD > 0,
         nbytes=inputs.pushed * DTYPE_BYTES[config.trainer.dtype],
         tell=shown.say,
     )
-    sync.keeps_files = SCHEDULES[config.schedule.mode].STEPS_AHEAD > 0
-    return sync
+    return SYNCS[config.sync.kind](spec)
+
+
+def refuse_apart(addresses: Mapping[str, str]) -> None:
+    """Refuse to push through one machine's memory to another one. `addresses`: who takes part -> where it runs.
+
+    Raises: ConfigError.
+    """
+    if len(set(addresses.values())) > 1:
+        raise ConfigError.at(
+            "sync.kind",
+            found=f"shared_memory, with {', '.join(f'{who} on {where}' for who, where in addresses.items())}",
+            wanted="all of these on one machine, whose memory they share",
+            fix="set sync.kind to network",
+        )
 
 
 def start_rollouts(

@@ -15,7 +15,7 @@ from opd.cluster.background import Background
 from opd.cluster.environment import worker_env
 from opd.cluster.errors import WorkerDied
 from opd.cluster.objects import Remote, Stored, fetch, put
-from opd.cluster.session import LOCAL, ray_session
+from opd.cluster.session import LOCAL, driver_address, ray_session
 from opd.cluster.waiting import first, wait
 from opd.cluster.workers import Pending, Worker, spawn
 
@@ -27,6 +27,7 @@ __all__ = [
     "Stored",
     "Worker",
     "WorkerDied",
+    "driver_address",
     "fetch",
     "first",
     "put",

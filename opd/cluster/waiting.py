@@ -82,6 +82,9 @@ def _answer(pending: Pending[R]) -> R:
             answer: R = ray.get(pending.handle)
             return answer
     except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ray.exceptions.RayActorError):
+            who = f"{pending.worker.name}: `{pending.method}`"
+            raise WorkerDied(f"{who} was to get the answer of a worker that died: {error.cause}") from None
         raise cause(error) from None
     except ray.exceptions.RayActorError as error:
         raise _death(pending, error) from None

@@ -148,8 +148,9 @@ class ScheduleConfig(Strict):
 
 
 class SyncConfig(Strict):
-    kind: Literal["shared_memory"] = "shared_memory"
-    """How new weights reach the rollout engines: safetensors in shared memory on one machine."""
+    kind: Literal["shared_memory", "network"] = "shared_memory"
+    """How new weights reach the rollout engines. `shared_memory`: as safetensors in shared memory; `opd merge`, the trainer's rank 0
+    and all engines are on one machine. `network`: in buckets through Ray's object store, to engines on any machine."""
     tolerance: float | None = Field(None, gt=0)
     """The run stops if the mean |trainer - engine| log-prob gap is larger than this, in nats, over the probe tokens after a
     push or over a step's sampled tokens. Default: 0.02 where both compute in float32, 0.15 where one does not."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+RESTARTED = {"gpt_oss"}
+"""Families whose experts vLLM's reload does not reach, because they bypass what it watches: a push starts a new engine."""
+
 
 def drop_expert_kernels(model: Any) -> None:
     """Drop the kernels of a mixture's experts, so that the reload that follows packs the experts as the first load did.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from opd import cluster, leftovers
+from opd.buckets import WeightStream
 from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.interfaces import Decoder
@@ -25,6 +26,7 @@ from opd.rollouts.episodes.spec import (
     refuse_many_broken,
 )
 from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.pour import pour
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
 from opd.types import Completion, Origin, Prompt, Quarantined, Rollout, RolloutBatch, Span, unknown_id
 
@@ -103,15 +105,17 @@ class VLLMRolloutEngine:
         self._workers = [spawn(index) for index in range(spec.workers)]
         self._restarted: list[str] = []
         """Workers that were started again since the last rollouts."""
-        self._weights: Weights = lambda: nullcontext(model_dir)
-        self._base: Path | None = None
-        """Directory with the weights that `_weights` does not give; None if it gives all."""
+        self._hold_files(lambda: nullcontext(model_dir))
 
     def wait_ready(self) -> None:
         """Block until every engine is up. Raises: RunError past the deadline."""
         probe = [[0, 0]]  # two tokens of one sequence: the smallest request there is
         answers = [worker.submit(VLLMWorker.logprobs, probe) for worker in self._workers]
         cluster.wait(answers, timeout_s=self._spec.start_timeout_s)
+
+    def addresses(self) -> dict[str, str]:
+        """Worker's name -> address of the machine that it runs on."""
+        return {w.name: w.node_address(timeout_s=self._spec.start_timeout_s) for w in self._workers}
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         replayed = {domain for domain, drift in self._spec.drift.items() if drift.replay}
@@ -242,9 +246,32 @@ class VLLMRolloutEngine:
         return self._play(turns, temperature)
 
     def load(self, model_dir: Path, again: Weights | None = None, base: Path | None = None) -> None:
-        self._weights, self._base = lambda: nullcontext(model_dir), base and base.absolute()
-        self._call(lambda worker, _: worker.submit(VLLMWorker.load, model_dir.absolute(), self._base))
-        self._weights = again or self._weights
+        base = base and base.absolute()
+        self._hold_files(lambda: nullcontext(model_dir), base)
+        self._call(lambda worker, _: worker.submit(VLLMWorker.load, model_dir.absolute(), base))
+        if again:
+            self._hold_files(again, base)
+
+    def _hold_files(self, weights: Weights, base: Path | None = None) -> None:
+        """From now on a worker that is started again gets these weights; those of `base`, if that is not None, where they are
+        not all."""
+
+        def restore(worker: Worker[VLLMWorker]) -> None:
+            with weights() as model_dir:
+                loaded = worker.submit(VLLMWorker.load, model_dir.absolute(), base)
+                loaded.result(timeout_s=self._spec.start_timeout_s)
+
+        self._restore = restore
+
+    def receive(self, send: Callable[[], WeightStream]) -> None:
+        def restore(worker: Worker[VLLMWorker]) -> None:
+            pour([worker], send(), timeout_s=self._spec.start_timeout_s)
+            worker.submit(VLLMWorker.finish_stream).result(timeout_s=self._spec.timeout_s)
+
+        self._restore = restore
+        pour(self._workers, send(), timeout_s=self._spec.timeout_s)
+        # Here those that died meanwhile are noticed, and get a stream of their own.
+        self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return self._call(lambda worker, _: worker.submit(VLLMWorker.logprobs, token_ids))
@@ -285,9 +312,7 @@ class VLLMRolloutEngine:
                 self._restarted.append(_name(index))
                 leftovers.end_abandoned()
                 worker = self._workers[index] = self._spawn(index)
-                with self._weights() as model_dir:
-                    loaded = worker.submit(VLLMWorker.load, model_dir.absolute(), self._base)
-                    loaded.result(timeout_s=self._spec.start_timeout_s)
+                self._restore(worker)
                 pending[index] = ask(worker, index)
 
 

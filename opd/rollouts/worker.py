@@ -1,8 +1,8 @@
 """One vLLM engine inside one process. Runs in a Ray actor; knows nothing of Ray.
 
 Token ids in, token ids out: the engine has no tokenizer, and is told how many ids there are. Two vLLM behaviours are repaired here, both silent otherwise:
-a reload on the CPU leaves the packed output head of a tied model stale, and the prefix cache outlives the weights. A third,
-that it dies on the CPU when it reads a prompt in parts, is kept from happening. `repairs` has those of single families.
+a reload on the CPU leaves the packed output head of a tied model stale, and the prefix cache outlives the weights (`swap`). A
+third, that it dies on the CPU when it reads a prompt in parts, is kept from happening. `repairs` has those of single families.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
+from opd.buckets import Bucket
 from opd.errors import RunError
 from opd.guard.build import shared_guard
 from opd.imports import import_lightly
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
-from opd.rollouts.repairs import drop_expert_kernels, is_recurrent, rotate_every_head
+from opd.rollouts.repairs import RESTARTED, is_recurrent, rotate_every_head
+from opd.rollouts.swap import StreamedSwap, engine_model, reset_prefix_cache, swap_weights
 from opd.types import TurnStop
-
-RESTARTED = {"gpt_oss"}
-"""Families whose experts vLLM's reload does not reach, because they bypass what it watches: a push starts a new engine."""
 
 SMALL_BLOCK = 32
 """Tokens of a cache block of a CPU engine whose requests share prompts: the least that its kernels take. Only full blocks are
@@ -81,6 +80,8 @@ class VLLMWorker:
         self._asleep = False
         self._base: Path | None = options.model_dir
         """Directory whose weights the engine holds, except those that a load with `base` replaced; None if not known."""
+        self._stream: _Stream | None = None
+        """Weights that are coming in."""
         self._expert: VLLMWorker | None = None
         """A second engine in this process, which holds an expert that writes turns; made when one is asked for."""
 
@@ -113,7 +114,7 @@ class VLLMWorker:
         if self._expert is None:
             self._expert = VLLMWorker(dataclasses.replace(self._options, model_dir=model_dir), self._stop)
         elif self._expert._base == model_dir:
-            _reset_prefix_cache(self._expert._llm)
+            reset_prefix_cache(self._expert._llm)
         else:
             self._expert.load(model_dir)
         return self._expert
@@ -173,6 +174,35 @@ class VLLMWorker:
             self._load_all(model_dir)
         self._base = base or model_dir
 
+    def begin_stream(self, model_dir: Path, *, whole: bool) -> None:
+        """From now until `finish_stream` weights come in buckets: all that a model of this directory's shape has, or, unless
+        `whole`, some; the others are the directory's. It is read only if the engine holds another model, or other weights.
+        Raises: RunError if the engine cannot take all weights of its family in this way."""
+        shape = model_shape(model_dir)
+        if whole and shape["model_type"] in RESTARTED:
+            raise RunError(f"{shape['model_type']} takes new weights from files alone: set sync.kind to shared_memory")
+        fits = can_swap(self._shape, shape) if whole else model_dir == self._base
+        if not fits:
+            self.load(model_dir)
+        self._wake()
+        self._base = None  # until all weights are there
+        self._stream = _Stream(StreamedSwap(self._llm, whole=whole), None if whole else model_dir)
+
+    def take_bucket(self, bucket: Bucket) -> None:
+        """Some of the weights."""
+        assert self._stream is not None
+        self._stream.swap.take(bucket.tensors())
+
+    def finish_stream(self) -> None:
+        """Hold the weights that came, caches reset; nothing if none are coming. Raises: as `load`."""
+        if self._stream is None:
+            return
+        done, self._stream = self._stream, None
+        done.swap.finish()
+        if done.base is None:
+            cut_vocabulary(self._llm, self._options.vocab_size)
+        self._base = done.base
+
     def _load_all(self, model_dir: Path) -> None:
         shape = model_shape(model_dir)
         if can_swap(self._shape, shape):
@@ -217,6 +247,15 @@ class VLLMWorker:
             self._asleep = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """Weights on their way into an engine."""
+
+    swap: StreamedSwap
+    base: Path | None
+    """Directory with the weights that do not come; None if all do."""
+
+
 def model_shape(model_dir: Path) -> dict[str, Any]:
     """Everything in a model's config that decides whether weights can be swapped in place."""
     from transformers import AutoConfig
@@ -228,58 +267,6 @@ def model_shape(model_dir: Path) -> dict[str, Any]:
 def can_swap(old: dict[str, Any], new: dict[str, Any]) -> bool:
     """Whether an engine of one shape takes the weights of another in place."""
     return old == new and new["model_type"] not in RESTARTED
-
-
-def swap_weights(llm: Any, model_dir: Path, *, whole: bool = True) -> None:
-    """Put a directory's weights into a running engine of that shape; without `whole` it has some of them, and the others stay.
-
-    Raises: RunError if the prefix cache, which holds what the old weights computed, could not be reset.
-    """
-    if whole:
-        drop_expert_kernels(engine_model(llm))  # experts that stay are packed already
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})
-    repack_output_head(engine_model(llm))
-    _reset_prefix_cache(llm)
-
-
-def wipe_cache(llm: Any) -> None:
-    """Overwrite the key-value cache with zeros. Raises: RunError if the prefix cache could not be reset."""
-    _reset_prefix_cache(llm)
-    for layer in _worker(llm).model_runner.kv_caches:
-        for tensor in layer if isinstance(layer, list | tuple) else [layer]:
-            tensor.zero_()
-
-
-def engine_model(llm: Any) -> Any:
-    """The torch module inside an in-process engine."""
-    return _worker(llm).get_model()
-
-
-def _worker(llm: Any) -> Any:
-    """The executor and its one worker are reachable objects: no pickled callable is needed."""
-    return llm.llm_engine.model_executor.driver_worker.worker
-
-
-def _reset_prefix_cache(llm: Any) -> None:
-    if not llm.reset_prefix_cache():
-        raise RunError("vLLM refused to reset its prefix cache: requests were still running")
-
-
-def repack_output_head(model: Any) -> None:
-    """Pack the output head again after a reload, on the CPU.
-
-    vLLM's CPU build multiplies with a copy of the head packed at load time; `reload_weights` rebuilds those copies for
-    linear layers but not for the embedding that a tied model uses as its head.
-    """
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
 def cut_vocabulary(llm: Any, vocab_size: int) -> None:

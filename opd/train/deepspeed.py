@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from opd import cluster
+from opd.buckets import WeightStream
 from opd.cluster import Pending
 from opd.reward.records import PolicyReport, PolicyStats, RewardStep
 from opd.stream.schema import read_stream
@@ -164,6 +165,20 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
     def export_changed(self, path: Path) -> Path | None:
         whole = self._call(TrainerRank.export, path, only_changed=True)
         return None if all(whole) else self._spec.rank.model_dir
+
+    def stream_changed(self, nbytes: int) -> WeightStream:
+        (whole, count), *_ = self._call(TrainerRank.begin_stream, nbytes)
+        return WeightStream(model_dir=self._spec.rank.model_dir.absolute(), whole=whole, buckets=self._buckets(count))
+
+    def _buckets(self, count: int) -> Iterator[Any]:
+        """Handles to the buckets of a stream. While one is used the ranks gather the next. Raises: as `opd.cluster.wait`."""
+        gathering = self._submit(TrainerRank.gather_bucket)
+        for left in reversed(range(count)):
+            cluster.wait(gathering, timeout_s=self._timeout_s)
+            handle = self._ranks[0].submit(TrainerRank.gathered_bucket).handle
+            if left:
+                gathering = self._submit(TrainerRank.gather_bucket)
+            yield handle
 
     def export_adapter(self, path: Path) -> None:
         self._call(TrainerRank.export_adapter, path)

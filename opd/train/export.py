@@ -1,12 +1,13 @@
-"""Write a sharded model as files: the ranks gather a few weights, one rank writes them, and all go on to the next.
+"""Give a sharded model away by the names and in the shapes of its files: the ranks gather a few weights, one rank writes or
+sends them, and all go on to the next.
 
 What a rank holds beside its shares is the largest weight, or weights that the files have fused into one tensor; the writing
-rank a copy of that in the files' form.
+rank a copy of that in the files' form, the sending one a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opd.buckets import Bucket, BucketWriter, padded
 from opd.errors import StorageError
 from opd.files import storing
 from opd.model_files import ModelFiles
@@ -35,29 +37,63 @@ def gathered(params: Sequence[Any]) -> AbstractContextManager[None]:
     return context
 
 
-def write_model(lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, path: Path | None, *, whole: bool) -> None:
-    """Write config and weights into `path`, by the names and in the shapes of a model's files; a rank that has None only gathers.
+class FileTensors:
+    """A sharded model's tensors as its files have them, group by group in the files' order."""
 
-    The weights get this type. Persistent buffers keep theirs and are written if the weights are `whole`: all that the model has.
+    def __init__(self, lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, *, whole: bool) -> None:
+        """The weights get this type. Persistent buffers keep theirs and are there if the weights are `whole`: all that the model
+        has."""
+        self._lm = lm
+        self._dtype = dtype
+        self._sources = {weight.name: weight for weight in weights}
+        self._buffers = dict(persistent_buffers(lm)) if whole else {}
+        self.groups = file_groups(lm, [*self._sources, *self._buffers])
+
+    def planned(self) -> Iterator[State]:
+        """The tensors of each group without values."""
+        shapes = {name: (whole_shape(weight.own), self._dtype) for name, weight in self._sources.items()}
+        shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
+        empty = {name: torch.empty(shape, dtype=kind, device="meta") for name, (shape, kind) in shapes.items()}
+        for group in self.groups:
+            made = group.to_files(self._lm, {part: empty[part] for part in group.names})
+            # A part has the memory of the whole.
+            yield {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in made.items()}
+
+    def whole(self, group: FileGroup) -> AbstractContextManager[None]:
+        """Within, `values` can be asked for. All ranks enter it together."""
+        return gathered(
+            [param for name in group.names if name in self._sources for param in self._sources[name].params]
+        )
+
+    def values(self, group: FileGroup) -> State:
+        """The tensors of a group, which may be parts of weights that are gathered."""
+        return group.to_files(self._lm, {name: self._value(name) for name in group.names})
+
+    def _value(self, name: str) -> Tensor:
+        if name in self._buffers:
+            return self._buffers[name].cpu()
+        return self._sources[name].value().to("cpu", self._dtype)
+
+
+def write_model(lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, path: Path | None, *, whole: bool) -> None:
+    """Write config and weights into `path`; a rank that has None only gathers. The rest is said at `FileTensors`.
+
     Raises: StorageError on the rank that writes, when all is gathered, because the other ranks do not know of it.
     """
-    sources = {weight.name: weight for weight in weights}
-    buffers = dict(persistent_buffers(lm)) if whole else {}
-    groups = file_groups(lm, [*sources, *buffers])
+    tensors = FileTensors(lm, weights, dtype, whole=whole)
     files: ModelFiles | None = None
     failed: list[StorageError] = []
     with ExitStack() as stack:
         if path is not None:
             with _noted(failed, path):
-                files = stack.enter_context(ModelFiles(path, _planned(lm, groups, sources, buffers, dtype)))
-        for group in groups:
-            own = [sources[name] for name in group.names if name in sources]
-            with gathered([param for weight in own for param in weight.params]):
+                planned = {name: tensor for group in tensors.planned() for name, tensor in group.items()}
+                files = stack.enter_context(ModelFiles(path, planned))
+        for group in tensors.groups:
+            with tensors.whole(group):
                 if files is not None and not failed:
-                    values = {weight.name: weight.value().to("cpu", dtype) for weight in own}
-                    values |= {name: buffers[name].cpu() for name in group.names if name in buffers}
+                    values = tensors.values(group)
                     with _noted(failed, files.path):
-                        files.write(group.to_files(lm, values))
+                        files.write(values)
         if files is not None and not failed:
             with _noted(failed, files.path):
                 files.finish()
@@ -76,19 +112,34 @@ def _noted(failed: list[StorageError], path: Path) -> Iterator[None]:
         failed.append(error)
 
 
-def _planned(
-    lm: Any,
-    groups: Sequence[FileGroup],
-    weights: Mapping[str, PlainWeight],
-    buffers: Mapping[str, Tensor],
-    dtype: torch.dtype,
-) -> State:
-    """The tensors of the files without values."""
-    shapes = {name: (whole_shape(weight.own), dtype) for name, weight in weights.items()}
-    shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
-    empty = {name: torch.empty(shape, dtype=kind, device="meta") for name, (shape, kind) in shapes.items()}
-    return {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # a part has the memory of the whole
-        for group in groups
-        for name, tensor in group.to_files(lm, {part: empty[part] for part in group.names}).items()
-    }
+class Sending:
+    """The same tensors in buckets. All ranks make the same ones, each when it is asked for, and one rank has their values."""
+
+    def __init__(self, tensors: FileTensors, nbytes: int) -> None:
+        """`nbytes`: most that a bucket holds, unless the tensors of one group are more."""
+        self._tensors = tensors
+        sizes = [sum(padded(tensor) for tensor in group.values()) for group in tensors.planned()]
+        self._left = _cut(tensors.groups, sizes, nbytes)
+        self.count = len(self._left)
+        """Buckets that there are."""
+
+    def gather(self, *, mine: bool) -> Bucket | None:
+        """The next bucket where it is `mine`, else None. All ranks ask together."""
+        groups, nbytes = self._left.pop(0)
+        writer = BucketWriter(nbytes) if mine else None
+        for group in groups:
+            with self._tensors.whole(group):
+                if writer is not None:
+                    writer.add(self._tensors.values(group))
+        return None if writer is None else writer.bucket()
+
+
+def _cut(groups: Sequence[FileGroup], sizes: Sequence[int], nbytes: int) -> list[tuple[list[FileGroup], int]]:
+    """The groups of each bucket and their bytes, in order."""
+    made: list[tuple[list[FileGroup], int]] = []
+    for group, size in zip(groups, sizes, strict=True):
+        if made and made[-1][1] + size <= nbytes:
+            made[-1] = ([*made[-1][0], group], made[-1][1] + size)
+        else:
+            made.append(([group], size))
+    return made

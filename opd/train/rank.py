@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.buckets import Bucket
 from opd.config.objectives import ObjectiveConfig
 from opd.devices import to_device
 from opd.errors import RunError
@@ -21,7 +22,7 @@ from opd.losses.policy_gradient import PolicyGradient
 from opd.stream.heads import Head, HeadSource
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import MicroBatch, gather_samples, micro_batch
-from opd.train.export import gathered
+from opd.train.export import FileTensors, Sending, gathered
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
 from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy
@@ -106,6 +107,8 @@ class TrainerRank(ZeroEngine):
     def __init__(self, options: RankOptions, rank: int) -> None:
         super().__init__(options, rank, partial(_load_student, options))
         self._heads: OrderedDict[str, Head] = OrderedDict()
+        self._gathered: Bucket | None = None
+        """A bucket of new weights that nobody has fetched yet."""
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
@@ -218,6 +221,24 @@ class TrainerRank(ZeroEngine):
                     tensors[name] = part.detach().to("cpu", self._dtype, copy=True)
         if self._rank == 0:
             write_adapter(lm, tensors, self._options.model_dir, path)
+
+    def begin_stream(self, nbytes: int) -> tuple[bool, int]:
+        """From now on `gather_bucket` gives the weights that training changes, in buckets of at most `nbytes`. Returns whether
+        these are all weights, and how many buckets there are."""
+        lm = self._engine.module.lm
+        whole = len(self._changed) == len(plain_weights(lm))
+        self._sending = Sending(FileTensors(lm, self._changed, self._dtype, whole=whole), nbytes)
+        return whole, self._sending.count
+
+    def gather_bucket(self) -> None:
+        """Gather the next bucket, which rank 0 keeps for `gathered_bucket`."""
+        self._gathered = self._sending.gather(mine=self._rank == 0)
+
+    def gathered_bucket(self) -> Bucket:
+        """Rank 0's bucket, which it forgets. The one method that is called on this rank alone."""
+        bucket, self._gathered = self._gathered, None
+        assert bucket is not None
+        return bucket
 
     def _head(self, source: HeadSource) -> Head:
         """The head on this device, in the type it was sent, kept while the least recently used ones make room."""

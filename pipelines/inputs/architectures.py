@@ -17,15 +17,29 @@ from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
-from opd.errors import ModelError
+from opd.errors import ConfigError, ModelError
+from opd.rollouts.repairs import RESTARTED
 from opd.rollouts.served import refusal
 from pipelines.inputs.routes import Expert
 
 
 def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
-    """Raises: ModelError if transformers cannot hold the student or vLLM cannot serve it."""
+    """Raises: ModelError if transformers cannot hold the student or vLLM cannot serve it; ConfigError if new weights would not reach
+    the engine."""
+    _refuse_unstreamable(config, student)
     _naming(Path(student.path), student)
     _check_engine(student, config.rollout.dtype, not config.cluster.rollout_gpus)
+
+
+def _refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
+    """Raises: ConfigError if new weights of this student reach an engine as files alone, and the pipeline sends none."""
+    if config.sync.kind == "network" and config.student.lora is None and student.model_type in RESTARTED:
+        raise ConfigError.at(
+            "sync.kind",
+            found=f"network for a student of the family {student.model_type}",
+            wanted="shared_memory: vLLM takes this family's experts from files alone",
+            fix="set sync.kind to shared_memory, with engines and trainer on one machine; or train adapters (student.lora)",
+        )
 
 
 def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, Expert]) -> None:

@@ -4,7 +4,7 @@
                       sum over ranks, activations, logits, heads
     rollout engines   weights, key-value cache, logits
     teachers          experts within their budget, activations of one pass
-    what travels      new weights in shared memory, a step's streams in the object store
+    what travels      new weights in shared memory or in buckets, a step's streams in the object store
     processes         libraries and code, Ray, the driver with its prompts
 
 This is an upper estimate: phases take turns, so not all of it is in use at one time. `pipelines/inputs/gpu_memory.py` counts
@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from experts.model_dir import ModelInfo
+from opd.buckets import BUCKET_BYTES
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
@@ -30,6 +31,7 @@ from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.packing import tree_limit
 from opd.payloads import answer_class
+from opd.schedules import SCHEDULES
 from pipelines.inputs.read import Inputs
 
 MIB = 1 << 20
@@ -325,7 +327,6 @@ def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
 
 
 def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    pushed = inputs.pushed * DTYPE_BYTES[config.trainer.dtype]
     responses = config.trainer.samples_per_step * max(_written(config, domain) for domain in config.domains.values())
     per_token = answer_class(config.teachers.payload).token_bytes(
         hidden_size=max((e.info.hidden_size for e in inputs.scorers.values()), default=0),
@@ -334,7 +335,7 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     )
     opinions = max((len(part) for part in inputs.scoring.values()), default=1)
     return [
-        Need(what="new weights on their way", nbytes=2 * pushed, knobs="trainer.dtype"),
+        Need(what="new weights on their way", nbytes=pushed_bytes(config, inputs), knobs="trainer.dtype"),
         # One copy in the worker that builds them, one in the object store.
         Need(
             what="a step's scored rows",
@@ -350,6 +351,18 @@ def _written(config: PipelineConfig, domain: DomainConfig) -> int:
     if acts is None or acts.replay:
         return turn
     return min(config.rollout.max_model_len, acts.max_turns * turn, acts.max_tokens or config.rollout.max_model_len)
+
+
+def pushed_bytes(config: PipelineConfig, inputs: Inputs) -> int:
+    """What a push takes beside the copies of trainer and engines."""
+    width = DTYPE_BYTES[config.trainer.dtype]
+    pushed = inputs.pushed * width
+    if config.sync.kind == "shared_memory":
+        return 2 * pushed
+    # Rank 0 fills one bucket while another is in the object store, and each engine copies from it, at most all of it.
+    bucket = max(min(pushed, BUCKET_BYTES), inputs.body(inputs.student).largest * width)
+    kept = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
+    return kept + (2 + config.rollout.workers) * bucket
 
 
 def _processes(config: PipelineConfig, inputs: Inputs) -> Need:

@@ -23,14 +23,8 @@ from opd.losses.rule import LogitRule
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
-from opd.rollouts.worker import (
-    EngineOptions,
-    can_swap,
-    model_shape,
-    start_engine,
-    swap_weights,
-    wipe_cache,
-)
+from opd.rollouts.swap import swap_weights, wipe_cache
+from opd.rollouts.worker import EngineOptions, can_swap, model_shape, start_engine
 from opd.stream.heads import HeadFile, HeadSource
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Teacher

@@ -15,7 +15,7 @@ from opd.config import PipelineConfig
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import VLLMWorker
 from opd.settings import validate
-from opd.sync.shared_memory import SharedMemorySync
+from opd.sync import SYNCS, ProvenSync, SyncSpec
 from opd.train.deepspeed import DeepSpeedTrainer
 from opd.types import Prompt, Rollout, Teacher, WeightedTeacher
 from pipelines.specs import pool_spec, rollout_spec, trainer_spec
@@ -113,6 +113,15 @@ def start_engine(cfg: PipelineConfig, model_dir: Path, tokenizer: Any) -> VLLMRo
     return engine
 
 
+def start_sync(
+    kind: str, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, *, tolerance: float = 1e-4, **more: Any
+) -> ProvenSync:
+    """A way to push; over the network in buckets so small that a layer's weights come in several."""
+    ends: dict[str, Any] = {"trainer": trainer, "engine": engine, "probe": PROBE}
+    known: dict[str, Any] = {"tolerance": tolerance, "nbytes": 1 << 20, "bucket": 20_000, "tell": print}
+    return SYNCS[kind](SyncSpec(**ends | known | more))
+
+
 def weights(trainer: DeepSpeedTrainer, path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
@@ -128,15 +137,25 @@ def stop(*parts: Any) -> None:
             worker.kill()
 
 
-@pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
-def test_a_push_reaches_the_engine(tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any, tie: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tie"),
+    [
+        ("shared_memory", True),
+        ("network", True),
+        pytest.param("shared_memory", False, marks=pytest.mark.slow),
+        pytest.param("network", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_push_reaches_the_engine(
+    tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any, kind: str, tie: bool
+) -> None:
     """After a training step and a push, 80 probe tokens agree within 0.02 nats; before the push they do not."""
     student = make_model_dir(tmp_path / "student", seed=0, tie=tie)
     expert = make_model_dir(tmp_path / "expert", seed=1, tie=tie)
     cfg = config(student, lr=3e-2)
     engine, trainer = start_engine(cfg, student, tiny_tokenizer), start_trainer(cfg)
     pool = start_pool(cfg, {"left": expert, "right": expert})
-    sync = SharedMemorySync(trainer, engine, PROBE, tolerance=0.02, nbytes=1 << 20, tell=print)
+    sync = start_sync(kind, trainer, engine, tolerance=0.02)
     assert sync.measure() < 1e-4
     rows = rollouts()
     trainer.train_step(1, rows, pool.score(rows))
@@ -151,11 +170,11 @@ def test_a_push_reaches_the_engine(tmp_path: Path, make_model_dir: Make, tiny_to
 @pytest.mark.slow
 def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_model_dir: Make) -> None:
     """The repair is what makes the push arrive: without it the same probe sees the old head."""
-    import opd.rollouts.worker as worker_module
+    import opd.rollouts.swap as swap_module
 
     class WithoutRepair(VLLMWorker):
         def load(self, model_dir: Path) -> None:
-            worker_module.repack_output_head = lambda model: None
+            swap_module.repack_output_head = lambda model: None
             super().load(model_dir)
 
     from opd.rollouts.vllm import ENGINE_ENV

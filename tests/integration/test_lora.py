@@ -15,7 +15,6 @@ from experts.adapter import inspect_adapter, merge_adapter
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
-from opd.sync.shared_memory import SharedMemorySync
 from opd.train.deepspeed import DeepSpeedTrainer
 from tests.integration.test_engines import (
     PROBE,
@@ -25,6 +24,7 @@ from tests.integration.test_engines import (
     rollouts,
     start_engine,
     start_pool,
+    start_sync,
     start_trainer,
     stop,
     weights,
@@ -92,12 +92,12 @@ def test_two_ranks_equal_one_and_a_checkpoint_goes_on_bit_for_bit(
 
 
 def pushes_and_exports(
-    student: Path, expert: Path, tokenizer: Any, cfg: PipelineConfig, out: Path
+    student: Path, expert: Path, tokenizer: Any, cfg: PipelineConfig, out: Path, kind: str = "shared_memory"
 ) -> dict[str, torch.Tensor]:
     """Trains, pushes twice and lets an engine die in between; returns what the last push had."""
     engine, trainer = start_engine(cfg, student, tokenizer), start_trainer(cfg)
     pool = start_pool(cfg, {"left": expert, "right": expert})
-    sync = SharedMemorySync(trainer, engine, PROBE, tolerance=1e-4, nbytes=1 << 20, tell=print)
+    sync = start_sync(kind, trainer, engine)
     rows = rollouts()
     for step in (1, 2):
         trainer.train_step(step, rows, pool.score(rows))
@@ -128,27 +128,32 @@ def pushes_and_exports(
 
 
 @pytest.mark.parametrize(
-    ("tie", "targets"),
-    [(True, "all-linear"), pytest.param(False, ["q_proj", "down_proj"], marks=pytest.mark.slow)],
-    ids=["tied, all", "untied, two"],
+    ("kind", "tie", "targets"),
+    [
+        ("shared_memory", True, "all-linear"),
+        ("network", True, "all-linear"),
+        pytest.param("shared_memory", False, ["q_proj", "down_proj"], marks=pytest.mark.slow),
+    ],
+    ids=["tied, all", "over the network", "untied, two"],
 )
 def test_a_push_of_what_changed_reaches_the_engine(
-    ray: None, tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any, tie: bool, targets: Any
+    ray: None, tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any, kind: str, tie: bool, targets: Any
 ) -> None:
     student, expert = (make_model_dir(tmp_path / str(seed), seed=seed, tie=tie) for seed in (0, 1))
     cfg = lora_config(student, targets)
-    pushed = pushes_and_exports(student, expert, tiny_tokenizer, cfg, tmp_path / "out")
+    pushed = pushes_and_exports(student, expert, tiny_tokenizer, cfg, tmp_path / "out", kind)
     assert len(pushed) == 2 * 7 and not any("embed" in name or "norm" in name or "lm_head" in name for name in pushed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shared_memory", "network"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss", "lfm2"])
 def test_the_rest_of_a_mixture_or_hybrid_stays_while_its_attention_is_pushed(
-    ray: None, tmp_path: Path, make_mixture_dir: Make, tiny_tokenizer: Any, family: str
+    ray: None, tmp_path: Path, make_mixture_dir: Make, tiny_tokenizer: Any, family: str, kind: str
 ) -> None:
     student, expert = (make_mixture_dir(tmp_path / str(seed), family, seed=seed) for seed in (0, 1))
     cfg = lora_config(student, ["q_proj", "v_proj"])
-    pushed = pushes_and_exports(student, expert, tiny_tokenizer, cfg, tmp_path / "out")
+    pushed = pushes_and_exports(student, expert, tiny_tokenizer, cfg, tmp_path / "out", kind)
     assert pushed and not any("experts" in name for name in pushed)
 
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from opd import cluster
-from opd.sync.shared_memory import SharedMemorySync
 from opd.train.deepspeed import DeepSpeedTrainer
 from opd.types import Prompt
 from tests.integration.test_engines import (
@@ -22,6 +21,7 @@ from tests.integration.test_engines import (
     rollouts,
     start_engine,
     start_pool,
+    start_sync,
     start_trainer,
     stop,
     weights,
@@ -82,16 +82,17 @@ def test_a_mixture_learns_from_mixtures(ray: None, tmp_path: Path, make_mixture_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shared_memory", "network"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_a_mixtures_push_reaches_the_engine(
-    ray: None, tmp_path: Path, make_mixture_dir: Make, tiny_tokenizer: Any, family: str
+    ray: None, tmp_path: Path, make_mixture_dir: Make, tiny_tokenizer: Any, family: str, kind: str
 ) -> None:
     """vLLM packs experts on a CPU, and a router's bias is no parameter: both are what the trainer has after a push."""
     student, expert = (make_mixture_dir(tmp_path / str(seed), family, seed=seed) for seed in (0, 1))
     cfg = config(student, lr=3e-2)
     engine, trainer = start_engine(cfg, student, tiny_tokenizer), start_trainer(cfg)
     pool = start_pool(cfg, {"left": expert, "right": expert})
-    sync = SharedMemorySync(trainer, engine, PROBE, tolerance=1e-4, nbytes=1 << 20, tell=print)
+    sync = start_sync(kind, trainer, engine)
     assert sync.measure() < 1e-5
     rows = rollouts()
     trainer.train_step(1, rows, pool.score(rows))

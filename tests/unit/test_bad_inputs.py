@@ -38,13 +38,14 @@ from opd.losses.rule import IDENTITY
 from opd.metrics import MetricsFile, PhaseClock
 from opd.monitors.acting import RunMonitors
 from opd.progress import RunReporter
+from opd.rollouts.swap import swap_weights
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.rollouts.worker import Generated, _generated, swap_weights
+from opd.rollouts.worker import Generated, _generated
 from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 from opd.stream.heads import HeadSource
 from opd.stream.targets import refuse_many_broken
-from opd.sync.shared_memory import SharedMemorySync
+from opd.sync import SharedMemorySync, SyncSpec
 from opd.types import DomainStats, Prompt, Rollout, Teacher, WrittenFile
 from pipelines.check.measure import template_findings
 from pipelines.inputs.read import Inputs
@@ -833,9 +834,8 @@ class Ends:
 
         reader: Any = SimpleNamespace(load=self.load, logprobs=engine_logprobs)
         writer: Any = self
-        return (
-            SharedMemorySync(writer, reader, [[1, 2, 3]], tolerance=0.02, nbytes=nbytes, tell=told.append).push(7).gap
-        )
+        ends: dict[str, Any] = {"trainer": writer, "engine": reader, "probe": [[1, 2, 3]]}
+        return SharedMemorySync(SyncSpec(**ends, tolerance=0.02, nbytes=nbytes, tell=told.append)).push(7).gap
 
 
 def small_shared_memory(b: Bench) -> None:
@@ -961,8 +961,8 @@ def push_that_did_not_arrive(b: Bench) -> None:
             )
         ),
     )
-    b.patch.setattr("opd.rollouts.worker.drop_expert_kernels", lambda _: None)
-    b.patch.setattr("opd.rollouts.worker.repack_output_head", lambda _: None)
+    b.patch.setattr("opd.rollouts.swap.drop_expert_kernels", lambda _: None)
+    b.patch.setattr("opd.rollouts.swap.repack_output_head", lambda _: None)
     with pytest.raises(RunError, match="refused to reset its prefix cache"):
         swap_weights(stale, b.root)
 

@@ -112,6 +112,19 @@ def test_a_death_is_told_with_worker_and_method_and_the_worker_no_longer_listene
     assert death.value.worker is worker and watch.workers == []
 
 
+def test_a_worker_that_was_to_get_a_dead_ones_answer_is_not_dead_itself(watch: Watch) -> None:
+    import ray
+
+    def orphaned() -> Any:
+        lost = ray.exceptions.RayActorError(error_msg="its process is gone")
+        raise ray.exceptions.RayTaskError("add", "traceback", lost)
+
+    worker, _ = start(watch, "counter 7", orphaned)
+    with pytest.raises(WorkerDied, match=r"^counter 7: `fail` was to get the answer of a worker that died") as death:
+        worker.submit(Counter.fail).result(timeout_s=1)
+    assert death.value.worker is None and watch.workers == [worker]
+
+
 def test_the_death_of_a_worker_that_was_silent_is_told_by_its_reason(watch: Watch) -> None:
     worker, _ = start(watch, "counter 7", dies)
     worker.pulse.ended = "no sign of life for 40 s (`add` was waited for); killed"

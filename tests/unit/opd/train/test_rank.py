@@ -437,6 +437,31 @@ def test_the_layout_is_the_first_that_is_right_on_every_rank(in_process: Any) ->
     )
 
 
+def test_weights_are_gathered_by_all_ranks_one_bucket_ahead_of_whoever_takes_them(in_process: Any) -> None:
+    class Sending(FakeRank):
+        gathered = 0
+
+        def begin_stream(self, nbytes: int) -> tuple[bool, int]:
+            self.nbytes = nbytes
+            return self.index == 0, 3  # rank 0's word counts
+
+        def gather_bucket(self) -> None:
+            self.gathered += 1
+
+        def gathered_bucket(self) -> str:
+            assert self.index == 0
+            return f"bucket {self.gathered}"
+
+    in_process.replace = Sending
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(), 9))
+    stream = trainer.stream_changed(100)
+    ranks = in_process.workers
+    assert (stream.whole, stream.model_dir.name) == (True, "base") and stream.model_dir.is_absolute()
+    assert [(rank.nbytes, rank.gathered) for rank in ranks] == [(100, 0)] * 2, "nothing before somebody takes it"
+    ahead = [(bucket, *(rank.gathered for rank in ranks)) for bucket in stream.buckets]
+    assert ahead == [("bucket 1", 2, 2), ("bucket 2", 3, 3), ("bucket 3", 3, 3)]
+
+
 def test_engine_and_trainer_that_differ_on_what_was_sampled_stop_the_run(in_process: Any) -> None:
     in_process.replace = FakeRank
     for tolerance, ok in ((1.01, True), (0.99, False)):  # the rank says 3 nats over 3 tokens

@@ -158,6 +158,20 @@ def test_the_installed_vllm_is_understood() -> None:
     assert {32, 64, 128} <= set(_supported_sizes(CPU_ATTENTION)) and 16 not in _supported_sizes(CPU_ATTENTION)
 
 
+def test_a_family_whose_weights_come_from_files_alone(mixtures: Any, make_mixture_dir: Make) -> None:
+    for seed, name in enumerate(("base", "rev", "up")):
+        shutil.rmtree(mixtures.root / name)
+        make_mixture_dir(mixtures.root / name, "gpt_oss", seed=seed)
+    mixtures.data["sync"] = {"kind": "network"}
+    with pytest.raises(ConfigError, match=r"^sync\.kind\n  found:  network .* gpt_oss\n  wanted: shared_memory"):
+        read_inputs(load_pipeline(mixtures.write()))
+    mixtures.data["student"]["lora"] = {"r": 4, "targets": ["q_proj", "v_proj"]}
+    assert read_inputs(load_pipeline(mixtures.write())).lora, "what is pushed are linear modules"
+    del mixtures.data["student"]["lora"]
+    mixtures.data["sync"] = {"kind": "shared_memory"}
+    read_inputs(load_pipeline(mixtures.write()))
+
+
 def test_lora_targets_that_the_student_does_not_have(world: Any) -> None:
     world.data["student"]["lora"] = {"targets": ["query"]}
     with pytest.raises(ConfigError, match=r"student\.lora\.targets") as error:

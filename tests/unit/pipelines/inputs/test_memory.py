@@ -67,6 +67,22 @@ def test_of_a_lora_student_the_optimiser_sees_the_adapters_alone(world: Any, giv
     assert full[work] - found[work] == 4 * VOCABULARY * WIDTH, "the head has no gradient"
 
 
+def test_what_a_push_takes_on_its_way(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the network: a bucket at rank 0, one in the object store, one in each engine; all of it where it is kept."""
+    what = "new weights on their way"
+    assert lines(given)[what] == 2 * 4 * PARAMETERS
+    network = {"sync": {"kind": "network"}}
+    assert lines(given, **network)[what] == 3 * 4 * PARAMETERS, "all of it is less than a bucket"
+    monkeypatch.setattr(memory, "BUCKET_BYTES", 40_000)
+    assert lines(given, **network)[what] == 3 * 40_000
+    assert lines(given, **network, rollout={"workers": 4})[what] == 6 * 40_000
+    assert lines(given, **network, trainer={"dtype": "bfloat16"})[what] == 3 * 40_000
+    ahead = lines(given, **network, schedule={"mode": "one_step_off", "max_staleness": None})
+    assert ahead[what] == 4 * PARAMETERS + 3 * 40_000
+    monkeypatch.setattr(memory, "BUCKET_BYTES", 1000)
+    assert lines(given, **network)[what] == 3 * 4 * 64 * 128, "a weight is not cut"
+
+
 def test_a_bucket_bounds_what_a_rank_holds_beside_its_shares(given: Any) -> None:
     state, sums = "trainer: weights, gradients, AdamW", "trainer: gradients on their way to the sum over ranks"
     largest = 64 * 128

@@ -1,0 +1,242 @@
+"""New weights on their way to rollout engines, through shared memory and over the network: seconds, bytes, memory.
+
+    python -m benchmarks.push --json push.json
+    python -m benchmarks.push --quick
+
+A real trainer and a real vLLM engine hold one model with random weights, each on a machine of its own as Ray sees it: two
+nodes on this machine, with an object store each, so that buckets cross loopback as they would cross a network. In each round
+every way pushes the same weights once; ratios are taken within a round, figures are medians over rounds. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.machine import machine
+
+SIZES = {
+    "default": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 10240},
+    "quick": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512},
+}
+"""30 million parameters with an output head of its own, and a tiny model."""
+WAYS = ("shared_memory", "network")
+MIB = 2**20
+SAMPLE_S = 0.002
+"""Pause between two looks at a process's memory."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """One push, its proof apart."""
+
+    seconds: float
+    cpu_s: float
+    """CPU time of rank and engine together."""
+    loopback_bytes: int
+    """Sent on the loopback interface meanwhile."""
+    rank_bytes: int
+    """Most memory of its own that the rank had, less what it had before; and the engine."""
+    engine_bytes: int
+
+
+@contextmanager
+def two_machines() -> Iterator[str]:
+    """A Ray cluster of two nodes on this machine, each with room for one worker. Gives its address."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on loopback
+    from ray.cluster_utils import Cluster
+
+    room = {"num_cpus": 1, "object_store_memory": 512 * MIB, "node_ip_address": "127.0.0.1"}
+    cluster = Cluster(initialize_head=True, head_node_args=room | {"include_dashboard": False})
+    try:
+        cluster.add_node(**room)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+def make_model(path: Path, size: str) -> int:
+    """A Llama with random weights. Returns its parameters."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    heads = SIZES[size]["hidden_size"] // 32
+    shape = SIZES[size] | {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 128}
+    model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False, pad_token_id=0))
+    model.save_pretrained(path)
+    return int(model.num_parameters())
+
+
+def pipeline(model_dir: Path, dtype: str, address: str) -> Any:
+    from opd.config import PipelineConfig
+    from opd.settings import validate
+
+    return validate(
+        PipelineConfig,
+        {
+            "name": "push",
+            "student": {"model": model_dir},
+            "experts": {"expert": {"model": model_dir, "domain": "d"}},
+            "domains": {"d": {}},
+            "rollout": {"max_new_tokens": 8, "max_model_len": 64, "dtype": dtype},
+            "trainer": {"steps": 1, "samples_per_step": 1, "ranks": 1, "dtype": dtype},
+            "cluster": {"address": address},
+        },
+        "push",
+    )
+
+
+class Bench:
+    """Both ends, and every way between them."""
+
+    def __init__(self, config: Any, vocab_size: int, bucket: int) -> None:
+        from opd.rollouts.vllm import VLLMRolloutEngine
+        from opd.sync import SYNCS, SyncSpec
+        from opd.train.deepspeed import DeepSpeedTrainer
+        from pipelines.specs import rollout_spec, trainer_spec
+
+        trainer = DeepSpeedTrainer(trainer_spec(config, vocab_size))
+        trainer.wait_ready()  # it takes the room of the first node, so the engine goes to the other one
+        nobody: Any = None  # nothing is decoded
+        engine = VLLMRolloutEngine(rollout_spec(config, config.student.model, vocab_size, (2,)), nobody)
+        engine.wait_ready()
+        self._workers = {"rank": trainer._ranks[0], "engine": engine._workers[0]}
+        probe = [list(range(3, 40)), list(range(50, 90))]
+        ends: dict[str, Any] = {"trainer": trainer, "engine": engine, "probe": probe}
+        known: dict[str, Any] = {"tolerance": 0.15, "nbytes": 0, "bucket": bucket, "tell": print}
+        self._syncs = {way: SYNCS[way](SyncSpec(**ends, **known)) for way in WAYS}
+
+    def push(self, way: str, version: int) -> Push:
+        """Push once, and prove it. Raises: RunError if the engine does not hold the weights."""
+        processes = {name: psutil.Process(int(worker.pulse.pid)) for name, worker in self._workers.items()}
+        before = {name: own_bytes(process) for name, process in processes.items()}
+        cpu, sent = sum(map(cpu_s, processes.values())), loopback_bytes()
+        with peaks(processes) as most:
+            began = time.perf_counter()
+            self._syncs[way].bring(version)
+            seconds = time.perf_counter() - began
+        cpu, sent = sum(map(cpu_s, processes.values())) - cpu, loopback_bytes() - sent
+        gap = self._syncs[way].measure()
+        if not gap < 0.15:
+            raise SystemExit(f"{way}: engine and trainer differ by {gap} nats a token")
+        extra = {name: max(0, most[name] - held) for name, held in before.items()}
+        return Push(seconds, cpu, sent, extra["rank"], extra["engine"])
+
+
+def own_bytes(process: psutil.Process) -> int:
+    """Memory of a process that is no file's and no other process's."""
+    (line,) = [x for x in Path(f"/proc/{process.pid}/status").read_text().splitlines() if x.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def loopback_bytes() -> int:
+    return int(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)
+
+
+@contextmanager
+def peaks(processes: dict[str, psutil.Process]) -> Iterator[dict[str, int]]:
+    """Name -> largest `own_bytes` within, as often as a thread looked."""
+    most, done = dict.fromkeys(processes, 0), threading.Event()
+
+    def look() -> None:
+        while not done.wait(SAMPLE_S):
+            for name, process in processes.items():
+                most[name] = max(most[name], own_bytes(process))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        thread.join()
+
+
+def measure(size: str, dtype: str, bucket: int, rounds: int) -> dict[str, Any]:
+    """All rounds of one model."""
+    from opd import cluster
+
+    work = Path(tempfile.mkdtemp(prefix="push-"))
+    try:
+        parameters = make_model(work / "model", size)
+        with two_machines() as address:
+            config = pipeline(work / "model", dtype, address)
+            with cluster.ray_session(config.cluster, 2):
+                bench = Bench(config, SIZES[size]["vocab_size"], bucket)
+                pushes: dict[str, list[Push]] = {way: [] for way in WAYS}
+                for number in range(-1, rounds):  # the first one warms up
+                    for way in WAYS:
+                        done = bench.push(way, 2 * number + WAYS.index(way) + 3)
+                        if number >= 0:
+                            pushes[way].append(done)
+                            print(f"round {number}, {way}: {done.seconds:.3f} s", file=sys.stderr)
+    finally:
+        shutil.rmtree(work)
+    known = {"parameters": parameters, "dtype": dtype, "bucket": bucket}
+    return known | {"pushes": {way: [asdict(one) for one in each] for way, each in pushes.items()}}
+
+
+def medians(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Way -> each figure's median over rounds, and the ratio of seconds to shared memory's of the same round."""
+    shown = {}
+    base = [one["seconds"] for one in found["pushes"]["shared_memory"]]
+    for way, each in found["pushes"].items():
+        shown[way] = {key: statistics.median(one[key] for one in each) for key in each[0]}
+        shown[way]["ratio"] = statistics.median(one["seconds"] / b for one, b in zip(each, base, strict=True))
+        shown[way]["bytes_per_parameter"] = shown[way]["loopback_bytes"] / found["parameters"]
+    return shown
+
+
+COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
+    "seconds": lambda row: f"{row['seconds']:.3f}",
+    "ratio": lambda row: f"{row['ratio']:.2f}",
+    "CPU s": lambda row: f"{row['cpu_s']:.2f}",
+    "loopback bytes a parameter": lambda row: f"{row['bytes_per_parameter']:.2f}",
+    "rank's extra MiB": lambda row: f"{row['rank_bytes'] / MIB:.0f}",
+    "engine's extra MiB": lambda row: f"{row['engine_bytes'] / MIB:.0f}",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds: does everything run?")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--bucket-mib", type=float, default=64.0)
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    args = parser.parse_args()
+    size, rounds = ("quick", 2) if args.quick else ("default", args.rounds)
+    facts = machine(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)), "ray", "torch", "psutil")
+    found = measure(size, args.dtype, int(args.bucket_mib * MIB), rounds)
+    found |= {"machine": facts | {"load_after": os.getloadavg()}, "medians": medians(found)}
+    print(f"{found['parameters']:,} parameters, {args.dtype}, buckets of {args.bucket_mib:g} MiB, {rounds} rounds")
+    print("| way |", " | ".join(COLUMNS), "|")
+    print("|---" * (len(COLUMNS) + 1) + "|")
+    for way, row in found["medians"].items():
+        print(f"| {way} |", " | ".join(show(row) for show in COLUMNS.values()), "|")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Weight push between machines: the trainer's ranks gather a bucket, and Ray's object store carries it to every engine.
+
+    ranks        gather 1   gather 2   gather 3
+                     └─────────┐└─────────┐
+    engines                 take 1     take 2 ...
+
+No port is opened for it: buckets go the way of all that the workers say to each other, and a machine with several engines gets
+each once. Two buckets are under way at most, so neither side holds a copy of the model beyond its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from opd.buckets import Kept, WeightStream
+from opd.sync.proof import ProvenSync
+
+
+class NetworkSync(ProvenSync):
+    """Trainer ranks and engines may be on any machines of the Ray cluster."""
+
+    def bring(self, version: int) -> None:
+        send = partial(self._spec.trainer.stream_changed, self._spec.bucket)
+        if self._spec.keeps:
+            # The trainer may be at work, or have newer weights, when an engine dies: the buckets stay in the object store.
+            stream = send()
+            send = partial(_same, replace(stream, buckets=Kept(stream.buckets)))
+        self._spec.engine.receive(send)
+
+
+def _same(stream: WeightStream) -> WeightStream:
+    """A stream that can be taken again."""
+    return stream

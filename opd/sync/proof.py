@@ -1,0 +1,104 @@
+"""A push is believed when fixed tokens have the same log-probs on both sides, however the weights went there.
+
+Checksums of parameters would not do: vLLM on the CPU multiplies with packed copies, which can be stale while the parameters
+are new.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from opd.buckets import BUCKET_BYTES
+from opd.errors import RunError
+from opd.interfaces import RolloutEngine, Trainer
+from opd.types import Prompt, PushReport
+
+PROBE_SEQUENCES = 4
+"""Least number of sequences in the probe, if there are so many prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSpec:
+    """What weights are pushed from and to, and how it is proven. A way takes from it what it needs."""
+
+    trainer: Trainer
+    engine: RolloutEngine
+    probe: Sequence[Sequence[int]]
+    """Token ids of the sequences that both score."""
+    tolerance: float
+    """Largest mean difference of their log-probs, nats."""
+    keeps: bool = False
+    """Keep the weights of a push until the next one, for an engine that dies while the trainer computes."""
+    nbytes: int
+    """Size of all that a push has, which decides whether shared memory has room for it."""
+    bucket: int = BUCKET_BYTES
+    """Most bytes that travel at a time."""
+    tell: Callable[[str], None]
+    """Gets notices, one line each."""
+
+
+class ProvenSync(ABC):
+    """Implements `opd.interfaces.WeightSync`, but for the way there."""
+
+    def __init__(self, spec: SyncSpec) -> None:
+        self._spec = spec
+        self._probe = [list(ids) for ids in spec.probe]
+
+    @abstractmethod
+    def bring(self, version: int) -> None:
+        """Bring the trainer's weights to every engine."""
+
+    def push(self, version: int) -> PushReport:
+        """Push the weights, and push them once more if the probe does not see them in every engine.
+
+        Raises: RunError if any engine's log-probs still differ from the trainer's by more than the tolerance.
+        """
+        tolerance, gap = self._spec.tolerance, self._push(version)
+        if not gap <= tolerance:  # written so that NaN fails too
+            self._spec.tell(f"weight push {version}: engine and trainer differ by {gap:.4f} nats a token; pushed again")
+            gap = self._push(version)
+        if not gap <= tolerance:
+            raise RunError(
+                f"weight push {version}: engine and trainer differ by {gap:.4f} nats a token over {len(self._probe)} probe sequences, "
+                f"sync.tolerance is {tolerance}: the engine does not hold the trainer's weights"
+            )
+        return PushReport(version=version, gap=gap)
+
+    def _push(self, version: int) -> float:
+        """Push once; returns what `measure` finds afterwards."""
+        self.bring(version)
+        return self.measure()
+
+    def measure(self) -> float:
+        """Largest mean |trainer - engine| log-prob gap over the probe tokens among the engines, nats."""
+        ours = [x for sequence in self._spec.trainer.logprobs(self._probe) for x in sequence]
+        gaps = []
+        for worker in self._spec.engine.logprobs(self._probe):
+            theirs = [x for sequence in worker for x in sequence]
+            gaps.append(sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours))
+        # Python's `max` ignores a NaN that does not come first.
+        return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
+
+
+def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:
+    """Beginnings of the first prompts, until they hold `tokens` scored tokens; the first token of a sequence is not scored.
+
+    There are always several: one sequence alone cannot show that sequences of a batch see each other.
+    """
+    each = max(2, min(room - 1, tokens // PROBE_SEQUENCES + 1))
+    chosen: list[tuple[int, ...]] = []
+    short: list[int] = []
+    for prompt in prompts:
+        if len(chosen) >= PROBE_SEQUENCES and sum(len(ids) - 1 for ids in chosen) >= tokens:
+            break
+        if len(prompt.token_ids) > 1:
+            chosen.append(prompt.token_ids[:each])
+        elif len(short) < each:
+            short.extend(prompt.token_ids)
+    if not chosen:  # no prompt has two tokens: join them, because the first token is not scored
+        chosen = [(*short, *short)[:each]]
+    # With one prompt only, the same tokens in reverse order are the second sequence.
+    return chosen if len(chosen) > 1 else [*chosen, chosen[0][::-1]]

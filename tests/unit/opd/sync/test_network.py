@@ -1,0 +1,59 @@
+"""Engines get what the trainer sends, and those that come later the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from opd.buckets import WeightStream
+from opd.sync import NetworkSync, SyncSpec
+
+
+class FakeTrainer:
+    """Its buckets are its version and their number."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int]] = []
+
+    def stream_changed(self, nbytes: int) -> WeightStream:
+        def buckets() -> Iterator[tuple[int, int]]:
+            for i in range(nbytes):
+                self.sent.append((self.version, i))
+                yield self.version, i
+
+        return WeightStream(model_dir=Path("/student"), whole=True, buckets=buckets())
+
+
+class FakeEngine:
+    def receive(self, send: Callable[[], WeightStream]) -> None:
+        self.send = send
+        self.got = list(send().buckets)
+
+
+def sync(keeps: bool) -> tuple[FakeTrainer, FakeEngine, NetworkSync]:
+    trainer: Any = FakeTrainer()
+    engine: Any = FakeEngine()
+    known: dict[str, Any] = {"tolerance": 0.02, "nbytes": 10, "bucket": 3, "keeps": keeps, "tell": print}
+    return trainer, engine, NetworkSync(SyncSpec(trainer=trainer, engine=engine, probe=[[1, 2]], **known))
+
+
+def test_a_worker_that_comes_later_gets_a_stream_of_its_own() -> None:
+    trainer, engine, pushing = sync(keeps=False)
+    trainer.version = 7
+    pushing.bring(7)
+    assert engine.got == [(7, 0), (7, 1), (7, 2)] == trainer.sent
+    assert list(engine.send().buckets) == engine.got
+    assert len(trainer.sent) == 6, "nothing was kept"
+
+
+def test_while_the_trainer_computes_a_worker_gets_what_was_kept() -> None:
+    trainer, engine, pushing = sync(keeps=True)
+    for version in (1, 2):
+        trainer.version = version
+        pushing.bring(version)
+        trainer.version += 1  # it has taken a step
+        assert list(engine.send().buckets) == engine.got == [(version, i) for i in range(3)]
+    assert len(trainer.sent) == 6, "each was gathered once"

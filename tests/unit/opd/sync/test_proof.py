@@ -1,0 +1,134 @@
+"""A push is believed only when the engine's log-probs say so, whichever way the weights took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from opd.errors import RunError
+from opd.sync import SYNCS, NetworkSync, ProvenSync, SharedMemorySync, SyncSpec
+from opd.sync.proof import probe_sequences
+from opd.types import Prompt
+
+NAN = float("nan")
+PROBE = [[1, 2, 3], [4, 5]]
+
+
+class FakeTrainer:
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-1.0] * (len(ids) - 1) for ids in token_ids]
+
+
+class FakeEngine:
+    """Each worker's log-probs are the trainer's plus its own gap on the last token."""
+
+    def __init__(self, *gaps: float) -> None:
+        self.gaps = gaps
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        rows = [[[-1.0] * (len(ids) - 1) for ids in token_ids] for _ in self.gaps]
+        for row, gap in zip(rows, self.gaps, strict=True):
+            row[-1][-1] += gap
+        return rows
+
+
+class Counted(ProvenSync):
+    """Brings nothing. The second time an engine has what `later` says."""
+
+    later: tuple[float, ...] | None = None
+
+    def __init__(self, spec: SyncSpec) -> None:
+        super().__init__(spec)
+        self.brought: list[int] = []
+
+    def bring(self, version: int) -> None:
+        self.brought.append(version)
+        if self.later is not None and len(self.brought) == 2:
+            engine: Any = self._spec.engine
+            engine.gaps = self.later
+
+
+def sync(*gaps: float, tolerance: float = 0.02, told: list[str] | None = None) -> Counted:
+    trainer: Any = FakeTrainer()
+    engine: Any = FakeEngine(*gaps)
+    tell = ([] if told is None else told).append
+    return Counted(SyncSpec(trainer=trainer, engine=engine, probe=PROBE, tolerance=tolerance, nbytes=10, tell=tell))
+
+
+def test_a_push_reports_the_largest_gap_among_the_engines() -> None:
+    pushing = sync(0.0, 0.003)
+    report = pushing.push(7)
+    assert (report.version, report.gap) == (7, pytest.approx(0.001))  # three probe tokens
+    assert pushing.brought == [7]
+
+
+@pytest.mark.parametrize("gaps", [(0.3,), (-0.3,), (0.3, 0.0), (0.0, 0.3), (0.0, 0.0, -0.3)])
+def test_any_engine_that_holds_other_weights_stops_the_run(gaps: tuple[float, ...]) -> None:
+    told: list[str] = []
+    pushing = sync(*gaps, told=told)
+    with pytest.raises(RunError, match=r"weight push 7: .* 0\.1000 nats .* sync.tolerance is 0\.02"):
+        pushing.push(7)
+    assert pushing.brought == [7, 7], "an engine may have missed one push, not two"
+    assert told == ["weight push 7: engine and trainer differ by 0.1000 nats a token; pushed again"]
+
+
+def test_a_push_that_an_engine_missed_is_made_again() -> None:
+    told: list[str] = []
+    pushing = sync(0.3, told=told)
+    pushing.later = (0.0,)
+    assert pushing.push(7).gap == 0.0
+    assert (len(pushing.brought), len(told)) == (2, 1)
+
+
+@pytest.mark.parametrize("gaps", [(NAN,), (NAN, 0.0), (0.0, NAN), (0.0, NAN, 0.0)])
+def test_nan_from_any_engine_stops_the_run(gaps: tuple[float, ...]) -> None:
+    with pytest.raises(RunError, match="weight push 1"):
+        sync(*gaps).push(1)
+
+
+def test_the_tolerance_is_the_pipelines() -> None:
+    assert sync(0.3, tolerance=0.11).push(1).gap == pytest.approx(0.1)
+    with pytest.raises(RunError):
+        sync(0.3, tolerance=0.09).push(1)
+
+
+def test_ways_are_found_by_name() -> None:
+    assert {"shared_memory": SharedMemorySync, "network": NetworkSync} == SYNCS
+
+
+# Probe
+
+
+def prompts(*lengths: int) -> list[Prompt]:
+    return [Prompt(id=f"d/{i}", domain="d", token_ids=tuple(range(n))) for i, n in enumerate(lengths)]
+
+
+def test_the_probe_is_the_beginnings_of_the_first_prompts() -> None:
+    chosen = probe_sequences(prompts(5, 5, 5, 5, 5), tokens=8, room=100)
+    assert [len(ids) for ids in chosen] == [3, 3, 3, 3]
+    assert chosen[0] == (0, 1, 2)
+    assert [len(ids) for ids in probe_sequences(prompts(3, 3, 3, 3, 3, 3), tokens=12, room=100)] == [3] * 6
+
+
+@pytest.mark.parametrize("lengths", [(500,), (500, 500, 500), (3,), (1, 1), (1, 0, 4, 1)])
+def test_the_probe_holds_several_sequences_whatever_the_prompts(lengths: tuple[int, ...]) -> None:
+    """One alone cannot show that neighbours in a row see each other."""
+    chosen = probe_sequences(prompts(*lengths), tokens=64, room=100)
+    assert len(chosen) > 1
+    assert all(1 < len(ids) <= 64 for ids in chosen)
+
+
+def test_prompts_without_a_scored_token_are_passed_over() -> None:
+    assert [len(ids) for ids in probe_sequences(prompts(1, 0, 4, 1, 4), tokens=16, room=100)] == [4, 4]
+
+
+@pytest.mark.parametrize("room", [9, 15])
+def test_a_probe_sequence_fits_the_engines_context(room: int) -> None:
+    (ids, *_) = probe_sequences(prompts(500, 500), tokens=64, room=room)
+    assert len(ids) == room - 1  # the engine writes one token after it
+
+
+def test_long_prompts_are_cut_to_what_the_probe_needs() -> None:
+    assert [len(ids) for ids in probe_sequences(prompts(*[500] * 9), tokens=64, room=1000)] == [17] * 4

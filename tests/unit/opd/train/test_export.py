@@ -1,0 +1,82 @@
+"""What is sent in buckets is what the files would have, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from opd.buckets import ALIGNED
+from opd.model_weights import load_causal_lm
+from opd.train import export
+from opd.train.export import FileTensors, Sending, write_model
+from opd.train.lora import plain_weights
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Nothing is sharded. Notes how many parameters are whole at a time."""
+    together: list[int] = []
+
+    def gathered(params: Any) -> Any:
+        together.append(len(params))
+        return nullcontext()
+
+    monkeypatch.setattr(export, "gathered", gathered)
+    return together
+
+
+def sent(lm: Any, nbytes: int, dtype: torch.dtype = torch.float32) -> list[dict[str, torch.Tensor]]:
+    sending = Sending(FileTensors(lm, plain_weights(lm), dtype, whole=True), nbytes)
+    count = sending.count
+    buckets = [sending.gather(mine=True) for _ in range(count)]
+    return [dict(bucket.tensors()) for bucket in buckets if bucket is not None]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "glm4_moe"])
+def test_buckets_have_the_tensors_of_the_files(
+    tmp_path: Path, make_model_dir: Make, make_mixture_dir: Make, family: str
+) -> None:
+    """Also those of fused experts, and the bias of a router, which is no parameter."""
+    student = tmp_path / "student"
+    made = make_model_dir(student) if family == "llama" else make_mixture_dir(student, family)
+    lm = load_causal_lm(made, torch.float32)
+    for dtype in (torch.float32, torch.bfloat16):
+        written = tmp_path / str(dtype)
+        written.mkdir()
+        write_model(lm, plain_weights(lm), dtype, written, whole=True)
+        wanted = load_file(written / "model.safetensors")
+        for nbytes in (1, 50_000, 1 << 30):
+            found = {name: tensor for bucket in sent(lm, nbytes, dtype) for name, tensor in bucket.items()}
+            assert set(found) == set(wanted)
+            for name, tensor in wanted.items():
+                assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_a_bucket_is_no_larger_than_it_may_be_unless_one_tensor_is(
+    tmp_path: Path, make_model_dir: Make, one_process: list[int]
+) -> None:
+    lm = load_causal_lm(make_model_dir(tmp_path / "student"), torch.float32)
+    limit = 40_000
+    buckets = sent(lm, limit)
+    sizes = [sum(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in bucket.values()) for bucket in buckets]
+    assert all(size <= limit or len(bucket) == 1 for size, bucket in zip(sizes, buckets, strict=True))
+    assert any(len(bucket) > 1 for bucket in buckets) and len(buckets) > 2
+    pairs = zip(sizes[:-1], buckets[1:], strict=True)
+    assert all(size + next(iter(bucket.values())).nbytes > limit for size, bucket in pairs), "as full as they may be"
+    assert set(one_process) == {1}, "no more is whole than what is copied"
+
+
+def test_a_rank_that_only_gathers_has_no_bucket(tmp_path: Path, make_model_dir: Make, one_process: list[int]) -> None:
+    lm = load_causal_lm(make_model_dir(tmp_path / "student"), torch.float32)
+    tensors = FileTensors(lm, plain_weights(lm), torch.float32, whole=True)
+    sending = Sending(tensors, 40_000)
+    assert [sending.gather(mine=False) for _ in range(sending.count)] == [None] * sending.count
+    assert len(one_process) == len(tensors.groups), "it takes part in every one"
