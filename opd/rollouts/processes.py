@@ -1,0 +1,59 @@
+"""The processes of an engine that has several: what they are started with, and that none outlives the others.
+
+vLLM starts them from the process that owns the engine, which schedules and holds no weights. They sum up their parts through
+shared memory or NCCL, on one machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from typing import Any
+
+ENGINE_ENV = {
+    # Run the engine inside the worker: faster on a small machine, and no engine process can outlive its owner.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Otherwise vLLM chooses its own number of threads and pins them to cores, to the same ones in every engine.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Environment of the process that owns an engine."""
+LOOPBACK_DEVICE = "lo"
+
+
+def engine_env(size: int) -> Mapping[str, str]:
+    """Environment of the owner of an engine of so many processes, which inherit it."""
+    if size == 1:
+        return ENGINE_ENV
+    own = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy the owner's threads' locks without the threads
+    if sys.platform.startswith("linux"):  # they find each other by sockets, on this machine alone
+        own |= {"GLOO_SOCKET_IFNAME": LOOPBACK_DEVICE, "NCCL_SOCKET_IFNAME": LOOPBACK_DEVICE}
+    return ENGINE_ENV | own
+
+
+def bind_processes(llm: Any) -> None:
+    """Let an engine's processes end with this one, and this one with the first of them that dies.
+
+    A worker is its process to whoever watches it: with a part of its engine gone it must die too, and is then started again.
+    vLLM would raise an error here, now or after minutes, from an engine that can never answer again.
+    """
+    executor = llm.llm_engine.model_executor
+    children = [handle.proc for handle in getattr(executor, "workers", ())]
+    if not children:
+        return
+    if threading.current_thread() is threading.main_thread():  # Linux means the thread that started them
+        llm.collective_rpc("opd_live_with", args=(os.getpid(),))
+    threading.Thread(target=_end_with, args=(executor, children), daemon=True, name="engine's processes").start()
+
+
+def _end_with(executor: Any, children: list[Any]) -> None:
+    gone = wait([child.sentinel for child in children])
+    if getattr(executor, "shutting_down", False) and not executor.is_failed:
+        return  # the engine was stopped on purpose
+    dead = next(child for child in children if child.sentinel == gone[0])
+    print(f"{dead.name}, a process of the engine, ended with status {dead.exitcode}", file=sys.stderr, flush=True)
+    os._exit(1)
