@@ -9,9 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
+
+from opd.errors import RunError
 
 ENGINE_ENV = {
     # Run the engine inside the worker: faster on a small machine, and no engine process can outlive its owner.
@@ -23,6 +27,7 @@ ENGINE_ENV = {
 }
 """Environment of the process that owns an engine."""
 LOOPBACK_DEVICE = "lo"
+LOG_LINES = 30
 
 
 def engine_env(size: int) -> Mapping[str, str]:
@@ -33,6 +38,20 @@ def engine_env(size: int) -> Mapping[str, str]:
     if sys.platform.startswith("linux"):  # they find each other by sockets, on this machine alone
         own |= {"GLOO_SOCKET_IFNAME": LOOPBACK_DEVICE, "NCCL_SOCKET_IFNAME": LOOPBACK_DEVICE}
     return ENGINE_ENV | own
+
+
+@contextmanager
+def explained(size: int) -> Iterator[None]:
+    """Within, an engine of so many processes starts. Raises: RunError with what they wrote if they do not start: vLLM's own error
+    says no more than that it is somewhere else."""
+    try:
+        yield
+    except Exception as error:  # vLLM raises no narrower one here
+        log = Path("/proc/self/fd/2")  # a worker's file, which its processes write to as well
+        if size == 1 or not log.is_file():
+            raise
+        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        raise RunError("\n".join([f"the {size} processes of the engine did not start: {error}", *last])) from None
 
 
 def bind_processes(llm: Any) -> None:

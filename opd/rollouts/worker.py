@@ -24,7 +24,7 @@ from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
 from opd.rollouts.inside import EXTENSION
-from opd.rollouts.processes import bind_processes
+from opd.rollouts.processes import bind_processes, explained
 from opd.rollouts.repairs import is_recurrent
 from opd.types import TurnStop
 
@@ -309,7 +309,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         settings["enable_sleep_mode"] = True
     if options.tensor_parallel_size > 1:
         settings["distributed_executor_backend"] = "mp"  # else vLLM looks for GPUs of other machines in Ray
-    with leftovers.owned():
+    with leftovers.owned(), explained(options.tensor_parallel_size):
         llm = LLM(**{**options.engine_args, **settings, **more})
     bind_processes(llm)
     if current_platform.is_cpu():
