@@ -277,7 +277,7 @@ def cut_vocabulary(llm: Any, vocab_size: int) -> None:
 
 
 def start_engine(options: EngineOptions, **more: Any) -> Any:
-    """An in-process `vllm.LLM`; `more` goes to it as it is and comes before what is set here.
+    """A `vllm.LLM` that is scheduled in this process; `more` goes to it as it is and comes before what is set here.
 
     Of all that could bend the distribution only the temperature is left: top-k, top-p, min-p, penalties, biases, forbidden
     words and the model directory's generation config are off.
@@ -287,6 +287,18 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    settings = _settings(options) | (_cpu_settings(options) if current_platform.is_cpu() else {}) | more
+    with leftovers.owned(), explained(options.tensor_parallel_size):
+        llm = LLM(**{**options.engine_args, **settings})
+    bind_processes(llm)
+    if current_platform.is_cpu():
+        llm.collective_rpc("opd_rotate_every_head")
+    if more.get("runner") != "pooling":  # that one has no head
+        cut_vocabulary(llm, options.vocab_size)
+    return llm
+
+
+def _settings(options: EngineOptions) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model": str(options.model_dir),
         "skip_tokenizer_init": True,
@@ -303,20 +315,11 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         "tensor_parallel_size": options.tensor_parallel_size,
         "kv_cache_dtype": options.kv_cache_dtype,
     }
-    if current_platform.is_cpu():
-        settings |= _cpu_settings(options)
     if options.sleep:
         settings["enable_sleep_mode"] = True
     if options.tensor_parallel_size > 1:
         settings["distributed_executor_backend"] = "mp"  # else vLLM looks for GPUs of other machines in Ray
-    with leftovers.owned(), explained(options.tensor_parallel_size):
-        llm = LLM(**{**options.engine_args, **settings, **more})
-    bind_processes(llm)
-    if current_platform.is_cpu():
-        llm.collective_rpc("opd_rotate_every_head")
-    if more.get("runner") != "pooling":  # that one has no head
-        cut_vocabulary(llm, options.vocab_size)
-    return llm
+    return settings
 
 
 def stop_engine(llm: Any | None) -> None:

@@ -37,7 +37,7 @@ Make = Callable[..., Path]
 PROMPTS = [Prompt(id=f"left/{i}", domain="left", token_ids=tuple(range(5 + i, 11 + i))) for i in range(8)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def ray() -> Iterator[None]:
     with cluster.ray_session(ClusterConfig(), 8):
         yield
