@@ -178,7 +178,7 @@ def test_lora_of_a_mixture_has_to_be_told_what_to_adapt(mixtures: Any) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "found"),
-    [(2, 2, 3, "num_attention_heads"), (8, 4, 8, None), (8, 2, 4, None), (12, 6, 4, "num_key_value_heads")],
+    [(2, 2, 3, "num_attention_heads"), (8, 4, 8, None), (8, 2, 4, None), (24, 6, 4, "num_key_value_heads")],
 )
 def test_heads_that_the_processes_of_an_engine_cannot_divide(
     world: Any, heads: int, kv_heads: int, size: int, found: str | None
@@ -189,6 +189,8 @@ def test_heads_that_the_processes_of_an_engine_cannot_divide(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         intermediate_size=192,
+        hidden_size=24 * 8,
+        head_dim=32,
     )
     config = AutoConfig.from_pretrained(world.root / "base")
     refused = indivisible(config, size, "rollout.tensor_parallel_size")
