@@ -13,6 +13,7 @@ import signal
 import sys
 from typing import Any
 
+from opd.rollouts.processes import take_names_away
 from opd.rollouts.repairs import drop_expert_kernels, repack_output_head, rotate_every_head
 
 EXTENSION = "opd.rollouts.inside.Inside"
@@ -23,13 +24,14 @@ PR_SET_PDEATHSIG = 1
 class Inside:
     """Methods of a worker of vLLM, one of which has one process of an engine. vLLM refuses a name that its class has."""
 
-    def opd_live_with(self, owner: int) -> None:
-        """End with the process `owner`, which started this one, whatever this one is doing then.
+    def opd_bind(self, owner: int | None) -> None:
+        """Leave no shared memory behind, and end with the process `owner`, which started this one, whatever this one is doing.
 
         vLLM's own way is a pipe that a thread listens to. A process that waits for another one's part of a sum would not
         notice, and wait for ever with all its strength. Without Linux there is only vLLM's way.
         """
-        if os.getpid() == owner or not sys.platform.startswith("linux"):
+        take_names_away()
+        if owner is None or not sys.platform.startswith("linux"):
             return
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != owner:  # it ended before it could be watched

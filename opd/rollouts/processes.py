@@ -28,6 +28,8 @@ ENGINE_ENV = {
 """Environment of the process that owns an engine."""
 LOOPBACK_DEVICE = "lo"
 LOG_LINES = 30
+SHARED = "/dev/shm/psm_"
+"""Beginning of the names that Python gives to shared memory."""
 
 
 def engine_env(size: int) -> Mapping[str, str]:
@@ -64,9 +66,24 @@ def bind_processes(llm: Any) -> None:
     children = [handle.proc for handle in getattr(executor, "workers", ())]
     if not children:
         return
-    if threading.current_thread() is threading.main_thread():  # Linux means the thread that started them
-        llm.collective_rpc("opd_live_with", args=(os.getpid(),))
+    # By "parent" Linux means the thread that started them.
+    owner = os.getpid() if threading.current_thread() is threading.main_thread() else None
+    llm.collective_rpc("opd_bind", args=(owner,))
+    take_names_away()
     threading.Thread(target=_end_with, args=(executor, children), daemon=True, name="engine's processes").start()
+
+
+def take_names_away() -> None:
+    """Unlink the shared memory that this process has mapped: it then goes with the last process that has it.
+
+    vLLM unlinks it when an engine is stopped, and leaves it in the machine's memory when one is killed. All processes have
+    mapped it by now.
+    """
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        name = line.split()[-1]
+        if name.startswith(SHARED):
+            Path(name).unlink(missing_ok=True)
 
 
 def _end_with(executor: Any, children: list[Any]) -> None:

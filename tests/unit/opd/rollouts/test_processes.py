@@ -23,7 +23,7 @@ from opd.rollouts.inside import Inside
 from opd.rollouts.processes import bind_processes
 
 def part(owner):
-    Inside().opd_live_with(owner)
+    Inside().opd_bind(owner)
     os.write(1, f"part {os.getpid()}\\n".encode())  # whole, beside what the other one writes
     time.sleep(600)
 
@@ -65,7 +65,7 @@ def parts(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes of the engine, once both of them are bound to their owner."""
     assert process.stdout is not None
     said = [process.stdout.readline().split() for _ in range(3)]
-    assert ["opd_live_with"] in said
+    assert ["opd_bind"] in said
     return [psutil.Process(int(words[1])) for words in said if words[0] == "part"]
 
 
