@@ -91,5 +91,6 @@ def _end_with(executor: Any, children: list[Any]) -> None:
     if getattr(executor, "shutting_down", False) and not executor.is_failed:
         return  # the engine was stopped on purpose
     dead = next(child for child in children if child.sentinel == gone[0])
+    dead.join(1.0)  # its status comes a moment after its end
     print(f"{dead.name}, a process of the engine, ended with status {dead.exitcode}", file=sys.stderr, flush=True)
     os._exit(1)
