@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -32,7 +32,7 @@ SHARED = "/dev/shm/psm_"
 """Beginning of the names that Python gives to shared memory."""
 
 
-def engine_env(size: int) -> Mapping[str, str]:
+def engine_env(size: int) -> dict[str, str]:
     """Environment of the owner of an engine of so many processes, which inherit it."""
     if size == 1:
         return ENGINE_ENV
