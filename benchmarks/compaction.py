@@ -180,7 +180,7 @@ def _say(step: int, loss: float) -> None:
 
 def play(model: Path, keys: Sequence[str]) -> list[Arm]:
     """Each arm on the same vaults, greedily."""
-    from opd.rollouts.vllm import ENGINE_ENV
+    from opd.rollouts.processes import ENGINE_ENV
 
     os.environ.update(ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "1"})
     from transformers import AutoTokenizer

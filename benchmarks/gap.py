@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16")
 
 def written(model_dir: Path, dtype: str, vocab_size: int) -> list[tuple[tuple[int, ...], Any]]:
     """Prompts of chance tokens, and what the engine sampled after each."""
-    from opd.rollouts.vllm import ENGINE_ENV
+    from opd.rollouts.processes import ENGINE_ENV
 
     os.environ.update(ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "1"})
     from opd.rollouts.worker import EngineOptions, GenerateRequest, VLLMWorker

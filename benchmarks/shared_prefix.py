@@ -91,7 +91,7 @@ class Rollouts:
     """The rollout engine."""
 
     def __init__(self, case: Case, model_dir: Path) -> None:
-        from opd.rollouts.vllm import ENGINE_ENV
+        from opd.rollouts.processes import ENGINE_ENV
 
         os.environ.update(ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2"})
         from opd.rollouts.worker import EngineOptions, VLLMWorker

@@ -144,7 +144,7 @@ class Engine:
     """The rollout worker, and how long its engine is at work."""
 
     def __init__(self, case: Case, lengths: str, model_dir: Path) -> None:
-        from opd.rollouts.vllm import ENGINE_ENV
+        from opd.rollouts.processes import ENGINE_ENV
 
         os.environ.update(ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2"})
         from opd.rollouts.worker import EngineOptions, VLLMWorker

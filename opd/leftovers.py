@@ -19,7 +19,7 @@ import psutil
 VARIABLE = "OPD_DRIVER"
 """Environment variable with the mark; every process that a driver starts inherits it."""
 OWNER = "OPD_OWNER"
-"""Environment variable with the mark of the worker that started a program, and alone waits for it."""
+"""Environment variable with the mark of the worker that started a process, such as an agent's program, for itself alone."""
 SHARED_MEMORY = Path("/dev/shm")
 END_TIMEOUT_S = 10.0
 _KEPT = "SPT_NOENV"
@@ -52,15 +52,26 @@ def marked() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+@contextmanager
+def owned() -> Iterator[None]:
+    """Within, every process that is started carries this one's mark as that of its owner."""
+    os.environ[OWNER] = mark()
+    try:
+        yield
+    finally:
+        os.environ.pop(OWNER, None)
+
+
 def end_own() -> list[str]:
     """End every process that carries this one's mark. Returns their names."""
     return _end(_own())
 
 
 def end_abandoned() -> list[str]:
-    """End the programs of this driver's workers that are gone, and remove the workers' directories. Returns what was found.
+    """End what workers of this driver that are gone had started, and remove their directories. Returns what was found.
 
-    Nobody would end such a program in time, and what it does would get in the way of the one that repeats its episode.
+    Nobody would end an agent's program in time, and what it does would get in the way of the one that repeats its episode. A
+    process of a dead worker's engine holds memory that the next engine needs.
     """
     abandoned = [p for p in _own() if (owner := _carried(p, OWNER)) and not _alive(owner)]
     return [*_end(abandoned), *_remove_directories()]

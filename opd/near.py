@@ -29,6 +29,8 @@ ELSEWHERE = {
     "max_seq_length": "rollout.max_model_len",
     "context_length": "rollout.max_model_len",
     "num_generations": "rollout.n",
+    "tensor_model_parallel_size": "rollout.tensor_parallel_size",
+    "tp_size": "rollout.tensor_parallel_size",
     "model_name_or_path": "student.model",
     "base_model": "student.model",
     "model_name": "student.model",

@@ -68,6 +68,9 @@ def rollout_spec(
             vocab_size=vocab_size,
             share_prompts=rollout.n > 1,
             sleep=rollout.sleep,
+            tensor_parallel_size=rollout.tensor_parallel_size,
+            kv_cache_dtype=rollout.kv_cache_dtype,
+            engine_args=rollout.engine_args,
         ),
         stop_token_ids=tuple(stop_token_ids),
         untrained=training.untrained,
@@ -252,7 +255,10 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
     if isinstance(teachers, TransformersTeachers):
         own = {"memory_bytes": teachers.memory}
     elif isinstance(teachers, VLLMTeachers):
-        own = {"gpu_memory_utilization": teachers.gpu_memory_utilization}
+        own = {
+            "gpu_memory_utilization": teachers.gpu_memory_utilization,
+            "tensor_parallel_size": teachers.tensor_parallel_size,
+        }
     elif isinstance(teachers, OpenAITeachers):
         servers = {name: Server(base_url=one.base_url, model=one.model) for name, one in teachers.servers.items()}
         own = {

@@ -13,7 +13,7 @@ from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.payloads import answer_class
-from opd.rollouts.vllm import ENGINE_ENV
+from opd.rollouts.processes import engine_env
 from opd.stream.heads import HeadSource
 from opd.stream.targets import Asked, Expected, TargetStream
 from opd.types import LayoutProof, Rollout, Teacher, WeightedTeacher
@@ -43,11 +43,11 @@ class PoolSpec:
     workers: int = 1
     """Scoring workers; each teacher's rows of a step go to one of them."""
     gpus: float = 0
-    """GPUs of each worker; 0: the CPU."""
+    """GPUs of each worker, of engine `vllm` of each of its engine's processes; 0: the CPU."""
     roles: int = 1
     """Roles that compute at the same time on these cores, this one among them."""
     kv_cache_gib: int = 1
-    """Key-value cache of engine `vllm` on the CPU, whole GiB."""
+    """Key-value cache of each process of engine `vllm` on the CPU, whole GiB."""
     max_quarantined: float
     """Share of a step's responses that may be left out before the run stops."""
     start_timeout_s: float
@@ -64,10 +64,12 @@ class Pool:
         self._timeout_s = spec.timeout_s
         self._start_timeout_s = spec.start_timeout_s
         self._max_quarantined = spec.max_quarantined
-        self._gpus = spec.gpus
-        self._env = cluster.worker_env(spec.workers, spec.roles) | ({} if spec.gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        size = spec.scorer.tensor_parallel_size
+        self._gpus = spec.gpus * size
+        self._env = cluster.worker_env(spec.workers * size, spec.roles)
+        self._env |= {} if spec.gpus else {"CUDA_VISIBLE_DEVICES": ""}
         if spec.engine == "vllm":
-            self._env |= ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
+            self._env |= engine_env(size) | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         self._engine = spec.engine
         self._options = spec.scorer
         self._workers = [self._spawn(index) for index in range(spec.workers)]

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.work import measured, used_bytes
-from opd.rollouts.vllm import ENGINE_ENV
+from opd.rollouts.processes import ENGINE_ENV
 from opd.rollouts.worker import EngineOptions, GenerateRequest, VLLMWorker
 from tests.conftest import build_model_dir
 

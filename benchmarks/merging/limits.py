@@ -36,7 +36,7 @@ def engine(case: Case) -> dict[str, float]:
     """Response tokens a second of our rollout engine, all responses of a step at once."""
     from benchmarks.merging.ours import kv_cache_gib
     from experts.model_dir import inspect_model
-    from opd.rollouts.vllm import ENGINE_ENV
+    from opd.rollouts.processes import ENGINE_ENV
 
     os.environ.update(ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib(case))})
     from opd.rollouts.worker import EngineOptions, GenerateRequest, VLLMWorker

@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.balance import BalanceConfig, SamplesBalance
+from opd.config.devices import devices_problem
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
 from opd.config.drift import refuse_contradictions
 from opd.config.evaluate import EvaluateConfig
@@ -217,36 +218,10 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _every_rank_has_a_gpu_of_its_own(self) -> PipelineConfig:
-        gpus, ranks = self.cluster.trainer_gpus, self.trainer.ranks
-        if ranks > 1 and gpus % 1:
-            raise PydanticCustomError(
-                "shared_by_ranks",
-                "a whole number: NCCL refuses two ranks on one GPU; set trainer.ranks to 1 to share a GPU with other "
-                "roles, or cluster.trainer_gpus to 1",
-                {"where": "cluster.trainer_gpus", "found": f"{gpus:g} with trainer.ranks {ranks}"},
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_engines_on_gpus_sleep(self) -> PipelineConfig:
-        if self.rollout.sleep and not self.cluster.rollout_gpus:
-            raise PydanticCustomError(
-                "sleep",
-                "false: a CPU engine cannot give its memory back; set cluster.rollout_gpus if the engines have GPUs",
-                {"where": "rollout.sleep", "found": "true with cluster.rollout_gpus 0"},
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _engines_that_write_beside_others_stay_awake(self) -> PipelineConfig:
-        if self.rollout.sleep and self.schedule.mode == "one_step_off":
-            raise PydanticCustomError(
-                "sleep",
-                "false with schedule.mode one_step_off: the engine writes while the trainer trains, so they cannot take turns "
-                "with a GPU's memory; set schedule.mode to sync to share it",
-                {"where": "rollout.sleep", "found": "true with schedule.mode one_step_off"},
-            )
+    def _processes_have_the_gpus_that_they_need(self) -> PipelineConfig:
+        problem = devices_problem(self.cluster, self.trainer, self.rollout, self.teachers, self.schedule)
+        if problem is not None:
+            raise problem
         return self
 
     @model_validator(mode="after")

@@ -31,11 +31,20 @@ class RolloutConfig(Strict):
     max_num_seqs: int = Field(256, ge=1)
     """Sequences that one engine decodes at a time."""
     kv_cache_gib: int = Field(1, ge=1)
-    """Key-value cache of a CPU engine, whole GiB."""
+    """Key-value cache of a CPU engine, whole GiB; with `tensor_parallel_size` of each of its processes."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of a GPU's memory that a GPU engine may take. Where roles share a GPU, leave room for the other roles."""
     sleep: bool = False
     """Give the engine's GPU memory back while teachers score and the trainer trains. For engines on a GPU that they share."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Processes that divide every weight of the engine among them, for a student larger than a GPU; on GPUs each has
+    `cluster.rollout_gpus`. It has to divide the heads of attention, and all are on one machine."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Type of a GPU engine's key-value cache; `auto`: that of the engine. Fewer bits hold more tokens, and bend what is
+    sampled away from the trainer's distribution: see docs/gpu.md."""
+    engine_args: dict[str, Any] = {}
+    """Other arguments of vLLM's `LLM`, by its own names; those that would bend what is sampled, or that have a key here, are
+    refused."""
 
 
 GATHERED_AT_ONCE, SUMMED_AT_ONCE = 1_000_000_000, 500_000_000
@@ -180,9 +189,9 @@ class ClusterConfig(Strict):
     address: str = "local"
     """`local` starts Ray on this machine; else a Ray cluster's address."""
     rollout_gpus: float = Field(0, ge=0)
-    """GPUs for each rollout worker."""
+    """GPUs for each rollout worker, times `rollout.tensor_parallel_size`."""
     teacher_gpus: float = Field(0, ge=0)
-    """GPUs for each scoring worker."""
+    """GPUs for each scoring worker, times `teachers.tensor_parallel_size`."""
     trainer_gpus: float = Field(0, ge=0)
     """GPUs for each trainer rank."""
     max_restarts: int = Field(3, ge=0)

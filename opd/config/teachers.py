@@ -104,9 +104,11 @@ class VLLMTeachers(_WithWorkers):
     engine: Literal["vllm"]
     """A vLLM engine in each scoring worker. It holds one teacher at a time and reads the next one from its files."""
     kv_cache_gib: int = Field(1, ge=1)
-    """Key-value cache of an engine on a CPU, whole GiB."""
+    """Key-value cache of an engine on a CPU, whole GiB; with `tensor_parallel_size` of each of its processes."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of a GPU's memory that an engine may take."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Processes that divide every weight of a teacher among them; on GPUs each has `cluster.teacher_gpus`."""
 
 
 class OpenAITeachers(_WithWorkers):

@@ -22,7 +22,7 @@ import yaml
 
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunError
-from opd.rollouts.vllm import ENGINE_ENV
+from opd.rollouts.processes import ENGINE_ENV
 
 BATCH_SIZE = {"hf": 8, "vllm": "auto"}
 """Adapter -> batch size; vLLM forms its batches itself."""

@@ -1,4 +1,4 @@
-"""Repairs of vLLM's CPU build for mixtures of experts and hybrids; each fault is silent otherwise."""
+"""Repairs of vLLM's CPU build; each fault is silent otherwise."""
 
 from __future__ import annotations
 
@@ -7,6 +7,23 @@ from typing import Any
 
 RESTARTED = {"gpt_oss"}
 """Families whose experts vLLM's reload does not reach, because they bypass what it watches: a push starts a new engine."""
+
+
+def repack_output_head(model: Any) -> None:
+    """Pack the output head again after a reload, on the CPU.
+
+    vLLM's CPU build multiplies with a copy of the head packed at load time; `reload_weights` rebuilds those copies for
+    linear layers but not for the embedding that a tied model uses as its head.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
 def drop_expert_kernels(model: Any) -> None:

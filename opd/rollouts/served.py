@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 REGISTRY = "model_executor/models/registry.py"
+ENGINE_ARGUMENTS = "engine/arg_utils.py"
 CPU_ATTENTION = "v1/attention/backends/cpu_attn.py"
 CPU_LATENT_ATTENTION = "v1/attention/backends/mla/cpu_mla.py"
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "longcat_flash", "minicpm3")
@@ -163,6 +164,17 @@ def _architectures() -> frozenset[str]:
             continue
         if any(isinstance(target, ast.Name) and target.id in tables for target in node.targets):
             found |= {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
+    return frozenset(found)
+
+
+@cache
+def engine_arguments() -> frozenset[str]:
+    """Names of all arguments that an engine takes; empty without vLLM."""
+    found: set[str] = set()
+    for node in ast.walk(_source(ENGINE_ARGUMENTS)):
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            fields = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+            found |= {field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_")}
     return frozenset(found)
 
 

@@ -27,17 +27,9 @@ from opd.rollouts.episodes.spec import (
 )
 from opd.rollouts.episodes.trace import Sample
 from opd.rollouts.pour import pour
+from opd.rollouts.processes import engine_env
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
 from opd.types import Completion, Origin, Prompt, Quarantined, Rollout, RolloutBatch, Span, unknown_id
-
-ENGINE_ENV = {
-    # Run the engine inside the worker: faster on a small machine, and no engine process can outlive its owner.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Otherwise vLLM chooses its own number of threads and pins them to cores, to the same ones in every engine.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 R = TypeVar("R")
 Weights = Callable[[], AbstractContextManager[Path]]
@@ -61,9 +53,9 @@ class RolloutSpec:
     workers: int = 1
     """Engines; requests are dealt out among them."""
     gpus: float = 0
-    """GPUs of each engine; 0: the CPU."""
+    """GPUs of each process of an engine; 0: the CPU."""
     kv_cache_gib: int = 1
-    """Key-value cache of an engine on the CPU, whole GiB."""
+    """Key-value cache of each process of an engine on the CPU, whole GiB."""
     roles: int = 1
     """Roles that compute at the same time on these cores, this one among them."""
     seed: int = 0
@@ -90,16 +82,18 @@ class VLLMRolloutEngine:
         self._tokenizer = tokenizer
         model_dir = spec.engine.model_dir
         options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker starts in another directory
+        size = options.tensor_parallel_size
         env = (
-            cluster.worker_env(spec.workers, spec.roles)
-            | ENGINE_ENV
+            cluster.worker_env(spec.workers * size, spec.roles)
+            | engine_env(size)
             | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         )
         if not spec.gpus:
             env |= {"CUDA_VISIBLE_DEVICES": ""}
+        gpus = spec.gpus * size  # a Ray worker and all its GPUs are on one machine
 
         def spawn(index: int) -> Worker[VLLMWorker]:
-            return cluster.spawn(VLLMWorker, options, spec.stop_token_ids, name=_name(index), env=env, gpus=spec.gpus)
+            return cluster.spawn(VLLMWorker, options, spec.stop_token_ids, name=_name(index), env=env, gpus=gpus)
 
         self._spawn = spawn
         self._workers = [spawn(index) for index in range(spec.workers)]

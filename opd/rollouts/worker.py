@@ -1,19 +1,22 @@
-"""One vLLM engine inside one process. Runs in a Ray actor; knows nothing of Ray.
+"""One vLLM engine, owned by one process. Runs in a Ray actor; knows nothing of Ray.
 
-Token ids in, token ids out: the engine has no tokenizer, and is told how many ids there are. Two vLLM behaviours are repaired here, both silent otherwise:
-a reload on the CPU leaves the packed output head of a tied model stale, and the prefix cache outlives the weights (`swap`). A
-third, that it dies on the CPU when it reads a prompt in parts, is kept from happening. `repairs` has those of single families.
+Token ids in, token ids out: the engine has no tokenizer, and is told how many ids there are. Its weights lie in this process, or
+in several others (`tensor_parallel_size`); what has to be done beside them is in `inside`, and is called in all of them.
+Two vLLM behaviours are repaired, both silent otherwise: a reload on the CPU leaves the packed output head of a tied model stale,
+and the prefix cache outlives the weights (`swap`). A third, that it dies on the CPU when it reads a prompt in parts, is kept from
+happening. `repairs` has those of single families.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
+from opd import leftovers
 from opd.buckets import Bucket
 from opd.errors import RunError
 from opd.guard.build import shared_guard
@@ -21,8 +24,10 @@ from opd.imports import import_lightly
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
-from opd.rollouts.repairs import RESTARTED, is_recurrent, rotate_every_head
-from opd.rollouts.swap import StreamedSwap, engine_model, reset_prefix_cache, swap_weights
+from opd.rollouts.inside import EXTENSION
+from opd.rollouts.processes import bind_processes, explained
+from opd.rollouts.repairs import RESTARTED, is_recurrent
+from opd.rollouts.swap import StreamedSwap, reset_prefix_cache, swap_weights
 from opd.types import TurnStop
 
 SMALL_BLOCK = 32
@@ -46,6 +51,12 @@ class EngineOptions:
     """Several requests have the same prompt: keep it in blocks of the cache that are small enough to be found again."""
     sleep: bool = False
     """Give the GPU's memory back after `generate`; it comes back with the next call."""
+    tensor_parallel_size: int = 1
+    """Processes of the engine, each with a part of every weight; 1: the engine lies in its owner's process."""
+    kv_cache_dtype: str = "auto"
+    """Type of the key-value cache, as vLLM names it; auto: that of the engine."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM; what is set in `start_engine` comes before them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +202,7 @@ class VLLMWorker:
     def take_bucket(self, bucket: Bucket) -> None:
         """Some of the weights."""
         assert self._stream is not None
-        self._stream.swap.take(bucket.tensors())
+        self._stream.swap.take(bucket)
 
     def finish_stream(self) -> None:
         """Hold the weights that came, caches reset; nothing if none are coming. Raises: as `load`."""
@@ -209,7 +220,8 @@ class VLLMWorker:
             swap_weights(self._llm, model_dir)
             cut_vocabulary(self._llm, self._options.vocab_size)
         else:
-            self._llm = None  # frees the old engine's memory before the new one takes its own
+            old, self._llm = self._llm, None
+            stop_engine(old)  # frees its memory before the new one takes its own
             self._llm = start_engine(dataclasses.replace(self._options, model_dir=model_dir))
             self._shape = shape
 
@@ -275,26 +287,16 @@ def cut_vocabulary(llm: Any, vocab_size: int) -> None:
     What is sampled and the log-probs of prompts are then over the ids that the tokenizer knows, as trainer and teachers
     have it. Raises: RunError if the model gives logits of another width all the same.
     """
-    import torch
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    model, config = engine_model(llm), llm.llm_engine.model_config
-    for module in model.modules():
-        if isinstance(module, LogitsProcessor):
-            module.org_vocab_size = min(module.org_vocab_size, vocab_size)
-    weight = next(model.parameters())
-    hidden_1_D = torch.zeros(1, config.get_hidden_size(), dtype=config.dtype, device=weight.device)
-    with torch.inference_mode():
-        width = model.compute_logits(hidden_1_D).shape[-1]
-    if width != vocab_size:
-        raise RunError(
-            f"{config.model}: vLLM's {type(model).__name__} gives logits for {width} ids, the tokenizer knows {vocab_size}: "
-            "it could sample what is no token, or not sample what is one"
-        )
+    for name, width in llm.collective_rpc("opd_cut_vocabulary", args=(vocab_size,)):
+        if width not in (vocab_size, None):
+            raise RunError(
+                f"{llm.llm_engine.model_config.model}: vLLM's {name} gives logits for {width} ids, the tokenizer knows "
+                f"{vocab_size}: it could sample what is no token, or not sample what is one"
+            )
 
 
 def start_engine(options: EngineOptions, **more: Any) -> Any:
-    """An in-process `vllm.LLM`; `more` goes to it as it is and comes before what is set here.
+    """A `vllm.LLM` that is scheduled in this process; `more` goes to it as it is and comes before what is set here.
 
     Of all that could bend the distribution only the temperature is left: top-k, top-p, min-p, penalties, biases, forbidden
     words and the model directory's generation config are off.
@@ -304,6 +306,18 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    settings = _settings(options) | (_cpu_settings(options) if current_platform.is_cpu() else {}) | more
+    with leftovers.owned(), explained(options.tensor_parallel_size):
+        llm = LLM(**{**options.engine_args, **settings})
+    bind_processes(llm)
+    if current_platform.is_cpu():
+        llm.collective_rpc("opd_rotate_every_head")
+    if more.get("runner") != "pooling":  # that one has no head
+        cut_vocabulary(llm, options.vocab_size)
+    return llm
+
+
+def _settings(options: EngineOptions) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model": str(options.model_dir),
         "skip_tokenizer_init": True,
@@ -311,29 +325,32 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "gpu_memory_utilization": options.gpu_memory_utilization,
-        # A GPU's captured graphs go on with new weights: a reload copies into the tensors that they read.
-        "enforce_eager": current_platform.is_cpu(),
         "logprobs_mode": "processed_logprobs",  # of a sampled token in the distribution it was drawn from; prompts stay raw
         "generation_config": "vllm",  # sampling is decided by the pipeline alone, not by a file in the model directory
         "trust_remote_code": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        "worker_extension_cls": EXTENSION,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "kv_cache_dtype": options.kv_cache_dtype,
     }
-    if current_platform.is_cpu():
-        settings |= _cpu_settings(options)
     if options.sleep:
         settings["enable_sleep_mode"] = True
-    llm = LLM(**settings | more)
-    if current_platform.is_cpu():
-        rotate_every_head(engine_model(llm))
-    if more.get("runner") != "pooling":  # that one has no head
-        cut_vocabulary(llm, options.vocab_size)
-    return llm
+    if options.tensor_parallel_size > 1:
+        settings["distributed_executor_backend"] = "mp"  # else vLLM looks for GPUs of other machines in Ray
+    return settings
+
+
+def stop_engine(llm: Any | None) -> None:
+    """End an engine, if there is one, with its processes."""
+    if llm is not None:
+        llm.llm_engine.engine_core.shutdown()
 
 
 def _cpu_settings(options: EngineOptions) -> dict[str, Any]:
     # After a part of a prompt vLLM winds the request's own random stream back, which a CPU's generator cannot do.
-    settings: dict[str, Any] = {"enable_chunked_prefill": False}
+    # On a GPU, captured graphs go on with new weights: a reload copies into the tensors that they read.
+    settings: dict[str, Any] = {"enable_chunked_prefill": False, "enforce_eager": True}
     if is_recurrent(options.model_dir):
         settings["enable_prefix_caching"] = False  # vLLM cuts recurrent states at cached blocks by prompts in parts
     elif options.share_prompts:

@@ -17,9 +17,12 @@ from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
+from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError, ModelError
+from opd.rollouts.divided import indivisible
+from opd.rollouts.engine_args import refused_argument
 from opd.rollouts.repairs import RESTARTED
-from opd.rollouts.served import refusal
+from opd.rollouts.served import Refusal, refusal
 from pipelines.inputs.routes import Expert
 
 
@@ -28,7 +31,15 @@ def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
     the engine."""
     _refuse_unstreamable(config, student)
     _naming(Path(student.path), student)
-    _check_engine(student, config.rollout.dtype, not config.cluster.rollout_gpus)
+    _check_rollout_engine(config, student)
+
+
+def refuse_engine_args(config: PipelineConfig) -> None:
+    """Raises: ConfigError for the first of `rollout.engine_args` that an engine must not get."""
+    found = refused_argument(config.rollout.engine_args, not config.cluster.rollout_gpus)
+    if found is not None:
+        where = f"rollout.engine_args.{found.where}"
+        raise ConfigError.at(where, found=found.found, wanted=found.wanted, fix=found.fix)
 
 
 def _refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
@@ -46,8 +57,9 @@ def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, Expert]) -> 
     """Raises: ModelError for the first expert that this pipeline's scoring engine cannot run."""
     namings: dict[tuple[str, ...], Any] = {}  # equal experts, and adapters of one base, are checked once
     for name, expert in experts.items():
-        if config.teachers.engine == "vllm":
+        if isinstance(config.teachers, VLLMTeachers):
             _check_engine(expert.info, config.teachers.dtype, not config.cluster.teacher_gpus)
+            _check_divided(expert.info, config.teachers.tensor_parallel_size, "teachers.tensor_parallel_size")
         elif config.teachers.engine == "transformers":
             key = (expert.info.path, *sorted(expert.info.weight_files.values()))
             if key not in namings:
@@ -60,7 +72,7 @@ def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, Expert]) -
     """Check that the rollout engine can serve each domain's leading expert, which takes the exam too. Raises: ModelError."""
     for domain, expert in leading.items():
         if config.domains[domain].eval is not None:
-            _check_engine(expert.info, config.rollout.dtype, not config.cluster.rollout_gpus)
+            _check_rollout_engine(config, expert.info)
 
 
 def _naming(path: Path, info: ModelInfo) -> Any:
@@ -135,12 +147,29 @@ def _check_adapter(name: str, adapter: AdapterInfo, naming: Any) -> None:
             )
 
 
+def _check_rollout_engine(config: PipelineConfig, info: ModelInfo) -> None:
+    """Raises: ModelError if a rollout engine cannot serve the model."""
+    _check_engine(info, config.rollout.dtype, not config.cluster.rollout_gpus)
+    _check_divided(info, config.rollout.tensor_parallel_size, "rollout.tensor_parallel_size")
+
+
 def _check_engine(info: ModelInfo, dtype: str, cpu: bool) -> None:
     """Raises: ModelError if a vLLM engine cannot serve the model."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(info.path, trust_remote_code=False)
-    found = refusal(config, info.architecture, dtype, cpu)
+    _raise(info, refusal(config, info.architecture, dtype, cpu))
+
+
+def _check_divided(info: ModelInfo, size: int, key: str) -> None:
+    """Raises: ModelError if so many processes cannot divide the model among them."""
+    from transformers import AutoConfig
+
+    if size > 1:
+        _raise(info, indivisible(AutoConfig.from_pretrained(info.path, trust_remote_code=False), size, key))
+
+
+def _raise(info: ModelInfo, found: Refusal | None) -> None:
     if found is not None:
         file = Path(info.path) / "config.json"
         raise ModelError.at(f"{file}: {found.where}", found=found.found, wanted=found.wanted, fix=found.fix)

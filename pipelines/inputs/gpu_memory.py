@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
+from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError
@@ -99,7 +100,7 @@ def refuse_crowded_gpus(config: PipelineConfig, inputs: Inputs) -> list[str]:
         raise ConfigError.at(
             "cluster",
             found=f"{len(wanted)} workers that need {len(placed)} GPUs, and {len(sizes)} here",
-            wanted="a GPU, or a part of one, for every worker",
+            wanted="a GPU, or a part of one, for every worker, and for each process of an engine",
             fix="give fractions, such as cluster.rollout_gpus 0.4, or fewer workers (trainer.ranks, rollout.workers, "
             "teachers.workers)",
         )
@@ -114,11 +115,11 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
     if cluster.rollout_gpus:
         engine = Role(
             what="rollout engine",
-            gpus=cluster.rollout_gpus,
+            gpus=rollout_devices(cluster, config.rollout),
             share=config.rollout.gpu_memory_utilization,
             share_key="rollout.gpu_memory_utilization",
             sleeps=config.rollout.sleep,
-            least=student.parameters * DTYPE_BYTES[config.rollout.dtype],
+            least=student.parameters * DTYPE_BYTES[config.rollout.dtype] // config.rollout.tensor_parallel_size,
         )
         found += [engine] * config.rollout.workers
     if cluster.teacher_gpus and not config.teachers.elsewhere:
@@ -147,10 +148,10 @@ def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
     if isinstance(config.teachers, VLLMTeachers):
         return Role(
             what="scoring engine",
-            gpus=config.cluster.teacher_gpus,
+            gpus=teacher_devices(config.cluster, config.teachers),
             share=config.teachers.gpu_memory_utilization,
             share_key="teachers.gpu_memory_utilization",
-            least=weights,
+            least=weights // config.teachers.tensor_parallel_size,
         )
     return Role(what="scoring worker", gpus=config.cluster.teacher_gpus, kept=weights, passing=passing)
 

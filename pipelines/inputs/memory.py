@@ -273,16 +273,17 @@ def engine_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
 def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     rollout = config.rollout
     engines = 2 if any(d.environment and d.environment.teacher_turns for d in config.domains.values()) else 1
+    weights, working = engine_bytes(config, inputs)  # processes divide the weights; each has activations of its own
     return [
         Need(
             what="rollout: weights and logits",
-            nbytes=rollout.workers * engines * sum(engine_bytes(config, inputs)),
+            nbytes=rollout.workers * engines * (weights + rollout.tensor_parallel_size * working),
             knobs="rollout.max_num_seqs, rollout.dtype, rollout.workers",
         ),
         Need(
             what="rollout: key-value cache",
-            nbytes=rollout.workers * engines * (rollout.kv_cache_gib << 30),
-            knobs="rollout.kv_cache_gib, rollout.workers",
+            nbytes=rollout.workers * engines * rollout.tensor_parallel_size * (rollout.kv_cache_gib << 30),
+            knobs="rollout.kv_cache_gib, rollout.workers, rollout.tensor_parallel_size",
         ),
     ]
 
@@ -297,7 +298,9 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     sizes = [info.parameters * width for info in models.values()]
     _, activations = scoring_bytes(config, inputs)
     if isinstance(teachers, VLLMTeachers):
-        weights, budget = 2 * max(sizes) + (teachers.kv_cache_gib << 30), "teachers.kv_cache_gib"
+        size = teachers.tensor_parallel_size
+        weights, budget = 2 * max(sizes) + size * (teachers.kv_cache_gib << 30), "teachers.kv_cache_gib"
+        activations *= size
     else:
         assert isinstance(teachers, TransformersTeachers)
         weights, budget = max(max(sizes), min(sum(sizes) + adapters, int(teachers.memory))), "teachers.memory"
@@ -368,15 +371,22 @@ def pushed_bytes(config: PipelineConfig, inputs: Inputs) -> int:
 def _processes(config: PipelineConfig, inputs: Inputs) -> Need:
     workers = config.teachers.scoring_workers
     prompts = PROMPT * sum(len(part) for part in inputs.prompts.values())
+    divided = config.teachers.tensor_parallel_size if isinstance(config.teachers, VLLMTeachers) else 1
     return Need(
         what="processes, Ray and prompts",
         nbytes=DRIVER_AND_RAY
         + prompts
         + config.trainer.ranks * TRAINER_PROCESS * (2 if config.objective.has_critic else 1)
-        + config.rollout.workers * ROLLOUT_PROCESS
-        + workers * TEACHER_PROCESS,
+        + config.rollout.workers * _engine_processes(config.rollout.tensor_parallel_size) * ROLLOUT_PROCESS
+        + workers * TEACHER_PROCESS
+        + workers * (_engine_processes(divided) - 1) * ROLLOUT_PROCESS,
         knobs="trainer.ranks, rollout.workers, teachers.workers",
     )
+
+
+def _engine_processes(size: int) -> int:
+    """Processes of a worker with an engine; one that is divided lies beside the worker's own."""
+    return 1 if size == 1 else 1 + size
 
 
 def _head_bytes(config: PipelineConfig, expert: ModelInfo) -> int:

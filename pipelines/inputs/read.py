@@ -32,7 +32,12 @@ from opd.processor import slow_bf16
 from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
-from pipelines.inputs.architectures import refuse_unmeasurable, refuse_unscorable, refuse_untrainable
+from pipelines.inputs.architectures import (
+    refuse_engine_args,
+    refuse_unmeasurable,
+    refuse_unscorable,
+    refuse_untrainable,
+)
 from pipelines.inputs.body import Body
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
@@ -138,6 +143,8 @@ def refuse_what_is_not_here(config: PipelineConfig) -> None:
     """Raises: ConfigError if the user's engine, a sink's package, or a server's token or certificate is missing."""
     if is_place(config.rollout.engine):
         users_engine(config.rollout.engine)
+    else:
+        refuse_engine_args(config)
     refuse_missing(config.logging)
     if isinstance(config.teachers, FlightTeachers):
         read_token(config.teachers.token_file)

@@ -7,7 +7,9 @@ from math import ceil
 from typing import Self
 
 from opd.config import PipelineConfig
+from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.strict import DType
+from opd.config.teachers import VLLMTeachers
 from pipelines.cores import roles_at_once
 from pipelines.plan.spec import ClusterSpec
 
@@ -102,7 +104,8 @@ class Places:
         """The places of a pipeline's workers; `placed` has brought it in line with the spec."""
         cluster, on_gpus = config.cluster, spec.machine.gpus > 0
         workers = (config.rollout.workers, max(1, config.teachers.scoring_workers), config.trainer.ranks)
-        gpus = (cluster.rollout_gpus, cluster.teacher_gpus, cluster.trainer_gpus)
+        engine, scorer = rollout_devices(cluster, config.rollout), teacher_devices(cluster, config.teachers)
+        gpus = (engine, scorer, cluster.trainer_gpus)
         beside = 1 if on_gpus else roles_at_once(config)
         rollout, teachers, trainer = (
             Place(spec=spec, workers=n, devices=(own or 1) if on_gpus else spec.devices / n / beside)
@@ -125,13 +128,17 @@ def placed(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
         return config
     scores = config.teachers.scoring_workers > 0
     teachers = {"workers": chosen.teachers.workers} if scores else {}
+    rollout, divided = {"workers": chosen.rollout.workers}, isinstance(config.teachers, VLLMTeachers)
+    if spec.machine.gpus:
+        rollout["tensor_parallel_size"] = chosen.rollout.devices
+        teachers |= {"tensor_parallel_size": chosen.teachers.devices} if divided else {}
     cluster = {
-        "rollout_gpus": chosen.rollout.devices,
-        "teacher_gpus": chosen.teachers.devices if scores else 0,
+        "rollout_gpus": 1,
+        "teacher_gpus": (1 if divided else chosen.teachers.devices) if scores else 0,
         "trainer_gpus": 1,
     }
     changed = {
-        "rollout": config.rollout.model_copy(update={"workers": chosen.rollout.workers}),
+        "rollout": config.rollout.model_copy(update=rollout),
         "teachers": config.teachers.model_copy(update=teachers),
         "trainer": config.trainer.model_copy(update={"ranks": chosen.ranks}),
         "cluster": config.cluster.model_copy(update=cluster if spec.machine.gpus else {}),

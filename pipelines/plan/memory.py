@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from opd.config import PipelineConfig
+from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.strict import DTYPE_BYTES
 from opd.payloads import answer_class
 from pipelines.inputs.gpu_memory import CONTEXT, Phase, phases, roles
@@ -56,7 +57,7 @@ def held(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float
         parts["teachers' output heads"] = heads_bytes(config, inputs)
         parts["target rows of a step (host)"] = target_bytes(config, models) * models.opinions / ranks
     found = [Held(role="trainer rank", part=part, nbytes=nbytes) for part, nbytes in parts.items()]
-    on_gpus, devices = spec.machine.gpus > 0, max(1.0, config.cluster.rollout_gpus)
+    on_gpus, devices = spec.machine.gpus > 0, max(1.0, rollout_devices(config.cluster, config.rollout))
     weights, working = engine_bytes(config, inputs)
     if on_gpus:  # a GPU engine takes new weights in place and keeps no packed copy
         weights = inputs.student.parameters * width
@@ -64,7 +65,7 @@ def held(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float
     found += [Held(role="rollout engine", part=part, nbytes=nbytes) for part, nbytes in engine.items()]
     if config.teachers.scoring_workers and models.scorers:
         weights, passing = scoring_bytes(config, inputs)
-        devices = max(1.0, config.cluster.teacher_gpus)
+        devices = max(1.0, teacher_devices(config.cluster, config.teachers))
         found.append(Held(role="scoring worker", part="weights of one teacher", nbytes=weights / devices))
         found.append(Held(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
     return found
@@ -84,7 +85,7 @@ def cache_bytes(config: PipelineConfig, models: Models, spec: ClusterSpec) -> fl
     """Bytes for keys and values on each device of an engine: what its share of a GPU leaves, or `rollout.kv_cache_gib`."""
     if not spec.machine.gpus:
         return config.rollout.kv_cache_gib << 30
-    devices = max(1.0, config.cluster.rollout_gpus)
+    devices = max(1.0, rollout_devices(config.cluster, config.rollout))
     weights = models.inputs.student.parameters * DTYPE_BYTES[config.rollout.dtype] / devices
     working = engine_bytes(config, models.inputs)[1] / devices
     return max(0.0, config.rollout.gpu_memory_utilization * spec.machine.gpu_memory - weights - working)
@@ -92,14 +93,14 @@ def cache_bytes(config: PipelineConfig, models: Models, spec: ClusterSpec) -> fl
 
 def cache_copies(config: PipelineConfig, models: Models, spec: ClusterSpec) -> float:
     """How often an engine holds the keys and values of a token: machines divide sequences, the devices of a machine heads."""
-    together = min(max(1.0, config.cluster.rollout_gpus), max(1, spec.machine.gpus))
+    together = min(max(1.0, rollout_devices(config.cluster, config.rollout)), max(1, spec.machine.gpus))
     return max(1.0, together / models.student.attention.kv_split)
 
 
 def cache_tokens(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float) -> float:
     """Tokens whose keys and values fit into `cache` bytes on each device of an engine."""
     a_token = models.student.attention.kv_values * DTYPE_BYTES[config.rollout.dtype]
-    devices = max(1.0, config.cluster.rollout_gpus)
+    devices = max(1.0, rollout_devices(config.cluster, config.rollout))
     return cache * devices / (a_token * cache_copies(config, models, spec))
 
 
@@ -117,7 +118,6 @@ def rooms(config: PipelineConfig, models: Models, spec: ClusterSpec, shared: boo
             role,
             kept=round(role.kept / devices),
             passing=round(role.passing / devices),
-            least=round(role.least / devices),
         )
     found = [
         Room(

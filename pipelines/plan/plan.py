@@ -167,7 +167,9 @@ def _notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> Iterato
         yield "teachers elsewhere are planned as if they scored at once"
     if places.devices > spec.devices:
         yield f"{places.devices:g} devices are placed, the cluster has {spec.devices}"
-    if max(places.rollout.devices, places.teachers.devices) > 1:
-        yield "a rollout engine or a teacher on several GPUs is planned; `opd merge` starts each on one"
+    if spec.machine.gpus and places.rollout.devices > spec.machine.gpus:
+        yield "a rollout engine on several machines is planned; `opd merge` starts each on one"
+    if spec.machine.gpus and places.teachers.devices > (spec.machine.gpus if config.teachers.engine == "vllm" else 1):
+        yield "a teacher is planned on more GPUs than `opd merge` gives it: one, or with teachers.engine vllm those of a machine"
     if spec.machines > 1:
         yield "a push between machines is planned; `opd merge` pushes on one machine"

@@ -43,6 +43,8 @@ class ScorerOptions:
     """Prompt and response tokens of the longest rollout; engine `vllm`, like the next one."""
     gpu_memory_utilization: float = 0.85
     """Share of a GPU's memory that the engine may take."""
+    tensor_parallel_size: int = 1
+    """Processes of the engine, each with a part of every weight; engine `vllm`."""
     servers: Mapping[str, Server] = field(default_factory=dict)
     """Teacher's name -> server; engine `openai`, like the next two."""
     api_key_env: str | None = None

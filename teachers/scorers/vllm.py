@@ -24,7 +24,7 @@ from opd.payloads import answer_class
 from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
 from opd.rollouts.swap import swap_weights, wipe_cache
-from opd.rollouts.worker import EngineOptions, can_swap, model_shape, start_engine
+from opd.rollouts.worker import EngineOptions, can_swap, model_shape, start_engine, stop_engine
 from opd.stream.heads import HeadFile, HeadSource
 from opd.stream.schema import TargetRow
 from opd.types import Rollout, Teacher
@@ -158,7 +158,8 @@ class VLLMScorer:
         self._loaded = weight_key(teacher)
 
     def _start(self, teacher: Teacher, shape: dict[str, Any]) -> None:
-        self._llm = None  # frees the old engine's memory before the new one takes its own
+        old, self._llm = self._llm, None
+        stop_engine(old)  # frees its memory before the new one takes its own
         length = self._options.max_model_len if self._pooling else self._options.max_model_len + 1
         context = (shape.get("text_config") or shape).get("max_position_embeddings")
         if context is not None and length > context:
@@ -174,6 +175,7 @@ class VLLMScorer:
             max_num_seqs=MAX_NUM_SEQS,
             gpu_memory_utilization=self._options.gpu_memory_utilization,
             vocab_size=self._options.vocab_size,
+            tensor_parallel_size=self._options.tensor_parallel_size,
         )
         if self._pooling:
             from vllm.config import PoolerConfig

@@ -170,14 +170,14 @@ def test_a_push_reaches_the_engine(
 @pytest.mark.slow
 def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_model_dir: Make) -> None:
     """The repair is what makes the push arrive: without it the same probe sees the old head."""
-    import opd.rollouts.swap as swap_module
+    import opd.rollouts.inside as inside
 
     class WithoutRepair(VLLMWorker):
         def load(self, model_dir: Path) -> None:
-            swap_module.repack_output_head = lambda model: None
+            inside.repack_output_head = lambda model: None
             super().load(model_dir)
 
-    from opd.rollouts.vllm import ENGINE_ENV
+    from opd.rollouts.processes import ENGINE_ENV
     from opd.rollouts.worker import EngineOptions
 
     old, new = make_model_dir(tmp_path / "old", seed=0), make_model_dir(tmp_path / "new", seed=1)

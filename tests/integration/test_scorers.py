@@ -23,7 +23,7 @@ from opd.config.sections import ClusterConfig
 from opd.errors import RunError
 from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.top_k import TopTokens
-from opd.rollouts.vllm import ENGINE_ENV
+from opd.rollouts.processes import ENGINE_ENV
 from opd.settings import validate
 from opd.stream.heads import head_tensor
 from opd.stream.schema import TargetRow

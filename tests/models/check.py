@@ -145,7 +145,7 @@ def findings(root: Path) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    from opd.rollouts.vllm import ENGINE_ENV
+    from opd.rollouts.processes import ENGINE_ENV
 
     os.environ |= ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)

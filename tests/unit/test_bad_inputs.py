@@ -952,17 +952,7 @@ def push_that_did_not_arrive(b: Bench) -> None:
     ends = Ends(0.3, 0.3)
     with pytest.raises(RunError, match=r"weight push 7: .*0\.3000 nats.*sync\.tolerance is 0\.02"):
         ends.push([])
-    stale: Any = SimpleNamespace(
-        collective_rpc=lambda *_, **__: None,
-        reset_prefix_cache=lambda: False,
-        llm_engine=SimpleNamespace(
-            model_executor=SimpleNamespace(
-                driver_worker=SimpleNamespace(worker=SimpleNamespace(get_model=lambda: None))
-            )
-        ),
-    )
-    b.patch.setattr("opd.rollouts.swap.drop_expert_kernels", lambda _: None)
-    b.patch.setattr("opd.rollouts.swap.repack_output_head", lambda _: None)
+    stale: Any = SimpleNamespace(collective_rpc=lambda *_, **__: None, reset_prefix_cache=lambda: False)
     with pytest.raises(RunError, match="refused to reset its prefix cache"):
         swap_weights(stale, b.root)
 

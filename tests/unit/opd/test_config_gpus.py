@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from opd.config import PipelineConfig
+from opd.config.devices import rollout_devices, teacher_devices
 from opd.errors import ConfigError
 from opd.settings import validate
 
@@ -44,3 +45,38 @@ def test_a_cpu_engine_does_not_sleep() -> None:
     assert message.startswith("p.yaml: rollout.sleep\n") and "cluster.rollout_gpus" in message
     data = VALID | {"rollout": {"sleep": True}, "cluster": {"rollout_gpus": 0.4}}
     assert validate(PipelineConfig, data, "p.yaml").rollout.sleep
+
+
+@pytest.mark.parametrize("gpus", [0.5, 2])
+def test_processes_of_an_engine_have_a_gpu_each(gpus: float) -> None:
+    message = refusal(rollout={"tensor_parallel_size": 2}, cluster={"rollout_gpus": gpus})
+    assert message.startswith("p.yaml: cluster.rollout_gpus\n")
+    assert f"found:  {gpus:g} with rollout.tensor_parallel_size 2" in message and "wanted: 1 (or 0, the CPU)" in message
+    teachers = {"engine": "vllm", "tensor_parallel_size": 4}
+    message = refusal(teachers=teachers, cluster={"teacher_gpus": gpus})
+    assert message.startswith("p.yaml: cluster.teacher_gpus\n") and "teachers.tensor_parallel_size 4" in message
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_an_engine_of_two_processes_has_two_gpus_or_none(gpus: float) -> None:
+    sections = {
+        "rollout": {"tensor_parallel_size": 2},
+        "teachers": {"engine": "vllm", "tensor_parallel_size": 2},
+        "cluster": {"rollout_gpus": gpus, "teacher_gpus": gpus},
+    }
+    config = validate(PipelineConfig, VALID | sections, "p.yaml")
+    assert rollout_devices(config.cluster, config.rollout) == 2 * gpus
+    assert teacher_devices(config.cluster, config.teachers) == 2 * gpus
+
+
+def test_a_cache_of_fewer_bits_is_for_gpus() -> None:
+    message = refusal(rollout={"kv_cache_dtype": "fp8"})
+    assert message.startswith("p.yaml: rollout.kv_cache_dtype\n") and "wanted: auto: a CPU engine" in message
+    data = VALID | {"rollout": {"kv_cache_dtype": "fp8"}, "cluster": {"rollout_gpus": 1}}
+    assert validate(PipelineConfig, data, "p.yaml").rollout.kv_cache_dtype == "fp8"
+    assert "rollout.kv_cache_dtype" in refusal(rollout={"kv_cache_dtype": "int3"}, cluster={"rollout_gpus": 1})
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "two"])
+def test_sizes_that_are_none(size: Any) -> None:
+    assert refusal(rollout={"tensor_parallel_size": size}).startswith("p.yaml: rollout.tensor_parallel_size\n")

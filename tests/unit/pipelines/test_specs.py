@@ -34,6 +34,7 @@ ELSEWHERE = {"engine", "zero_stage", "samples_per_step", "mask_tokens"}
 ROLLOUT = {
     "workers": 2, "n": 2, "dtype": "bfloat16", "max_new_tokens": 5, "temperature": 0.5, "max_model_len": 64,
     "max_num_seqs": 3, "kv_cache_gib": 2, "gpu_memory_utilization": 0.5, "sleep": True,
+    "tensor_parallel_size": 2, "kv_cache_dtype": "fp8", "engine_args": {"max_num_batched_tokens": 99},
 }  # fmt: skip
 TRAINER = {
     "ranks": 3, "dtype": "bfloat16", "steps": 9, "lr": 0.5, "warmup_steps": 1, "lr_scheduler_type": "linear",
@@ -45,7 +46,7 @@ TEACHERS = {
     "payload": "top_k", "dtype": "bfloat16", "queue": 99, "max_quarantined": 0.5, "workers": 2, "memory": 99,
     "kv_cache_gib": 2, "gpu_memory_utilization": 0.5, "servers": {"e": SERVER | {"model": "other"}},
     "api_key_env": "KEY", "server_timeout_s": 9, "address": "grpc://localhost:2", "tls_root_certs": "ca.pem",
-    "token_file": "token",
+    "token_file": "token", "tensor_parallel_size": 2,
 }  # fmt: skip
 """A value that is no default for every other key."""
 OWN: dict[str, dict[str, Any]] = {

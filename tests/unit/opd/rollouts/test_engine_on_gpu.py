@@ -31,12 +31,18 @@ class Engine:
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
         self.said = []
+        self.called: list[str] = []
         self.asleep = False
+        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace())  # one process: no further ones
 
     def sleep(self, level: int) -> None:
         assert not self.asleep
         self.asleep = True
         self.said.append(f"sleep {level}")
+
+    def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[None]:
+        self.called.append(method)
+        return [None]
 
     def wake_up(self) -> None:
         assert self.asleep
@@ -63,8 +69,6 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.llm", fake)
     monkeypatch.setattr(worker, "model_shape", lambda model_dir: {"model_type": "llama"})
     monkeypatch.setattr(worker, "is_recurrent", lambda model_dir: False)
-    monkeypatch.setattr(worker, "engine_model", lambda llm: llm)
-    monkeypatch.setattr(worker, "rotate_every_head", lambda model: None)
     monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, vocab_size: None)
     monkeypatch.setattr(worker, "swap_weights", lambda llm, model_dir, whole=True: llm.said.append("load"))
     return found
@@ -73,7 +77,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "gpu"])
 def test_graphs_are_captured_on_a_gpu_alone(platform: SimpleNamespace, cpu: bool) -> None:
     platform.cpu = cpu
-    assert worker.start_engine(OPTIONS).settings["enforce_eager"] is cpu
+    assert worker.start_engine(OPTIONS).settings.get("enforce_eager", False) is cpu
 
 
 def test_only_an_engine_that_will_sleep_is_told_so(platform: SimpleNamespace) -> None:

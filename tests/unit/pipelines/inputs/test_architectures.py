@@ -15,7 +15,9 @@ from transformers import AutoConfig
 
 from opd.config import load_pipeline
 from opd.errors import ConfigError, ModelError
-from opd.rollouts.served import CPU_ATTENTION, _architectures, _supported_sizes, refusal
+from opd.rollouts.divided import indivisible
+from opd.rollouts.engine_args import CPU_ONLY, OURS, REFUSED
+from opd.rollouts.served import CPU_ATTENTION, _architectures, _supported_sizes, engine_arguments, refusal
 from pipelines.inputs.read import read_inputs, read_teachers
 
 Make = Callable[..., Path]
@@ -186,3 +188,74 @@ def test_lora_of_a_mixture_has_to_be_told_what_to_adapt(mixtures: Any) -> None:
     mixtures.data["student"]["lora"] = {"r": 4, "targets": ["q_proj"]}
     found = read_inputs(load_pipeline(mixtures.write()))
     assert found.trained < found.pushed < found.student.parameters / 2
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "found"),
+    [(2, 2, 3, "num_attention_heads"), (8, 4, 8, None), (8, 2, 4, None), (24, 6, 4, "num_key_value_heads")],
+)
+def test_heads_that_the_processes_of_an_engine_cannot_divide(
+    world: Any, heads: int, kv_heads: int, size: int, found: str | None
+) -> None:
+    """Fewer key-value heads than processes are held more than once."""
+    edit(
+        world.root / "base" / "config.json",
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=192,
+        hidden_size=24 * 8,
+        head_dim=32,
+    )
+    config = AutoConfig.from_pretrained(world.root / "base")
+    refused = indivisible(config, size, "rollout.tensor_parallel_size")
+    assert (refused and refused.where) == found
+
+
+def test_a_student_and_a_teacher_that_cannot_be_divided_are_refused_by_their_own_key(world: Any) -> None:
+    world.data["rollout"]["tensor_parallel_size"] = 3
+    message = refused(world)
+    assert "base/config.json: num_attention_heads" in message
+    assert "wanted: a multiple of rollout.tensor_parallel_size 3" in message
+    world.data["rollout"]["tensor_parallel_size"] = 2
+    read_inputs(load_pipeline(world.write()))
+    world.data["teachers"] = {"engine": "vllm", "tensor_parallel_size": 3}
+    with pytest.raises(ModelError, match=r"a multiple of teachers\.tensor_parallel_size 3"):
+        read_teachers(load_pipeline(world.write()))
+
+
+@pytest.mark.parametrize(
+    ("given", "found", "said"),
+    [
+        ({"max_num_batched_tokenz": 9}, "9", "did you mean `max_num_batched_tokens`?"),
+        ({"logprobs_mode": "raw_logprobs"}, "raw_logprobs", "the distribution it was drawn from"),
+        ({"generation_config": "auto"}, "auto", "the distribution it was drawn from"),
+        ({"quantization": "fp8"}, "fp8", "what the trainer does"),
+        ({"max_model_len": 9}, "9", "wanted: rollout.max_model_len, which says this"),
+        ({"tensor_parallel_size": 2}, "2", "wanted: rollout.tensor_parallel_size, which says this"),
+        ({"pipeline_parallel_size": 2}, "2", "one worker on one machine"),
+        ({"enforce_eager": True}, "True", "give the engine a GPU"),
+    ],
+)
+def test_arguments_of_vllm_that_an_engine_must_not_get(
+    world: Any, given: dict[str, Any], found: str, said: str
+) -> None:
+    world.data["rollout"]["engine_args"] = given
+    with pytest.raises(ConfigError) as error:
+        read_inputs(load_pipeline(world.write()))
+    (name,) = given
+    assert str(error.value).startswith(f"rollout.engine_args.{name}\n  found:  {found}\n") and said in str(error.value)
+
+
+def test_arguments_of_vllm_that_pass(world: Any) -> None:
+    world.data["rollout"]["engine_args"] = {"max_num_batched_tokens": 4096, "scheduling_policy": "fcfs"}
+    read_inputs(load_pipeline(world.write()))
+    world.data["rollout"]["engine_args"] = {"enforce_eager": True}
+    world.data["cluster"] = {"rollout_gpus": 1}
+    read_inputs(load_pipeline(world.write()))
+
+
+def test_what_is_said_of_arguments_is_of_arguments_that_vllm_has() -> None:
+    """vLLM's source is read, not guessed: if it moves, this fails."""
+    assert len(engine_arguments()) > 150
+    assert {*OURS, *REFUSED, *CPU_ONLY} <= engine_arguments()
+    assert not set(OURS) & set(REFUSED)

@@ -180,3 +180,22 @@ def test_sizes_are_the_drivers(
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("there is no such tool"))
     monkeypatch.setattr(gpu_memory.shutil, "which", lambda name: None)
     assert gpu_sizes() == []
+
+
+def test_a_divided_engine_is_on_several_gpus_with_a_part_of_the_weights_on_each(
+    inputs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = changed(
+        inputs[0],
+        rollout={"tensor_parallel_size": 2},
+        teachers={"engine": "vllm", "tensor_parallel_size": 2},
+        cluster={"rollout_gpus": 1, "teacher_gpus": 1},
+    )
+    engine, teacher = roles(config, inputs[1])
+    assert (engine.gpus, engine.least) == (2, 2 * PARAMETERS)
+    assert (teacher.gpus, teacher.least) == (2, 2 * PARAMETERS)
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [80 * GIB] * 3)
+    with pytest.raises(ConfigError, match="2 workers that need 4 GPUs, and 3 here"):
+        refuse_crowded_gpus(config, inputs[1])
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [80 * GIB] * 4)
+    assert refuse_crowded_gpus(config, inputs[1]) == []

@@ -149,6 +149,20 @@ def test_engines_have_caches_each(given: Any) -> None:
     assert lines(given, rollout={"kv_cache_gib": 3, "workers": 2})[what] == 6 << 30
 
 
+def test_processes_of_an_engine_divide_its_weights_and_have_caches_each(given: Any) -> None:
+    teachers = {"engine": "vllm"}
+    one = lines(given, teachers=teachers)
+    two = lines(given, rollout={"tensor_parallel_size": 2}, teachers=teachers | {"tensor_parallel_size": 2})
+    weights, working = memory.engine_bytes(*given)
+    assert one["rollout: weights and logits"] == weights + working
+    assert two["rollout: weights and logits"] == weights + 2 * working
+    assert two["rollout: key-value cache"] == 2 * one["rollout: key-value cache"]
+    assert two["teachers: weights"] - one["teachers: weights"] == 1 << 30
+    assert two["teachers: activations"] == 2 * one["teachers: activations"]
+    what = "processes, Ray and prompts"
+    assert two[what] - one[what] == 4 * memory.ROLLOUT_PROCESS, "two beside each worker's own"
+
+
 def test_teachers_stay_within_their_budget_but_one_is_always_there(given: Any) -> None:
     whole = PARAMETERS * 4
     for budget, kept in ((1, whole), (whole + 1, whole + 1), (5 * whole, 2 * whole)):

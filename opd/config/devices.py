@@ -1,0 +1,77 @@
+"""The rules between what a role does and the devices that it has."""
+
+from __future__ import annotations
+
+from pydantic_core import PydanticCustomError
+
+from opd.config.sections import ClusterConfig, RolloutConfig, ScheduleConfig, TrainerConfig
+from opd.config.teachers import Teachers, VLLMTeachers
+
+
+def rollout_devices(cluster: ClusterConfig, rollout: RolloutConfig) -> float:
+    """GPUs of one rollout engine, or a share of one; 0: the CPU."""
+    return cluster.rollout_gpus * rollout.tensor_parallel_size
+
+
+def teacher_devices(cluster: ClusterConfig, teachers: Teachers) -> float:
+    """GPUs of one scoring worker, or a share of one; 0: the CPU."""
+    return cluster.teacher_gpus * (teachers.tensor_parallel_size if isinstance(teachers, VLLMTeachers) else 1)
+
+
+def devices_problem(
+    cluster: ClusterConfig, trainer: TrainerConfig, rollout: RolloutConfig, teachers: Teachers, schedule: ScheduleConfig
+) -> PydanticCustomError | None:
+    """The first thing that a role cannot do on its devices; None if all can."""
+    gpus, ranks = cluster.trainer_gpus, trainer.ranks
+    if ranks > 1 and gpus % 1:
+        return _problem(
+            "cluster.trainer_gpus",
+            f"{gpus:g} with trainer.ranks {ranks}",
+            "a whole number: NCCL refuses two ranks on one GPU; set trainer.ranks to 1 to share a GPU with other roles, or "
+            "cluster.trainer_gpus to 1",
+        )
+    divided = _divided("rollout", cluster.rollout_gpus, rollout.tensor_parallel_size)
+    if divided is None and isinstance(teachers, VLLMTeachers):
+        divided = _divided("teacher", cluster.teacher_gpus, teachers.tensor_parallel_size)
+    return divided or _engine_problem(cluster, rollout, schedule)
+
+
+def _divided(role: str, gpus: float, size: int) -> PydanticCustomError | None:
+    """Why an engine of so many processes cannot have so many GPUs for each."""
+    if size == 1 or gpus in (0, 1):
+        return None
+    section = "teachers" if role == "teacher" else role
+    return _problem(
+        f"cluster.{role}_gpus",
+        f"{gpus:g} with {section}.tensor_parallel_size {size}",
+        "1 (or 0, the CPU): it counts the GPUs of each of an engine's processes, and NCCL refuses two of them on one GPU",
+    )
+
+
+def _engine_problem(
+    cluster: ClusterConfig, rollout: RolloutConfig, schedule: ScheduleConfig
+) -> PydanticCustomError | None:
+    if rollout.sleep and not cluster.rollout_gpus:
+        return _problem(
+            "rollout.sleep",
+            "true with cluster.rollout_gpus 0",
+            "false: a CPU engine cannot give its memory back; set cluster.rollout_gpus if the engines have GPUs",
+        )
+    if rollout.sleep and schedule.mode == "one_step_off":
+        return _problem(
+            "rollout.sleep",
+            "true with schedule.mode one_step_off",
+            "false with schedule.mode one_step_off: the engine writes while the trainer trains, so they cannot take turns with "
+            "a GPU's memory; set schedule.mode to sync to share it",
+        )
+    if rollout.kv_cache_dtype != "auto" and not cluster.rollout_gpus:
+        return _problem(
+            "rollout.kv_cache_dtype",
+            f"{rollout.kv_cache_dtype} with cluster.rollout_gpus 0",
+            "auto: a CPU engine has memory for its cache, and would only write from a distribution that is not the student's",
+        )
+    return None
+
+
+def _problem(where: str, found: str, wanted: str) -> PydanticCustomError:
+    return PydanticCustomError("devices", "{wanted}", {"wanted": wanted, "where": where, "found": found})

@@ -1,0 +1,112 @@
+"""Which arguments of vLLM a user may set beside our own keys: all that it has, but for those that are refused here.
+
+Refused is what would make the engine another distribution, or another model, than the trainer's, and what our own way of
+running an engine rests on. Whatever else somebody sets, the probe after every push compares engine and trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opd.near import did_you_mean
+from opd.rollouts.served import Refusal, engine_arguments
+
+OURS = {
+    "model": "student.model",
+    "model_weights": "student.model",
+    "seed": "seed",
+    "dtype": "rollout.dtype",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.gpu_memory_utilization, or on a CPU rollout.kv_cache_gib",
+    "kv_cache_dtype": "rollout.kv_cache_dtype",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "enable_sleep_mode": "rollout.sleep",
+}
+"""Argument -> our key for it."""
+BENT = "nothing: a token's log-prob has to be that of the distribution it was drawn from, and that the student's own"
+ANOTHER = "nothing: the engine has to compute what the trainer does, with the weights that a push brings"
+TOKENS = "nothing: token ids go in and out, and the engine has no tokenizer"
+DRAFTED = "nothing: whether drafted tokens are samples of the student is not proven here, and on a CPU they are not"
+ONE_NODE = (
+    "nothing: an engine is one worker on one machine; rollout.workers and rollout.tensor_parallel_size divide the work"
+)
+OUTLIVING = "nothing: keys and values outside of the engine would outlive the weights that computed them"
+OUR_CODE = "nothing: this is where the engine's process is held to our own way of running it"
+CPU_ONLY = {
+    "enforce_eager": "nothing: a CPU engine runs eagerly anyway",
+    "enable_chunked_prefill": "nothing: vLLM's CPU build dies when it reads a prompt in parts",
+    "enable_prefix_caching": "nothing: it is on where vLLM's CPU build computes it right",
+    "block_size": "nothing: rollout.n decides it on a CPU",
+}
+"""Argument -> what is wanted, for an engine on the CPU."""
+REFUSED: dict[str, str] = (
+    dict.fromkeys(
+        (
+            "logprobs_mode", "generation_config", "override_generation_config", "logits_processors", "watermark_config",
+            "kv_sharing_fast_prefill",
+        ),
+        BENT,
+    )
+    | dict.fromkeys(
+        (
+            "quantization", "quantization_config", "allow_deprecated_quantization", "load_format", "config_format",
+            "model_loader_extra_config", "ignore_patterns", "hf_config_path", "hf_overrides", "model_class_overrides",
+            "revision", "code_revision", "hf_token", "runner", "convert", "pooler_config", "disable_sliding_window",
+            "enable_lora", "default_mm_loras", "diffusion_config", "weight_transfer_config",
+        ),
+        ANOTHER,
+    )
+    | dict.fromkeys(
+        (
+            "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "tokens_only",
+            "enable_prompt_embeds",
+        ),
+        TOKENS,
+    )
+    | dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), DRAFTED)
+    | dict.fromkeys(
+        (
+            "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size", "data_parallel_rank",
+            "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
+            "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
+            "data_parallel_backend", "enable_elastic_ep", "elastic_ep_max_dp_size", "nnodes", "node_rank", "master_addr",
+            "master_port", "device_ids", "distributed_executor_backend",
+        ),
+        ONE_NODE,
+    )
+    | dict.fromkeys(
+        (
+            "kv_transfer_config", "kv_events_config", "ec_transfer_config", "kv_offloading_size", "kv_offloading_backend",
+        ),
+        OUTLIVING,
+    )
+    | dict.fromkeys(
+        (
+            "worker_cls", "worker_extension_cls", "scheduler_cls", "io_processor_plugin", "reasoning_parser_plugin",
+            "trust_remote_code", "disable_log_stats", "use_tqdm_on_load", "max_logprobs",
+        ),
+        OUR_CODE,
+    )
+)  # fmt: skip
+"""Argument -> what is wanted, with the reason."""
+
+
+def refused_argument(given: Mapping[str, Any], cpu: bool) -> Refusal | None:
+    """The first of these arguments that cannot be handed to an engine, and why; None if all can."""
+    known = engine_arguments()
+    for name, value in given.items():
+        if name in OURS:
+            wanted, fix = f"{OURS[name]}, which says this", "remove it here"
+        elif name in REFUSED:
+            wanted, fix = REFUSED[name], "remove it"
+        elif cpu and name in CPU_ONLY:
+            wanted, fix = CPU_ONLY[name], "remove it, or give the engine a GPU: cluster.rollout_gpus"
+        elif known and name not in known:
+            wanted, fix = "an argument of vLLM's EngineArgs", did_you_mean(name, known, "remove it")
+        else:
+            continue
+        return Refusal(name, found=str(value), wanted=wanted, fix=fix)
+    return None

@@ -1,0 +1,116 @@
+"""What is done inside the processes of a vLLM engine, beside its model.
+
+An engine is one process, or with `tensor_parallel_size` several of which each holds a part of every weight. vLLM makes
+`Inside` a base of its own worker class (`worker_extension_cls`), and calls these methods by name in all processes at the same
+time. So there is one way for one process and for many, and no code travels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from opd.buckets import Bucket
+from opd.rollouts.processes import take_names_away
+from opd.rollouts.repairs import drop_expert_kernels, repack_output_head, rotate_every_head
+
+EXTENSION = "opd.rollouts.inside.Inside"
+"""The name under which vLLM imports the class below."""
+PR_SET_PDEATHSIG = 1
+
+
+class Inside:
+    """Methods of a worker of vLLM, one of which has one process of an engine. vLLM refuses a name that its class has."""
+
+    def opd_bind(self, owner: int | None) -> None:
+        """Leave no shared memory behind, and end with the process `owner`, which started this one, whatever this one is doing.
+
+        vLLM's own way is a pipe that a thread listens to. A process that waits for another one's part of a sum would not
+        notice, and wait for ever with all its strength. Without Linux there is only vLLM's way.
+        """
+        take_names_away()
+        if owner is None or not sys.platform.startswith("linux"):
+            return
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != owner:  # it ended before it could be watched
+            os._exit(1)
+
+    def opd_rotate_every_head(self) -> None:
+        """Repair the rotary embeddings of the CPU build."""
+        rotate_every_head(self._opd_model())
+
+    def opd_cut_vocabulary(self, vocab_size: int) -> tuple[str, int | None]:
+        """Leave so many ids in all logits. Returns the model's class and the width of its logits: None in a process that gets
+        none, because vLLM gathers them in the first one."""
+        import torch
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        model, config = self._opd_model(), self._opd_this().model_config
+        for module in model.modules():
+            if isinstance(module, LogitsProcessor):
+                module.org_vocab_size = min(module.org_vocab_size, vocab_size)
+        device = next(model.parameters()).device
+        hidden_1_D = torch.zeros(1, config.get_hidden_size(), dtype=config.dtype, device=device)
+        with torch.inference_mode():
+            logits_1_V = model.compute_logits(hidden_1_D)
+        return type(model).__name__, None if logits_1_V is None else logits_1_V.shape[-1]
+
+    def opd_swap_weights(self, weights_path: str, whole: bool) -> None:
+        """Take a directory's weights, or this process's part of them; without `whole` those that it lacks stay."""
+        model = self._opd_model()
+        if whole:
+            drop_expert_kernels(model)  # experts that stay are packed already
+        self._opd_this().reload_weights(weights_path=weights_path)
+        repack_output_head(model)
+
+    def opd_begin_stream(self, whole: bool) -> None:
+        """From now on weights come a few at a time: all that the model has if `whole`, else some of them.
+
+        vLLM reloads layer by layer: it keeps what belongs to a layer until all of it is there, packs it as the first load did, and
+        copies it into the tensors that the engine reads.
+        """
+        model = self._opd_model()
+        if whole:
+            drop_expert_kernels(model)
+        with self._opd_reloading() as life_cycle:
+            life_cycle.initialize_layerwise_reload(model)
+
+    def opd_take_bucket(self, bucket: Bucket) -> None:
+        """Take some of them, or this process's part. The bucket must stay as it is: vLLM reads it when a layer is complete."""
+        with self._opd_reloading():
+            self._opd_model().load_weights(bucket.tensors())
+
+    def opd_finish_stream(self) -> None:
+        """All have come."""
+        model = self._opd_model()
+        with self._opd_reloading() as life_cycle:
+            life_cycle.finalize_layerwise_reload(model, self._opd_this().model_config)
+        repack_output_head(model)
+
+    @contextmanager
+    def _opd_reloading(self) -> Iterator[Any]:
+        """vLLM's functions for a reload, in the surroundings that it gives to its own."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import reload
+
+        with set_current_vllm_config(self._opd_this().vllm_config):
+            yield reload
+
+    def opd_wipe_cache(self) -> None:
+        """Overwrite the key-value cache with zeros."""
+        for layer in self._opd_this().model_runner.kv_caches:
+            for tensor in layer if isinstance(layer, list | tuple) else [layer]:
+                tensor.zero_()
+
+    def _opd_model(self) -> Any:
+        """The torch module, or this process's part of it."""
+        return self._opd_this().get_model()
+
+    def _opd_this(self) -> Any:
+        """This object as vLLM's worker, which it is too."""
+        return self
