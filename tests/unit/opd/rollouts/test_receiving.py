@@ -167,8 +167,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __init__(self, llm: Any, *, whole: bool) -> None:
             done.append("all" if whole else "some")
 
-        def take(self, tensors: Any) -> None:
-            done.append(f"take {len(list(tensors))}")
+        def take(self, bucket: Bucket) -> None:
+            done.append(f"take {len(list(bucket.tensors()))}")
 
         def finish(self) -> None:
             done.append("finish")
@@ -183,6 +183,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(worker, "StreamedSwap", Swap)
     monkeypatch.setattr(worker, "start_engine", start)
     monkeypatch.setattr(worker, "model_shape", shape)
+    monkeypatch.setattr(worker, "stop_engine", lambda llm: None)
     monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, size: done.append("cut"))
     monkeypatch.setattr(worker, "swap_weights", lambda llm, path, whole=True: done.append(f"swap {path.name}"))
     return done
