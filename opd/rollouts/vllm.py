@@ -97,7 +97,9 @@ class VLLMRolloutEngine:
             env |= {"CUDA_VISIBLE_DEVICES": ""}
 
         def spawn(index: int) -> Worker[VLLMWorker]:
-            return cluster.spawn(VLLMWorker, options, spec.stop_token_ids, name=_name(index), env=env, gpus=spec.gpus)
+            return cluster.spawn(
+                VLLMWorker, options, spec.stop_token_ids, name=worker_name(index), env=env, gpus=spec.gpus
+            )
 
         self._spawn = spawn
         self._workers = [spawn(index) for index in range(spec.workers)]
@@ -282,7 +284,7 @@ class VLLMRolloutEngine:
                     raise
                 index = self._workers.index(error.worker)
                 restarted.add(index)
-                self._restarted.append(_name(index))
+                self._restarted.append(worker_name(index))
                 leftovers.end_abandoned()
                 worker = self._workers[index] = self._spawn(index)
                 with self._weights() as model_dir:
@@ -291,7 +293,8 @@ class VLLMRolloutEngine:
                 pending[index] = ask(worker, index)
 
 
-def _name(index: int) -> str:
+def worker_name(index: int) -> str:
+    """What errors call a worker, and what a place is reserved for."""
     return f"rollout worker {index}"
 
 
