@@ -74,6 +74,23 @@ def reserve_places(
     return cluster.reserve(groups, timeout_s=config.cluster.start_timeout_s)
 
 
+def place_rollouts(config: PipelineConfig) -> None:
+    """Have places for the rollout workers of a command that trains nothing. They are on this machine, because a model may lie in
+    its temporary directory. Raises: ConfigError, RunError."""
+    _place_role(config, ROLLOUT, [vllm.worker_name(i) for i in range(config.rollout.workers)])
+
+
+def place_teachers(config: PipelineConfig) -> None:
+    """Have places for the scoring workers of a command that only serves them. Raises: ConfigError, RunError."""
+    _place_role(config, TEACHERS, ())
+
+
+def _place_role(config: PipelineConfig, key: str, beside: Collection[str]) -> None:
+    if config.cluster.address != LOCAL:
+        refuse(groups_of(config, {key}), beside, cluster.nodes())
+        reserve_places(config, {key}, beside)
+
+
 def refuse(groups: Sequence[Group], beside: Collection[str], nodes: Sequence[Node]) -> None:
     """Raises: ConfigError if the nodes, with nobody on them, cannot have the groups.
 

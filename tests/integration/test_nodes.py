@@ -97,7 +97,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, make_model_dir: Callable[...
     }
     with Machines(root) as machines:
         # Teachers read neither the run directory nor the student; ranks get heads from teachers whose files they do not have.
-        no_teacher = [root / "runs", root / "student", root / "left.jsonl"]
+        no_teacher = [root / "runs", root / "student"]
         made = Nodes(
             root=root,
             head=machines.start("head"),
