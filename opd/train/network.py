@@ -31,7 +31,7 @@ def meet(address: str, port: int, rank: int, world_size: int, timeout: timedelta
             door.close()
         return
     gloo_towards(address)
-    listener = {} if door is None else {"master_listen_fd": door.detach()}
+    listener: dict[str, Any] = {} if door is None else {"master_listen_fd": door.detach()}
     store = distributed.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, **listener)
     cuda = torch.cuda.is_available()
     # As DeepSpeed would: a rank alone has no peer to reach.
