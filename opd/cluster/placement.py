@@ -163,7 +163,7 @@ def reserve(groups: Sequence[Group], *, timeout_s: float) -> dict[str, str]:
         seat.worker: Place(seat, reserved, index) for group, reserved in asked for index, seat in enumerate(group.seats)
     }
     address = {node.id: node.address for node in nodes()}
-    found = {}
+    found: dict[str, str] = {}
     for group, reserved in asked:
         by_index = _nodes_of(reserved)
         found |= {seat.worker: address.get(by_index[index], "") for index, seat in enumerate(group.seats)}

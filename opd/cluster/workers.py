@@ -99,7 +99,7 @@ def spawn(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gpus: flo
     refuse_dead_ray()
     pulse = Pulse(f"pulse {secrets.token_hex(8)}".encode())
     beating = type(cls.__name__, (Beating, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0}
+    options: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0}
     place = watch.places.get(name)
     if place is not None:
         options |= place.options()

@@ -60,7 +60,10 @@ def test_every_worker_of_a_merge_has_a_seat_by_the_name_that_it_is_started_with(
 def test_a_critic_has_ranks_of_its_own_and_served_teachers_have_no_seat(config: PipelineConfig) -> None:
     served = groups_of(changed(config, {}, teachers={"engine": "flight", "address": "grpc://localhost:1"}))
     assert names(served) == [("rollout worker 0",), ("trainer rank 0", "trainer rank 1")]
-    domains = {name: d | {"eval": {"verifier": "exact_match"}} for name, d in config.model_dump()["domains"].items()}
+    domains = {
+        name: d | {"eval": d["eval"] | {"verifier": "exact_match"}}
+        for name, d in config.model_dump()["domains"].items()
+    }
     objective = {"reward": {"baseline": {"kind": "critic"}}}
     assert names(groups_of(changed(config, {}, domains=domains, objective=objective)))[-1] == (
         "critic rank 0",
