@@ -48,9 +48,9 @@ class Nodes:
     environment: dict[str, str]
     machines: Machines
 
-    def opd(self, *args: object) -> subprocess.Popen[str]:
-        """A command on the driver's node."""
-        command = self.head.command([sys.executable, "-m", "cli", *map(str, args)], self.root)
+    def opd(self, *args: object, on: Machine | None = None) -> subprocess.Popen[str]:
+        """A command on the driver's node, or on another machine."""
+        command = (on or self.head).command([sys.executable, "-m", "cli", *map(str, args)], self.root)
         return subprocess.Popen(
             command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -116,7 +116,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, make_model_dir: Callable[...
 @pytest.fixture(scope="module")
 def alone(nodes: Nodes) -> Path:
     """The run directory of the same merge on one machine."""
-    done = nodes.opd("merge", "pipeline.yaml", "--run-dir", "runs/alone")
+    outside = nodes.machines.start("alone")
+    done = nodes.opd("merge", "pipeline.yaml", "--run-dir", "runs/alone", on=outside)
     _, errors = done.communicate(timeout=DEADLINE_S)
     assert done.returncode == 0, errors
     return nodes.root / "runs/alone"
