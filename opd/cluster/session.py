@@ -84,6 +84,7 @@ def _connect(config: ClusterConfig, num_workers: int) -> None:
         return
     # CPUs are counted in workers, not cores: the phases take turns on the same cores.
     ray.init(
+        address=LOCAL,  # without it Ray would join a cluster that this machine is part of
         num_cpus=num_workers,
         include_dashboard=False,
         log_to_driver=False,
