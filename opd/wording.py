@@ -17,6 +17,8 @@ FORMS = {
     r"^([a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$": "a name of `opd environments list`, or a class of yours as module:Class",
     r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$": "a function of yours as module:function",
     r"^\w[\w.]*$": "the name of a module, such as q_proj",
+    r"^([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$": "a label's name, such as pool or example.com/pool",
+    r"^!?([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?|in\([A-Za-z0-9][A-Za-z0-9_.-]*(, ?[A-Za-z0-9][A-Za-z0-9_.-]*)*\))$": "a label's value, such as teachers, !teachers or in(a, b)",
     r"^\s*(\d*\.?\d+)\s*(\w+)?": "a size such as 512MiB or 8GiB",
     r"^[A-Z]{2,26}$": "2 to 26 capital letters, such as ABCD",
     r"^[A-Za-z_][A-Za-z0-9_]*$": "a variable's name, such as API_KEY",

@@ -14,6 +14,7 @@ from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError
 from opd.signals import interrupt
 from pipelines.inputs.read import read_teachers, refuse_without_experts
+from pipelines.placement import place_teachers
 from pipelines.specs import pool_spec
 from teachers.flight.access import Endpoint
 from teachers.flight.server import PoolServer, make_hello
@@ -41,6 +42,7 @@ def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], wa
         warn(f"warning: {warning}")
     spec = pool_spec(config, teaching.student.vocab_size)
     with ray_session(config.cluster, config.teachers.scoring_workers), _stoppable():
+        place_teachers(config)
         pool = Pool(spec, teaching.scoring)
         pool.wait_ready()
         hello = make_hello(spec.scorer, teaching.scoring, pool)

@@ -151,9 +151,9 @@ class Pool:
                 if self._stopped or error.worker not in self._workers:  # a rank's, or Ray itself
                     raise
                 index = self._workers.index(error.worker)
-                if _name(index) in restarted:
+                if worker_name(index) in restarted:
                     raise
-                restarted.append(_name(index))
+                restarted.append(worker_name(index))
                 self._workers[index] = self._spawn(index)
                 if self._stopped:  # just now, and perhaps before this worker was in the list
                     self._workers[index].kill()
@@ -178,7 +178,7 @@ class Pool:
 
     def _spawn(self, index: int) -> Worker[TeacherWorker]:
         return cluster.spawn(
-            TeacherWorker, self._engine, self._options, name=_name(index), env=self._env, gpus=self._gpus
+            TeacherWorker, self._engine, self._options, name=worker_name(index), env=self._env, gpus=self._gpus
         )
 
     def _route(self, rollouts: Sequence[Rollout]) -> Iterator[Group]:
@@ -192,7 +192,8 @@ class Pool:
                 yield assigned.teacher, assigned.weight, tuple(rows)
 
 
-def _name(index: int) -> str:
+def worker_name(index: int) -> str:
+    """What errors call a worker, and what a place is reserved for."""
     return f"teacher worker {index}"
 
 

@@ -5,6 +5,7 @@ session       starting Ray, and stopping it with all that it started
 daemons       whether Ray's own processes live
 workers       the handle to a worker, whose methods are called by reference
 pulse         how a worker says that it lives
+placement     on which node each worker goes, reserved before any starts
 watching      listening to all workers, and ending those that fell silent
 waiting       waiting for answers, and finding out what a failure meant
 objects       values in Ray's store, and answers that are made when somebody fetches them
@@ -15,6 +16,7 @@ from opd.cluster.background import Background
 from opd.cluster.environment import worker_env
 from opd.cluster.errors import WorkerDied
 from opd.cluster.objects import Remote, Stored, fetch, put
+from opd.cluster.placement import Group, Node, Seat, nodes, reserve
 from opd.cluster.session import LOCAL, driver_address, ray_session
 from opd.cluster.waiting import first, wait
 from opd.cluster.workers import Pending, Worker, spawn
@@ -22,16 +24,21 @@ from opd.cluster.workers import Pending, Worker, spawn
 __all__ = [
     "LOCAL",
     "Background",
+    "Group",
+    "Node",
     "Pending",
     "Remote",
+    "Seat",
     "Stored",
     "Worker",
     "WorkerDied",
     "driver_address",
     "fetch",
     "first",
+    "nodes",
     "put",
     "ray_session",
+    "reserve",
     "spawn",
     "wait",
     "worker_env",

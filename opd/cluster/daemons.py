@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from opd.cluster.errors import WorkerDied
+from opd.cluster.errors import LostValue, WorkerDied
 from opd.cluster.pulse import LOOK_S, SILENT_S
 
 
@@ -27,13 +27,20 @@ def refuse_dead_ray() -> None:
 
 @contextmanager
 def ray_lives() -> Iterator[None]:
-    """Surround a call into Ray. Raises: WorkerDied if Ray's own processes are gone, whichever error Ray has for that."""
+    """Surround a call into Ray.
+
+    Raises: WorkerDied if Ray's own processes are gone, whichever error Ray has for that; LostValue if a node is gone, and with it
+    what was asked for.
+    """
     import ray
 
     try:
         yield
     except (ray.exceptions.RayTaskError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         raise
+    except ray.exceptions.ObjectLostError as error:
+        refuse_dead_ray()  # that would be why
+        raise LostValue(f"a value is lost with the node that had it: {str(error).strip()[:500]}") from None
     except (ray.exceptions.RayError, ConnectionError) as error:
         raise WorkerDied(f"Ray itself is gone: {str(error).strip()[:500]}") from None
 

@@ -19,6 +19,10 @@ class WorkerDied(RunError):
         """The worker that died; None if Ray itself did."""
 
 
+class LostValue(WorkerDied):
+    """A value cannot be read any more: the only node that had it is gone."""
+
+
 def cause(error: Any) -> Exception:
     """What a worker raised, from Ray's `RayTaskError`.
 

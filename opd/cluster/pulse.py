@@ -60,13 +60,18 @@ class Pulse:
     """The reason, if the worker was killed because it fell silent, for whoever waits for it; else empty."""
 
     @property
+    def address(self) -> str:
+        """Address of the worker's machine, once it has spoken."""
+        return self.last.decode().split()[2]
+
+    @property
     def pid(self) -> str:
         """Number of the worker's process, once it has spoken."""
         return self.last.decode().split()[1]
 
     def hear(self, said: bytes, now: float) -> None:
         """Take what the store has now, at the time `now` by the monotonic clock."""
-        if said != self.last or not said:
+        if said != self.last:
             self.last, self.silent_s = said, 0.0
         else:
             # Only while the driver listened: all processes may have slept, after Ctrl-Z or in a container that was paused.
@@ -77,7 +82,6 @@ class Pulse:
         """Send SIGKILL if the worker runs on this machine: a process that is stopped does not hear Ray."""
         import ray
 
-        _, pid, address = self.last.decode().split()
-        if address == ray.util.get_node_ip_address():
+        if self.address == ray.util.get_node_ip_address():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(int(self.pid), signal.SIGKILL)

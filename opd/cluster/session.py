@@ -16,7 +16,7 @@ from opd.cluster.daemons import no_daemon_stands_still
 from opd.cluster.errors import WorkerDied
 from opd.cluster.watching import Watch
 from opd.config.sections import ClusterConfig
-from opd.errors import RunError
+from opd.errors import ConfigError, RunError
 
 LOCAL = "local"
 """The address that means Ray on this machine, started and stopped by us."""
@@ -38,7 +38,7 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
 
     A local Ray listens on loopback only, has no dashboard, and asks for a token that lives as long as this process. The
     session first clears what earlier drivers left when they were killed, and none of its own processes outlives it.
-    Raises: RunError if Ray would listen elsewhere.
+    Raises: RunError if Ray would listen elsewhere; ConfigError if there is no cluster at the address.
     """
     global _watch
     if config.address == LOCAL:
@@ -46,7 +46,7 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
     import ray
 
     leftovers.sweep()
-    watch = _watch = Watch()
+    watch = _watch = Watch(config.start_timeout_s)
     with no_daemon_stands_still():
         try:
             with leftovers.marked(), _own_signals():
@@ -65,14 +65,26 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
 
 
 def _connect(config: ClusterConfig, num_workers: int) -> None:
-    """Start Ray here, or go to the cluster that there is. Raises: RunError if ours would listen beyond this machine."""
+    """Start Ray here, or go to the cluster that there is.
+
+    Raises: ConfigError if there is none; RunError if ours would listen beyond this machine.
+    """
     import ray
 
     if config.address != LOCAL:
-        ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+        except ConnectionError as error:
+            raise ConfigError.at(
+                "cluster.address",
+                found=f"{config.address}: {error}",
+                wanted="the address of a Ray cluster that runs",
+                fix="start it with `ray start --head`, and `ray start --address` on its other machines, or leave the key out",
+            ) from None
         return
     # CPUs are counted in workers, not cores: the phases take turns on the same cores.
     ray.init(
+        address=LOCAL,  # without it Ray would join a cluster that this machine is part of
         num_cpus=num_workers,
         include_dashboard=False,
         log_to_driver=False,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.cluster.daemons import ray_lives, refuse_dead_ray
-from opd.cluster.errors import WorkerDied, cause
+from opd.cluster.errors import LostValue, WorkerDied, cause
 from opd.cluster.pulse import LOOK_S
 from opd.cluster.watching import log_tail
 from opd.errors import RunError
@@ -85,7 +85,12 @@ def _answer(pending: Pending[R]) -> R:
         if isinstance(error.cause, ray.exceptions.RayActorError):
             who = f"{pending.worker.name}: `{pending.method}`"
             raise WorkerDied(f"{who} was to get the answer of a worker that died: {error.cause}") from None
+        if isinstance(error.cause, ray.exceptions.ObjectLostError):  # what it was given lay on a node that died
+            raise WorkerDied(f"{pending.worker.name}: `{pending.method}` was given a value that is lost") from None
         raise cause(error) from None
+    except LostValue as error:
+        pending.worker.kill()  # it may live, and another one is about to take its place
+        raise WorkerDied(f"{pending.worker.name}: {error} (the answer to `{pending.method}`)", pending.worker) from None
     except ray.exceptions.RayActorError as error:
         raise _death(pending, error) from None
 

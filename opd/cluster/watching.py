@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from opd.cluster.pulse import NAMESPACE, SILENT_S, Pulse
 from opd.text import printable
 
 if TYPE_CHECKING:
+    from opd.cluster.placement import Place
     from opd.cluster.workers import Worker
 
 LOG_LINES = 20
@@ -20,9 +22,13 @@ LOG_LINES = 20
 class Watch:
     """The workers of a session, from their start until they are killed or found dead."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_timeout_s: float = math.inf) -> None:
+        """`start_timeout_s` is the deadline for a worker to be heard for the first time."""
         self._workers: dict[bytes, Worker[Any]] = {}
         """Key of its pulse -> worker. Ray ends a worker that nobody holds: this holds all of them."""
+        self._start_timeout_s = start_timeout_s
+        self.places: dict[str, Place] = {}
+        """Name of a worker -> the place that is reserved for it."""
 
     @property
     def workers(self) -> list[Worker[Any]]:
@@ -41,7 +47,8 @@ class Watch:
         self._workers.clear()
 
     def end_silent(self, method: str) -> None:
-        """Listen to every worker, and kill those that have been silent for `SILENT_S`; `method` is what is waited for.
+        """Listen to every worker, and kill those that have been silent for `SILENT_S`, or have never been heard past their
+        deadline, because Ray has no place for them; `method` is what is waited for.
 
         It listens to all of them because the worker that is waited for may be stuck behind a silent one: once that one is
         killed, Ray lets the other go on. Calls of a worker that was killed end with WorkerDied. Raises: WorkerDied if Ray
@@ -57,11 +64,22 @@ class Watch:
             with ray_lives():  # with a deadline: a store that stands still would never answer
                 said = client.internal_kv_get(pulse.key, NAMESPACE.encode(), timeout=SILENT_S) or b""
             pulse.hear(said, time.monotonic())
-            if pulse.silent_s > SILENT_S:
+            if not pulse.last and pulse.silent_s > self._start_timeout_s:
+                pulse.ended = self._not_started(worker)
+                worker.kill()
+            elif pulse.last and pulse.silent_s > SILENT_S:
                 pulse.ended = (
                     f"no sign of life for {SILENT_S:.0f} s (`{method}` was waited for); killed{log_tail(pulse)}"
                 )
                 worker.kill()
+
+    def _not_started(self, worker: Worker[Any]) -> str:
+        """Why a worker that was never heard is given up."""
+        place = self.places.get(worker.name)
+        problem = place.problem() if place else ""
+        return f"not started after {self._start_timeout_s:.0f} s (cluster.start_timeout_s)" + (
+            f": no node has room for it: {problem}" if problem else ""
+        )
 
 
 def log_tail(pulse: Pulse) -> str:
@@ -69,7 +87,7 @@ def log_tail(pulse: Pulse) -> str:
     import ray
 
     node = ray._private.worker._global_node
-    if not pulse.last or node is None:
+    if not pulse.last or node is None or pulse.address != ray.util.get_node_ip_address():
         return ""
     files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pulse.pid}.*"))
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]

@@ -90,6 +90,7 @@ class Pending(Generic[R]):
 def spawn(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gpus: float = 0) -> Worker[T]:
     """Start `cls(*args)` in its own process; returns at once, the first call waits for it.
 
+    It goes to the place that `reserve` has for its name; without one Ray looks for a node that has room.
     Raises: WorkerDied if Ray is gone.
     """
     import ray
@@ -98,7 +99,12 @@ def spawn(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gpus: flo
     refuse_dead_ray()
     pulse = Pulse(f"pulse {secrets.token_hex(8)}".encode())
     beating = type(cls.__name__, (Beating, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "runtime_env": {"env_vars": dict(env)}}
+    options: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0}
+    place = watch.places.get(name)
+    if place is not None:
+        options |= place.options()
+        env = {**env, **place.env()}
+    options["runtime_env"] = {"env_vars": dict(env)}
     with ray_lives():
         actor = ray.remote(beating).options(**options).remote(pulse.key, *args)
     worker: Worker[T] = Worker(actor, name, pulse, watch)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from opd.config.placement import PlacementConfig
 from opd.config.strict import DType, Strict
 
 
@@ -194,6 +195,8 @@ class ClusterConfig(Strict):
     """GPUs for each scoring worker, times `teachers.tensor_parallel_size`."""
     trainer_gpus: float = Field(0, ge=0)
     """GPUs for each trainer rank."""
+    placement: PlacementConfig = PlacementConfig()
+    """On which nodes of the cluster the workers of each role go, see docs/cluster.md; default: where Ray finds room."""
     max_restarts: int = Field(3, ge=0)
     """How often a merge may start all its workers again, from its last checkpoint, because one died. A rollout or scoring
     worker that dies is first started again alone, once a step."""
@@ -201,3 +204,16 @@ class ClusterConfig(Strict):
     """Deadline for a worker to start and load its model."""
     phase_timeout_s: float = Field(3600, gt=0)
     """Deadline for one phase of a step (rollout, score, train, sync) or one evaluation."""
+
+    @model_validator(mode="after")
+    def _one_machine_has_one_place(self) -> ClusterConfig:
+        if self.address == "local" and self.placement != PlacementConfig():
+            raise PydanticCustomError(
+                "placement",
+                "nothing with cluster.address local, which is one machine: remove it, or set cluster.address to a Ray cluster's",
+                {
+                    "where": "cluster.placement",
+                    "found": ", ".join(self.placement.model_dump(exclude_defaults=True)),
+                },
+            )
+        return self

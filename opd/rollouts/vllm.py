@@ -93,7 +93,7 @@ class VLLMRolloutEngine:
         gpus = spec.gpus * size  # a Ray worker and all its GPUs are on one machine
 
         def spawn(index: int) -> Worker[VLLMWorker]:
-            return cluster.spawn(VLLMWorker, options, spec.stop_token_ids, name=_name(index), env=env, gpus=gpus)
+            return cluster.spawn(VLLMWorker, options, spec.stop_token_ids, name=worker_name(index), env=env, gpus=gpus)
 
         self._spawn = spawn
         self._workers = [spawn(index) for index in range(spec.workers)]
@@ -303,14 +303,15 @@ class VLLMRolloutEngine:
                     raise
                 index = self._workers.index(error.worker)
                 restarted.add(index)
-                self._restarted.append(_name(index))
+                self._restarted.append(worker_name(index))
                 leftovers.end_abandoned()
                 worker = self._workers[index] = self._spawn(index)
                 self._restore(worker)
                 pending[index] = ask(worker, index)
 
 
-def _name(index: int) -> str:
+def worker_name(index: int) -> str:
+    """What errors call a worker, and what a place is reserved for."""
     return f"rollout worker {index}"
 
 

@@ -73,7 +73,7 @@ class Ranks(Generic[E]):
             env |= KEEPS_MEMORY if options.bucket is None else FREES_MEMORY
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         self._ranks: list[Worker[E]] = [
-            cluster.spawn(engine, options, rank, name=f"{role} rank {rank}", env=env, gpus=spec.gpus)
+            cluster.spawn(engine, options, rank, name=rank_name(role, rank), env=env, gpus=spec.gpus)
             for rank in range(options.world_size)
         ]
         self._starting = self._submit_start(spec.one_machine, spec.start_timeout_s)
@@ -132,3 +132,8 @@ class Ranks(Generic[E]):
     def _call(self, method: Callable[Concatenate[E, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """The answers of all ranks to a call with the same arguments. Raises: what `opd.cluster.wait` raises."""
         return cluster.wait(self._submit(method, *args, **kwargs), timeout_s=self._timeout_s)
+
+
+def rank_name(role: str, rank: int) -> str:
+    """What errors call a rank, and what a place is reserved for."""
+    return f"{role} rank {rank}"

@@ -30,6 +30,7 @@ from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import obeys_masks, whole_shape
 from opd.train.export import write_model
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
+from opd.train.network import listening, meet
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
 from opd.types import WrittenFile
@@ -87,12 +88,13 @@ class ZeroEngine:
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[tuple[WrittenFile, ...]] | None = None
         self._layout = "packed"
+        self._door: socket.socket | None = None
+        """Where rank 0 waits for the others, until they have met."""
 
     def meeting_point(self, address: str) -> tuple[str, int]:
-        """`address`, which is this machine's, with a free port. All ranks meet at that of rank 0."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, int(probe.getsockname()[1])
+        """`address`, which is this machine's, with a port that this rank listens on. All ranks meet at that of rank 0."""
+        self._door = listening(address)
+        return address, int(self._door.getsockname()[1])
 
     def start(self, address: str, port: int) -> None:
         """Join the other ranks and shard the model. Nothing else may be called before."""
@@ -103,6 +105,9 @@ class ZeroEngine:
             MASTER_ADDR=address,
             MASTER_PORT=str(port),
         )
+        timeout = timedelta(seconds=self._options.timeout_s)
+        meet(address, port, self._rank, self._options.world_size, timeout, self._door)
+        self._door = None
         self._engine = _start(self._options, self._build)
         self._device = self._engine.device
 

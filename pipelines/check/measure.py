@@ -28,6 +28,7 @@ from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, is_gues
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import Need, estimate, fix, machine_bytes, shortage
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
+from pipelines.placement import place_rollouts
 from pipelines.specs import scorer_options
 
 Tell = Callable[[str], None]
@@ -74,6 +75,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     tell(f"{config.name}: starting a rollout engine and a worker that compares")
     student = inputs.student
     with cluster.ray_session(config.cluster, config.rollout.workers + 1):
+        place_rollouts(config)
         engine = start_rollouts(config, inputs)
         gpus = config.cluster.teacher_gpus
         env = cluster.worker_env(1) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})

@@ -27,6 +27,7 @@ from pipelines.build import rollout_engine
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings
 from pipelines.inputs.read import as_teacher, inspect_student, load_tokenizer
 from pipelines.inputs.template_date import dated
+from pipelines.placement import place_rollouts
 from pipelines.specs import rollout_spec
 
 Tell = Callable[[str], None]
@@ -172,6 +173,7 @@ def evaluate_subjects(config: PipelineConfig, subjects: Sequence[Subject], tell:
     with ray_session(config.cluster, config.rollout.workers), whole(subjects[0].model) as start:
         first = subjects[0]
         spec = rollout_spec(config, start, first.vocab_size, first.eos_token_ids)
+        place_rollouts(config)
         engine = rollout_engine(config)(spec, first.tokenizer)
         engine.wait_ready()
         for subject in subjects:

@@ -86,6 +86,7 @@ SAME_BUT_FOR_ROUNDING = (
     "teachers.workers",
     "cluster.address",
     "cluster.*_gpus",
+    "cluster.placement.*",
 )
 """Keys that may be changed but change the order of sums: the run goes on, but not bit for bit."""
 

@@ -58,6 +58,7 @@ from pipelines.merging.longer import Longer
 from pipelines.merging.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
 from pipelines.merging.results import of_merged, take_back, trained
 from pipelines.merging.surroundings import TERMINAL, Surroundings
+from pipelines.placement import beside_the_driver, refuse_unplaceable, reserve_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,7 @@ def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
+    refuse_unplaceable(config)
     temporary = RunPaths(new_directory(root))
     manifest = manifest_of(config, inputs)
     manifest["identity"] = identity(manifest)
@@ -188,6 +190,7 @@ def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConf
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
     crowded = refuse_crowded_gpus(config, inputs)
+    refuse_unplaceable(config)
     found = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
@@ -249,6 +252,7 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
         ray_session(config.cluster, num_workers(config)),
     ):
         _introduce(run, notices, shown)
+        _reserve(config, shown)
         parts = build(config, run.inputs, paths, shown, run.identity, [*sinks, *run.around.sinks])
         record_layouts(parts, paths, shown.say)
         before, expert = _before_and_experts(parts, run, shown)
@@ -297,6 +301,13 @@ def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
     taught = f"for {len(run.inputs.experts)} experts" if run.inputs.experts else "to learn from rewards alone"
     shown.say(f"{run.config.name}: starting {workers} workers {taught}")
     shown.doing("workers start")
+
+
+def _reserve(config: PipelineConfig, shown: Display) -> None:
+    """Have a place for every worker before the first one loads. Raises: RunError past the deadline."""
+    found = reserve_places(config, beside=beside_the_driver(config))
+    for address in dict.fromkeys(found.values()):
+        shown.say(f"on {address}: {', '.join(name for name, at in found.items() if at == address)}")
 
 
 def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display) -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from opd import cluster, leftovers
-from opd.cluster import Remote, Worker, watching
+from opd.cluster import Group, Remote, Seat, Worker, watching
 from opd.cluster.session import current_watch
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
@@ -55,6 +55,9 @@ def by_value() -> tuple[type, type, type]:
 
         def sleep(self, seconds: float) -> None:
             time.sleep(seconds)
+
+        def threads(self) -> str:
+            return os.environ["OMP_NUM_THREADS"]
 
         def refuse(self) -> None:
             raise RunError("teacher odd: it does not want to")
@@ -292,3 +295,22 @@ def test_ray_itself_dies() -> None:
     with pytest.raises(cluster.WorkerDied, match="Ray itself is gone: its gcs_server ended with status -9"):
         pending.result(timeout_s=60)
     assert time.monotonic() - began < 10
+
+
+def test_a_worker_goes_to_the_place_that_is_reserved_for_its_name() -> None:
+    from ray.util import remove_placement_group
+
+    seat = Seat(worker="owner", asks={"CPU": 2.0}, threads=3)
+    places = cluster.reserve([Group(key="here", strategy="STRICT_PACK", seats=(seat,))], timeout_s=60)
+    try:
+        assert places == {"owner": cluster.nodes()[0].address}
+        owner = start_owner()
+        assert ask(owner, Owner.threads) == "3"
+        other = Seat(worker="reader", asks={"CPU": 1.0}, labels={"pool": "none"})
+        late = r"^there: no place for reader \(pack\) after 2 s .*reader asks for 1 CPU, label pool=none; nodes: 127.0.0.1 "
+        with pytest.raises(RunError, match=late):
+            cluster.reserve([Group(key="there", strategy="PACK", seats=(other,))], timeout_s=2)
+    finally:
+        for place in current_watch().places.values():
+            remove_placement_group(place.group)
+        current_watch().places.clear()

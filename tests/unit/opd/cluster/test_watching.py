@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -99,3 +99,18 @@ def test_a_worker_that_was_forgotten_is_not_listened_to(listening: Listening) ->
     assert listening.watch.forget(listening.two) and not listening.watch.forget(listening.two)
     speak(listening, SILENT_S + 10, b"one")
     assert listening.killed == [] and listening.watch.workers == [listening.one]
+
+
+def test_one_that_is_never_heard_is_given_up_after_its_deadline_and_its_place_says_why(listening: Listening) -> None:
+    """Ray has nowhere to start it, and would wait for ever."""
+    listening.watch._start_timeout_s = 90
+    listening.watch.places["two"] = cast(
+        Any, SimpleNamespace(problem=lambda: "two asks for 1 CPU; nodes: 10.0.0.1 (0 CPU)")
+    )
+    speak(listening, 88, b"one")
+    assert listening.killed == []
+    speak(listening, 8, b"one")
+    assert set(listening.killed) == {"two"} and listening.one.pulse.ended == ""
+    assert listening.two.pulse.ended == (
+        "not started after 90 s (cluster.start_timeout_s): no node has room for it: two asks for 1 CPU; nodes: 10.0.0.1 (0 CPU)"
+    )

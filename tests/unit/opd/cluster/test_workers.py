@@ -132,6 +132,29 @@ def test_the_death_of_a_worker_that_was_silent_is_told_by_its_reason(watch: Watc
         worker.submit(Counter.fail).result(timeout_s=1)
 
 
+def test_an_answer_that_is_lost_with_its_node_is_the_death_of_its_worker(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can start a worker again asks it anew."""
+    import ray
+
+    def lost() -> Any:
+        raise ray.exceptions.ObjectLostError("ab" * 28, None, "")
+
+    def given_lost() -> Any:
+        raise ray.exceptions.RayTaskError("add", "traceback", ray.exceptions.ObjectLostError("ab" * 28, None, ""))
+
+    killed: list[str] = []
+    monkeypatch.setattr(Worker, "kill", lambda worker: killed.append(worker.name))
+    worker, _ = start(watch, "counter 7", lost, given_lost)
+    with pytest.raises(WorkerDied, match=r"^counter 7: a value is lost with the node that had it") as death:
+        worker.submit(Counter.add, 1).result(timeout_s=1)
+    assert death.value.worker is worker and killed == ["counter 7"]
+    with pytest.raises(WorkerDied, match=r"^counter 7: `add` was given a value that is lost$") as other:
+        worker.submit(Counter.add, 1).result(timeout_s=1)
+    assert other.value.worker is None, "another one of its kind would be given the same"
+
+
 def test_a_partners_death_explains_a_failure(watch: Watch) -> None:
     failing, dead = start(watch, "counter 0", fails)[0], start(watch, "counter 1", dies)[0]
     with pytest.raises(WorkerDied, match=r"^counter 1: the worker died during `fail`"):

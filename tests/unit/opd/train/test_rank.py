@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -614,19 +615,11 @@ def test_ranks_meet_where_the_cluster_reaches_rank_0(
         def start(self, address: str, port: int) -> None:
             started.append(address)
 
-    class Socket:
-        def __enter__(self) -> Socket:
-            return self
+    def listening(address: str) -> Any:
+        assert address == met_at
+        return SimpleNamespace(getsockname=lambda: (met_at, 4711))
 
-        def __exit__(self, *error: object) -> None: ...
-
-        def bind(self, address: tuple[str, int]) -> None:
-            assert address == (met_at, 0)
-
-        def getsockname(self) -> tuple[str, int]:
-            return met_at, 4711
-
-    monkeypatch.setattr(zero.socket, "socket", Socket)
+    monkeypatch.setattr(zero, "listening", listening)
     in_process.replace = Rank
     two = config(ranks=2)
     elsewhere = two.model_copy(update={"cluster": two.cluster.model_copy(update={"address": address})})

@@ -1,0 +1,47 @@
+"""Where the workers of each role go on a Ray cluster of several nodes, in Ray's words."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from opd.config.strict import Strict
+
+LABEL = r"^([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
+SELECTED = r"^!?([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?|in\([A-Za-z0-9][A-Za-z0-9_.-]*(, ?[A-Za-z0-9][A-Za-z0-9_.-]*)*\))$"
+OWN_KEYS = {"CPU": "cpus", "GPU": "cluster.*_gpus"}
+"""Ray's names of resources that other keys give."""
+
+
+class RolePlacement(Strict):
+    strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
+    """Ray's strategy: `pack` on few nodes, `spread` over many, as far as there is room; `strict_pack` on one node,
+    `strict_spread` each on a node of its own, or not at all."""
+    cpus: int | None = Field(None, ge=1)
+    """CPUs that Ray reserves for each worker, and threads that it computes with. Default: 1 reserved, and this machine's cores
+    divided by the role's workers as threads."""
+    label_selector: dict[Annotated[str, Field(pattern=LABEL)], Annotated[str, Field(pattern=SELECTED)]] = {}
+    """Label of a node (`ray start --labels`) -> the value that it must have, `!value`, `in(a, b)` or `!in(a, b)`."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Custom resource of a node (`ray start --resources`) -> how much of it each worker takes."""
+
+    @field_validator("resources")
+    @classmethod
+    def _has_its_own_key(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name, key in OWN_KEYS.items():
+            if name in resources:
+                raise PydanticCustomError(
+                    "resources", "custom resources: {key} is for {name}", {"key": key, "name": name}
+                )
+        return resources
+
+
+class PlacementConfig(Strict):
+    rollout: RolePlacement = RolePlacement()
+    """Rollout workers."""
+    teachers: RolePlacement = RolePlacement()
+    """Scoring workers."""
+    trainer: RolePlacement = RolePlacement()
+    """Trainer ranks, and the critic's."""

@@ -1,0 +1,69 @@
+"""How the ranks of a trainer meet, and which network device they speak through."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+
+GLOO_DEVICE = "GLOO_SOCKET_IFNAME"
+"""The variable that gloo reads, with the name of a device."""
+
+
+def listening(address: str) -> socket.socket:
+    """A socket that listens on a free port of this address and no other. Raises: OSError."""
+    return socket.create_server((address, 0), family=_family(address))
+
+
+def meet(address: str, port: int, rank: int, world_size: int, timeout: timedelta, door: socket.socket | None) -> None:
+    """Join the other ranks at rank 0's `door`; None: at a rank that listens there, or will.
+
+    By itself torch would listen on every address of the machine, at a port that somebody else may have taken meanwhile.
+    """
+    from torch import distributed
+
+    if distributed.is_initialized():  # by an engine before, in the same process: a process has one group
+        if door is not None:
+            door.close()
+        return
+    gloo_towards(address)
+    listener: dict[str, Any] = {} if door is None else {"master_listen_fd": door.detach()}
+    store = distributed.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, **listener)
+    cuda = torch.cuda.is_available()
+    # As DeepSpeed would: a rank alone has no peer to reach.
+    device: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if cuda and world_size > 1 else {}
+    distributed.init_process_group(
+        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout, **device
+    )
+
+
+def gloo_towards(address: str) -> None:
+    """Let gloo speak through the device that reaches `address`, unless the user named one.
+
+    By itself it takes the address that the machine's own name stands for. Debian's hosts file has 127.0.1.1 there, which no
+    other machine reaches; and elsewhere it is an address beyond loopback, where the ranks of one machine need not listen.
+    """
+    device = os.environ.get(GLOO_DEVICE) or device_towards(address)
+    if device:
+        os.environ[GLOO_DEVICE] = device
+
+
+def device_towards(address: str) -> str:
+    """Name of the network device through which this machine reaches an address, the loopback device for its own loopback;
+    empty if there is none. An address of the machine's own is on the device that has it."""
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # UDP: nothing is sent
+        except OSError:
+            return ""
+        own = probe.getsockname()[0]
+    devices = psutil.net_if_addrs()
+    return next((name for name, has in devices.items() if any(one.address.partition("%")[0] == own for one in has)), "")
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,188 @@
+"""Which worker of a pipeline goes to which node of a Ray cluster: what is asked, what cannot be had, and reserving it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from opd import cluster
+from opd.cluster import LOCAL, Group, Node, Seat
+from opd.cluster.placement import NODE, matches, shown
+from opd.config import PipelineConfig
+from opd.config.devices import rollout_devices, teacher_devices
+from opd.config.placement import RolePlacement
+from opd.errors import ConfigError
+from opd.rollouts import vllm
+from opd.train.ranks import rank_name
+from teachers import pool
+
+ROLLOUT, TEACHERS, TRAINER = (f"cluster.placement.{role}" for role in ("rollout", "teachers", "trainer"))
+EVERY = (ROLLOUT, TEACHERS, TRAINER)
+
+
+def beside_the_driver(config: PipelineConfig) -> frozenset[str]:
+    """Names of the workers that have to be on the machine of `opd merge`: new weights go through its shared memory from trainer
+    rank 0 to the rollout engines. A push over the network would need none of them there."""
+    if config.sync.kind != "shared_memory":
+        return frozenset()
+    return frozenset({rank_name("trainer", 0), *map(vllm.worker_name, range(config.rollout.workers))})
+
+
+def groups_of(config: PipelineConfig, keys: Collection[str] = EVERY) -> list[Group]:
+    """The workers of these roles and what each asks for."""
+    place, ranks = config.cluster.placement, range(config.trainer.ranks)
+    by_role = [
+        (
+            ROLLOUT,
+            place.rollout,
+            rollout_devices(config.cluster, config.rollout),
+            [vllm.worker_name(i) for i in range(config.rollout.workers)],
+        ),
+        (
+            TEACHERS,
+            place.teachers,
+            teacher_devices(config.cluster, config.teachers),
+            [pool.worker_name(i) for i in range(config.teachers.scoring_workers)],
+        ),
+        (TRAINER, place.trainer, config.cluster.trainer_gpus, [rank_name("trainer", rank) for rank in ranks]),
+    ]
+    if config.objective.has_critic:
+        critics = [rank_name("critic", rank) for rank in ranks]
+        by_role.append((TRAINER, place.trainer, config.cluster.trainer_gpus, critics))
+    if config.rollout.engine != "vllm":
+        by_role = by_role[1:]  # a user's engine has workers that we do not know
+    return [_group(key, role, gpus, names) for key, role, gpus, names in by_role if key in keys and names]
+
+
+def refuse_unplaceable(config: PipelineConfig) -> None:
+    """Look at the cluster's nodes, before anything is loaded. Raises: ConfigError if they can never have the workers, or if there
+    is no cluster."""
+    if config.cluster.address == LOCAL:
+        return
+    with cluster.ray_session(config.cluster, 0):
+        refuse(groups_of(config), beside_the_driver(config), cluster.nodes())
+
+
+def reserve_places(
+    config: PipelineConfig, keys: Collection[str] = EVERY, beside: Collection[str] = ()
+) -> dict[str, str]:
+    """Reserve the places of these roles' workers, those named in `beside` on this machine. Returns worker -> address of its node;
+    nothing for Ray on this machine, which has one place. Raises: RunError past `cluster.start_timeout_s`."""
+    if config.cluster.address == LOCAL:
+        return {}
+    here = cluster.nodes()[0]
+    groups = [replace(g, seats=_pinned(g.seats, beside, here)) for g in groups_of(config, keys)]
+    return cluster.reserve(groups, timeout_s=config.cluster.start_timeout_s)
+
+
+def place_rollouts(config: PipelineConfig) -> None:
+    """Have places for the rollout workers of a command that trains nothing. They are on this machine, because a model may lie in
+    its temporary directory. Raises: ConfigError, RunError."""
+    _place_role(config, ROLLOUT, [vllm.worker_name(i) for i in range(config.rollout.workers)])
+
+
+def place_teachers(config: PipelineConfig) -> None:
+    """Have places for the scoring workers of a command that only serves them. Raises: ConfigError, RunError."""
+    _place_role(config, TEACHERS, ())
+
+
+def _place_role(config: PipelineConfig, key: str, beside: Collection[str]) -> None:
+    if config.cluster.address != LOCAL:
+        refuse(groups_of(config, {key}), beside, cluster.nodes())
+        reserve_places(config, {key}, beside)
+
+
+def refuse(groups: Sequence[Group], beside: Collection[str], nodes: Sequence[Node]) -> None:
+    """Raises: ConfigError if the nodes, with nobody on them, cannot have the groups.
+
+    It refuses what is certain. Whether all of them fit together, beside other users of the cluster, Ray finds out.
+    """
+    here = nodes[0]
+    assert here.here, "a driver is on a node of its cluster"
+    for group in groups:
+        _refuse_far(group, [seat for seat in group.seats if seat.worker in beside], here)
+        pinned = replace(group, seats=_pinned(group.seats, beside, here))
+        for seat in pinned.seats:
+            if not any(seat.fits(node) for node in nodes):
+                raise _nowhere(group, f"{seat.worker} asks for {_asks(seat, here)}", "a node that has it", nodes)
+        _refuse_together(pinned, nodes)
+    _refuse_too_many(groups, beside, nodes)
+
+
+def _group(key: str, place: RolePlacement, gpus: float, names: Sequence[str]) -> Group:
+    asks = {"CPU": float(place.cpus or 1), **({"GPU": gpus} if gpus else {}), **place.resources}
+    seats = tuple(Seat(worker=name, asks=asks, labels=place.label_selector, threads=place.cpus) for name in names)
+    return Group(key=key, strategy=place.strategy.upper(), seats=seats)
+
+
+def _pinned(seats: Sequence[Seat], beside: Collection[str], here: Node) -> tuple[Seat, ...]:
+    return tuple(replace(s, labels={**s.labels, NODE: here.id}) if s.worker in beside else s for s in seats)
+
+
+def _refuse_far(group: Group, near: Sequence[Seat], here: Node) -> None:
+    """Raises: ConfigError if the group keeps workers from this machine that have to be here."""
+    why = f"{', '.join(seat.worker for seat in near)} on this machine: new weights go through its shared memory"
+    for seat in near:
+        missed = {key: wanted for key, wanted in seat.labels.items() if not matches(here.labels.get(key), wanted)}
+        if missed:
+            raise ConfigError.at(
+                f"{group.key}.label_selector",
+                found=f"{shown({}, missed)}, and this machine is {here}",
+                wanted=why,
+                fix="start `opd` on a node that has the labels, or leave them out",
+            )
+    if len(near) > 1 and "SPREAD" in group.strategy:
+        raise ConfigError.at(
+            f"{group.key}.strategy", found=group.strategy.lower(), wanted=why, fix="set it to pack, or leave it out"
+        )
+
+
+def _refuse_together(group: Group, nodes: Sequence[Node]) -> None:
+    """Raises: ConfigError if no nodes can have what the group's strategy insists on."""
+    fitting = [node for node in nodes if any(seat.fits(node) for seat in group.seats)]
+    if group.strategy == "STRICT_SPREAD" and len(group.seats) > len(fitting):
+        wanted = f"{len(group.seats)} nodes for {_names(group)}, and {len(fitting)} have what each asks for"
+        raise _nowhere(group, "strict_spread", wanted, nodes)
+    if group.strategy == "STRICT_PACK":
+        both = Seat(worker="", asks=_sum(group.seats), labels={k: v for s in group.seats for k, v in s.labels.items()})
+        if not any(both.fits(node) for node in nodes):
+            raise _nowhere(group, "strict_pack", f"one node with {both} for {_names(group)}", nodes)
+
+
+def _refuse_too_many(groups: Sequence[Group], beside: Collection[str], nodes: Sequence[Node]) -> None:
+    """Raises: ConfigError if all workers together ask for more than there is, on this machine or on all."""
+    every = [seat for group in groups for seat in group.seats]
+    near = [seat for seat in every if seat.worker in beside]
+    for seats, which, where in ((near, nodes[:1], "this machine"), (every, nodes, "all nodes")):
+        for name, wanted in _sum(seats).items():
+            has = sum(node.has.get(name, 0) for node in which)
+            if wanted > has + 1e-9:
+                raise ConfigError.at(
+                    "cluster",
+                    found=f"{wanted:g} {name} for {', '.join(s.worker for s in seats if name in s.asks)}",
+                    wanted=f"at most the {has:g} {name} of {where}: {'; '.join(map(str, which))}",
+                    fix="start more nodes, ask for fewer workers (rollout.workers, teachers.workers, trainer.ranks), or for "
+                    "less for each (cluster.placement, cluster.*_gpus)",
+                )
+
+
+def _nowhere(group: Group, found: str, wanted: str, nodes: Sequence[Node]) -> ConfigError:
+    return ConfigError.at(
+        group.key,
+        found=f"{found}; the nodes: {'; '.join(map(str, nodes))}",
+        wanted=wanted,
+        fix="start such a node (`ray start --address ... --labels KEY=VALUE --resources JSON`), or ask for less",
+    )
+
+
+def _asks(seat: Seat, here: Node) -> str:
+    return f"{seat}, on this machine ({here.address})" if NODE in seat.labels else str(seat)
+
+
+def _names(group: Group) -> str:
+    return ", ".join(seat.worker for seat in group.seats)
+
+
+def _sum(seats: Sequence[Seat]) -> dict[str, float]:
+    names = {name for seat in seats for name in seat.asks}
+    return {name: sum(seat.asks.get(name, 0) for seat in seats) for name in sorted(names)}

@@ -1,0 +1,219 @@
+"""A Ray cluster of several nodes: workers land where a pipeline asks, and a node that dies costs nothing but time.
+
+Each node is a machine of `tests.machines`: its own address, host name, processes, /tmp and /dev/shm. They share the disk, but for
+directories that a node hides, which it can do without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.integration.conftest import two_domain_pipeline
+from tests.machines import Machine, Machines, missing
+
+ROOT = Path(__file__).parents[2]
+RAY = Path(sys.executable).with_name("ray")
+DEADLINE_S = 500
+TITLES = {"ray::VLLMWorker": "rollout", "ray::TeacherWorker": "teacher", "ray::TrainerRank": "rank"}
+"""Title of a worker's process -> what it is."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
+]
+
+
+@dataclass
+class Nodes:
+    """A cluster: the driver's node, one more for a trainer rank, one for the teachers, and a spare one for them."""
+
+    root: Path
+    head: Machine
+    ranks: Machine
+    teachers: Machine
+    spare: Machine
+    environment: dict[str, str]
+    machines: Machines
+
+    def opd(self, *args: object, on: Machine | None = None) -> subprocess.Popen[str]:
+        """A command on the driver's node, or on another machine."""
+        command = (on or self.head).command([sys.executable, "-m", "cli", *map(str, args)], self.root)
+        return subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def merge(self, run: str, *settings: str) -> subprocess.Popen[str]:
+        sets = [f"--set={one}" for one in ("cluster.address=auto", *PLACED, *settings)]
+        return self.opd("merge", "pipeline.yaml", "--run-dir", f"runs/{run}", *sets)
+
+    def ray(self, machine: Machine, *args: str) -> None:
+        """Start Ray on a machine."""
+        common = [f"--node-ip-address={machine.address}", "--object-store-memory=100000000", "--disable-usage-stats"]
+        command = machine.command([str(RAY), "start", *args, *common], self.root)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def join(self, machine: Machine, labels: str) -> None:
+        self.ray(machine, f"--address={self.head.address}:6379", "--num-cpus=2", f"--labels={labels}")
+
+    def roles(self) -> set[tuple[str, str]]:
+        """Name of a machine and a role that has a process there now."""
+        found = set()
+        for machine in (self.head, self.ranks, self.teachers, self.spare):
+            for title in machine.titles():
+                found |= {(machine.name, role) for start, role in TITLES.items() if title.startswith(start)}
+        return found
+
+
+PLACED = (
+    "cluster.placement.teachers.label_selector={pool: teachers}",
+    "cluster.placement.trainer.strategy=strict_spread",
+    "cluster.placement.trainer.label_selector={pool: in(head, ranks)}",
+)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory, make_model_dir: Callable[..., Path]) -> Iterator[Nodes]:
+    root = tmp_path_factory.mktemp("nodes")
+    (root / "pipeline.yaml").write_text(yaml.safe_dump(two_domain_pipeline(root, make_model_dir)))
+    (root / "runs").mkdir()
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    with Machines(root) as machines:
+        # Teachers read neither the run directory nor the student; ranks get heads from teachers whose files they do not have.
+        no_teacher = [root / "runs", root / "student"]
+        made = Nodes(
+            root=root,
+            head=machines.start("head"),
+            ranks=machines.start("ranks", hidden=[root / "left", root / "right"]),
+            teachers=machines.start("teachers", hidden=no_teacher),
+            spare=machines.start("spare", hidden=no_teacher),
+            environment=environment,
+            machines=machines,
+        )
+        made.ray(made.head, "--head", "--port=6379", "--num-cpus=3", "--include-dashboard=false", "--labels=pool=head")
+        made.join(made.ranks, "pool=ranks")
+        made.join(made.teachers, "pool=teachers")
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(nodes: Nodes) -> Path:
+    """The run directory of the same merge on one machine."""
+    outside = nodes.machines.start("alone")
+    done = nodes.opd("merge", "pipeline.yaml", "--run-dir", "runs/alone", on=outside)
+    _, errors = done.communicate(timeout=DEADLINE_S)
+    assert done.returncode == 0, errors
+    return nodes.root / "runs/alone"
+
+
+def losses(run: Path) -> list[Any]:
+    """What each step's training gave, but for times."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model/model.safetensors").read_bytes()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def steps_of(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def test_workers_land_where_they_are_asked_and_the_losses_are_those_of_one_machine(nodes: Nodes, alone: Path) -> None:
+    run, seen = nodes.root / "runs/spread", set()
+    merge = nodes.merge("spread")
+
+    def trained() -> bool:
+        seen.update(nodes.roles())
+        return steps_of(run) > 1
+
+    wait_for(trained, merge)
+    _, told = merge.communicate(timeout=DEADLINE_S)
+    assert merge.returncode == 0, told
+    assert seen == {("head", "rollout"), ("head", "rank"), ("ranks", "rank"), ("teachers", "teacher")}
+    assert f"on {nodes.teachers.address}: teacher worker 0" in told
+    assert f"on {nodes.ranks.address}: trainer rank 1" in told
+    assert losses(run) == losses(alone) and len(losses(run)) == 6
+    assert weights(run) == weights(alone), "bit for bit"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ["cluster.placement.teachers.label_selector={pool: nobody}"],
+            "teacher worker 0 asks for 1 CPU, label pool=nobody",
+        ),
+        (["cluster.placement.rollout.label_selector={pool: ranks}"], "rollout worker 0 on this machine"),
+        (["trainer.ranks=3"], "3 nodes for trainer rank 0"),
+    ],
+)
+def test_what_no_node_has_is_refused_before_anything_is_loaded(nodes: Nodes, settings: list[str], told: str) -> None:
+    merge = nodes.merge("refused", *settings)
+    _, errors = merge.communicate(timeout=DEADLINE_S)
+    assert merge.returncode == 2 and told in errors and nodes.head.address in errors, errors
+    assert not (nodes.root / "runs/refused").exists()
+
+
+def test_a_scoring_node_dies_and_a_spare_one_takes_its_place(nodes: Nodes, alone: Path) -> None:
+    nodes.join(nodes.spare, "pool=teachers")
+    run = nodes.root / "runs/spare"
+    merge = nodes.merge("spare", "cluster.placement.teachers.strategy=strict_pack", "cluster.start_timeout_s=120")
+    wait_for(lambda: steps_of(run) > 1, merge)
+    on = next(name for name, role in nodes.roles() if role == "teacher")
+    dying, left = (nodes.teachers, nodes.spare) if on == "teachers" else (nodes.spare, nodes.teachers)
+    dying.die()
+    seen = set()
+
+    def gone_on() -> bool:
+        seen.update(nodes.roles())
+        return steps_of(run) == 6
+
+    wait_for(gone_on, merge)
+    _, told = merge.communicate(timeout=DEADLINE_S)
+    assert merge.returncode == 0, told
+    assert (left.name, "teacher") in seen
+    assert "teacher worker 0" in (run / "metrics.jsonl").read_text(), "started again, and said so"
+    assert losses(run) == losses(alone) and weights(run) == weights(alone)
+
+
+def test_without_a_spare_node_the_merge_ends_and_says_who_has_no_place(nodes: Nodes) -> None:
+    """After the test before there is one node for teachers left; it dies as power fails, without a word."""
+    run = nodes.root / "runs/ends"
+    merge = nodes.merge("ends", "cluster.start_timeout_s=60")
+    wait_for(lambda: steps_of(run) > 1, merge)
+    on = next(name for name, role in nodes.roles() if role == "teacher")
+    dying = nodes.teachers if on == "teachers" else nodes.spare
+    dying.unplug()
+    dying.die()
+    _, told = merge.communicate(timeout=DEADLINE_S)
+    assert merge.returncode == 1, told
+    assert "teacher worker 0" in told and "label pool=teachers" in told and nodes.ranks.address in told, told
+    assert not {role for _, role in nodes.roles()}, "nobody is left"
