@@ -274,6 +274,7 @@ def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     rollout = config.rollout
     engines = 2 if any(d.environment and d.environment.teacher_turns for d in config.domains.values()) else 1
     weights, working = engine_bytes(config, inputs)  # processes divide the weights; each has activations of its own
+    divided = ", rollout.tensor_parallel_size" if rollout.tensor_parallel_size > 1 else ""
     return [
         Need(
             what="rollout: weights and logits",
@@ -283,7 +284,7 @@ def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
         Need(
             what="rollout: key-value cache",
             nbytes=rollout.workers * engines * rollout.tensor_parallel_size * (rollout.kv_cache_gib << 30),
-            knobs="rollout.kv_cache_gib, rollout.workers, rollout.tensor_parallel_size",
+            knobs=f"rollout.kv_cache_gib, rollout.workers{divided}",
         ),
     ]
 
