@@ -150,7 +150,8 @@ def reserve(groups: Sequence[Group], *, timeout_s: float) -> dict[str, str]:
     with ray_lives():
         for group in groups:
             bundles = [dict(seat.asks) for seat in group.seats]
-            selectors = [dict(seat.labels) for seat in group.seats]
+            # Ray takes `in(a, b)`, and then looks for the label ` b`.
+            selectors = [{key: value.replace(" ", "") for key, value in seat.labels.items()} for seat in group.seats]
             asked.append((group, placement_group(bundles, group.strategy, bundle_label_selector=selectors)))
     try:
         for group, reserved in asked:
