@@ -28,7 +28,6 @@ from opd.evaluation.harness import check_tasks
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.lora import ADAPTER_WEIGHTS, LoraSize
 from opd.named import is_place, users
-from opd.processor import slow_bf16
 from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
@@ -45,6 +44,7 @@ from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import load_exams, load_training, prompts_of, refuse_leaks, room_warnings, shown
 from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
+from pipelines.inputs.slow_types import slow_types
 from pipelines.inputs.template_date import dated
 from teachers.flight.access import read_roots, read_token
 
@@ -166,7 +166,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     tokenizer = load_tokenizer(config.student.model)
     config = dated(config, tokenizer)
     sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
-    notices: list[str] = []
+    notices = slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
     refuse_leaks(exams, every)
@@ -189,24 +189,8 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         tokenizer=tokenizer,
         lora=lora,
         template_date=config.student.template_date,
-        warnings=(
-            *teaching.warnings,
-            *_slow_types(config),
-            *notices,
-            *room_warnings(exams, config.rollout.max_model_len),
-        ),
+        warnings=(*teaching.warnings, *notices, *room_warnings(exams, config.rollout.max_model_len)),
     )
-
-
-def _slow_types(config: PipelineConfig) -> list[str]:
-    """A warning if a role on this machine's cores computes in bfloat16 and they cannot."""
-    gpus, teachers = config.cluster, config.teachers
-    asked = {
-        "rollout.dtype": not gpus.rollout_gpus and config.rollout.dtype == "bfloat16",
-        "teachers.dtype": not gpus.teacher_gpus and not teachers.elsewhere and teachers.dtype == "bfloat16",
-        "trainer.dtype": not gpus.trainer_gpus and config.trainer.dtype == "bfloat16",
-    }
-    return slow_bf16([key for key, slow in asked.items() if slow])
 
 
 def read_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:
