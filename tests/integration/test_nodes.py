@@ -81,7 +81,7 @@ class Nodes:
 PLACED = (
     "cluster.placement.teachers.label_selector={pool: teachers}",
     "cluster.placement.trainer.strategy=strict_spread",
-    "cluster.placement.trainer.label_selector={pool: in(head, ranks)}",
+    'cluster.placement.trainer.label_selector={pool: "in(head, ranks)"}',
 )
 
 
