@@ -284,19 +284,6 @@ def test_ray_does_not_take_the_signals_of_the_driver() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_ray_itself_dies() -> None:
-    """Last: nothing works any more in this module. The driver is told soon, and its session ends."""
-    (owner,) = start_pair()[:1]
-    ask(owner, Half.pid)
-    pending = owner.submit(Half.together, 0)
-    (store,) = [p for p in psutil.Process().children() if p.name() == "gcs_server"]
-    store.kill()
-    began = time.monotonic()
-    with pytest.raises(cluster.WorkerDied, match="Ray itself is gone: its gcs_server ended with status -9"):
-        pending.result(timeout_s=60)
-    assert time.monotonic() - began < 10
-
-
 def test_a_worker_goes_to_the_place_that_is_reserved_for_its_name() -> None:
     from ray.util import remove_placement_group
 
@@ -314,3 +301,16 @@ def test_a_worker_goes_to_the_place_that_is_reserved_for_its_name() -> None:
         for place in current_watch().places.values():
             remove_placement_group(place.group)
         current_watch().places.clear()
+
+
+def test_ray_itself_dies() -> None:
+    """Last: nothing works any more in this module. The driver is told soon, and its session ends."""
+    (owner,) = start_pair()[:1]
+    ask(owner, Half.pid)
+    pending = owner.submit(Half.together, 0)
+    (store,) = [p for p in psutil.Process().children() if p.name() == "gcs_server"]
+    store.kill()
+    began = time.monotonic()
+    with pytest.raises(cluster.WorkerDied, match="Ray itself is gone: its gcs_server ended with status -9"):
+        pending.result(timeout_s=60)
+    assert time.monotonic() - began < 10

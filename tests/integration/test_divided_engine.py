@@ -17,7 +17,7 @@ from opd.config.sections import ClusterConfig
 from opd.leftovers import SHARED_MEMORY
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.settings import validate
-from opd.sync.shared_memory import SharedMemorySync
+from opd.sync import NetworkSync, SharedMemorySync, SyncSpec
 from opd.types import Prompt
 from tests.integration.test_engines import (
     PROBE,
@@ -89,12 +89,16 @@ def test_two_processes_write_what_one_does_and_take_weights_as_it_does(
     assert written(one) == written(two)
     trainer = start_trainer(config(student, lr=3e-2))
     pool = start_pool(config(student), {"left": expert, "right": expert})
-    sync = SharedMemorySync(trainer, two, PROBE, tolerance=0.02, nbytes=1 << 20, tell=print)
+    spec = SyncSpec(trainer=trainer, engine=two, probe=PROBE, tolerance=0.02, nbytes=1 << 20, tell=print)
+    sync = SharedMemorySync(spec)
     assert sync.measure() < 1e-4
     rows = rollouts()
     trainer.train_step(1, rows, pool.score(rows))
     assert sync.measure() > 0.1, "the step was too small to show anything"
     assert sync.push(1).gap < 1e-3
+    trainer.train_step(2, rows, pool.score(rows))
+    assert sync.measure() > 0.1
+    assert NetworkSync(spec).push(2).gap < 1e-3, "in buckets, each process takes its part"
     before = parts(two)
     for engine in (one, two):
         engine.load(other)
