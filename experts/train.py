@@ -83,10 +83,13 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
 
 def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
     """A warning if models are yet to be trained in bfloat16 on cores that cannot."""
-    import torch
-
     asked = [f"{job.name}: train.bf16" for job in jobs if job.train and job.train.bf16 and not job.finished]
-    return [] if torch.cuda.is_available() else slow_bf16(asked)
+    found = slow_bf16(asked)
+    if found:
+        import torch  # here: a spec of which all is finished does not wait for it
+
+        found = [] if torch.cuda.is_available() else found
+    return found
 
 
 def base_of(spec: FromBase) -> TrainingJob:

@@ -60,9 +60,12 @@ class Pulse:
     """The reason, if the worker was killed because it fell silent, for whoever waits for it; else empty."""
 
     @property
-    def address(self) -> str:
-        """Address of the worker's machine, once it has spoken."""
-        return self.last.decode().split()[2]
+    def here(self) -> bool:
+        """Whether the worker is on this machine, once it has spoken."""
+        import ray
+
+        address: str = ray.util.get_node_ip_address()
+        return self.last.decode().split()[2] == address
 
     @property
     def pid(self) -> str:
@@ -80,8 +83,6 @@ class Pulse:
 
     def kill_process(self) -> None:
         """Send SIGKILL if the worker runs on this machine: a process that is stopped does not hear Ray."""
-        import ray
-
-        if self.address == ray.util.get_node_ip_address():
+        if self.here:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(self.pid), signal.SIGKILL)

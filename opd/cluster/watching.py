@@ -87,7 +87,7 @@ def log_tail(pulse: Pulse) -> str:
     import ray
 
     node = ray._private.worker._global_node
-    if not pulse.last or node is None or pulse.address != ray.util.get_node_ip_address():
+    if not pulse.last or node is None or not pulse.here:
         return ""
     files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pulse.pid}.*"))
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]

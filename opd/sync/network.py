@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from opd.buckets import Kept, WeightStream
+from opd.buckets import Kept
 from opd.sync.proof import ProvenSync
 
 
@@ -22,13 +22,10 @@ class NetworkSync(ProvenSync):
 
     def bring(self, version: int) -> None:
         send = partial(self._spec.trainer.stream_changed, self._spec.bucket)
-        if self._spec.keeps:
-            # The trainer may be at work, or have newer weights, when an engine dies: the buckets stay in the object store.
-            stream = send()
-            send = partial(_same, replace(stream, buckets=Kept(stream.buckets)))
-        self._spec.engine.receive(send)
-
-
-def _same(stream: WeightStream) -> WeightStream:
-    """A stream that can be taken again."""
-    return stream
+        if not self._spec.keeps:
+            self._spec.engine.receive(send)
+            return
+        # The trainer may be at work, or have newer weights, when an engine dies: the buckets stay in the object store.
+        stream = send()
+        kept = replace(stream, buckets=Kept(stream.buckets))
+        self._spec.engine.receive(lambda: kept)
