@@ -68,6 +68,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy docs/*.py
 	$(BIN)/python docs/make_reference.py --check
 
 # The pages as a site, site/index.html; a broken link or anchor ends it (`--quiet` would not see it). With DOCS_REPO_URL links to source files lead there.

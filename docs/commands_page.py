@@ -110,7 +110,7 @@ def _plain(hint: Any) -> Any:
 
 def _placeholder(param: Any, types: Mapping[str, Any]) -> str:
     """What stands for the value: the metavar if the command gives one."""
-    return param.metavar or PLACEHOLDERS.get(types.get(param.name), "TEXT")
+    return param.metavar or PLACEHOLDERS.get(types.get(param.name, str), "TEXT")
 
 
 def _argument(param: Any, types: Mapping[str, Any]) -> str:

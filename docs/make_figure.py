@@ -24,6 +24,7 @@ from matplotlib.axes import Axes
 
 from opd.metrics import MetricsFile
 from opd.run_dir import RunPaths
+from opd.step_record import StepRecord
 
 BARS = (("before", "student before", "#bbbbbb"), ("expert", "expert", "#4477aa"), ("after", "merged", "#228833"))
 BAR_WIDTH = 0.27
@@ -31,15 +32,15 @@ SMOOTHED_OVER = 60
 """The curve is a running mean over 1/60 of the run: single steps of one domain are noisy."""
 
 
-def loss_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+def loss_curves(records: Sequence[StepRecord]) -> dict[str, tuple[list[int], list[float]]]:
     """Domain -> steps and running mean of its loss; steps in which a domain had no token are left out."""
     curves: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
-        for domain, stats in record["domains"].items():
-            if stats["tokens"]:
+        for domain, stats in record.domains.items():
+            if stats.tokens and stats.loss is not None:
                 steps, losses = curves.setdefault(domain, ([], []))
-                steps.append(record["step"])
-                losses.append(stats["loss"])
+                steps.append(record.step)
+                losses.append(stats.loss)
     window = max(1, len(records) // SMOOTHED_OVER)
     return {domain: (steps, running_mean(losses, window)) for domain, (steps, losses) in curves.items()}
 
@@ -56,7 +57,7 @@ def draw_losses(axes: Axes, curves: Mapping[str, tuple[Sequence[int], Sequence[f
     for index, (domain, (steps, losses)) in enumerate(curves.items()):
         axes.plot(steps, losses, label=domain, color=colours(index % colours.N), linewidth=1.3)
     axes.set_yscale("log", nonpositive="mask")
-    axes.set(title="Loss per domain", xlabel="step", ylabel="nats a token")
+    axes.set(title="Loss per domain", xlabel="step", ylabel="loss, nats a token")
     axes.grid(True, which="major", alpha=0.3)
     if curves:
         axes.legend(fontsize=8, ncols=2)
