@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.merging.case import LIMITS, OURS, TRL, Case
+from benchmarks.merging.case import LIMITS, OURS, SHARDED, TRL, Case
 from benchmarks.merging.child import ROOT, Interpreters, environment, take_turn
 from benchmarks.merging.inputs import Order
 from benchmarks.merging.table import Measured, by_phase, by_process, compared, of_experts, of_limits, summary
@@ -72,6 +72,7 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
         default="weights",
         help="TRL in bfloat16: weights of that type, or float32 weights under autocast",
     )
+    add("--lora", type=int, default=0, help="rank of a LoRA student, on both sides; 0: all weights are trained")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of our pipeline")
     add("--step-timeout", type=float, default=3600, help="seconds for a step, and for a start")
     add("--folder", type=Path, help="parent of the temporary directory; default: the system's")
@@ -99,6 +100,7 @@ def cases(args: argparse.Namespace, folder: str) -> tuple[list[Case], list[Case]
         folder=folder,
         trl_bf16=args.trl_bf16,
         options=tuple(args.set),
+        lora=args.lora,
     )
     both = [
         replace(base, responses=responses, new_tokens=new_tokens, dtype=dtype)
@@ -109,10 +111,11 @@ def cases(args: argparse.Namespace, folder: str) -> tuple[list[Case], list[Case]
     return both, [replace(base, experts=number) for number in args.experts]
 
 
-def turns_of_round(number: int, with_trl: bool) -> list[str]:
+def turns_of_round(number: int, with_trl: bool, lora: int = 0) -> list[str]:
     """Who takes turns, in which order: who is first changes from round to round."""
     sides = [OURS, TRL] if with_trl else [OURS]
-    return [*(sides if number % 2 == 0 else sides[::-1]), *LIMITS]
+    alone = [limit for limit in LIMITS if not (lora and limit == SHARDED)]  # that one trains every weight
+    return [*(sides if number % 2 == 0 else sides[::-1]), *alone]
 
 
 def measure(
@@ -137,7 +140,7 @@ def measure(
 
     for one in both:
         for number in range(args.rounds):
-            for side in turns_of_round(number, args.trl_python is not None):
+            for side in turns_of_round(number, args.trl_python is not None, args.lora):
                 take(one, side, number)
     for number in range(args.rounds):
         for one in more:

@@ -56,11 +56,19 @@ class Case:
     """TRL in bfloat16: `weights` of that type, or float32 ones under `autocast`."""
     options: tuple[str, ...] = ()
     """KEY=VALUE for our pipeline."""
+    lora: int = 0
+    """Rank of the student's adapters in all linear modules, on both sides; 0: every weight is trained."""
 
     @property
     def name(self) -> str:
         experts = "" if self.experts == 1 else f", {self.experts} experts"
-        return f"{self.responses} x {self.new_tokens} {self.dtype}{experts}"
+        lora = f", LoRA {self.lora}" if self.lora else ""
+        return f"{self.responses} x {self.new_tokens} {self.dtype}{experts}{lora}"
+
+    @property
+    def adapters(self) -> dict[str, object]:
+        """PEFT's settings of the adapters, those of `student.lora` with this rank."""
+        return {"r": self.lora, "lora_alpha": 2 * self.lora, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
     @property
     def response_tokens(self) -> int:

@@ -73,8 +73,12 @@ def body(case: Case) -> dict[str, float]:
 
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_pretrained(case.student, dtype=getattr(torch, case.dtype)).train()
-    found = _matmul(lm) | _passes(case, lm) | _loss(case, lm)
-    return found | _optimizer(lm) | {"real_share_of_packed_rows": _real_share(case)}
+    found = _matmul(lm) | _loss(case, lm)
+    if case.lora:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        inject_adapter_in_model(LoraConfig(**case.adapters), lm)
+    return found | _passes(case, lm) | _optimizer(lm) | {"real_share_of_packed_rows": _real_share(case)}
 
 
 def _matmul(lm: Any) -> dict[str, float]:
@@ -105,9 +109,10 @@ def _passes(case: Case, lm: Any) -> dict[str, float]:
 
     rates = {"forward": tokens / timed(forward), "forward_backward": tokens / timed(forward_backward)}
     layers = sum(p.numel() for p in lm.base_model.parameters()) - lm.get_input_embeddings().weight.numel()
+    operations = 4 if case.lora else 6  # frozen weights need no gradient of their own
     return {f"{name}_tokens_s": rate for name, rate in rates.items()} | {
         "forward_gflops": 2e-9 * layers * rates["forward"],
-        "forward_backward_gflops": 6e-9 * layers * rates["forward_backward"],
+        "forward_backward_gflops": 1e-9 * operations * layers * rates["forward_backward"],
     }
 
 
@@ -140,7 +145,7 @@ def _loss(case: Case, lm: Any) -> dict[str, float]:
 def _optimizer(lm: Any) -> dict[str, float]:
     import torch
 
-    numbers = sum(p.numel() for p in lm.parameters())
+    numbers = sum(p.numel() for p in lm.parameters() if p.requires_grad)
     weights = torch.zeros(numbers, requires_grad=True)
     weights.grad = torch.ones(numbers)
     return {"optimizer_s": timed(torch.optim.AdamW([weights], lr=1e-6, fused=True).step)}

@@ -68,6 +68,15 @@ def config(case: Case, folder: str) -> Any:
     )
 
 
+def adapters(case: Case) -> Any:
+    """What TRL trains in place of the weights; None for the weights themselves."""
+    if not case.lora:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(**case.adapters)
+
+
 def trainer(case: Case, turns: Turns) -> Any:
     """A trainer that tells the parent of every step."""
     from datasets import Dataset
@@ -108,6 +117,7 @@ def trainer(case: Case, turns: Turns) -> Any:
         args=config(case, str(Path(case.folder) / "trl")),
         train_dataset=Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines]),
         processing_class=tokenizer,
+        peft_config=adapters(case),
         callbacks=[Tell()],
     )
 

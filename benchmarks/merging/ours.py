@@ -20,9 +20,10 @@ GIB = 2**30
 def pipeline(case: Case) -> dict[str, Any]:
     """What a pipeline file of the case would hold; `case.options` come on top."""
     numbers = range(case.experts)
+    lora = {"lora": {"r": case.lora, "alpha": 2 * case.lora}} if case.lora else {}
     return {
         "name": "bench",
-        "student": {"model": str(case.student)},
+        "student": {"model": str(case.student), **lora},
         "experts": {f"e{i}": {"model": str(case.expert(i)), "domain": f"d{i}"} for i in numbers},
         "domains": {f"d{i}": {"prompts": str(case.prompts(i))} for i in numbers},
         "rollout": {

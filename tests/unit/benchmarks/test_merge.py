@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,7 @@ from benchmarks.merging.case import (
     unequal,
 )
 from benchmarks.merging.memory import anonymous, cpu_s, family, machine_cpu_s, shared, title
+from benchmarks.merging.other import adapters
 from benchmarks.merging.ours import pipeline
 from benchmarks.merging.table import Measured, phases, summary
 from pipelines.api import load_pipeline
@@ -88,6 +90,7 @@ def test_who_is_first_changes_from_round_to_round() -> None:
     assert merge.turns_of_round(0, True) == [OURS, TRL, *LIMITS]
     assert merge.turns_of_round(1, True) == [TRL, OURS, *LIMITS]
     assert merge.turns_of_round(1, False) == [OURS, *LIMITS]
+    assert merge.turns_of_round(0, False, lora=4) == [OURS, ENGINE, BODY]
 
 
 def test_a_padded_micro_batch_fits_and_divides_the_step() -> None:
@@ -105,6 +108,17 @@ def test_the_pipeline_is_one_that_opd_takes(monkeypatch: pytest.MonkeyPatch, dty
     assert config.trainer.samples_per_step == 16 and config.trainer.steps == 2
     assert {config.rollout.dtype, config.teachers.dtype, config.trainer.dtype} == {dtype}
     assert {e.domain for e in config.experts.values()} == set(config.domains) == {"d0", "d1", "d2"}
+
+
+def test_both_sides_have_the_same_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.merging.ours.kv_cache_gib", lambda case: 1)
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(LoraConfig=dict))
+    case = replace(CASE, lora=4)
+    ours = load_pipeline(pipeline(case)).student.lora
+    theirs = adapters(case)
+    assert ours is not None
+    assert (ours.r, ours.alpha, ours.targets) == (theirs["r"], theirs["lora_alpha"], theirs["target_modules"])
+    assert load_pipeline(pipeline(CASE)).student.lora is None and adapters(CASE) is None
 
 
 def test_a_step_of_other_work_is_named() -> None:
