@@ -40,6 +40,7 @@ from pipelines.inputs.architectures import (
 from pipelines.inputs.body import Body
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
+from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.own_engine import refuse_unfit
 from pipelines.inputs.prompts import load_exams, load_training, prompts_of, refuse_leaks, room_warnings, shown
@@ -137,7 +138,8 @@ def read_teachers(config: PipelineConfig) -> Teaching:
 
 def refuse_what_is_not_here(config: PipelineConfig) -> None:
     """Raises: ConfigError if the user's engine or one of its methods, a sink's package, or a server's token or certificate is
-    missing."""
+    missing, or if GPUs would be reserved for nobody."""
+    refuse_idle_gpus(config)
     if is_place(config.rollout.engine):
         refuse_unfit(config)
     else:
