@@ -29,18 +29,23 @@ def refuse_unfit(config: PipelineConfig) -> None:
     place = config.rollout.engine
     engine = users_engine(place)
     needed = [name for name in METHODS if name != "receive" or config.sync.kind == "network"]
-    missing = [name for name in needed if not callable(getattr(engine, name, None))] if isinstance(engine, type) else []
+    missing = [f"{name}()" for name in needed if isinstance(engine, type) and not _has(engine, name)]
     if missing:
-        named = ", ".join(f"{name}()" for name in missing)
-        network = missing == ["receive"]
-        raise ConfigError.at(
-            KEY,
-            found=f"{place} without {named}",
-            wanted="a class that also has receive(), which takes the new weights of sync.kind network"
-            if network
-            else WANTED,
-            fix="add it, or set sync.kind to shared_memory" if network else f"add {named}; see docs/python.md",
-        )
+        found = f"{place} without {', '.join(missing)}"
+        if missing == ["receive()"]:
+            wanted, fix = (
+                "one that takes the new weights of sync.kind network",
+                "add it, or set sync.kind to shared_memory",
+            )
+        else:
+            wanted, fix = WANTED, "add them: docs/python.md"
+        raise ConfigError.at(KEY, found=found, wanted=wanted, fix=fix)
+
+
+def _has(engine: type, name: str) -> bool:
+    """Whether the class has a method of its own; whoever extends the protocol inherits one that does nothing."""
+    found = getattr(engine, name, None)
+    return callable(found) and found is not getattr(RolloutEngine, name, None)
 
 
 def refuse_unplaced(config: PipelineConfig) -> None:

@@ -18,6 +18,7 @@ from pipelines.placement import refuse_unplaceable
 
 NAME = "users_engines_of_a_test"
 ENGINES = """
+from opd.interfaces import RolloutEngine
 class WithoutReceive:
     def generate(self, prompts, *, step, policy_version): ...
     def answer(self, prompts, *, n=1, temperature=0.0): ...
@@ -26,6 +27,8 @@ class WithoutReceive:
     def wait_ready(self): ...
 class Whole(WithoutReceive):
     def receive(self, send): ...
+class Inherited(RolloutEngine):
+    def wait_ready(self): ...
 class Nothing:
     answer = 3
 def made(spec, tokenizer):
@@ -60,10 +63,12 @@ def test_an_engine_that_takes_no_weights_from_the_network(pipeline: Any, look: A
     assert "sync.kind network" in message and "set sync.kind to shared_memory" in message
 
 
-def test_an_engine_without_methods_is_told_which(pipeline: Any) -> None:
+@pytest.mark.parametrize(("engine", "last"), [("Nothing", ", wait_ready()"), ("Inherited", "")])
+def test_an_engine_without_methods_is_told_which(engine: str, last: str, pipeline: Any) -> None:
+    """Also one whose methods are those of the protocol, which do nothing."""
     with pytest.raises(ConfigError) as refused:
-        refuse_at_once(pipeline("Nothing"))
-    assert "without generate(), answer(), load(), logprobs(), wait_ready()\n" in str(refused.value)
+        refuse_at_once(pipeline(engine))
+    assert f"without generate(), answer(), load(), logprobs(){last}\n" in str(refused.value)
 
 
 @pytest.mark.parametrize(
