@@ -242,6 +242,11 @@ class WeightSync(Protocol):
         """Bring the trainer's weights to every engine and prove it on the probe tokens. Raises: RunError."""
         ...
 
+    def hold(self, model_dir: Path, *, like: Path) -> None:
+        """Have every engine hold the weights that the trainer exported here; the engines may not reach it. `like` is a model of
+        its shape that they read."""
+        ...
+
 
 class Evaluator(Protocol):
     def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
