@@ -118,6 +118,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, make_model_dir: Callable[...
         made.ray(made.head, "--head", "--port=6379", "--num-cpus=3", "--include-dashboard=false", "--labels=pool=head")
         made.join(made.ranks, "pool=ranks")
         made.join(made.teachers, "pool=teachers")
+        made.join(made.engines, "pool=engines")
         yield made
 
 
@@ -200,7 +201,6 @@ def test_what_no_node_has_is_refused_before_anything_is_loaded(nodes: Nodes, set
 
 
 def test_weights_that_go_over_the_network_are_those_of_shared_memory(nodes: Nodes, alone: Path) -> None:
-    nodes.join(nodes.engines, "pool=engines")
     run, seen = nodes.root / "runs/network", set()
     merge = nodes.merge("network", *OVER_THE_NETWORK)
 
