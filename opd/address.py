@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Hosts that no other machine can reach."""
+LOOPBACK_DEVICE = "lo"
+"""Linux's name of the network device that has them."""
+GLOO_DEVICE = "GLOO_SOCKET_IFNAME"
+NCCL_DEVICE = "NCCL_SOCKET_IFNAME"
+"""The variables that gloo and NCCL read, with the name of the network device to speak through."""
 
 
 @dataclass(frozen=True, slots=True)

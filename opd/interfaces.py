@@ -1,7 +1,5 @@
-"""What the parts of a merge have to be able to do. All protocols are here; `pipelines.build` chooses the classes behind them.
-
-First the parts as the loop sees them, then what stands behind one of them or is handed to it.
-"""
+"""What the parts of a merge have to be able to do: first the parts as the loop sees them, then what stands behind one of them
+or is handed to it. All protocols are here; `pipelines.build` chooses the classes behind them."""
 
 from __future__ import annotations
 
@@ -83,10 +81,8 @@ class TokenEngine(Protocol):
     """The policy, one turn at a time. Calls that wait at the same time are one batch, which a later call joins as it runs."""
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
-        """Sample what follows the given tokens, at most `max_tokens`. A call that is cancelled leaves the batch.
-
-        All else about sampling is the engine's. Raises: RunError, and nobody's turn ends well from then on.
-        """
+        """Sample what follows the given tokens, at most `max_tokens`. A call that is cancelled leaves the batch. All else about
+        sampling is the engine's. Raises: RunError, and nobody's turn ends well from then on."""
         ...
 
 
@@ -240,6 +236,10 @@ class Trainer(Protocol):
 class WeightSync(Protocol):
     def push(self, version: int) -> PushReport:
         """Bring the trainer's weights to every engine and prove it on the probe tokens. Raises: RunError."""
+        ...
+
+    def hold(self, model_dir: Path, *, like: Path) -> None:
+        """Have every engine hold what the trainer exported here, out of its reach perhaps; it reads `like`, a model of that shape."""
         ...
 
 

@@ -63,8 +63,8 @@ def owned() -> Iterator[None]:
 
 
 def end_own() -> list[str]:
-    """End every process that carries this one's mark. Returns their names."""
-    return _end(_own())
+    """End every process that carries this one's mark, and remove the directories of those that are gone. Returns what was found."""
+    return [*_end(_own()), *remove_directories()]
 
 
 def end_abandoned() -> list[str]:
@@ -74,13 +74,13 @@ def end_abandoned() -> list[str]:
     process of a dead worker's engine holds memory that the next engine needs.
     """
     abandoned = [p for p in _own() if (owner := _carried(p, OWNER)) and not _alive(owner)]
-    return [*_end(abandoned), *_remove_directories()]
+    return [*_end(abandoned), *remove_directories()]
 
 
 def sweep() -> list[str]:
     """End the processes and remove the directories of drivers that are gone. Returns what was found, for people."""
     orphans = [p for p in psutil.process_iter() if (theirs := _carried(p)) and not _alive(theirs)]
-    return [*_end(orphans), *_remove_directories()]
+    return [*_end(orphans), *remove_directories()]
 
 
 def _namespace() -> int:
@@ -136,7 +136,8 @@ def _end(processes: list[psutil.Process]) -> list[str]:
     return names
 
 
-def _remove_directories() -> list[str]:
+def remove_directories() -> list[str]:
+    """Remove the directories of processes that are gone. Returns their paths."""
     found = []
     for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for path in parent.glob("opd-run-*") if parent.is_dir() else ():

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd import cluster
 from opd.checkpoints import CheckpointStore, Saves, SavesBeside
 from opd.config import PipelineConfig, max_staleness, sync_tolerance
 from opd.config.balance import SamplesBalance
@@ -18,7 +17,6 @@ from opd.credit.critic import CriticCredit
 from opd.credit.ema import Ema, EmaSpec
 from opd.credit.group import Group, GroupSpec
 from opd.credit.interfaces import Credit
-from opd.errors import ConfigError
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import Sink
 from opd.live.interfaces import Display
@@ -41,7 +39,8 @@ from opd.sync.proof import ProvenSync, SyncSpec, probe_sequences
 from opd.traces.keeping import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
-from pipelines.inputs.read import Inputs, users_engine
+from pipelines.inputs.own_engine import users_engine
+from pipelines.inputs.read import Inputs
 from pipelines.specs import ForTraining, critic_spec, flight_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
 from teachers.nobody import NobodyPool
@@ -155,9 +154,6 @@ def _rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardSt
 def _sync(
     config: PipelineConfig, inputs: Inputs, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, shown: Display
 ) -> ProvenSync:
-    if config.sync.kind == "shared_memory" and config.cluster.address != cluster.LOCAL:
-        rank_0, *_ = trainer.addresses().items()
-        refuse_apart(dict([("opd merge", cluster.driver_address()), rank_0]) | engine.addresses())
     every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
     spec = SyncSpec(
         trainer=trainer,
@@ -169,20 +165,6 @@ def _sync(
         tell=shown.say,
     )
     return SYNCS[config.sync.kind](spec)
-
-
-def refuse_apart(addresses: Mapping[str, str]) -> None:
-    """Refuse to push through one machine's memory to another one. `addresses`: who takes part -> where it runs.
-
-    Raises: ConfigError.
-    """
-    if len(set(addresses.values())) > 1:
-        raise ConfigError.at(
-            "sync.kind",
-            found=f"shared_memory, with {', '.join(f'{who} on {where}' for who, where in addresses.items())}",
-            wanted="all of these on one machine, whose memory they share",
-            fix="set sync.kind to network",
-        )
 
 
 def start_rollouts(

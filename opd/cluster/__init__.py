@@ -17,7 +17,7 @@ from opd.cluster.environment import worker_env
 from opd.cluster.errors import WorkerDied
 from opd.cluster.objects import Remote, Stored, fetch, put
 from opd.cluster.placement import Group, Node, Seat, nodes, reserve
-from opd.cluster.session import LOCAL, driver_address, ray_session
+from opd.cluster.session import LOCAL, ray_session
 from opd.cluster.waiting import first, wait
 from opd.cluster.workers import Pending, Worker, spawn
 
@@ -32,7 +32,6 @@ __all__ = [
     "Stored",
     "Worker",
     "WorkerDied",
-    "driver_address",
     "fetch",
     "first",
     "nodes",

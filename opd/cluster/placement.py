@@ -7,6 +7,7 @@ or, if that node is gone, another one that its group allows.
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,10 @@ from opd.errors import RunError
 NODE = "ray.io/node-id"
 """The label that Ray gives every node: its id."""
 LOOK_S = 1.0
+SETTLE_S = 60.0
+"""How long to wait for Ray to call a node dead that does not answer; it takes half a minute."""
+ANSWER_S = 3.0
+"""Deadline for a node to take a connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +100,16 @@ class Place:
     def env(self) -> dict[str, str]:
         """What its seat adds to the worker's environment."""
         return {} if self.seat.threads is None else {"OMP_NUM_THREADS": str(self.seat.threads)}
+
+    def settle(self) -> None:
+        """Return once the node of this place takes connections, or Ray knows that it is gone, at the latest after `SETTLE_S`.
+
+        Until Ray knows, it would start a worker on the dead node, and then call that one dead too. Raises: WorkerDied if Ray is
+        gone.
+        """
+        deadline = time.monotonic() + SETTLE_S
+        while (node := _nodes_of(self.group).get(self.index)) and not _answers(node) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
 
     def problem(self) -> str:
         """Why Ray has no node for it now; empty if it has."""
@@ -210,6 +225,21 @@ def _nodes_of(reserved: Any) -> dict[int, str]:
     with ray_lives():
         found: dict[int, str] = placement_group_table(reserved)["bundles_to_node_id"]
     return found
+
+
+def _answers(node_id: str) -> bool:
+    """Whether Ray's process on a node takes a connection."""
+    import ray
+
+    with ray_lives():
+        found = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
+    if found is None or not found["Alive"]:
+        return False
+    try:
+        socket.create_connection((found["NodeManagerAddress"], found["NodeManagerPort"]), timeout=ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _amounts(resources: Mapping[str, float]) -> dict[str, float]:

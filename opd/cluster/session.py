@@ -107,14 +107,6 @@ def _keep_to_this_machine() -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-def driver_address() -> str:
-    """The address at which other machines of the cluster reach this process's machine."""
-    import ray
-
-    address: str = ray.util.get_node_ip_address()
-    return address
-
-
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Keep SIGTERM as it was: Ray takes it when it starts, and would end the driver in the middle of a step."""

@@ -90,7 +90,8 @@ class Pending(Generic[R]):
 def spawn(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gpus: float = 0) -> Worker[T]:
     """Start `cls(*args)` in its own process; returns at once, the first call waits for it.
 
-    It goes to the place that `reserve` has for its name; without one Ray looks for a node that has room.
+    It goes to the place that `reserve` has for its name, and waits for one there if the node that had it has just died; without
+    a place Ray looks for a node that has room.
     Raises: WorkerDied if Ray is gone.
     """
     import ray
@@ -102,6 +103,7 @@ def spawn(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gpus: flo
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0}
     place = watch.places.get(name)
     if place is not None:
+        place.settle()
         options |= place.options()
         env = {**env, **place.env()}
     options["runtime_env"] = {"env_vars": dict(env)}

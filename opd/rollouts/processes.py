@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from opd.address import GLOO_DEVICE, LOOPBACK_DEVICE, NCCL_DEVICE
 from opd.errors import RunError
 
 ENGINE_ENV = {
@@ -26,7 +27,6 @@ ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Environment of the process that owns an engine."""
-LOOPBACK_DEVICE = "lo"
 LOG_LINES = 30
 SHARED = "/dev/shm/psm_"
 """Beginning of the names that Python gives to shared memory."""
@@ -38,7 +38,7 @@ def engine_env(size: int) -> dict[str, str]:
         return ENGINE_ENV
     own = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy the owner's threads' locks without the threads
     if sys.platform.startswith("linux"):  # they find each other by sockets, on this machine alone
-        own |= {"GLOO_SOCKET_IFNAME": LOOPBACK_DEVICE, "NCCL_SOCKET_IFNAME": LOOPBACK_DEVICE}
+        own |= {GLOO_DEVICE: LOOPBACK_DEVICE, NCCL_DEVICE: LOOPBACK_DEVICE}
     return ENGINE_ENV | own
 
 

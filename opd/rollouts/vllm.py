@@ -107,10 +107,6 @@ class VLLMRolloutEngine:
         answers = [worker.submit(VLLMWorker.logprobs, probe) for worker in self._workers]
         cluster.wait(answers, timeout_s=self._spec.start_timeout_s)
 
-    def addresses(self) -> dict[str, str]:
-        """Worker's name -> address of the machine that it runs on."""
-        return {w.name: w.node_address(timeout_s=self._spec.start_timeout_s) for w in self._workers}
-
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         replayed = {domain for domain, drift in self._spec.drift.items() if drift.replay}
         acting = [p for p in prompts if p.domain in self._spec.episodes and p.domain not in replayed]

@@ -25,6 +25,7 @@ from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
 from opd.rollouts.inside import EXTENSION
+from opd.rollouts.own_files import own_files
 from opd.rollouts.processes import bind_processes, explained
 from opd.rollouts.repairs import RESTARTED, is_recurrent
 from opd.rollouts.swap import StreamedSwap, reset_prefix_cache, swap_weights
@@ -307,7 +308,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     from vllm.platforms import current_platform
 
     settings = _settings(options) | (_cpu_settings(options) if current_platform.is_cpu() else {}) | more
-    with leftovers.owned(), explained(options.tensor_parallel_size):
+    with leftovers.owned(), own_files(), explained(options.tensor_parallel_size):
         llm = LLM(**{**options.engine_args, **settings})
     bind_processes(llm)
     if current_platform.is_cpu():

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from opd.buckets import Kept
+from opd.sync.files import stream_files
 from opd.sync.proof import ProvenSync
 
 
@@ -29,3 +31,6 @@ class NetworkSync(ProvenSync):
         stream = send()
         kept = replace(stream, buckets=Kept(stream.buckets))
         self._spec.engine.receive(lambda: kept)
+
+    def hold(self, model_dir: Path, *, like: Path) -> None:
+        self._spec.engine.receive(partial(stream_files, model_dir, like, self._spec.bucket))

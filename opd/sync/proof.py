@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from opd.buckets import BUCKET_BYTES
 from opd.errors import RunError
@@ -50,6 +51,10 @@ class ProvenSync(ABC):
     @abstractmethod
     def bring(self, version: int) -> None:
         """Bring the trainer's weights to every engine."""
+
+    def hold(self, model_dir: Path, *, like: Path) -> None:
+        """As `opd.interfaces.WeightSync.hold`, for engines that reach all files."""
+        self._spec.engine.load(model_dir)
 
     def push(self, version: int) -> PushReport:
         """Push the weights, and push them once more if the probe does not see them in every engine.

@@ -10,8 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-GLOO_DEVICE = "GLOO_SOCKET_IFNAME"
-"""The variable that gloo reads, with the name of a device."""
+from opd.address import GLOO_DEVICE
 
 
 def listening(address: str) -> socket.socket:

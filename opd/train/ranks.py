@@ -96,10 +96,6 @@ class Ranks(Generic[E]):
         self.layout = prove_layout(self._layout_error, self._who, share=self._ranks_spec.share_prompts)
         self._call(self._cls.use_layout, self.layout.layout)
 
-    def addresses(self) -> dict[str, str]:
-        """Rank's name -> address of the machine that it runs on."""
-        return {rank.name: rank.node_address(timeout_s=self._ranks_spec.start_timeout_s) for rank in self._ranks}
-
     def _layout_error(self, layout: str) -> float:
         """Largest `layout_error` of all ranks; NaN if one rank has NaN, which Python's `max` could lose."""
         errors = self._call(self._cls.layout_error, layout)

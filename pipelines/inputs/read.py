@@ -27,7 +27,7 @@ from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.lora import ADAPTER_WEIGHTS, LoraSize
-from opd.named import is_place, users
+from opd.named import is_place
 from opd.prompts import PromptTable
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
@@ -40,7 +40,9 @@ from pipelines.inputs.architectures import (
 from pipelines.inputs.body import Body
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
+from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.lora import size_of_lora
+from pipelines.inputs.own_engine import refuse_unfit
 from pipelines.inputs.prompts import load_exams, load_training, prompts_of, refuse_leaks, room_warnings, shown
 from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
@@ -134,15 +136,12 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     return Teaching(student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices))
 
 
-def users_engine(place: str) -> Any:
-    """Import the user's rollout engine. Raises: ConfigError if it cannot be imported."""
-    return users(place, "rollout.engine", "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()")
-
-
 def refuse_what_is_not_here(config: PipelineConfig) -> None:
-    """Raises: ConfigError if the user's engine, a sink's package, or a server's token or certificate is missing."""
+    """Raises: ConfigError if the user's engine or one of its methods, a sink's package, or a server's token or certificate is
+    missing, or if GPUs would be reserved for nobody."""
+    refuse_idle_gpus(config)
     if is_place(config.rollout.engine):
-        users_engine(config.rollout.engine)
+        refuse_unfit(config)
     else:
         refuse_engine_args(config)
     refuse_missing(config.logging)

@@ -265,7 +265,7 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
         shown.doing("the merged model is written")
         _export(parts, run)
         shown.doing("the exam of the merged model")
-        parts.engine.load(paths.model)
+        parts.sync.hold(paths.model, like=config.student.model)
         after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained(paths.metrics))
         parts.reporter.evaluation("after", after)
         wall_s = time.monotonic() - began

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from opd import cluster
+from opd import cluster, leftovers
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
 from opd.leftovers import SHARED_MEMORY
@@ -76,6 +76,13 @@ def left_in_memory() -> set[Path]:
     return {path for path in SHARED_MEMORY.iterdir() if path.name.startswith("psm_") or "cpushm" in path.name}
 
 
+def folder_of(owner: psutil.Process) -> Path:
+    """Where vLLM's files are; they were in the temporary directory, and stayed."""
+    (folder,) = SHARED_MEMORY.glob(f"opd-run-{owner.pid}-*")
+    assert any(path.name.startswith("vllm_dist_") for path in folder.iterdir())
+    return folder
+
+
 @pytest.mark.usefixtures("ray")
 def test_two_processes_write_what_one_does_and_take_weights_as_it_does(
     tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any
@@ -86,6 +93,8 @@ def test_two_processes_write_what_one_does_and_take_weights_as_it_does(
     one, two = (start_engine(divided(student, size), student, tiny_tokenizer) for size in (1, 2))
     assert len(parts(two)) == 2
     assert parts(one) == []
+    alone, among = ([path.is_socket() for path in folder_of(owner_of(engine)).iterdir()] for engine in (one, two))
+    assert alone == [False] and among.count(False) == 1 and any(among), "where they meet, and sockets between several"
     assert written(one) == written(two)
     trainer = start_trainer(config(student, lr=3e-2))
     pool = start_pool(config(student), {"left": expert, "right": expert})
@@ -122,12 +131,15 @@ def test_no_process_outlives_its_engine(tiny_model_dir: Path, tiny_tokenizer: An
     assert gone(owner) and all(map(gone, found))
     owner, found = owner_of(engine), parts(engine)
     assert len(found) == 2
+    folder = folder_of(owner)
     stop(engine)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and (not all(map(gone, found)) or left_in_memory() - shared):
         time.sleep(0.1)
     assert gone(owner) and all(map(gone, found))
     assert left_in_memory() <= shared
+    leftovers.end_own()  # as at the end of a session
+    assert not folder.exists()
 
 
 @pytest.mark.slow

@@ -38,13 +38,16 @@ pytestmark = [
 
 @dataclass
 class Nodes:
-    """A cluster: the driver's node, one more for a trainer rank, one for the teachers, and a spare one for them."""
+    """A cluster: the driver's node, one more for a trainer rank, one for the teachers, and a spare one for them; for engines that get
+    their weights over the network one node and a spare one."""
 
     root: Path
     head: Machine
     ranks: Machine
     teachers: Machine
     spare: Machine
+    engines: Machine
+    spare_engines: Machine
     environment: dict[str, str]
     machines: Machines
 
@@ -72,7 +75,7 @@ class Nodes:
     def roles(self) -> set[tuple[str, str]]:
         """Name of a machine and a role that has a process there now."""
         found = set()
-        for machine in (self.head, self.ranks, self.teachers, self.spare):
+        for machine in (self.head, self.ranks, self.teachers, self.spare, self.engines, self.spare_engines):
             for title in machine.titles():
                 found |= {(machine.name, role) for start, role in TITLES.items() if title.startswith(start)}
         return found
@@ -83,6 +86,8 @@ PLACED = (
     "cluster.placement.trainer.strategy=strict_spread",
     'cluster.placement.trainer.label_selector={pool: "in(head, ranks)"}',
 )
+OVER_THE_NETWORK = ("sync.kind=network", "cluster.placement.rollout.label_selector={pool: engines}")
+AHEAD = ("schedule.mode=one_step_off", "trainer.ranks=1")
 
 
 @pytest.fixture(scope="module")
@@ -98,35 +103,48 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, make_model_dir: Callable[...
     with Machines(root) as machines:
         # Teachers read neither the run directory nor the student; ranks get heads from teachers whose files they do not have.
         no_teacher = [root / "runs", root / "student"]
+        no_trainer = [root / "runs"]  # an engine has no directory in common with a rank that a weight is written to
         made = Nodes(
             root=root,
             head=machines.start("head"),
             ranks=machines.start("ranks", hidden=[root / "left", root / "right"]),
             teachers=machines.start("teachers", hidden=no_teacher),
             spare=machines.start("spare", hidden=no_teacher),
+            engines=machines.start("engines", hidden=no_trainer),
+            spare_engines=machines.start("spare-engines", hidden=no_trainer),
             environment=environment,
             machines=machines,
         )
         made.ray(made.head, "--head", "--port=6379", "--num-cpus=3", "--include-dashboard=false", "--labels=pool=head")
         made.join(made.ranks, "pool=ranks")
         made.join(made.teachers, "pool=teachers")
+        made.join(made.engines, "pool=engines")
         yield made
 
 
 @pytest.fixture(scope="module")
 def alone(nodes: Nodes) -> Path:
     """The run directory of the same merge on one machine."""
-    outside = nodes.machines.start("alone")
-    done = nodes.opd("merge", "pipeline.yaml", "--run-dir", "runs/alone", on=outside)
+    return merged_alone(nodes, "alone")
+
+
+def merged_alone(nodes: Nodes, run: str, *settings: str) -> Path:
+    outside = nodes.machines.start(run)
+    sets = [f"--set={one}" for one in settings]
+    done = nodes.opd("merge", "pipeline.yaml", "--run-dir", f"runs/{run}", *sets, on=outside)
     _, errors = done.communicate(timeout=DEADLINE_S)
     assert done.returncode == 0, errors
-    return nodes.root / "runs/alone"
+    outside.die()
+    return nodes.root / "runs" / run
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(run: Path) -> list[Any]:
     """What each step's training gave, but for times."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in records(run)]
 
 
 def weights(run: Path) -> bytes:
@@ -180,6 +198,48 @@ def test_what_no_node_has_is_refused_before_anything_is_loaded(nodes: Nodes, set
     _, errors = merge.communicate(timeout=DEADLINE_S)
     assert merge.returncode == 2 and told in errors and nodes.head.address in errors, errors
     assert not (nodes.root / "runs/refused").exists()
+
+
+def test_weights_that_go_over_the_network_are_those_of_shared_memory(nodes: Nodes, alone: Path) -> None:
+    run, seen = nodes.root / "runs/network", set()
+    merge = nodes.merge("network", *OVER_THE_NETWORK)
+
+    def trained() -> bool:
+        seen.update(nodes.roles())
+        return steps_of(run) > 1
+
+    wait_for(trained, merge)
+    _, told = merge.communicate(timeout=DEADLINE_S)
+    assert merge.returncode == 0, told
+    assert seen == {("engines", "rollout"), ("head", "rank"), ("ranks", "rank"), ("teachers", "teacher")}
+    assert losses(run) == losses(alone) and len(losses(run)) == 6
+    assert weights(run) == weights(alone), "bit for bit"
+    assert max(line["probe_gap"] for line in records(run)) < 1e-4, "the engine got the weights of every step"
+
+
+def test_an_engines_node_dies_and_a_spare_one_gets_the_weights_over_the_network(nodes: Nodes) -> None:
+    """While engines write a step ahead, the trainer has newer weights than the engine that is lost."""
+    nodes.join(nodes.spare_engines, "pool=engines")
+    uninterrupted, run, seen = merged_alone(nodes, "ahead", *AHEAD), nodes.root / "runs/lost-engine", set()
+    merge = nodes.merge("lost-engine", *OVER_THE_NETWORK, *AHEAD)
+    wait_for(lambda: steps_of(run) > 1, merge)
+    on = next(name for name, role in nodes.roles() if role == "rollout")
+    dying, left = (nodes.engines, nodes.spare_engines) if on == "engines" else (nodes.spare_engines, nodes.engines)
+    dying.die()
+    before = steps_of(run)
+
+    def gone_on() -> bool:
+        seen.update(nodes.roles())
+        return steps_of(run) == 6
+
+    wait_for(gone_on, merge)
+    _, told = merge.communicate(timeout=DEADLINE_S)
+    assert merge.returncode == 0, told
+    assert before < 6 and (left.name, "rollout") in seen and (dying.name, "rollout") not in nodes.roles()
+    assert [line["restarted"] for line in records(run) if line.get("restarted")] == [["rollout worker 0"]], (
+        "alone, once"
+    )
+    assert losses(run) == losses(uninterrupted) and weights(run) == weights(uninterrupted), "bit for bit"
 
 
 def test_a_scoring_node_dies_and_a_spare_one_takes_its_place(nodes: Nodes, alone: Path) -> None:

@@ -11,9 +11,8 @@ import pytest
 from opd.config import PipelineConfig
 from opd.config.sections import RolloutConfig, ScheduleConfig, SyncConfig
 from opd.config.teachers import ENGINES
-from opd.errors import ConfigError
 from pipelines import build
-from pipelines.build import POOLS, ROLLOUT_ENGINES, SCHEDULES, SYNCS, num_workers, refuse_apart
+from pipelines.build import POOLS, ROLLOUT_ENGINES, SCHEDULES, SYNCS, num_workers
 from teachers.scorers import SCORERS
 
 
@@ -85,14 +84,3 @@ def test_an_engine_that_shares_its_gpu_is_up_before_others_take_of_it(
     )
     build._start_workers(PipelineConfig.model_validate(data), inputs, MagicMock())
     assert " ".join(seen) == order
-
-
-def test_weights_are_not_pushed_through_the_memory_of_several_machines() -> None:
-    near = {"opd merge": "10.0.0.1", "trainer rank 0": "10.0.0.1", "rollout worker 0": "10.0.0.1"}
-    refuse_apart(near)
-    with pytest.raises(ConfigError) as refused:
-        refuse_apart(near | {"rollout worker 1": "10.0.0.2"})
-    said = str(refused.value)
-    assert said.startswith("sync.kind\n")
-    assert "found:  shared_memory, with opd merge on 10.0.0.1, trainer rank 0 on 10.0.0.1, " in said
-    assert "rollout worker 1 on 10.0.0.2" in said and "set sync.kind to network" in said

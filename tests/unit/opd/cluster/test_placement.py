@@ -1,11 +1,15 @@
-"""What a worker asks of a node, and whether a node has it."""
+"""What a worker asks of a node, whether a node has it, and whether the node lives."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
 
-from opd.cluster import Node, Seat
-from opd.cluster.placement import NODE, matches
+from opd.cluster import Node, Seat, placement
+from opd.cluster.placement import NODE, Place, matches
 
 HERE = Node(
     id="a1", address="10.0.0.1", here=True, has={"CPU": 2, "memory": 5e9, "node:10.0.0.1": 1, "GPU": 0.5}, labels={"pool": "x", NODE: "a1"}
@@ -51,3 +55,54 @@ def test_a_seat_fits_a_node(asks: dict[str, float], labels: dict[str, str], fits
 def test_nodes_and_seats_in_words() -> None:
     assert str(HERE) == "10.0.0.1 (this one: 2 CPU, 0.5 GPU, label pool=x)"
     assert str(Seat(worker="w", asks={"CPU": 1.0}, labels={"pool": "x", NODE: "a1"})) == "1 CPU, label pool=x"
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """What Ray knows: the node of a worker's place, and whether it lives; a door where that node answers."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        known = SimpleNamespace(node="a1", alive=True, door=door, slept=[], then=lambda: None)
+        address, port = door.getsockname()
+        at = {"NodeManagerAddress": address, "NodeManagerPort": port}
+        monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "a1", "Alive": known.alive, **at}])
+        monkeypatch.setattr(placement, "_nodes_of", lambda group: {0: known.node} if known.node else {})
+
+        def sleep(seconds: float) -> None:
+            known.slept.append(seconds)
+            known.then()
+
+        known.clock = SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0)
+        monkeypatch.setattr(placement, "time", known.clock)
+        yield known
+
+
+PLACE = Place(Seat(worker="w", asks={"CPU": 1}), group="group", index=0)
+
+
+def test_a_place_on_a_node_that_answers_or_on_none_is_settled(cluster: SimpleNamespace) -> None:
+    PLACE.settle()
+    cluster.node = None  # Ray looks for one
+    PLACE.settle()
+    assert cluster.slept == []
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_worker_waits_until_ray_knows_that_its_node_is_gone(cluster: SimpleNamespace, knows: bool) -> None:
+    """Whether Ray calls the node dead before it has another one, or still thinks that it lives."""
+    cluster.door.close()
+    cluster.alive = not knows
+
+    def then() -> None:
+        if len(cluster.slept) == 3:
+            cluster.node = None
+
+    cluster.then = then
+    PLACE.settle()
+    assert len(cluster.slept) == 3
+
+
+def test_it_does_not_wait_for_ever(cluster: SimpleNamespace) -> None:
+    cluster.door.close()
+    cluster.clock.monotonic = iter(range(0, 1000, 25)).__next__
+    PLACE.settle()
+    assert len(cluster.slept) == 2

@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
 from opd.buckets import WeightStream
+from opd.model_files import ModelFiles
 from opd.sync import NetworkSync, SyncSpec
 
 
@@ -33,10 +38,10 @@ class FakeEngine:
         self.got = list(send().buckets)
 
 
-def sync(keeps: bool) -> tuple[FakeTrainer, FakeEngine, NetworkSync]:
+def sync(keeps: bool, bucket: int = 3) -> tuple[FakeTrainer, FakeEngine, NetworkSync]:
     trainer: Any = FakeTrainer()
     engine: Any = FakeEngine()
-    known: dict[str, Any] = {"tolerance": 0.02, "nbytes": 10, "bucket": 3, "keeps": keeps, "tell": print}
+    known: dict[str, Any] = {"tolerance": 0.02, "nbytes": 10, "bucket": bucket, "keeps": keeps, "tell": print}
     return trainer, engine, NetworkSync(SyncSpec(trainer=trainer, engine=engine, probe=[[1, 2]], **known))
 
 
@@ -57,3 +62,24 @@ def test_while_the_trainer_computes_a_worker_gets_what_was_kept() -> None:
         trainer.version += 1  # it has taken a step
         assert list(engine.send().buckets) == engine.got == [(version, i) for i in range(3)]
     assert len(trainer.sent) == 6, "each was gathered once"
+
+
+def test_engines_get_the_files_of_a_model_that_they_cannot_reach(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file or several, in buckets of several tensors, and again for a worker that comes later."""
+    monkeypatch.setattr("opd.sync.files.put", lambda bucket: bucket)
+    tensors = load_file(tiny_model_dir / "model.safetensors")
+    with ModelFiles(tmp_path, tensors, shard=50_000) as files:
+        files.write(tensors)
+        files.finish()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    for path, nbytes in ((tiny_model_dir, 1 << 30), (tmp_path, 1 << 30), (tmp_path, 40_000)):
+        _, engine, pushing = sync(keeps=False, bucket=nbytes)
+        pushing.hold(path, like=Path("/student"))
+        for got in (engine.got, list(engine.send().buckets)):
+            found = [pair for bucket in got for pair in bucket.tensors()]
+            assert len(found) == len(tensors) and all(torch.equal(tensor, tensors[name]) for name, tensor in found)
+        assert engine.send().model_dir == Path("/student") and engine.send().whole
+        assert len(engine.got) == 1 if nbytes > 1 << 20 else 1 < len(engine.got) < len(tensors)
+        assert all(len(b.data) <= nbytes or len(b.places) == 1 for b in engine.got)

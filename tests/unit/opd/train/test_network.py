@@ -10,7 +10,8 @@ import sys
 import psutil
 import pytest
 
-from opd.train.network import GLOO_DEVICE, device_towards, gloo_towards
+from opd.address import GLOO_DEVICE
+from opd.train.network import device_towards, gloo_towards
 from tests.unit.sources import ROOT
 
 

@@ -1,0 +1,50 @@
+"""vLLM's files in the temporary directory: where the processes of an engine meet, and the sockets between them.
+
+Every engine has a `vllm_dist_...`, also one of a single process; one of several has sockets with random names as well. vLLM
+removes them when an engine ends by itself. A worker is mostly killed, and they stay: here they get a folder with the worker's
+mark, which goes when the worker does, or is swept up like all that a killed process leaves (`opd.leftovers`).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+
+from opd import leftovers
+from opd.leftovers import SHARED_MEMORY
+
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""The variable that vLLM reads, with the directory of its sockets."""
+
+
+@contextmanager
+def own_files() -> Iterator[None]:
+    """Within, engines that start in this process have their files in its own folder."""
+    from vllm.utils import network_utils
+
+    folder, before, theirs = _folder().name, os.environ.get(SOCKETS), network_utils.tempfile
+    os.environ[SOCKETS] = folder
+    # There is no setting for the other file. Python's own temporary directory stays: torch has its compiled code there.
+    network_utils.tempfile = SimpleNamespace(gettempdir=lambda: folder)
+    try:
+        yield
+    finally:
+        network_utils.tempfile = theirs
+        if before is None:
+            del os.environ[SOCKETS]
+        else:
+            os.environ[SOCKETS] = before
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """This process's folder, which lives as long as it does."""
+    leftovers.remove_directories()  # of workers that were killed on a node where no driver comes by
+    # A socket's path has 107 characters at most, and a temporary directory's may be long.
+    return tempfile.TemporaryDirectory(
+        prefix=leftovers.prefix(), dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None, ignore_cleanup_errors=True
+    )

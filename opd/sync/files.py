@@ -1,0 +1,55 @@
+"""A model's files as a stream of weights, for engines that do not share them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opd.buckets import Bucket, BucketWriter, WeightStream, padded
+from opd.cluster import put
+from opd.model_files import INDEX, SINGLE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def stream_files(model_dir: Path, like: Path, nbytes: int) -> WeightStream:
+    """All weights of a directory that `opd.model_files` wrote, in buckets of at most `nbytes` unless a tensor is larger. `like` is a
+    model of this shape that the engines can read. Taking buckets raises: OSError; WorkerDied if Ray is gone."""
+    handles: Iterator[Any] = (put(bucket) for bucket in buckets(_tensors(model_dir), nbytes))
+    return WeightStream(model_dir=like.absolute(), whole=True, buckets=handles)
+
+
+def buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
+    """Tensors in order, by name, as many to a bucket as it has room for."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if held and _size(held) + padded(tensor) > nbytes:
+            yield _bucket(held)
+            held = {}
+        held[name] = tensor
+    if held:
+        yield _bucket(held)
+
+
+def _bucket(tensors: dict[str, Tensor]) -> Bucket:
+    writer = BucketWriter(_size(tensors))
+    writer.add(tensors)
+    return writer.bucket()
+
+
+def _size(tensors: dict[str, Tensor]) -> int:
+    return sum(map(padded, tensors.values()))
+
+
+def _tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    index = model_dir / INDEX
+    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.exists() else {SINGLE}
+    for name in sorted(names):
+        with safe_open(model_dir / name, framework="pt", backend="pread") as file:
+            for key in file.keys():  # noqa: SIM118 it is no mapping
+                yield key, file.get_tensor(key)

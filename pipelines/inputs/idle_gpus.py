@@ -1,0 +1,35 @@
+"""GPUs that a pipeline would reserve for nobody: a process computes on one."""
+
+from __future__ import annotations
+
+from opd.config import PipelineConfig
+from opd.config.teachers import VLLMTeachers
+from opd.errors import ConfigError
+from opd.named import is_place
+
+
+def refuse_idle_gpus(config: PipelineConfig) -> None:
+    """Refuse more than one GPU for a process. `opd plan` takes such a pipeline, and plans for all of them.
+
+    Raises: ConfigError.
+    """
+    gpus = config.cluster
+    if not is_place(config.rollout.engine):  # a user's engine may use what it asks for
+        _refuse("cluster.rollout_gpus", gpus.rollout_gpus, "a rollout engine", _several("rollout"))
+    if isinstance(config.teachers, VLLMTeachers):
+        _refuse("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", _several("teachers"))
+    elif config.teachers.scoring_workers:
+        fix = "set it to 1, and teachers.workers for more of them; teachers.engine vllm can divide a teacher among GPUs"
+        _refuse("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", fix)
+    fix = "set it to 1, and trainer.ranks to the number of GPUs to train on"
+    _refuse("cluster.trainer_gpus", gpus.trainer_gpus, "a trainer rank", fix)
+
+
+def _several(section: str) -> str:
+    return f"set it to 1, and {section}.tensor_parallel_size to the number of GPUs that each engine is to have"
+
+
+def _refuse(key: str, gpus: float, who: str, fix: str) -> None:
+    if gpus > 1:
+        wanted = f"at most 1: {who} of one process computes on one GPU, and the others would be reserved for nobody"
+        raise ConfigError.at(key, found=f"{gpus:g}", wanted=wanted, fix=fix)
