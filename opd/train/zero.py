@@ -28,7 +28,7 @@ from opd.errors import RunError
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import obeys_masks, whole_shape
-from opd.train.export import write_model
+from opd.train.export import FileTensors, write_model
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.network import listening, meet
 from opd.train.optimizer import AdamWOptions, adamw
@@ -190,12 +190,16 @@ class ZeroEngine:
 
         `only_changed`: those that training changes, see `changed_weights`. Returns whether all weights were written.
         """
+        tensors = self._file_tensors(only_changed)
+        write_model(tensors, path if self._rank == 0 else None)
+        return tensors.complete
+
+    def _file_tensors(self, only_changed: bool) -> FileTensors:
+        """The weights as files have them, or those that training changes."""
         lm = self._engine.module.lm
         every = plain_weights(lm)
         wanted = self._changed if only_changed else every
-        whole = len(wanted) == len(every)
-        write_model(lm, wanted, self._dtype, path if self._rank == 0 else None, whole=whole)
-        return whole
+        return FileTensors(lm, wanted, self._dtype, complete=len(wanted) == len(every))
 
     @cached_property
     def _changed(self) -> Sequence[PlainWeight]:
