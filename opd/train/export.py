@@ -91,9 +91,8 @@ def write_model(tensors: FileTensors, path: Path | None) -> None:
         for group in tensors.groups:
             with tensors.whole(group):
                 if files is not None and not failed:
-                    values = tensors.values(group)
                     with _noted(failed, files.path):
-                        files.write(values)
+                        files.write(tensors.values(group))  # which nobody keeps while the next are gathered
         if files is not None and not failed:
             with _noted(failed, files.path):
                 files.finish()

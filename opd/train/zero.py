@@ -23,7 +23,7 @@ import torch.utils.deterministic
 from torch import Tensor, nn
 
 from opd.config.sections import SUMMED_AT_ONCE
-from opd.devices import to_device
+from opd.devices import to_device, trim_memory
 from opd.errors import RunError
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, layout_error, predict_positions
@@ -127,6 +127,7 @@ class ZeroEngine:
     def use_layout(self, layout: str) -> None:
         """Use this layout for all sequences from now on."""
         self._layout = layout
+        self._give_back()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, from the current weights."""
@@ -153,6 +154,7 @@ class ZeroEngine:
         """
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
+        self._give_back()
 
     def local_gradients(self) -> list[Tensor]:
         """Copies of this rank's part of the gradients that were added since the last step, by parameter."""
@@ -182,6 +184,11 @@ class ZeroEngine:
             )
         return grad_norm
 
+    def _give_back(self) -> None:
+        """With a bucket, return what malloc keeps of freed activations: small blocks, in holes that no weight fits."""
+        if self._options.bucket is not None:
+            trim_memory()
+
     # Weights and state
 
     def export(self, path: Path, only_changed: bool = False) -> bool:
@@ -196,10 +203,9 @@ class ZeroEngine:
 
     def _file_tensors(self, only_changed: bool) -> FileTensors:
         """The weights as files have them, or those that training changes."""
-        lm = self._engine.module.lm
-        every = plain_weights(lm)
+        every = plain_weights(self._engine.module.lm)
         wanted = self._changed if only_changed else every
-        return FileTensors(lm, wanted, self._dtype, complete=len(wanted) == len(every))
+        return FileTensors(self._engine.module.lm, wanted, self._dtype, complete=len(wanted) == len(every))
 
     @cached_property
     def _changed(self) -> Sequence[PlainWeight]:
