@@ -41,7 +41,7 @@ FREES_MEMORY = FEW_ARENAS | {
 """The same with `trainer.bucket`. Gathered weights come and go among activations that stay. Kept together, they leave holes that
 the next weights do not fit: a rank of two had twice the memory. So blocks of a MiB and more go back, in large pages, and only
 what is smaller is kept. Without tcache: torch asks for aligned blocks, malloc cuts a few bytes off each, and there these would stay
-between freed blocks that are never joined again; the heap grew with every layer and pass, by 100 MiB in two steps of four layers."""
+between freed blocks, which are never joined then: of 8 MiB of tensors that come and go the heap had 54 MiB, and has 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,11 +133,10 @@ class ZeroEngine:
         """[sequence][token - 1] log-prob of every token after the first, from the current weights."""
         packed = LAYOUTS[self._layout](sequences)
         predict_N = predict_positions(packed, [(1, len(s)) for s in sequences])
-        token_N = torch.tensor([t for s in sequences for t in s[1:]])
+        token_N = torch.tensor([t for s in sequences for t in s[1:]], device=self._device)
         with torch.no_grad():
-            logprob_N = self._engine.module.logprobs(
-                to_device(packed, self._device), predict_N, token_N.to(self._device)
-            )
+            logprob_N = self._engine.module.logprobs(to_device(packed, self._device), predict_N, token_N)
+        self._give_back()
         return [part.tolist() for part in logprob_N.cpu().split([len(s) - 1 for s in sequences])]
 
     # One optimiser step
