@@ -1,8 +1,10 @@
-"""Move records of tensors to a device."""
+"""Move records of tensors to a device, and return memory to the system."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import platform
 from typing import TypeVar
 
 import torch
@@ -21,3 +23,9 @@ def to_device(record: T, device: torch.device) -> T:
         moved = {f.name: to_device(getattr(record, f.name), device) for f in dataclasses.fields(record)}
         return dataclasses.replace(record, **moved)  # type: ignore[type-var]
     return record
+
+
+def trim_memory() -> None:
+    """Return to the system the memory that this process has freed and malloc keeps; without glibc nothing happens."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

@@ -96,8 +96,9 @@ def updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str, Upda
 
 def merged(weight_O_I: Tensor, update: Update) -> Tensor:
     """The weight of a module with its update in it: added in float32, and then in the weight's own type."""
-    added_O_I = update.scaling * (update.b_O_K.float() @ update.a_K_I.float())
-    return (weight_O_I.float() + added_O_I).to(weight_O_I.dtype)
+    added_O_I = update.b_O_K.float() @ update.a_K_I.float()
+    # In place: the weight may be the largest of its model.
+    return added_O_I.mul_(update.scaling).add_(weight_O_I.float()).to(weight_O_I.dtype)
 
 
 def not_linear(model: nn.Module, changes: Mapping[str, Update]) -> list[str]:

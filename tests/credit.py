@@ -81,7 +81,8 @@ class PlainRank(CriticRank):
         return address, 1
 
     def start(self, address: str, port: int) -> None:
-        with mock.patch.object(critic_rank, "load_share", load_causal_lm):  # there is nobody to share with
+        # There is nobody to share with.
+        with mock.patch.object(critic_rank, "load_share", lambda path, dtype, **_: load_causal_lm(path, dtype)):
             self._engine = PlainEngine(self._build().eval(), self._options.max_grad_norm)
         self._device = torch.device("cpu")
 

@@ -40,13 +40,14 @@ def gathered(params: Sequence[Any]) -> AbstractContextManager[None]:
 class FileTensors:
     """A sharded model's tensors as its files have them, group by group in the files' order."""
 
-    def __init__(self, lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, *, whole: bool) -> None:
-        """The weights get this type. Persistent buffers keep theirs and are there if the weights are `whole`: all that the model
-        has."""
-        self._lm = lm
+    def __init__(self, lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, *, complete: bool) -> None:
+        """The weights get this type. Persistent buffers keep theirs and are there if the weights are `complete`."""
+        self.lm = lm
+        self.complete = complete
+        """Whether these are all tensors that the model's files have."""
         self._dtype = dtype
         self._sources = {weight.name: weight for weight in weights}
-        self._buffers = dict(persistent_buffers(lm)) if whole else {}
+        self._buffers = dict(persistent_buffers(lm)) if complete else {}
         self.groups = file_groups(lm, [*self._sources, *self._buffers])
 
     def planned(self) -> Iterator[State]:
@@ -55,7 +56,7 @@ class FileTensors:
         shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
         empty = {name: torch.empty(shape, dtype=kind, device="meta") for name, (shape, kind) in shapes.items()}
         for group in self.groups:
-            made = group.to_files(self._lm, {part: empty[part] for part in group.names})
+            made = group.to_files(self.lm, {part: empty[part] for part in group.names})
             # A part has the memory of the whole.
             yield {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in made.items()}
 
@@ -67,7 +68,7 @@ class FileTensors:
 
     def values(self, group: FileGroup) -> State:
         """The tensors of a group, which may be parts of weights that are gathered."""
-        return group.to_files(self._lm, {name: self._value(name) for name in group.names})
+        return group.to_files(self.lm, {name: self._value(name) for name in group.names})
 
     def _value(self, name: str) -> Tensor:
         if name in self._buffers:
@@ -75,12 +76,11 @@ class FileTensors:
         return self._sources[name].value().to("cpu", self._dtype)
 
 
-def write_model(lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, path: Path | None, *, whole: bool) -> None:
-    """Write config and weights into `path`; a rank that has None only gathers. The rest is said at `FileTensors`.
+def write_model(tensors: FileTensors, path: Path | None) -> None:
+    """Write config and weights into `path`; a rank that has None only gathers.
 
     Raises: StorageError on the rank that writes, when all is gathered, because the other ranks do not know of it.
     """
-    tensors = FileTensors(lm, weights, dtype, whole=whole)
     files: ModelFiles | None = None
     failed: list[StorageError] = []
     with ExitStack() as stack:
@@ -91,13 +91,12 @@ def write_model(lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, pat
         for group in tensors.groups:
             with tensors.whole(group):
                 if files is not None and not failed:
-                    values = tensors.values(group)
                     with _noted(failed, files.path):
-                        files.write(values)
+                        files.write(tensors.values(group))  # which nobody keeps while the next are gathered
         if files is not None and not failed:
             with _noted(failed, files.path):
                 files.finish()
-                lm.config.save_pretrained(files.path)
+                tensors.lm.config.save_pretrained(files.path)
     if failed:
         raise failed[0]
 

@@ -24,15 +24,16 @@ from opd.model_files import INDEX, SINGLE
 from opd.model_weights import Naming, attention
 
 
-def load_share(model_dir: Path, dtype: torch.dtype) -> Any:
+def load_share(model_dir: Path, dtype: torch.dtype, *, one_by_one: bool = False) -> Any:
     """transformers' causal language model of a directory, of which this rank has its share: see `opd.model_weights.load_causal_lm`.
 
-    The ranks have met, and all call this at the same time.
+    The ranks have met, and all call this at the same time. `one_by_one`: weights that are gathered at one time come each by
+    itself. DeepSpeed would gather them in one piece and copy them out of it, and keep the piece until the last of them is used.
     """
     from transformers import AutoConfig
 
     empty = Naming(AutoConfig.from_pretrained(model_dir, trust_remote_code=False), dtype).model
-    config, cut = empty.config, _Cut(dtype)
+    config, cut = empty.config, _Cut(dtype, one_by_one)
     rows = config.get_text_config(decoder=True).vocab_size
     with _tensors(model_dir) as tensors, _one_after_the_other(), _cut_when_it_comes(cut, rows):
         lm = type(empty).from_pretrained(
@@ -48,11 +49,12 @@ def load_share(model_dir: Path, dtype: torch.dtype) -> Any:
 class _Cut:
     """Cuts parameters among the ranks in place, as DeepSpeed does with a whole model."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, one_by_one: bool) -> None:
         from deepspeed import zero
 
         self._dtype = dtype
         self._zero = zero.Init(module=nn.Module(), dtype=dtype)
+        self._zero.allgather_sequential = one_by_one
         self.device: torch.device = self._zero.local_device
 
     def __call__(self, param: Any) -> None:

@@ -22,7 +22,7 @@ from opd.losses.policy_gradient import PolicyGradient
 from opd.stream.heads import Head, HeadSource
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import MicroBatch, gather_samples, micro_batch
-from opd.train.export import FileTensors, Sending, gathered
+from opd.train.export import Sending, gathered
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
 from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy
@@ -225,10 +225,9 @@ class TrainerRank(ZeroEngine):
     def begin_stream(self, nbytes: int) -> tuple[bool, int]:
         """From now on `gather_bucket` gives the weights that training changes, in buckets of at most `nbytes`. Returns whether
         these are all weights, and how many buckets there are."""
-        lm = self._engine.module.lm
-        whole = len(self._changed) == len(plain_weights(lm))
-        self._sending = Sending(FileTensors(lm, self._changed, self._dtype, whole=whole), nbytes)
-        return whole, self._sending.count
+        tensors = self._file_tensors(only_changed=True)
+        self._sending = Sending(tensors, nbytes)
+        return tensors.complete, self._sending.count
 
     def gather_bucket(self) -> None:
         """Gather the next bucket, which rank 0 keeps for `gathered_bucket`."""
@@ -252,7 +251,7 @@ class TrainerRank(ZeroEngine):
 
 
 def _load_student(options: RankOptions) -> Student:
-    lm = load_share(options.model_dir, getattr(torch, options.dtype))
+    lm = load_share(options.model_dir, getattr(torch, options.dtype), one_by_one=options.bucket is not None)
     if options.lora is not None:
         adapt(lm, options.lora)
     loss = options.objective

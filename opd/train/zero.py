@@ -23,12 +23,12 @@ import torch.utils.deterministic
 from torch import Tensor, nn
 
 from opd.config.sections import SUMMED_AT_ONCE
-from opd.devices import to_device
+from opd.devices import to_device, trim_memory
 from opd.errors import RunError
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import obeys_masks, whole_shape
-from opd.train.export import write_model
+from opd.train.export import FileTensors, write_model
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.network import listening, meet
 from opd.train.optimizer import AdamWOptions, adamw
@@ -127,16 +127,16 @@ class ZeroEngine:
     def use_layout(self, layout: str) -> None:
         """Use this layout for all sequences from now on."""
         self._layout = layout
+        self._give_back()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, from the current weights."""
         packed = LAYOUTS[self._layout](sequences)
         predict_N = predict_positions(packed, [(1, len(s)) for s in sequences])
-        token_N = torch.tensor([t for s in sequences for t in s[1:]])
+        token_N = torch.tensor([t for s in sequences for t in s[1:]], device=self._device)
         with torch.no_grad():
-            logprob_N = self._engine.module.logprobs(
-                to_device(packed, self._device), predict_N, token_N.to(self._device)
-            )
+            logprob_N = self._engine.module.logprobs(to_device(packed, self._device), predict_N, token_N)
+        self._give_back()
         return [part.tolist() for part in logprob_N.cpu().split([len(s) - 1 for s in sequences])]
 
     # One optimiser step
@@ -153,6 +153,7 @@ class ZeroEngine:
         """
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
+        self._give_back()
 
     def local_gradients(self) -> list[Tensor]:
         """Copies of this rank's part of the gradients that were added since the last step, by parameter."""
@@ -182,6 +183,11 @@ class ZeroEngine:
             )
         return grad_norm
 
+    def _give_back(self) -> None:
+        """With a bucket, return what malloc keeps of freed activations: small blocks, in holes that no weight fits."""
+        if self._options.bucket is not None:
+            trim_memory()
+
     # Weights and state
 
     def export(self, path: Path, only_changed: bool = False) -> bool:
@@ -190,12 +196,15 @@ class ZeroEngine:
 
         `only_changed`: those that training changes, see `changed_weights`. Returns whether all weights were written.
         """
-        lm = self._engine.module.lm
-        every = plain_weights(lm)
+        tensors = self._file_tensors(only_changed)
+        write_model(tensors, path if self._rank == 0 else None)
+        return tensors.complete
+
+    def _file_tensors(self, only_changed: bool) -> FileTensors:
+        """The weights as files have them, or those that training changes."""
+        every = plain_weights(self._engine.module.lm)
         wanted = self._changed if only_changed else every
-        whole = len(wanted) == len(every)
-        write_model(lm, wanted, self._dtype, path if self._rank == 0 else None, whole=whole)
-        return whole
+        return FileTensors(self._engine.module.lm, wanted, self._dtype, complete=len(wanted) == len(every))
 
     @cached_property
     def _changed(self) -> Sequence[PlainWeight]:

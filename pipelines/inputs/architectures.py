@@ -17,6 +17,7 @@ from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
+from opd.config.sections import RolloutConfig
 from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError, ModelError
 from opd.rollouts.divided import indivisible
@@ -58,8 +59,7 @@ def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, Expert]) -> 
     namings: dict[tuple[str, ...], Any] = {}  # equal experts, and adapters of one base, are checked once
     for name, expert in experts.items():
         if isinstance(config.teachers, VLLMTeachers):
-            _check_engine(expert.info, config.teachers.dtype, not config.cluster.teacher_gpus)
-            _check_divided(expert.info, config.teachers.tensor_parallel_size, "teachers.tensor_parallel_size")
+            _check_engine(expert.info, config.teachers, "teachers", not config.cluster.teacher_gpus)
         elif config.teachers.engine == "transformers":
             key = (expert.info.path, *sorted(expert.info.weight_files.values()))
             if key not in namings:
@@ -149,24 +149,17 @@ def _check_adapter(name: str, adapter: AdapterInfo, naming: Any) -> None:
 
 def _check_rollout_engine(config: PipelineConfig, info: ModelInfo) -> None:
     """Raises: ModelError if a rollout engine cannot serve the model."""
-    _check_engine(info, config.rollout.dtype, not config.cluster.rollout_gpus)
-    _check_divided(info, config.rollout.tensor_parallel_size, "rollout.tensor_parallel_size")
+    _check_engine(info, config.rollout, "rollout", not config.cluster.rollout_gpus)
 
 
-def _check_engine(info: ModelInfo, dtype: str, cpu: bool) -> None:
-    """Raises: ModelError if a vLLM engine cannot serve the model."""
+def _check_engine(info: ModelInfo, engine: RolloutConfig | VLLMTeachers, section: str, cpu: bool) -> None:
+    """Raises: ModelError if a vLLM engine cannot serve the model, or so many processes cannot divide it among them."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(info.path, trust_remote_code=False)
-    _raise(info, refusal(config, info.architecture, dtype, cpu))
-
-
-def _check_divided(info: ModelInfo, size: int, key: str) -> None:
-    """Raises: ModelError if so many processes cannot divide the model among them."""
-    from transformers import AutoConfig
-
+    config, size = AutoConfig.from_pretrained(info.path, trust_remote_code=False), engine.tensor_parallel_size
+    _raise(info, refusal(config, info.architecture, engine.dtype, cpu))
     if size > 1:
-        _raise(info, indivisible(AutoConfig.from_pretrained(info.path, trust_remote_code=False), size, key))
+        _raise(info, indivisible(config, size, f"{section}.tensor_parallel_size"))
 
 
 def _raise(info: ModelInfo, found: Refusal | None) -> None:

@@ -129,8 +129,8 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
     # gradients are added up, from a copy in the order of the ranks.
     checkpoint, summed = 12 * inputs.trained, summed_bytes(config, inputs.trained)
-    # An adapter is added to a weight in float32.
-    export = largest * (2 * DTYPE_BYTES[config.trainer.dtype] + (12 if inputs.lora else 0))
+    # A copy of the largest weight in the files' form, or what an adapter adds to it and the weight itself, both in float32.
+    export = largest * (8 if inputs.lora else DTYPE_BYTES[config.trainer.dtype])
     needs = [
         Need(
             what="trainer: weights, gradients, AdamW",

@@ -35,11 +35,11 @@ from tests.integration.test_rank_memory import MIB, kept, write_student
 ROOT = Path(__file__).parents[2]
 LIMIT, NOTES = "TEST_RANK_LIMIT", "TEST_RANK_NOTES"
 """Variables that tell a rank how much memory it may have, and where it writes down how much it had."""
-RANKS, LAYERS, WIDTH = 2, 24, 2048
+RANKS, LAYERS, WIDTH = 2, 12, 2048
 RESERVED = 512 * MIB
 """Addresses that hold nothing: the system counts the stacks of the threads that Ray and gloo start, and what malloc takes ahead."""
 OVER = 1.25
-"""A rank in a real worker has had 1.23 times what `opd check` adds up. The aim is 1.1: what the sum lacks is not found yet."""
+"""A rank in a real worker had 1.23 times what `opd check` adds up before freed memory was returned. The aim is 1.1: this has not run since."""
 
 
 class LimitedRank(TrainerRank):
@@ -86,21 +86,21 @@ def pipeline(root: Path, make_model_dir: Callable[..., Path]) -> tuple[dict[str,
     tokenizer = build_tokenizer()
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
     rows = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
-    numbers = write_student(root / "student", LAYERS, WIDTH, torch.bfloat16, **rows, **ids)
+    numbers = write_student(root / "student", LAYERS, WIDTH, torch.float32, **rows, **ids)
     tokenizer.save_pretrained(root / "student")
     return {
         "name": "large",
         "student": {"model": str(root / "student"), "lora": {"r": 4, "alpha": 8, "targets": ["q_proj"]}},
         "experts": {"e": {"model": str(make_model_dir(root / "e", seed=1)), "domain": "d"}},
         "domains": {"d": {"prompts": str(write_prompts(root / "d.jsonl", "say", 40, 1))}},
-        "rollout": {"max_new_tokens": 4, "max_model_len": 32, "dtype": "bfloat16"},
+        "rollout": {"max_new_tokens": 4, "max_model_len": 32},
         "objective": {"chunk": 64},
         "trainer": {
-            "ranks": RANKS, "steps": 3, "samples_per_step": 4, "lr": 1.0e-3, "dtype": "bfloat16",
+            "ranks": RANKS, "steps": 3, "samples_per_step": 4, "lr": 1.0e-3, "dtype": "float32",
             "micro_batch_tokens": 16, "bucket": 10_000_000,
         },
         "checkpoint": {"every": 1},
-    }, 2 * numbers  # fmt: skip
+    }, 4 * numbers  # fmt: skip
 
 
 def limited_opd(args: Sequence[object], root: Path, limit: int) -> subprocess.Popen[str]:

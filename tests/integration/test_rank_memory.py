@@ -79,7 +79,7 @@ def peak(found: dict[str, int], what: str) -> Iterator[None]:
 
 def make(case: dict[str, Any], rank: int) -> ZeroEngine:
     def build() -> Says:
-        lm = load_share(Path(case["model"]), getattr(torch, case["dtype"]))
+        lm = load_share(Path(case["model"]), getattr(torch, case["dtype"]), one_by_one=True)
         if case["lora"]:
             adapt(lm, LoraOptions(r=4, alpha=8.0, targets=TARGETS, seed=3))
         return Says(lm)
@@ -128,7 +128,6 @@ def live(case: dict[str, Any], rank: int, out: Path) -> dict[str, int]:
 def case_of(path: Path, numbers: int, lora: bool, bucket: int) -> tuple[dict[str, Any], int]:
     """What a rank is told, and the most memory that it may need by the sum of `opd check`."""
     config = AutoConfig.from_pretrained(path)
-    dtype = "bfloat16" if lora else "float32"
     pipeline = PipelineConfig.model_validate(
         {
             "name": "n",
@@ -138,7 +137,7 @@ def case_of(path: Path, numbers: int, lora: bool, bucket: int) -> tuple[dict[str
             "rollout": {"max_model_len": 64},
             "objective": {"chunk": 64},
             "trainer": {
-                "ranks": RANKS, "steps": 1, "samples_per_step": 1, "dtype": dtype, "bucket": bucket, "micro_batch_tokens": 32,
+                "ranks": RANKS, "steps": 1, "samples_per_step": 1, "dtype": "float32", "bucket": bucket, "micro_batch_tokens": 32,
             },
         }
     )  # fmt: skip
@@ -151,7 +150,7 @@ def case_of(path: Path, numbers: int, lora: bool, bucket: int) -> tuple[dict[str
     return {
         "model": str(path),
         "lora": lora,
-        "dtype": dtype,
+        "dtype": "float32",
         "bucket": bucket,
         "limit": most * 11 // 10,
         "reserved": 4 * trained // RANKS,
@@ -180,17 +179,17 @@ def run(case: dict[str, Any], out: Path) -> list[dict[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lora", "layers", "width", "bucket"), [(True, 20, 2048, 10_000_000), (False, 8, 1024, 8_000_000)]
+    ("lora", "layers", "width", "bucket"), [(True, 10, 2048, 10_000_000), (False, 8, 1024, 8_000_000)]
 )
 def test_a_rank_needs_what_the_sum_says_and_no_whole_student(
     lora: bool, layers: int, width: int, bucket: int, tmp_path: Path
 ) -> None:
     """A rank of the LoRA student may have no more than the student's weights; one of the other, a tenth more than the sum."""
-    dtype = torch.bfloat16 if lora else torch.float32
-    numbers = write_student(tmp_path / "student", layers, width, dtype)
+    # A processor without bfloat16 would take minutes for a step in it.
+    numbers = write_student(tmp_path / "student", layers, width, torch.float32)
     case, most = case_of(tmp_path / "student", numbers, lora, bucket)
     if lora:
-        case["limit"] = 2 * numbers
+        case["limit"] = 4 * numbers
     assert 32 * numbers > case["limit"], "the whole would not fit"
     for found in run(case, tmp_path / "out"):
         print({what: nbytes // MIB for what, nbytes in found.items()}, "of", most // MIB, "MiB")

@@ -34,7 +34,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def sent(lm: Any, nbytes: int, dtype: torch.dtype = torch.float32) -> list[dict[str, torch.Tensor]]:
-    sending = Sending(FileTensors(lm, plain_weights(lm), dtype, whole=True), nbytes)
+    sending = Sending(FileTensors(lm, plain_weights(lm), dtype, complete=True), nbytes)
     count = sending.count
     buckets = [sending.gather(mine=True) for _ in range(count)]
     return [dict(bucket.tensors()) for bucket in buckets if bucket is not None]
@@ -51,7 +51,7 @@ def test_buckets_have_the_tensors_of_the_files(
     for dtype in (torch.float32, torch.bfloat16):
         written = tmp_path / str(dtype)
         written.mkdir()
-        write_model(lm, plain_weights(lm), dtype, written, whole=True)
+        write_model(FileTensors(lm, plain_weights(lm), dtype, complete=True), written)
         wanted = load_file(written / "model.safetensors")
         for nbytes in (1, 50_000, 1 << 30):
             found = {name: tensor for bucket in sent(lm, nbytes, dtype) for name, tensor in bucket.items()}
@@ -76,7 +76,7 @@ def test_a_bucket_is_no_larger_than_it_may_be_unless_one_tensor_is(
 
 def test_a_rank_that_only_gathers_has_no_bucket(tmp_path: Path, make_model_dir: Make, one_process: list[int]) -> None:
     lm = load_causal_lm(make_model_dir(tmp_path / "student"), torch.float32)
-    tensors = FileTensors(lm, plain_weights(lm), torch.float32, whole=True)
+    tensors = FileTensors(lm, plain_weights(lm), torch.float32, complete=True)
     sending = Sending(tensors, 40_000)
     assert [sending.gather(mine=False) for _ in range(sending.count)] == [None] * sending.count
     assert len(one_process) == len(tensors.groups), "it takes part in every one"
