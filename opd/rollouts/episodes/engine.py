@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # that module starts engines, and uses this one
     from opd.rollouts.worker import Generated
 
 T = TypeVar("T")
-FIRST_S, NEXT_S = 0.02, 0.005
-"""How long the engine waits for the first of the turns that may be about to come, and after each one for the next."""
+FIRST_S, NEXT_S, MOST_S = 0.02, 0.005, 0.2
+"""How long the engine waits for the first of the turns that may be about to come, after each one for the next, and for all."""
 END_S = 10.0
 """Deadline for the loop's thread to end after an engine failed: every turn that it waits for raises by then."""
 
@@ -148,9 +148,10 @@ class BatchEngine:
         """Bring the inbox into the batch; wait for it while the batch is empty, and a moment while most are about to come. False
         at the end."""
         patient = self._coming > len(self._waiting)
-        until = time.monotonic() + FIRST_S
+        began = time.monotonic()
+        until, latest = began + FIRST_S, began + MOST_S
         while True:
-            moment = max(0.0, until - time.monotonic()) if patient and self._coming else 0.0
+            moment = max(0.0, min(until, latest) - time.monotonic()) if patient and self._coming else 0.0
             try:
                 item = self._inbox.get(timeout=moment if self._waiting else None)
             except queue.Empty:
@@ -161,9 +162,10 @@ class BatchEngine:
             if isinstance(item, _Leave):
                 self._leave(item.ask)
                 continue
+            now = time.monotonic()
+            until, latest = now + NEXT_S, latest if self._waiting else now + MOST_S
             self._add(item)
             self._coming = max(0, self._coming - 1)
-            until = time.monotonic() + NEXT_S
 
     def _add(self, ask: _Ask) -> None:
         self._count += 1

@@ -89,8 +89,8 @@ def test_requests_of_different_times_are_one_batch() -> None:
 
 def test_turns_that_end_together_go_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
     # Longer than any hand-over takes: that all are there ends the wait.
-    monkeypatch.setattr(engine_module, "FIRST_S", 20.0)
-    monkeypatch.setattr(engine_module, "NEXT_S", 0.5)
+    for name, seconds in {"FIRST_S": 20.0, "NEXT_S": 0.5, "MOST_S": 60.0}.items():
+        monkeypatch.setattr(engine_module, name, seconds)
     made, inner = engine(context=1 << 10)
 
     async def episode(start: int) -> list[int]:
@@ -119,6 +119,15 @@ def test_who_does_not_come_back_is_waited_for_once(monkeypatch: pytest.MonkeyPat
 
     assert 0.2 <= made.drive(work) < 0.2 * 50, "once, and not in each of the other's steps"
     assert len(inner.steps) == 200
+
+
+def test_a_trickle_of_turns_does_not_hold_the_batch_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"FIRST_S": 20.0, "NEXT_S": 20.0, "MOST_S": 0.2}.items():
+        monkeypatch.setattr(engine_module, name, seconds)
+    made, inner = engine()
+    began = time.monotonic()
+    made.drive(lambda: made.generate([1], max_tokens=3, seed=0))  # at the beginning nobody knows how many will come
+    assert time.monotonic() - began < 10 and inner.steps == [1, 1, 1]
 
 
 def test_two_engines_are_stepped_by_one_thread_and_keep_their_turns_apart() -> None:
