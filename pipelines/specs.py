@@ -58,6 +58,7 @@ def rollout_spec(
     """Spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's."""
     training = training or ForTraining()
     rollout = config.rollout
+    episodes = episode_options(config, training.judged)
     return RolloutSpec(
         engine=EngineOptions(
             model_dir=model_dir,
@@ -66,7 +67,7 @@ def rollout_spec(
             max_num_seqs=rollout.max_num_seqs,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             vocab_size=vocab_size,
-            share_prompts=rollout.n > 1,
+            share_prompts=rollout.n > 1 or bool(episodes),
             sleep=rollout.sleep,
             tensor_parallel_size=rollout.tensor_parallel_size,
             kv_cache_dtype=rollout.kv_cache_dtype,
@@ -74,7 +75,7 @@ def rollout_spec(
         ),
         stop_token_ids=tuple(stop_token_ids),
         untrained=training.untrained,
-        episodes=episode_options(config, training.judged),
+        episodes=episodes,
         drift=training.drift,
         workers=rollout.workers,
         gpus=config.cluster.rollout_gpus,

@@ -4,14 +4,18 @@
                                            ▼                      ▼
     calling thread     ── step ── step ── add ── step ── step ── add ── step ──▶   (the only one that touches the engine)
 
-A request that comes while the engine runs joins the batch at the next step; nobody waits for the slowest episode.
+A request that comes while the engine runs joins the batch at the next step; nobody waits for the slowest episode. But where a step
+has ended most turns of the batch, their next ones are waited for a moment: a step costs nearly the same for one turn as for all,
+and the two threads would take the interpreter from each other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -28,6 +32,8 @@ if TYPE_CHECKING:  # that module starts engines, and uses this one
     from opd.rollouts.worker import Generated
 
 T = TypeVar("T")
+FIRST_S, NEXT_S, MOST_S = 0.02, 0.005, 0.2
+"""How long the engine waits for the first of the turns that may be about to come, after each one for the next, and for all."""
 END_S = 10.0
 """Deadline for the loop's thread to end after an engine failed: every turn that it waits for raises by then."""
 
@@ -57,6 +63,10 @@ class _Ask:
     """Place of the engine that takes the turn."""
 
 
+Settle = Callable[[asyncio.Future[Sampled]], None]
+"""Ends somebody's wait for a turn."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Leave:
     """Nobody waits for this turn any more."""
@@ -74,6 +84,8 @@ class BatchEngine:
         self._inbox: queue.SimpleQueue[_Ask | _Leave | None] = queue.SimpleQueue()
         self._waiting: dict[str, _Ask] = {}
         self._count = 0
+        self._coming = math.inf
+        """Turns that ended lately, each of which may bring another; at the beginning nobody knows how many."""
         self._failed = ""
 
     def beside(self, engine: Any) -> TokenEngine:
@@ -133,18 +145,27 @@ class BatchEngine:
             self._waiting.clear()
 
     def _take(self) -> bool:
-        """Bring the inbox into the batch; wait for it while the batch is empty. False at the end."""
+        """Bring the inbox into the batch; wait for it while the batch is empty, and a moment while most are about to come. False
+        at the end."""
+        patient = self._coming > len(self._waiting)
+        began = time.monotonic()
+        until, latest = began + FIRST_S, began + MOST_S
         while True:
+            moment = max(0.0, min(until, latest) - time.monotonic()) if patient and self._coming else 0.0
             try:
-                item = self._inbox.get(block=not self._waiting)
+                item = self._inbox.get(timeout=moment if self._waiting else None)
             except queue.Empty:
+                self._coming = 0 if patient else self._coming
                 return True
             if item is None:
                 return False
             if isinstance(item, _Leave):
                 self._leave(item.ask)
-            else:
-                self._add(item)
+                continue
+            now = time.monotonic()
+            until, latest = now + NEXT_S, latest if self._waiting else now + MOST_S
+            self._add(item)
+            self._coming = max(0, self._coming - 1)
 
     def _add(self, ask: _Ask) -> None:
         self._count += 1
@@ -160,17 +181,24 @@ class BatchEngine:
     def _step(self) -> None:
         """Step every engine that has something to do. One thread steps all: vLLM's state of a forward pass is the process's."""
         at_work = {ask.engine for ask in self._waiting.values()}
-        for output in chain.from_iterable(self._engines[place].step() for place in sorted(at_work)):
-            ask = self._waiting.pop(output.request_id, None) if output.finished else None
-            if ask is not None:
-                found = self._sampling.read(output.outputs[0])
-                turn = Sampled(
-                    token_ids=found.token_ids,
-                    logprobs=found.logprobs,
-                    stop_reason=found.stop_reason,
-                    policy_version=self._sampling.policy_version,
-                )
-                _tell(ask, methodcaller("set_result", turn))
+        ended: list[tuple[_Ask, Settle]] = []
+        try:
+            for output in chain.from_iterable(self._engines[place].step() for place in sorted(at_work)):
+                ask = self._waiting.pop(output.request_id, None) if output.finished else None
+                if ask is not None:
+                    ended.append((ask, methodcaller("set_result", self._turn(output.outputs[0]))))
+        finally:
+            self._coming += len(ended)
+            _tell(ended)
+
+    def _turn(self, output: Any) -> Sampled:
+        found = self._sampling.read(output)
+        return Sampled(
+            token_ids=found.token_ids,
+            logprobs=found.logprobs,
+            stop_reason=found.stop_reason,
+            policy_version=self._sampling.policy_version,
+        )
 
     def _fail(self, error: BaseException) -> None:
         """Nobody waits for ever for a turn that does not come."""
@@ -180,8 +208,7 @@ class BatchEngine:
             while True:
                 item = self._inbox.get_nowait()
                 asks += [item] if isinstance(item, _Ask) else []
-        for ask in asks:
-            _tell(ask, lambda future: future.set_exception(RunError(self._failed)))
+        _tell([(ask, lambda future: future.set_exception(RunError(self._failed))) for ask in asks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +222,14 @@ class _Beside:
         return await self.batch.turn(token_ids, max_tokens, seed, engine=self.engine)
 
 
-def _tell(ask: _Ask, settle: Callable[[asyncio.Future[Sampled]], None]) -> None:
-    def settled() -> None:
-        if not ask.future.done():
-            settle(ask.future)
+def _tell(ended: Sequence[tuple[_Ask, Settle]]) -> None:
+    """Settle turns in the one loop that waits for them: in one call, because each call wakes its thread."""
 
-    with suppress(RuntimeError):  # the loop has ended, so nobody waits
-        ask.loop.call_soon_threadsafe(settled)
+    def settled() -> None:
+        for ask, settle in ended:
+            if not ask.future.done():
+                settle(ask.future)
+
+    if ended:
+        with suppress(RuntimeError):  # the loop has ended, so nobody waits
+            ended[0][0].loop.call_soon_threadsafe(settled)

@@ -109,6 +109,14 @@ def test_every_key_of_a_teachers_engine_reaches_its_spec(engine: str) -> None:
         assert made(**{key: TEACHERS[key]}, **more) != before, key
 
 
+def test_requests_that_begin_alike_are_kept_in_small_blocks() -> None:
+    def shared(**changes: Any) -> bool:
+        return rollout_spec(config(**changes), Path("base"), 76, (2,)).engine.share_prompts
+
+    turns = {"d": {"environment": {"name": "maze"}}}
+    assert (shared(), shared(rollout={"n": 2}), shared(domains=turns)) == (False, True, True)
+
+
 def test_a_baseline_is_trained_as_the_merge_is() -> None:
     made = config(trainer={"lr": 0.5, "lr_scheduler_type": "cosine", "max_grad_norm": 0.25}, seed=7)
     spec, merge = imitation_spec(made, 3, 2), trainer_spec(made, 76)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from opd.errors import RunError
+from opd.rollouts.episodes import engine as engine_module
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.worker import Generated
 from opd.types import Sampled
@@ -83,6 +85,49 @@ def test_requests_of_different_times_are_one_batch() -> None:
     ]
     assert max(inner.steps) > 1, "they ran side by side"
     assert inner.running == {} and inner.aborted == []
+
+
+def test_turns_that_end_together_go_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Longer than any hand-over takes: that all are there ends the wait.
+    for name, seconds in {"FIRST_S": 20.0, "NEXT_S": 0.5, "MOST_S": 60.0}.items():
+        monkeypatch.setattr(engine_module, name, seconds)
+    made, inner = engine(context=1 << 10)
+
+    async def episode(start: int) -> list[int]:
+        ids = [start]
+        for _ in range(6):
+            ids += (await made.generate(ids, max_tokens=2, seed=0)).token_ids
+            await asyncio.to_thread(time.sleep, 0.002 * (start % 5))  # a tool
+        return ids
+
+    async def work() -> list[list[int]]:
+        return list(await asyncio.gather(*(episode(start) for start in range(1, 25))))
+
+    assert made.drive(work) == [[start + 2 * turn for turn in range(7)] for start in range(1, 25)]
+    assert inner.steps == [24] * 12
+
+
+def test_who_does_not_come_back_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "FIRST_S", 0.2)
+    made, inner = engine(context=1 << 10)
+
+    async def work() -> float:
+        short = [made.generate([start], max_tokens=1, seed=0) for start in range(3)]
+        began = time.monotonic()
+        await asyncio.gather(*short, made.generate([5], max_tokens=200, seed=0))
+        return time.monotonic() - began
+
+    assert 0.2 <= made.drive(work) < 0.2 * 50, "once, and not in each of the other's steps"
+    assert len(inner.steps) == 200
+
+
+def test_a_trickle_of_turns_does_not_hold_the_batch_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"FIRST_S": 20.0, "NEXT_S": 20.0, "MOST_S": 0.2}.items():
+        monkeypatch.setattr(engine_module, name, seconds)
+    made, inner = engine()
+    began = time.monotonic()
+    made.drive(lambda: made.generate([1], max_tokens=3, seed=0))  # at the beginning nobody knows how many will come
+    assert time.monotonic() - began < 10 and inner.steps == [1, 1, 1]
 
 
 def test_two_engines_are_stepped_by_one_thread_and_keep_their_turns_apart() -> None:
