@@ -1,4 +1,4 @@
-"""`opd plan --measure`: the rates of this machine, from a matrix product and a copy."""
+"""`opd plan --measure`: the rates of this machine, from a matrix product, a copy and small calls."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ ROWS, WIDTH, IDS = 512, 576, 49152
 """The product: states with the output head of a model such as SmolLM2. Every factor of two-cores is a share of it."""
 COPIED = 128 << 20
 """Bytes that are copied at a time: more than any cache holds."""
+SMALL, CALLS = 8, 1000
+"""The small operation, a product of a row of so many numbers, and how often it is called at a time."""
 
 
 def measured_spec(base: ClusterSpec) -> ClusterSpec:
@@ -31,6 +33,7 @@ def measured_spec(base: ClusterSpec) -> ClusterSpec:
         "float32": _products(torch, torch.float32),
         "bfloat16": _products(torch, torch.bfloat16),
         "memory": _copies(torch),
+        "calls": _calls(torch),
     }
     machine = {"cores": len(os.sched_getaffinity(0)), "memory": machine_bytes()}
     data = base.model_dump() | {"name": "this-machine", "machines": 1, "machine": machine, "rates": rates}
@@ -57,6 +60,18 @@ def _copies(torch: Any) -> float:
     source = torch.ones(COPIED, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * COPIED / _quickest(lambda: target.copy_(source))
+
+
+def _calls(torch: Any) -> float:
+    """Small operations a second that one core begins: Python's part and torch's, no arithmetic worth the name."""
+    row_1_D, square_D_D = torch.ones(1, SMALL), torch.ones(SMALL, SMALL)
+
+    def some() -> None:
+        for _ in range(CALLS):
+            torch.nn.functional.linear(row_1_D, square_D_D)
+
+    with torch.inference_mode():
+        return CALLS / _quickest(some)
 
 
 def _quickest(work: Callable[[], Any]) -> float:
