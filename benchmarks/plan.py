@@ -70,7 +70,7 @@ def found(run: Mapping[str, Any]) -> dict[str, float]:
 
 
 def take(file: Path, case: Case, setting: Setting) -> dict[str, Any]:
-    """One merge: its settings, rates around it, lengths, the medians of its phases, and most memory of its workers."""
+    """One merge: its settings, lengths, the medians of its phases, and most memory of its workers."""
     import yaml
 
     with tempfile.TemporaryDirectory(prefix="opd-plan-") as scratch:
@@ -85,7 +85,6 @@ def take(file: Path, case: Case, setting: Setting) -> dict[str, Any]:
         sets = [part for change in (*always, *case.always, *setting.changes) for part in ("--set", change)]
         command = [sys.executable, "-m", "cli", "merge", file.name, "--run-dir", str(run), "--quiet", *sets]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        before = measured_rates()
         with (
             subprocess.Popen(command, cwd=file.parent, env=environment, stdout=subprocess.DEVNULL) as process,
             peaks(process.pid) as most,
@@ -96,12 +95,10 @@ def take(file: Path, case: Case, setting: Setting) -> dict[str, Any]:
                 process.terminate()  # nothing, if it has ended
         if code:
             raise SystemExit(f"{shlex.join(command)}: exit code {code}")
-        after = measured_rates()
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][case.warm_up :]
         config = yaml.safe_load((run / "pipeline.yaml").read_text())
-    rates = {name: statistics.fmean((before[name], after[name])) for name in before}
     kept = summary(config, records, ["opd", "merge", file.name, *sets])
-    return {"name": setting.name, "rates": rates, **kept, "memory": dict(sorted(most.items()))}
+    return {"name": setting.name, **kept, "memory": dict(sorted(most.items()))}
 
 
 def measured_rates() -> dict[str, float]:
@@ -153,13 +150,19 @@ def recorded(folder: Path) -> list[str]:
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The chosen settings of a pipeline; each is written as soon as it is there."""
     case, file = CASES[args.pipeline], prepared(args.pipeline, folder)
-    runs = []
+    runs, before = [], measured_rates()
     for number, setting in enumerate(case.settings):
         if args.settings is not None and number not in args.settings:
             continue
         facts = machine(len(os.sched_getaffinity(0)), "torch", "transformers", "deepspeed", "ray")
-        run = take(file, case, setting)
-        run |= {"overheads": args.pipeline == "tiny", "machine": facts | {"load_after": os.getloadavg()}}
+        run, after = take(file, case, setting), measured_rates()
+        rates = {name: statistics.fmean((before[name], after[name])) for name in before}
+        before = after
+        run |= {
+            "rates": rates,
+            "overheads": args.pipeline == "tiny",
+            "machine": facts | {"load_after": os.getloadavg()},
+        }
         runs.append(run)
         print(run["name"], found(run), run["lengths"], run["rates"], file=sys.stderr, flush=True)
         if args.json:

@@ -106,23 +106,31 @@ CASES = {
 
 
 def prepared(pipeline: str, folder: Path) -> Path:
-    """The pipeline's file in `folder`, without exams, which no plan counts; smollm2 with three experts, which are made."""
+    """The pipeline's file in `folder`; with smollm2, experts are made there."""
+    import yaml
+
+    if pipeline == "tiny":
+        return _tiny(folder)
+    if pipeline == "smollm2":
+        _make_experts(folder)
+    file = folder / f"plan-{pipeline}.yaml"
+    file.write_text(yaml.safe_dump(without_exams(pipeline), sort_keys=False), encoding="utf-8")
+    return file
+
+
+def without_exams(pipeline: str) -> dict[str, Any]:
+    """A shipped pipeline without exams, which no plan counts; smollm2 with three experts."""
     import yaml
 
     from pipelines.catalog import find
 
-    if pipeline == "tiny":
-        return _tiny(folder)
     data: dict[str, Any] = yaml.safe_load(find(pipeline).read_text(encoding="utf-8"))
     data["domains"] = {name: {k: v for k, v in one.items() if k != "eval"} for name, one in data["domains"].items()}
     if pipeline == "smollm2":
         data["domains"] = {name: {"prompts": data["domains"][name]["prompts"]} for name in TAUGHT}
         data["experts"] = {name: {"model": f"models/smollm2-changed/{name}", "domain": name} for name in TAUGHT}
         del data["registry"]
-        _make_experts(folder)
-    file = folder / f"plan-{pipeline}.yaml"
-    file.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-    return file
+    return data
 
 
 def _make_experts(folder: Path) -> None:

@@ -163,10 +163,8 @@ def test_roles_side_by_side_on_one_core_take_as_long_as_one_after_the_other() ->
 
 
 def test_overheads_follow_the_rate_of_small_calls() -> None:
-    base = load_spec("two-cores")
-    slow = base.model_dump() | {"rates": base.rates.model_dump() | {"calls": base.overheads.calls / 2}}
-    config = load_pipeline(find("quickstart"))
-    before, after = (make_plan(config, spec) for spec in (base, ClusterSpec.model_validate(slow)))
+    before = plan("quickstart", "two-cores")
+    after = plan("quickstart", "two-cores", overheads={"calls": 4e5}, rates={"calls": 2e5})
     for quick, late in zip(before.phases, after.phases, strict=True):
         assert late.overhead == pytest.approx(2 * quick.overhead) and late.compute == pytest.approx(quick.compute)
 
