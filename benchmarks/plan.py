@@ -32,8 +32,8 @@ from benchmarks.planning.peaks import peaks
 PHASES = ("rollout", "score", "train", "sync")
 RECORDED = ROOT / "docs/results/plan.json"
 TOLERANCE = 0.3
-OUTSIDE: dict[str, dict[str, str]] = {}
-"""Merge -> what of it the plan misses by more than the tolerance, and why, in words of docs/plan.md."""
+OUTSIDE: dict[str, tuple[str, ...]] = {"quickstart, as shipped": ("rollout",), "smollm2, 64 x 64": ("sync",)}
+"""Merge -> what of it the plan misses by more than the tolerance; docs/plan.md says why."""
 GIB = 2**30
 
 
