@@ -5,8 +5,8 @@
     python -m benchmarks.plan tiny --json FILE                        the merges that the overheads of a spec come from
     python -m benchmarks.plan recorded                                no merge: docs/results/plan.json as rows of docs/plan.md
 
-Rates are those of a matrix product, a copy and small calls on the cores that the merge has, measured before and after each
-merge. Lengths are those that the merge's own records show. Nothing else is taken from what is compared. Merges of the same
+Rates and two factors are those of a matrix product, copies, small calls and a layer alone, on the cores that the merge has,
+measured before and after each merge. Lengths are those that the merge's own records show. Nothing else is taken from what is compared. Merges of the same
 name in FILE are replaced, others stay. Linux only.
 """
 
@@ -32,9 +32,19 @@ from benchmarks.planning.peaks import peaks
 PHASES = ("rollout", "score", "train", "sync")
 RECORDED = ROOT / "docs/results/plan.json"
 TOLERANCE = 0.3
-OUTSIDE: dict[str, tuple[str, ...]] = {"quickstart, as shipped": ("rollout",), "smollm2, 64 x 64": ("sync",)}
+OUTSIDE: dict[str, tuple[str, ...]] = {
+    "smollm2, 64 x 64": ("sync",),
+    "quickstart, as shipped": ("rollout", "train", "step"),
+    "quickstart, one step off": ("rollout", "train", "step"),
+    "quickstart, two engines and two scorers": ("rollout", "score", "train", "sync", "step"),
+    "quickstart, 80 samples, four to a prompt": ("rollout",),
+    "smollm2, 12 samples": ("sync",),
+    "smollm2, 24 samples, four to a prompt, over the network": ("rollout",),
+    "smollm2, an adapter": ("rollout",),
+}
 """Merge -> what of it the plan misses by more than the tolerance; docs/plan.md says why."""
 GIB = 2**30
+MEASURED_FACTORS = ("forward", "backward")
 
 
 def predicted(run: Mapping[str, Any], folder: Path | None = None) -> dict[str, float]:
@@ -45,11 +55,17 @@ def predicted(run: Mapping[str, Any], folder: Path | None = None) -> dict[str, f
     from pipelines.plan.spec import ClusterSpec, load_spec
 
     config = PipelineConfig.model_validate(run["pipeline"])
-    data = load_spec("two-cores").model_dump()
+    data = load_spec(run["spec"]).model_dump()
     machine = data["machine"] | {"cores": run["cores"]}
     # Processes of one machine pass bytes on by copying them.
     links = dict.fromkeys(("inside", "between", "load"), run["rates"]["memory"] / 2)
-    changed = {"rates": run["rates"], "lengths": run["lengths"], "machine": machine, "links": data["links"] | links}
+    changed = {
+        "rates": run["rates"],
+        "factors": data["factors"] | run.get("factors", {}),
+        "lengths": run["lengths"],
+        "machine": machine,
+        "links": data["links"] | links,
+    }
     here = Path.cwd()
     os.chdir(folder or here)
     try:
@@ -96,18 +112,29 @@ def take(file: Path, case: Case, setting: Setting) -> dict[str, Any]:
         if code:
             raise SystemExit(f"{shlex.join(command)}: exit code {code}")
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][case.warm_up :]
-        config = yaml.safe_load((run / "pipeline.yaml").read_text())
+        # What is kept names no folder of this machine.
+        config = yaml.safe_load((run / "pipeline.yaml").read_text().replace(f"{file.parent.absolute()}/", ""))
     kept = summary(config, records, ["opd", "merge", file.name, *sets])
     return {"name": setting.name, **kept, "memory": dict(sorted(most.items()))}
 
 
-def measured_rates() -> dict[str, float]:
-    """Rates of the cores that this process has, in a process of its own, so that a merge starts from a clean machine."""
+def measured() -> dict[str, Any]:
+    """Rates, and the factors that are measured, of the cores that this process has; in a process of its own."""
     code = "import json; from pipelines.plan.measure import measured_spec; from pipelines.plan.spec import load_spec; "
-    code += "print(json.dumps(measured_spec(load_spec('two-cores')).rates.model_dump()))"
+    code += "print(measured_spec(load_spec('two-cores')).model_dump_json(include={'rates', 'factors'}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300, stdout=subprocess.PIPE)
-    rates: dict[str, float] = json.loads(done.stdout)
-    return rates
+    there: dict[str, Any] = json.loads(done.stdout)
+    return {"rates": there["rates"], "factors": {name: there["factors"][name] for name in MEASURED_FACTORS}}
+
+
+def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The means of what was measured before and after a merge."""
+    rates = {name: statistics.fmean((rate, after["rates"][name])) for name, rate in before["rates"].items()}
+    factors = {
+        name: one | {"share": statistics.fmean((one["share"], after["factors"][name]["share"]))}
+        for name, one in before["factors"].items()
+    }
+    return {"rates": rates, "factors": factors}
 
 
 def summary(config: Mapping[str, Any], records: Sequence[Mapping[str, Any]], command: Sequence[str]) -> dict[str, Any]:
@@ -150,19 +177,15 @@ def recorded(folder: Path) -> list[str]:
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The chosen settings of a pipeline; each is written as soon as it is there."""
     case, file = CASES[args.pipeline], prepared(args.pipeline, folder)
-    runs, before = [], measured_rates()
+    runs, before = [], measured()
     for number, setting in enumerate(case.settings):
         if args.settings is not None and number not in args.settings:
             continue
         facts = machine(len(os.sched_getaffinity(0)), "torch", "transformers", "deepspeed", "ray")
-        run, after = take(file, case, setting), measured_rates()
-        rates = {name: statistics.fmean((before[name], after[name])) for name in before}
+        run, after = take(file, case, setting), measured()
+        facts["load_after"] = os.getloadavg()
+        run |= {**between(before, after), "spec": args.spec, "overheads": args.pipeline == "tiny", "machine": facts}
         before = after
-        run |= {
-            "rates": rates,
-            "overheads": args.pipeline == "tiny",
-            "machine": facts | {"load_after": os.getloadavg()},
-        }
         runs.append(run)
         print(run["name"], found(run), run["lengths"], run["rates"], file=sys.stderr, flush=True)
         if args.json:
@@ -185,6 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Short merges beside what `opd plan` says of them; never a verdict.")
     parser.add_argument("pipeline", choices=[*CASES, "recorded"])
     parser.add_argument("--folder", type=Path, default=Path(), help="where the pipeline's relative paths begin")
+    parser.add_argument("--spec", default="two-cores", help="whose overheads, and other factors, the plan takes")
     parser.add_argument("--settings", nargs="+", type=int, help="numbers of the settings, from 0; default: all")
     parser.add_argument("--json", type=Path, help="keep what was measured in this file")
     args = parser.parse_args()

@@ -81,6 +81,13 @@ class Place:
         """Seconds to read or write so many bytes in one worker's memory."""
         return nbytes / (self.spec.rates.memory * self.devices * self.spec.factors.memory.share)
 
+    def touched(self, nbytes: float) -> float:
+        """Seconds that so many bytes take longer because their memory has just been given to the worker's process."""
+        fresh, known = self.spec.rates.fresh, self.spec.rates.memory
+        if self.spec.machine.gpus or fresh is None:
+            return 0.0
+        return max(0.0, nbytes / fresh - nbytes / known) / self.devices
+
     def collective(self, nbytes: float, members: float) -> float:
         """Seconds until each of so many devices has bytes that are divided among all of them, or has their sum.
 

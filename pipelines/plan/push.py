@@ -23,6 +23,8 @@ WIRE = 4.01 / 4
 WRITTEN, STORED, TAKEN, LOADED = 1, 2, 1, 3
 """Copies: rank 0 writes a file; it fills a bucket and puts it into the object store; an engine takes a tensor out of its bucket;
 vLLM's reload fills a layer, packs it, and puts it in the place of the old one."""
+REPLACED = 1
+"""Copies of a reload that go to memory which was there before; all others go to memory that has just been given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +87,13 @@ class Push:
         rate = self.spec.links.between * self.spec.factors.link.share
         wire = WIRE * self.nbytes * self._away / rate if self.over_network else 0.0
         taken = self._in_host(place, TAKEN if self.over_network else 0, max(1.0, place.devices))
-        return taken + Seconds(memory=place.moved(nbytes), link=wire)
+        loaded = place.moved(nbytes) + place.touched((LOADED - REPLACED) * self.nbytes)
+        return taken + Seconds(memory=loaded, link=wire)
 
     def _in_host(self, place: Place, copies: int, devices: float) -> Seconds:
         """Copies in the host's memory by one process; with GPUs, also the way between host and so many GPUs, each with its part."""
         if not self.spec.machine.gpus:
-            return Seconds(memory=place.moved(2 * copies * self.nbytes))
+            return Seconds(memory=place.moved(2 * copies * self.nbytes) + place.touched(copies * self.nbytes))
         rate = self.spec.links.load * self.spec.factors.link.share
         return Seconds(link=(copies + 1 / devices) * self.nbytes / rate)
 

@@ -41,6 +41,9 @@ class RatesSpec(Strict):
     bfloat16: float = Field(..., gt=0)
     memory: float = Field(..., gt=0)
     """Bytes a second that a copy reads and writes, together."""
+    fresh: float | None = Field(None, gt=0)
+    """Bytes a second that are written to memory which the system has just given; None: as fast as a copy. Virtual machines can take
+    ten times as long."""
     calls: float | None = Field(None, gt=0)
     """Small operations that one core of the host begins in a second, one after the other. Overheads are stated at
     `overheads.calls` and take as much longer as this is less."""

@@ -213,12 +213,15 @@ def test_a_spec_that_lacks_a_reason_is_refused(tmp_path: Path) -> None:
 
 
 def test_measuring_writes_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("SECONDS", 0.01), ("WIDTH", 64), ("IDS", 64), ("COPIED", 1 << 16)):
+    for name, value in (("SECONDS", 0.01), ("WIDTH", 64), ("IDS", 64), ("COPIED", 1 << 16), ("LAYER_ROWS", 1)):
         monkeypatch.setattr(measure, name, value)
     file = tmp_path / "here.yaml"
     made = measure.measure_to(file)
-    assert load_spec(str(file)) == made and made.factors == load_spec("two-cores").factors
-    assert min(made.rates.float32, made.rates.bfloat16, made.rates.memory) > 1e6
+    assert load_spec(str(file)) == made and made.factors.decode == load_spec("two-cores").factors.decode
+    assert 0 < made.factors.forward.share <= 1 and made.factors.backward.why.startswith("measured")
+    assert (
+        made.rates.calls and made.rates.fresh and min(made.rates.float32, made.rates.bfloat16, made.rates.memory) > 1e6
+    )
     again = with_lengths(made, 11, None, None)
     assert again.lengths.prompt == 11 and again.rates == made.rates
 
