@@ -21,7 +21,7 @@ def plan(
     ] = "two-cores",
     measure: Annotated[
         Path | None,
-        typer.Option(help="Measure this machine for three seconds, write its spec to this file, and plan with it."),
+        typer.Option(help="Measure this machine for some seconds, write its spec to this file, and plan with it."),
     ] = None,
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt.")] = None,
     response_tokens: Annotated[float | None, typer.Option(min=1, help="Median tokens of a response.")] = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Self
 
@@ -57,6 +57,11 @@ class Place:
     """Devices of each worker: several, or a share of one."""
 
     @property
+    def used(self) -> float:
+        """Share of all devices that the role's workers use while they are at work."""
+        return self.workers * self.devices / self.spec.devices
+
+    @property
     def machines(self) -> int:
         """Machines that the role's workers are on."""
         return max(1, min(self.spec.machines, ceil(self.workers * self.devices / max(1, self.spec.machine.gpus))))
@@ -75,6 +80,13 @@ class Place:
     def moved(self, nbytes: float) -> float:
         """Seconds to read or write so many bytes in one worker's memory."""
         return nbytes / (self.spec.rates.memory * self.devices * self.spec.factors.memory.share)
+
+    def touched(self, nbytes: float) -> float:
+        """Seconds that so many bytes take longer because their memory has just been given to the worker's process."""
+        fresh, known = self.spec.rates.fresh, self.spec.rates.memory
+        if self.spec.machine.gpus or fresh is None:
+            return 0.0
+        return max(0.0, nbytes / fresh - nbytes / known) / self.devices
 
     def collective(self, nbytes: float, members: float) -> float:
         """Seconds until each of so many devices has bytes that are divided among all of them, or has their sum.
@@ -98,6 +110,9 @@ class Places:
     trainer: Place
     shared: bool
     """Roles take turns on the same devices."""
+    crowd: float = 1.0
+    """How many times as long the engines, and who works beside them, take while both are at work: they share cores if there are
+    fewer of these than threads."""
 
     @classmethod
     def of(cls, config: PipelineConfig, spec: ClusterSpec) -> Self:
@@ -108,17 +123,26 @@ class Places:
         gpus = (engine, scorer, cluster.trainer_gpus)
         beside = 1 if on_gpus else roles_at_once(config)
         rollout, teachers, trainer = (
-            Place(spec=spec, workers=n, devices=(own or 1) if on_gpus else spec.devices / n / beside)
+            Place(spec=spec, workers=n, devices=(own or 1) if on_gpus else _cores(spec, n, beside))
             for n, own in zip(workers, gpus, strict=True)
         )
         shared = spec.placement.shared if spec.placement else not on_gpus or min(gpus) < 1
-        return cls(rollout=rollout, teachers=teachers, trainer=trainer, shared=shared)
+        found = cls(rollout=rollout, teachers=teachers, trainer=trainer, shared=shared)
+        return found if beside == 1 else replace(found, crowd=max(1.0, rollout.used + max(teachers.used, trainer.used)))
 
     @property
     def devices(self) -> float:
         """Devices that all roles need."""
         each = [place.workers * place.devices for place in (self.rollout, self.teachers, self.trainer)]
         return max(each) if self.shared else sum(each)
+
+
+def _cores(spec: ClusterSpec, workers: int, beside: int) -> float:
+    """The share of a machine's cores that one of a role's workers computes with, where `beside` roles do at the same time: its
+    threads, as `opd merge` counts them, or less where there are more threads than cores."""
+    there = ceil(workers / spec.machines)
+    threads = max(1, spec.machine.cores // there // beside)
+    return min(1 / there, threads / spec.machine.cores)
 
 
 def placed(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:

@@ -10,11 +10,14 @@ from opd.config.strict import DTYPE_BYTES
 from opd.payloads import answer_class
 from pipelines.inputs.gpu_memory import CONTEXT, Phase, phases, roles
 from pipelines.inputs.memory import (
+    ROLLOUT_PROCESS,
+    TEACHER_PROCESS,
     engine_bytes,
     estimate,
     gathered_bytes,
     heads_bytes,
     micro_batch_bytes,
+    rank_bytes,
     scoring_bytes,
     summed_bytes,
     trainer_state,
@@ -69,6 +72,24 @@ def held(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float
         found.append(Held(role="scoring worker", part="weights of one teacher", nbytes=weights / devices))
         found.append(Held(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
     return found
+
+
+def fullest(config: PipelineConfig, models: Models) -> dict[str, int]:
+    """Role -> most bytes of one of its workers on a machine without GPUs, its process included: the sum of `opd check`, by role.
+
+    Not all parts are there at one time, so this can be less than the sum of `held`.
+    """
+    needs = estimate(config, models.inputs)
+
+    def of(role: str) -> int:
+        return sum(need.nbytes for need in needs if need.what.startswith(role))
+
+    found = {
+        "trainer rank": rank_bytes(needs),
+        "rollout engine": ROLLOUT_PROCESS + of("rollout:") // config.rollout.workers,
+    }
+    scorers = config.teachers.scoring_workers if models.scorers else 0
+    return found | ({"scoring worker": TEACHER_PROCESS + of("teachers:") // scorers} if scorers else {})
 
 
 def target_bytes(config: PipelineConfig, models: Models, response: float | None = None) -> float:

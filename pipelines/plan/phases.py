@@ -24,6 +24,7 @@ from pipelines.plan.engine import EngineCost, Wrote, write
 from pipelines.plan.lengths import Written
 from pipelines.plan.memory import cache_copies
 from pipelines.plan.models import Models
+from pipelines.plan.push import Push
 from pipelines.plan.spec import ClusterSpec
 
 HELD_WHOLE = 100_000
@@ -239,23 +240,18 @@ class Work:
 
     def sync(self, lengths: Written) -> Seconds:
         """A push to every engine, and its probe."""
-        config, shape, spec = self.config, self.models.student, self.spec
-        trainer, rollout = self.places.trainer, self.places.rollout
-        pushed = self.models.inputs.pushed * DTYPE_BYTES[config.trainer.dtype]
-        away = spec.machines > 1
-        sent = pushed / (spec.links.between * spec.factors.link.share) if away else 0.0
-        # Written by rank 0, read by each engine, copied into its tensors.
-        copied = trainer.moved(2 * pushed) + rollout.moved(3 * pushed)
-        probe = max(config.sync.probe_tokens, 4 * lengths.prompt)
-        flops = shape.forward(probe, probe / 8) + 2 * probe * shape.head
-        there = rollout.products(flops, config.rollout.dtype, spec.factors.decode.share)
-        here = trainer.products(flops, config.trainer.dtype, spec.factors.forward.share)
-        gathered = trainer.collective(pushed, trainer.workers) + self.gathered() / 2
-        return Seconds(
-            compute=there + here,
-            memory=copied,
-            link=gathered + sent,
-            overhead=spec.overheads.phase.s + spec.overheads.push.of(shape.tensors),
+        gathered = self.places.trainer.collective(self.push.nbytes, self.places.trainer.workers)
+        # The probe's pass of the trainer gathers all weights once more.
+        return self.push.spent(lengths.prompt, gathered + self.gathered() / 2)
+
+    @property
+    def push(self) -> Push:
+        return Push(
+            config=self.config,
+            spec=self.spec,
+            shape=self.models.student,
+            places=self.places,
+            pushed=self.models.inputs.pushed,
         )
 
 

@@ -10,9 +10,10 @@ from opd.config import PipelineConfig
 from opd.config.pipeline import rounds_of
 from pipelines.plan.cost import Places, Seconds, placed
 from pipelines.plan.lengths import stated, written
-from pipelines.plan.memory import Held, Room, cache_bytes, cache_tokens, held, rooms
+from pipelines.plan.memory import Held, Room, cache_bytes, cache_tokens, fullest, held, rooms
 from pipelines.plan.models import Models, read_models
 from pipelines.plan.phases import Work
+from pipelines.plan.push import refuse_apart
 from pipelines.plan.simulate import PHASES, Step, simulate, timeline
 from pipelines.plan.spec import ClusterSpec
 from pipelines.plan.traffic import Sent, traffic
@@ -68,6 +69,8 @@ class Plan:
     sequences: float
     """Mean sequences in an engine's step."""
     memory: tuple[Held, ...]
+    fullest: dict[str, int]
+    """Role -> bytes of one worker and its process at its fullest, where there are no GPUs."""
     room: tuple[Room, ...]
     traffic: tuple[Sent, ...]
     phases: tuple[PhasePlan, ...]
@@ -86,10 +89,11 @@ class Plan:
 
 
 def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
-    """Plan a merge. Raises: OpdError for a model without a config or a formula, or a pipeline that a merge would refuse."""
-    config = placed(config, spec)
+    """Plan a merge. Raises: OpdError for a model without a config or a formula, or a pipeline that a merge would refuse here."""
+    spec, config = spec.at_its_speed(), placed(config, spec)
     models = read_models(config)
     places = Places.of(config, spec)
+    refuse_apart(config, spec, places)
     cache = cache_bytes(config, models, spec)
     slots, notes = _slots(config, models, spec, cache)
     work = Work(config=config, spec=spec, models=models, places=places, slots=slots)
@@ -112,6 +116,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
         response=sum(step.response_tokens for step in steps) / len(steps) / config.trainer.samples_per_step,
         sequences=sum(step.sequences for step in steps) / len(steps),
         memory=tuple(held(config, models, spec, cache)),
+        fullest={} if spec.machine.gpus else fullest(config, models),
         room=tuple(room),
         traffic=tuple(traffic(work, first)),
         phases=phases,
@@ -171,5 +176,3 @@ def _notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> Iterato
         yield "a rollout engine on several machines is planned; `opd merge` starts each on one"
     if spec.machine.gpus and places.teachers.devices > (spec.machine.gpus if config.teachers.engine == "vllm" else 1):
         yield "a teacher is planned on more GPUs than `opd merge` gives it: one, or with teachers.engine vllm those of a machine"
-    if spec.machines > 1:
-        yield "a push between machines is planned; `opd merge` pushes on one machine"

@@ -60,7 +60,11 @@ def _step(work: Work, now: Written, after: Written) -> Step:
     writing = phases["rollout"].total
     # Devices that roles share do one thing at a time; CPU cores are divided between them instead.
     apart = beside and not (work.places.shared and work.spec.machine.gpus)
-    both = max(writing, taught) if apart else writing + taught
+    both = writing + taught
+    if apart:
+        together, crowd = min(writing, taught), work.places.crowd
+        both = max(writing, taught) + (crowd - 1) * together
+        phases = _crowded(phases, together, crowd)
     return Step(
         wall=both + pushed.total,
         phases=phases,
@@ -74,6 +78,16 @@ def _step(work: Work, now: Written, after: Written) -> Step:
         engine_steps=max((one.steps for one in wrote), default=0),
         sequences=_sequences(wrote),
     )
+
+
+def _crowded(phases: dict[str, Seconds], together: float, crowd: float) -> dict[str, Seconds]:
+    """The phases as they last where the engines, for so many seconds of their work, share cores with scoring and training."""
+    left = {"rollout": together, "score": together, "train": max(0.0, together - phases["score"].total)}
+    found = dict(phases)
+    for name, beside in left.items():
+        alone = phases[name].total
+        found[name] = phases[name].times(1 + (crowd - 1) * min(alone, beside) / alone) if alone else phases[name]
+    return found
 
 
 def _taught(work: Work, scoring: float, trained: Trained) -> float:

@@ -41,6 +41,12 @@ class RatesSpec(Strict):
     bfloat16: float = Field(..., gt=0)
     memory: float = Field(..., gt=0)
     """Bytes a second that a copy reads and writes, together."""
+    fresh: float | None = Field(None, gt=0)
+    """Bytes a second that are written to memory which the system has just given; None: as fast as a copy. Virtual machines can take
+    ten times as long."""
+    calls: float | None = Field(None, gt=0)
+    """Small operations that one core of the host begins in a second, one after the other. Overheads are stated at
+    `overheads.calls` and take as much longer as this is less."""
 
     def flops(self, dtype: DType) -> float:
         """FLOP/s of a matrix product in that type."""
@@ -94,10 +100,15 @@ class SecondsSpec(Strict):
         """Seconds for a model of so many tensors."""
         return self.s + self.tensor * tensors
 
+    def times(self, factor: float) -> SecondsSpec:
+        return SecondsSpec(s=factor * self.s, tensor=factor * self.tensor, why=self.why)
+
 
 class OverheadsSpec(Strict):
     """Seconds of one event, beside its work."""
 
+    calls: float | None = Field(None, gt=0)
+    """`rates.calls` of the machine on which these were found; None: they are stated for the machine of the spec."""
     phase: SecondsSpec
     """A phase's call to its workers, and their answer."""
     engine_step: SecondsSpec
@@ -120,6 +131,13 @@ class OverheadsSpec(Strict):
     """New weights: each tensor gathered, written, read, put in its place."""
     step: SecondsSpec
     """A step of the optimiser and a record of it."""
+
+    def at(self, calls: float | None) -> OverheadsSpec:
+        """The same on a machine of this rate."""
+        if self.calls is None or calls is None:
+            return self
+        changed = {name: one.times(self.calls / calls) for name, one in self if isinstance(one, SecondsSpec)}
+        return self.model_copy(update=changed | {"calls": calls})
 
 
 class RoleSpec(Strict):
@@ -163,6 +181,10 @@ class ClusterSpec(Strict):
     placement: PlacementSpec | None = None
     """Default: the pipeline's own numbers of workers, and `cluster.*_gpus`."""
     lengths: LengthsSpec = LengthsSpec()
+
+    def at_its_speed(self) -> ClusterSpec:
+        """The spec with the overheads of its own machines."""
+        return self.model_copy(update={"overheads": self.overheads.at(self.rates.calls)})
 
     @property
     def devices(self) -> int:

@@ -25,7 +25,10 @@ def tables(plan: Plan) -> Iterator[Printed]:
     yield Printed(
         title="memory of one worker, on each of its devices",
         columns=("role", "part", "GiB"),
-        rows=[(one.role, one.part, gib(one.nbytes)) for one in plan.memory],
+        rows=[
+            *((one.role, one.part, gib(one.nbytes)) for one in plan.memory),
+            *((role, "at its fullest, with its process", gib(nbytes)) for role, nbytes in plan.fullest.items()),
+        ],
     )
     yield Printed(
         title="does it fit?",

@@ -44,5 +44,5 @@ def traffic(work: Work, lengths: Written) -> Iterator[Sent]:
         summed = parts * inputs.trained * DTYPE_BYTES[config.trainer.grad_accum_dtype] * (ranks - 1)
         yield Sent(what="gathered weights", link="rank ↔ rank", nbytes=gathered)
         yield Sent(what="summed gradients", link="rank ↔ rank", nbytes=summed)
-    pushed = inputs.pushed * copy
-    yield Sent(what="new weights", link="rank 0 → engines", nbytes=pushed * config.rollout.workers)
+    way = "rank 0 → object stores → engines" if work.push.over_network else "rank 0 → engines"
+    yield Sent(what="new weights", link=way, nbytes=work.push.sent)

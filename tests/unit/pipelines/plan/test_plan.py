@@ -56,9 +56,13 @@ def test_every_shipped_plan_fits_and_stands_on_the_page(shipped: dict[str, Plan]
             assert not missing, f"{name}: {missing[0]} is not on the page"
 
 
-def test_744_billion_in_two_days(shipped: dict[str, Plan]) -> None:
+def test_744_billion_in_two_days_but_for_the_push(shipped: dict[str, Plan]) -> None:
+    """Rank 0's machine sends all weights to 31 others, over one link."""
     made = shipped["merge-744b"]
-    assert made.hours < 48 and made.experts == 12 and made.devices == 256
+    pushed = seconds(made)["sync"]
+    assert made.steps * (made.step_s - pushed) / 3600 < 48 and made.experts == 12 and made.devices == 256
+    wire = 4.01 / 4 * 2 * made.parameters * 31 / (50e9 * 0.7)
+    assert wire < pushed < 1.1 * wire and made.limit == "sync: link"
     assert made.device_hours == pytest.approx(256 * made.hours)
     assert made.hours == pytest.approx(made.steps * made.step_s / 3600)
 
@@ -120,6 +124,51 @@ def test_writing_beside_training_hides_the_shorter_of_the_two() -> None:
     assert after.step_s == pytest.approx(max(parts["rollout"], taught) + parts["sync"], rel=0.05)
 
 
+def test_new_weights_through_shared_memory_stay_on_one_machine() -> None:
+    """`opd merge` refuses to place such workers; engines on one machine with rank 0 are fine."""
+    with pytest.raises(ConfigError, match=r"set sync\.kind to network"):
+        plan("merge-70b", "32-gpus", ["sync.kind=shared_memory"])
+
+    def beside(devices: int) -> Plan:
+        engine, scorer = {"workers": 1, "devices": devices}, {"workers": 1}
+        own = {"placement": {"shared": False, "ranks": 8, "rollout": engine, "teachers": scorer}}
+        return plan("merge-7b", "32-gpus", ["rollout.sleep=false"], **own)
+
+    assert beside(7).notes == ()
+    with pytest.raises(ConfigError, match="9 GPUs, and 8 on a machine"):
+        beside(8)
+
+
+def test_a_push_over_the_network_reaches_each_machine_once(shipped: dict[str, Plan]) -> None:
+    sent = {one.what: one for one in shipped["merge-70b"].traffic}["new weights"]
+    assert sent.nbytes == pytest.approx(3 * 4.01 / 4 * 2 * 70_553_706_496) and "object store" in sent.link
+    assert not any("push" in note for note in shipped["merge-70b"].notes)
+    near, far = (
+        seconds(plan("quickstart", "two-cores", [f"sync.kind={kind}"])) for kind in ("shared_memory", "network")
+    )
+    assert far["sync"] > near["sync"] and far["train"] == near["train"]
+
+
+def test_roles_side_by_side_on_one_core_take_as_long_as_one_after_the_other() -> None:
+    """On two cores each has one; on one core they share it, so that nothing is won."""
+    mode = ["trainer.ranks=1", "schedule.mode=one_step_off"]
+    two, one = (load_spec("two-cores").machine.model_dump() | {"cores": n} for n in (2, 1))
+    after = plan("quickstart", "two-cores", mode[:1], machine=one)
+    beside = plan("quickstart", "two-cores", mode, machine=one)
+    assert beside.step_s == pytest.approx(after.step_s)
+    assert seconds(beside)["train"] > seconds(after)["train"]
+    apart = plan("quickstart", "two-cores", mode, machine=two)
+    parts = seconds(apart)
+    assert apart.step_s == pytest.approx(max(parts["rollout"], parts["score"] + parts["train"]) + parts["sync"])
+
+
+def test_overheads_follow_the_rate_of_small_calls() -> None:
+    before = plan("quickstart", "two-cores")
+    after = plan("quickstart", "two-cores", overheads={"calls": 4e5}, rates={"calls": 2e5})
+    for quick, late in zip(before.phases, after.phases, strict=True):
+        assert late.overhead == pytest.approx(2 * quick.overhead) and late.compute == pytest.approx(quick.compute)
+
+
 def test_what_does_not_fit_is_said() -> None:
     crowded = plan("merge-70b", "32-gpus", ["trainer.micro_batch_tokens=32768"])
     assert not crowded.fits and any(not room.fits for room in crowded.room)
@@ -164,12 +213,15 @@ def test_a_spec_that_lacks_a_reason_is_refused(tmp_path: Path) -> None:
 
 
 def test_measuring_writes_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("SECONDS", 0.01), ("WIDTH", 64), ("IDS", 64), ("COPIED", 1 << 16)):
+    for name, value in (("SECONDS", 0.01), ("WIDTH", 64), ("IDS", 64), ("COPIED", 1 << 16), ("LAYER_ROWS", 1)):
         monkeypatch.setattr(measure, name, value)
     file = tmp_path / "here.yaml"
     made = measure.measure_to(file)
-    assert load_spec(str(file)) == made and made.factors == load_spec("two-cores").factors
-    assert min(made.rates.float32, made.rates.bfloat16, made.rates.memory) > 1e6
+    assert load_spec(str(file)) == made and made.factors.decode == load_spec("two-cores").factors.decode
+    assert 0 < made.factors.forward.share <= 1 and made.factors.backward.why.startswith("measured")
+    assert (
+        made.rates.calls and made.rates.fresh and min(made.rates.float32, made.rates.bfloat16, made.rates.memory) > 1e6
+    )
     again = with_lengths(made, 11, None, None)
     assert again.lengths.prompt == 11 and again.rates == made.rates
 

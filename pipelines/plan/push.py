@@ -1,0 +1,128 @@
+"""New weights on their way from trainer to engines, and the probe that proves them. docs/plan.md writes the formulas out.
+
+shared_memory   rank 0 ─write→ its machine's memory ─read→ engines                            one machine
+network         ranks ─gather→ bucket ─copy→ object store ─link→ object stores ─copy→ engines  any machines
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from opd.buckets import BUCKET_BYTES
+from opd.config import PipelineConfig
+from opd.config.strict import DTYPE_BYTES
+from opd.errors import ConfigError
+from opd.sync.proof import PROBE_SEQUENCES
+from pipelines.plan.cost import Place, Places, Seconds
+from pipelines.plan.shapes import Shape
+from pipelines.plan.spec import ClusterSpec
+
+WIRE = 4.01 / 4
+"""Bytes that cross a network for each byte of new weights: `python -m benchmarks.push`, float32."""
+WRITTEN, STORED, TAKEN, LOADED = 1, 2, 1, 3
+"""Copies: rank 0 writes a file; it fills a bucket and puts it into the object store; an engine takes a tensor out of its bucket;
+vLLM's reload fills a layer, packs it, and puts it in the place of the old one."""
+REPLACED = 1
+"""Copies of a reload that go to memory which was there before; all others go to memory that has just been given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """One push to all engines."""
+
+    config: PipelineConfig
+    spec: ClusterSpec
+    shape: Shape
+    places: Places
+    pushed: int
+    """Numbers that are pushed."""
+
+    @property
+    def over_network(self) -> bool:
+        return self.config.sync.kind == "network"
+
+    @property
+    def nbytes(self) -> int:
+        return self.pushed * DTYPE_BYTES[self.config.trainer.dtype]
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave rank 0's machine, or its process: each machine with an engine gets them once through the object store;
+        through shared memory each engine reads them."""
+        if not self.over_network:
+            return float(self.nbytes * self.config.rollout.workers)
+        return WIRE * self.nbytes * max(1, self._away)
+
+    @property
+    def _away(self) -> int:
+        """Machines with engines that are not rank 0's: it shares one where roles share devices, or the machine is the only one."""
+        machines = self.places.rollout.machines
+        return machines - 1 if self.places.shared or self.spec.machines == 1 else machines
+
+    def spent(self, prompt: int, gathered: float) -> Seconds:
+        """A push whose weights the ranks gather in so many seconds, and its proof; prompts of so many tokens are its probe."""
+        # Every rank gathers and proves, every engine reads and proves: half of it each, on cores that they may have to share.
+        crowd = (self.places.trainer.crowd + self.places.rollout.crowd) / 2
+        overhead = self.spec.overheads.phase.s + crowd * self.spec.overheads.push.of(self.shape.tensors)
+        out, into = self._out(), self._in()
+        link = gathered + out.link + into.link
+        if self.over_network and (self.spec.machine.gpus or self._away):
+            # The ranks gather the next bucket while the engines take one.
+            buckets = ceil(self.nbytes / BUCKET_BYTES)
+            link -= min(gathered + out.link, into.link) * (1 - 1 / buckets)
+        memory = out.memory + into.memory
+        return Seconds(compute=self._probe(prompt), memory=memory, link=link, overhead=overhead)
+
+    def _out(self) -> Seconds:
+        """Until weights that are gathered have left rank 0."""
+        return self._in_host(self.places.trainer, STORED if self.over_network else WRITTEN, 1.0)
+
+    def _in(self) -> Seconds:
+        """From there into every engine; all of them read at the same time."""
+        place = self.places.rollout
+        nbytes = 2 * LOADED * self.nbytes
+        if not self.spec.machine.gpus:  # vLLM's CPU build multiplies with packed weights, and the head is packed apart
+            nbytes += 2 * self.shape.head * DTYPE_BYTES[self.config.rollout.dtype]
+        rate = self.spec.links.between * self.spec.factors.link.share
+        wire = WIRE * self.nbytes * self._away / rate if self.over_network else 0.0
+        taken = self._in_host(place, TAKEN if self.over_network else 0, max(1.0, place.devices))
+        loaded = place.moved(nbytes) + place.touched((LOADED - REPLACED) * self.nbytes)
+        return taken + Seconds(memory=loaded, link=wire)
+
+    def _in_host(self, place: Place, copies: int, devices: float) -> Seconds:
+        """Copies in the host's memory by one process; with GPUs, also the way between host and so many GPUs, each with its part."""
+        if not self.spec.machine.gpus:
+            return Seconds(memory=place.moved(2 * copies * self.nbytes) + place.touched(copies * self.nbytes))
+        rate = self.spec.links.load * self.spec.factors.link.share
+        return Seconds(link=(copies + 1 / devices) * self.nbytes / rate)
+
+    def _probe(self, prompt: int) -> float:
+        """Seconds for the beginnings of a few prompts in the trainer, then in the engines."""
+        config, wanted = self.config, self.config.sync.probe_tokens
+        each = max(2, min(prompt, config.rollout.max_model_len - 1, wanted // PROBE_SEQUENCES + 1))
+        tokens = each * max(PROBE_SEQUENCES, ceil(wanted / (each - 1)))
+        flops = self.shape.forward(tokens, each / 2) + 2 * tokens * self.shape.head
+        share = self.spec.factors.forward.share
+        there = self.places.rollout.products(flops, config.rollout.dtype, share)
+        here = self.places.trainer.products(flops, config.trainer.dtype, share)
+        return there + here
+
+
+def refuse_apart(config: PipelineConfig, spec: ClusterSpec, places: Places) -> None:
+    """Raises: ConfigError, as `opd merge` does when it places its workers, if engines and rank 0 are to share a memory and cannot
+    be on one machine."""
+    if config.sync.kind != "shared_memory" or spec.machines == 1:
+        return
+    engines = places.rollout.workers * places.rollout.devices
+    together = engines if places.shared else engines + places.trainer.devices
+    room = max(1, spec.machine.gpus)
+    if places.rollout.machines == 1 and together <= room + 1e-9:
+        return
+    gpus = f", which have {together:g} GPUs, and {room} on a machine" if spec.machine.gpus else ""
+    raise ConfigError.at(
+        "sync.kind",
+        found=f"shared_memory, with {places.rollout.workers} rollout engines and trainer rank 0 on several machines{gpus}",
+        wanted="all of these on one machine, whose memory they share",
+        fix="set sync.kind to network",
+    )
