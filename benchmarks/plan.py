@@ -34,7 +34,7 @@ RECORDED = ROOT / "docs/results/plan.json"
 TOLERANCE = 0.3
 OUTSIDE: dict[str, tuple[str, ...]] = {
     "smollm2, 64 x 64": ("sync",),
-    "quickstart, as shipped": ("rollout", "train", "step"),
+    "quickstart, two ranks": ("rollout", "train", "step"),
     "quickstart, one step off": ("rollout", "train", "step"),
     "quickstart, two engines and two scorers": ("rollout", "score", "train", "sync", "step"),
     "quickstart, 80 samples, four to a prompt": ("rollout",),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig, sync_tolerance
 from opd.config.reward import CriticBaseline
-from opd.config.sections import TrainerConfig
+from opd.config.sections import RolloutConfig, TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec, WarmUp
 from opd.credit.gae import CUT, GaeSpec
@@ -60,19 +60,7 @@ def rollout_spec(
     rollout = config.rollout
     episodes = episode_options(config, training.judged)
     return RolloutSpec(
-        engine=EngineOptions(
-            model_dir=model_dir,
-            dtype=rollout.dtype,
-            max_model_len=rollout.max_model_len,
-            max_num_seqs=rollout.max_num_seqs,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            vocab_size=vocab_size,
-            share_prompts=rollout.n > 1 or bool(episodes),
-            sleep=rollout.sleep,
-            tensor_parallel_size=rollout.tensor_parallel_size,
-            kv_cache_dtype=rollout.kv_cache_dtype,
-            engine_args=rollout.engine_args,
-        ),
+        engine=_engine_options(rollout, model_dir, vocab_size, acts=bool(episodes)),
         stop_token_ids=tuple(stop_token_ids),
         untrained=training.untrained,
         episodes=episodes,
@@ -88,6 +76,23 @@ def rollout_spec(
         max_answer_tokens=config.evaluate.max_new_tokens or rollout.max_new_tokens,
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
+    )
+
+
+def _engine_options(rollout: RolloutConfig, model_dir: Path, vocab_size: int, *, acts: bool) -> EngineOptions:
+    """`acts`: it plays episodes, whose turns begin alike."""
+    return EngineOptions(
+        model_dir=model_dir,
+        dtype=rollout.dtype,
+        max_model_len=rollout.max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        vocab_size=vocab_size,
+        share_prompts=rollout.n > 1 or acts,
+        sleep=rollout.sleep,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        kv_cache_dtype=rollout.kv_cache_dtype,
+        engine_args=rollout.engine_args,
     )
 
 

@@ -43,8 +43,9 @@ def _small(changes: tuple[str, ...], name: str) -> Setting:
 
 CASES = {
     "quickstart": Case(
+        always=("schedule.mode=sync",),
         settings=(
-            Setting(name="quickstart, as shipped"),
+            Setting(name="quickstart, two ranks"),
             Setting(name="quickstart, one step off", changes=("trainer.ranks=1", "schedule.mode=one_step_off")),
             Setting(
                 name="quickstart, two engines and two scorers",

@@ -53,7 +53,7 @@ class ProvenSync(ABC):
         """Bring the trainer's weights to every engine."""
 
     def hold(self, model_dir: Path, *, like: Path) -> None:
-        """As `opd.interfaces.WeightSync.hold`, for engines that reach all files."""
+        """Have every engine read the weights of `model_dir`, which it has to reach."""
         self._spec.engine.load(model_dir)
 
     def push(self, version: int) -> PushReport:

@@ -14,7 +14,7 @@ from pipelines.plan.memory import Held, Room, cache_bytes, cache_tokens, fullest
 from pipelines.plan.models import Models, read_models
 from pipelines.plan.phases import Work
 from pipelines.plan.push import refuse_apart
-from pipelines.plan.simulate import PHASES, Step, simulate, timeline
+from pipelines.plan.simulate import Step, simulate, timeline
 from pipelines.plan.spec import ClusterSpec
 from pipelines.plan.traffic import Sent, traffic
 
@@ -100,10 +100,9 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
     total = sum(one.trainer.steps for one in rounds_of(config))
     steps = simulate(work, spec.lengths, min(SIMULATED, total))
     first = written(config, models, spec.lengths, 0)
-    flops = work.flops(first)
-    phases = tuple(_phase(name, steps, flops[name]) for name in PHASES)
+    phases = tuple(_phase(name, steps, flops) for name, flops in work.flops(first).items())
     step_s = sum(step.wall for step in steps) / len(steps)
-    room = rooms(config, models, spec, places.shared)
+    room = tuple(rooms(config, models, spec, places.shared))
     return Plan(
         pipeline=config.name,
         cluster=spec.name,
@@ -117,18 +116,22 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
         sequences=sum(step.sequences for step in steps) / len(steps),
         memory=tuple(held(config, models, spec, cache)),
         fullest={} if spec.machine.gpus else fullest(config, models),
-        room=tuple(room),
+        room=room,
         traffic=tuple(traffic(work, first)),
         phases=phases,
         roles=tuple(_roles(steps, places)),
         step_s=step_s,
         hours=total * step_s / HOUR,
-        devices=spec.devices if spec.machine.gpus else 0,
-        device_hours=total * step_s / HOUR * (spec.devices if spec.machine.gpus else 0),
+        devices=_gpus(spec),
+        device_hours=total * step_s / HOUR * _gpus(spec),
         limit=_limit(phases),
         fits=all(one.fits for one in room) and places.devices <= spec.devices + 1e-9 and slots > 0,
         notes=(*models.notes, *notes, *_notes(config, spec, places)),
     )
+
+
+def _gpus(spec: ClusterSpec) -> float:
+    return spec.devices if spec.machine.gpus else 0
 
 
 def _slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float) -> tuple[int, list[str]]:

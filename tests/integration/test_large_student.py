@@ -38,8 +38,8 @@ LIMIT, NOTES = "TEST_RANK_LIMIT", "TEST_RANK_NOTES"
 RANKS, LAYERS, WIDTH = 2, 12, 2048
 RESERVED = 512 * MIB
 """Addresses that hold nothing: the system counts the stacks of the threads that Ray and gloo start, and what malloc takes ahead."""
-OVER = 1.25
-"""A rank in a real worker had 1.23 times what `opd check` adds up before freed memory was returned. The aim is 1.1: this has not run since."""
+OVER = 1.15
+"""A rank in a real worker has had 1.137 times what `opd check` adds up. The aim is 1.1: what the sum lacks is not all found yet."""
 
 
 class LimitedRank(TrainerRank):

@@ -153,7 +153,7 @@ def test_roles_side_by_side_on_one_core_take_as_long_as_one_after_the_other() ->
     """On two cores each has one; on one core they share it, so that nothing is won."""
     mode = ["trainer.ranks=1", "schedule.mode=one_step_off"]
     two, one = (load_spec("two-cores").machine.model_dump() | {"cores": n} for n in (2, 1))
-    after = plan("quickstart", "two-cores", mode[:1], machine=one)
+    after = plan("quickstart", "two-cores", [mode[0], "schedule.mode=sync"], machine=one)
     beside = plan("quickstart", "two-cores", mode, machine=one)
     assert beside.step_s == pytest.approx(after.step_s)
     assert seconds(beside)["train"] > seconds(after)["train"]
@@ -163,8 +163,9 @@ def test_roles_side_by_side_on_one_core_take_as_long_as_one_after_the_other() ->
 
 
 def test_overheads_follow_the_rate_of_small_calls() -> None:
-    before = plan("quickstart", "two-cores")
-    after = plan("quickstart", "two-cores", overheads={"calls": 4e5}, rates={"calls": 2e5})
+    sync = ["schedule.mode=sync"]  # roles that share cores take longer, overheads and all
+    before = plan("quickstart", "two-cores", sync)
+    after = plan("quickstart", "two-cores", sync, overheads={"calls": 4e5}, rates={"calls": 2e5})
     for quick, late in zip(before.phases, after.phases, strict=True):
         assert late.overhead == pytest.approx(2 * quick.overhead) and late.compute == pytest.approx(quick.compute)
 
