@@ -65,6 +65,13 @@ class ModelFiles:
             (self.path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
+def names_of_files(model_dir: Path) -> list[str]:
+    """The weight files of a model: its one file, or those of its index, in order. Raises: OSError."""
+    if (model_dir / SINGLE).is_file():
+        return [SINGLE]
+    return sorted(set(json.loads((model_dir / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+
+
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one file as safetensors' `save_file` does, which would first copy all tensors. Raises: OSError."""
     header, starts = file_header(tensors)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.buckets import Bucket, BucketWriter, WeightStream, padded
 from opd.cluster import put
-from opd.model_files import INDEX, SINGLE
+from opd.model_files import names_of_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +46,7 @@ def _size(tensors: dict[str, Tensor]) -> int:
 def _tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
-    index = model_dir / INDEX
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.exists() else {SINGLE}
-    for name in sorted(names):
+    for name in names_of_files(model_dir):
         with safe_open(model_dir / name, framework="pt", backend="pread") as file:
             for key in file.keys():  # noqa: SIM118 it is no mapping
                 yield key, file.get_tensor(key)

@@ -10,7 +10,6 @@ a row for every id, which are cut last.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opd.model_files import INDEX, SINGLE
+from opd.model_files import names_of_files
 from opd.model_weights import Naming, attention
 
 
@@ -102,11 +101,9 @@ def _tensors(model_dir: Path) -> Iterator[dict[str, Any]]:
     """
     from safetensors import safe_open
 
-    names = [SINGLE]
-    if not (model_dir / SINGLE).is_file():
-        names = sorted(set(json.loads((model_dir / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(model_dir / n, framework="pt", backend="pread")) for n in names]
+        paths = [model_dir / name for name in names_of_files(model_dir)]
+        files = [stack.enter_context(safe_open(path, framework="pt", backend="pread")) for path in paths]
         yield {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
 
 

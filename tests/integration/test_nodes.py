@@ -138,6 +138,21 @@ def merged_alone(nodes: Nodes, run: str, *settings: str) -> Path:
     return nodes.root / "runs" / run
 
 
+def merged_here(nodes: Nodes, run: str, *settings: str) -> tuple[set[tuple[str, str]], str]:
+    """Merge on the cluster to the end. Returns the roles that were seen, by machine, until a step was trained, and what was told."""
+    seen: set[tuple[str, str]] = set()
+    merge = nodes.merge(run, *settings)
+
+    def trained() -> bool:
+        seen.update(nodes.roles())
+        return steps_of(nodes.root / "runs" / run) > 1
+
+    wait_for(trained, merge)
+    _, told = merge.communicate(timeout=DEADLINE_S)
+    assert merge.returncode == 0, told
+    return seen, told
+
+
 def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -165,16 +180,8 @@ def steps_of(run: Path) -> int:
 
 
 def test_workers_land_where_they_are_asked_and_the_losses_are_those_of_one_machine(nodes: Nodes, alone: Path) -> None:
-    run, seen = nodes.root / "runs/spread", set()
-    merge = nodes.merge("spread")
-
-    def trained() -> bool:
-        seen.update(nodes.roles())
-        return steps_of(run) > 1
-
-    wait_for(trained, merge)
-    _, told = merge.communicate(timeout=DEADLINE_S)
-    assert merge.returncode == 0, told
+    run = nodes.root / "runs/spread"
+    seen, told = merged_here(nodes, "spread")
     assert seen == {("head", "rollout"), ("head", "rank"), ("ranks", "rank"), ("teachers", "teacher")}
     assert f"on {nodes.teachers.address}: teacher worker 0" in told
     assert f"on {nodes.ranks.address}: trainer rank 1" in told
@@ -201,16 +208,8 @@ def test_what_no_node_has_is_refused_before_anything_is_loaded(nodes: Nodes, set
 
 
 def test_weights_that_go_over_the_network_are_those_of_shared_memory(nodes: Nodes, alone: Path) -> None:
-    run, seen = nodes.root / "runs/network", set()
-    merge = nodes.merge("network", *OVER_THE_NETWORK)
-
-    def trained() -> bool:
-        seen.update(nodes.roles())
-        return steps_of(run) > 1
-
-    wait_for(trained, merge)
-    _, told = merge.communicate(timeout=DEADLINE_S)
-    assert merge.returncode == 0, told
+    run = nodes.root / "runs/network"
+    seen, _ = merged_here(nodes, "network", *OVER_THE_NETWORK)
     assert seen == {("engines", "rollout"), ("head", "rank"), ("ranks", "rank"), ("teachers", "teacher")}
     assert losses(run) == losses(alone) and len(losses(run)) == 6
     assert weights(run) == weights(alone), "bit for bit"
