@@ -44,7 +44,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
 }
 """Merge -> what of it the plan misses by more than the tolerance; docs/plan.md says why."""
 GIB = 2**30
-MEASURED_FACTORS = ("forward", "backward")
+MEASURED_FACTORS = ("forward", "backward", "decode")
 
 
 def predicted(run: Mapping[str, Any], folder: Path | None = None) -> dict[str, float]:
@@ -118,11 +118,13 @@ def take(file: Path, case: Case, setting: Setting) -> dict[str, Any]:
     return {"name": setting.name, **kept, "memory": dict(sorted(most.items()))}
 
 
-def measured() -> dict[str, Any]:
+def measured(model_dir: Path) -> dict[str, Any]:
     """Rates, and the factors that are measured, of the cores that this process has; in a process of its own."""
-    code = "import json; from pipelines.plan.measure import measured_spec; from pipelines.plan.spec import load_spec; "
-    code += "print(measured_spec(load_spec('two-cores')).model_dump_json(include={'rates', 'factors'}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300, stdout=subprocess.PIPE)
+    code = "import json, sys; from pathlib import Path; from pipelines.plan.measure import layer_of, measured_spec; "
+    code += "from pipelines.plan.spec import load_spec; layer = layer_of(Path(sys.argv[1])); "
+    code += "print(measured_spec(load_spec('two-cores'), layer).model_dump_json(include={'rates', 'factors'}))"
+    command = [sys.executable, "-c", code, str(model_dir)]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.PIPE)
     there: dict[str, Any] = json.loads(done.stdout)
     return {"rates": there["rates"], "factors": {name: there["factors"][name] for name in MEASURED_FACTORS}}
 
@@ -176,13 +178,16 @@ def recorded(folder: Path) -> list[str]:
 
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The chosen settings of a pipeline; each is written as soon as it is there."""
+    from opd.settings import load_yaml
+
     case, file = CASES[args.pipeline], prepared(args.pipeline, folder)
-    runs, before = [], measured()
+    student = folder.absolute() / load_yaml(file)["student"]["model"]
+    runs, before = [], measured(student)
     for number, setting in enumerate(case.settings):
         if args.settings is not None and number not in args.settings:
             continue
         facts = machine(len(os.sched_getaffinity(0)), "torch", "transformers", "deepspeed", "ray")
-        run, after = take(file, case, setting), measured()
+        run, after = take(file, case, setting), measured(student)
         facts["load_after"] = os.getloadavg()
         run |= {**between(before, after), "spec": args.spec, "overheads": args.pipeline == "tiny", "machine": facts}
         before = after
