@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.planning.cases import CASES, ROOT, Case, Setting, prepared, shapes
+from benchmarks.planning.cases import CASES, ROOT, TINY_EXPERTS, Case, Setting, prepared, shapes
 from benchmarks.planning.lengths import lengths_of
 from benchmarks.planning.peaks import peaks
 
@@ -189,7 +189,12 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         facts = machine(len(os.sched_getaffinity(0)), "torch", "transformers", "deepspeed", "ray")
         run, after = take(file, case, setting), measured(student)
         facts["load_after"] = os.getloadavg()
-        run |= {**between(before, after), "spec": args.spec, "overheads": args.pipeline == "tiny", "machine": facts}
+        run |= {
+            **between(before, after),
+            "spec": args.spec,
+            "overheads": args.pipeline in TINY_EXPERTS,
+            "machine": facts,
+        }
         before = after
         runs.append(run)
         print(run["name"], found(run), run["lengths"], run["rates"], file=sys.stderr, flush=True)
@@ -221,7 +226,7 @@ def main() -> None:
         if args.pipeline == "recorded":
             print("\n".join(recorded(Path(scratch))))
             return
-        folder = Path(scratch) if args.pipeline == "tiny" else args.folder
+        folder = Path(scratch) if args.pipeline in TINY_EXPERTS else args.folder
         rows = [row for run in measure(args, folder) for row in compared(run, folder)]
         from pipelines.commands.shell import print_table
 

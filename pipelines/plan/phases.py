@@ -9,7 +9,7 @@ sync      new weights: gathered, sent, put in place, proven
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from opd.config import PipelineConfig
@@ -121,16 +121,17 @@ class Work:
     def _scored(self, name: str, sizes: Sequence[int]) -> Seconds:
         place, shape, dtype = self.places.teachers, self.models.scorers[name], self.config.teachers.dtype
         extra = self.spec.overheads
-        compute = 0.0
+        compute, read = 0.0, 0
         for batch in cut(sorted(sizes), SCORED_AT_ONCE):
             tokens, wide = computed(batch)
+            read += tokens
             flops = shape.forward(tokens, wide / 2)
             compute += place.products(flops, dtype, self.spec.factors.forward.share)
         rows = self.models.rows()[name]
         return Seconds(
             compute=compute,
             link=self._loaded(name),
-            overhead=extra.teacher.of(shape.tensors) + rows * extra.scored_row.s,
+            overhead=extra.teacher.of(shape.tensors) + rows * extra.scored_row.s + read * extra.scored_token.s,
         )
 
     def _loaded(self, name: str) -> float:
@@ -145,6 +146,11 @@ class Work:
         copied = sizes[name] / (spec.links.load * place.devices * share)
         # Files that machines have read stay in half of their memory.
         return copied if every / place.machines <= spec.machine.memory / 2 else max(copied, read)
+
+    def _asked(self, domains: Set[str]) -> set[str]:
+        """Names of the teachers that score these domains."""
+        scoring = self.models.inputs.scoring
+        return {one.teacher.name for domain in domains for one in scoring.get(domain, ())}
 
     def train(self, lengths: Written) -> Trained:
         """The busiest rank, which the others wait for in every micro-batch; then the optimiser."""
@@ -164,7 +170,9 @@ class Work:
         flops = self._passes * shape.forward(tokens, wide / 2) + 2 * trained * shape.head * self._head_passes()
         compute = place.products(flops, dtype, spec.factors.backward.share)
         count = sum(len(responses) for _, responses in rows)
-        own = spec.overheads.micro_batch.of(shape.tensors)
+        extra = spec.overheads
+        own = extra.micro_batch.of(shape.tensors) + count * extra.trained_row.s + tokens * extra.trained_token.s
+        own += len(self._asked({unit.domain for unit, _ in rows})) * extra.trained_teacher.s
         talk = self.gathered() + self.summed()
         hidden = min(spec.factors.hidden.share * talk, compute)
         # Logits of student and teachers in float32: written and read once each.
@@ -173,7 +181,7 @@ class Work:
             compute=compute,
             memory=logits,
             link=talk - hidden,
-            overhead=place.crowd * (own + count * spec.overheads.trained_row.s) + self._messages(),
+            overhead=place.crowd * own + self._messages(),
         )
 
     @property

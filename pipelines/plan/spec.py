@@ -121,10 +121,16 @@ class OverheadsSpec(Strict):
     """A teacher's turn in a scoring worker: it takes its place and passes its first row."""
     scored_row: SecondsSpec
     """A target row: made, sent, written to the log, read by a rank."""
+    scored_token: SecondsSpec
+    """A token of a row that a teacher reads, prompt and padding too: all that is no matrix product, and its target."""
     micro_batch: SecondsSpec
     """A micro-batch of a rank: every layer's calls and sharding hooks, forward and backward."""
     trained_row: SecondsSpec
     """A row that a rank lays out and trains."""
+    trained_token: SecondsSpec
+    """A token of a row that a rank trains, prompt and padding too: all that is no matrix product."""
+    trained_teacher: SecondsSpec
+    """A teacher whose rows are in a micro-batch: its output head, and its part of the loss, forward and backward."""
     message: SecondsSpec
     """A collective of two workers or more."""
     push: SecondsSpec
