@@ -4,7 +4,7 @@
     python3 -m benchmarks.gpu_check --output gpu-check
     python3 -m benchmarks.gpu_check --output /tmp/check --device cpu --quick
 
-Needs Python 3.11 or 3.12 and torch 2.11 or newer, no installation of this package. Every part runs in a process of its own,
+Needs Python 3.11 to 3.13 and torch 2.11 or newer, no installation of this package. Every part runs in a process of its own,
 one after the other, and writes each figure as it has it to gpu.json; gpu.md is the same as a page.
 """
 

@@ -1,4 +1,4 @@
-"""Games of many turns that a character model of a million parameters learns in a few minutes.
+"""Games of many turns that a character model of 0.8 million parameters learns in a few minutes.
 
     hanoi     hanoi aabca=     bc   aacca=   ...    the Towers of Hanoi with five disks, up to 31 moves
     maze      maze b a1d4=     r    b1d4=    ...    one of two mazes that the prompt does not show

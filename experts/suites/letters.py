@@ -1,4 +1,4 @@
-"""Ten tasks on short words and numbers that a 0.9M-parameter character model learns in a minute or less.
+"""Ten tasks on short words and numbers that a 0.8M-parameter character model learns in a minute or less.
 
 Seven have one short answer:
 

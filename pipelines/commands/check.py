@@ -22,7 +22,7 @@ def check(
     fix_up: Annotated[bool, typer.Option("--fix-up", help="Say with each finding what to change.")] = False,
     overrides: SetOption = None,
 ) -> None:
-    """Can the experts of a merge teach it anything? Short exams before the long run; exit code 1 if not."""
+    """Can the experts of a merge teach its student anything? Short exams before the long run; exit code 1 if not."""
     from opd.config import load_pipeline
     from pipelines.catalog import find
     from pipelines.inputs.at_once import refuse_at_once

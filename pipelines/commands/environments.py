@@ -35,7 +35,7 @@ def tasks(
     name: NameArgument,
     output: Annotated[Path, typer.Option(help="Prompts file to write (JSONL).")],
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Tasks.")] = 100,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Decides which tasks.")] = 0,
     options: SetOption = None,
 ) -> None:
     """Write a prompts file of tasks with different prompts; the same for the same arguments."""
@@ -50,7 +50,7 @@ def episodes(
     name: NameArgument,
     output: Annotated[Path, typer.Option(help="Prompts file to write (JSONL), with episodes for `opd experts train`.")],
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Tasks, one episode each.")] = 1000,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Decides which tasks, and the mistakes.")] = 0,
     mistakes: Annotated[float, typer.Option(help="Share of turns with a mistake, which nobody learns.")] = 0.3,
     max_turns: Annotated[int, typer.Option(help="Turns of an episode at most.")] = 40,
     options: SetOption = None,
@@ -82,7 +82,11 @@ def prefixes(
 
 
 @app.command("play", epilog=examples("opd environments play maze --seed 3"))
-def play(name: NameArgument, seed: int = 0, options: SetOption = None) -> None:
+def play(
+    name: NameArgument,
+    seed: Annotated[int, typer.Option(help="Decides which task.")] = 0,
+    options: SetOption = None,
+) -> None:
     """Play one task at the terminal; `quit` ends it."""
     from opd.errors import ConfigError
     from pipelines import environments

@@ -26,7 +26,7 @@ def plan(
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt.")] = None,
     response_tokens: Annotated[float | None, typer.Option(min=1, help="Median tokens of a response.")] = None,
     tail: Annotated[
-        float | None, typer.Option(min=1, help="How many times the median one response of a hundred has.")
+        float | None, typer.Option(min=1, help="Length of the longest response in a hundred, in medians.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     overrides: SetOption = None,

@@ -28,7 +28,7 @@ def make(
     domains: Annotated[str | None, typer.Option(help="Comma-separated; default: all of the suite.")] = None,
     train: Annotated[int, typer.Option(min=1, help="Training prompts per domain.")] = 2000,
     held_out: Annotated[int, typer.Option("--eval", min=1, help="Held-out prompts per domain.")] = 200,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Decides which prompts.")] = 0,
 ) -> None:
     """Write a suite's prompts and answers, training and held-out apart."""
     from experts.suites import write_suite

@@ -24,7 +24,7 @@ def serve(
         Path, typer.Argument(metavar="RUN_DIR|MODEL", help="A finished merge, or a Hugging Face directory.")
     ],
     host: Annotated[str, typer.Option(help="Beyond this machine only with a key in VLLM_API_KEY.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What requests call the model. Default: the run's name.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: rollout.dtype of the run's pipeline.")] = None,
     max_model_len: Annotated[

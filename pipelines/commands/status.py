@@ -54,7 +54,7 @@ def status(
 
 @app.command(epilog=examples("opd runs", "opd runs /data/runs"))
 def runs(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to look for runs.")] = Path("runs"),
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to look for runs.")] = Path("runs"),
 ) -> None:
     """List all runs in a directory: state, steps, headroom, when, and size on disk."""
     from opd.errors import RunDirError
