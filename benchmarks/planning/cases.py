@@ -88,13 +88,7 @@ CASES = {
         ),
     ),
     "tiny-ten": Case(
-        settings=(
-            _small(("rollout.max_new_tokens=8", "trainer.samples_per_step=128"), "128 x 8, ten experts"),
-            _small(
-                ("rollout.max_new_tokens=8", "trainer.samples_per_step=128", "trainer.micro_batch_tokens=256"),
-                "128 x 8, ten experts, 8 micro-batches",
-            ),
-        ),
+        settings=(_small(("rollout.max_new_tokens=8", "trainer.samples_per_step=128"), "128 x 8, ten experts"),),
     ),
     "tiny": Case(
         settings=(

@@ -9,7 +9,7 @@ sync      new weights: gathered, sent, put in place, proven
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opd.config import PipelineConfig
@@ -105,7 +105,7 @@ class Work:
         workers = self.places.teachers.workers
         rows = {name: self._rows_of(name, lengths) for name in self.models.scorers}
         loads = [(0, worker) for worker in range(workers)]
-        found = [Seconds(overhead=self.spec.overheads.phase.s) for _ in range(workers)]
+        found = [Seconds(overhead=self.spec.overheads.phase.s + self.spec.overheads.stream.s) for _ in range(workers)]
         for name in sorted(rows, key=lambda one: -sum(rows[one])):
             load, worker = heapq.heappop(loads)
             found[worker] += self._scored(name, rows[name])
@@ -147,11 +147,6 @@ class Work:
         # Files that machines have read stay in half of their memory.
         return copied if every / place.machines <= spec.machine.memory / 2 else max(copied, read)
 
-    def _asked(self, domains: Set[str]) -> set[str]:
-        """Names of the teachers that score these domains."""
-        scoring = self.models.inputs.scoring
-        return {one.teacher.name for domain in domains for one in scoring.get(domain, ())}
-
     def train(self, lengths: Written) -> Trained:
         """The busiest rank, which the others wait for in every micro-batch; then the optimiser."""
         place, config = self.places.trainer, self.config
@@ -172,7 +167,6 @@ class Work:
         count = sum(len(responses) for _, responses in rows)
         extra = spec.overheads
         own = extra.micro_batch.of(shape.tensors) + count * extra.trained_row.s + tokens * extra.trained_token.s
-        own += len(self._asked({unit.domain for unit, _ in rows})) * extra.trained_teacher.s
         talk = self.gathered() + self.summed()
         hidden = min(spec.factors.hidden.share * talk, compute)
         # Logits of student and teachers in float32: written and read once each.

@@ -117,6 +117,8 @@ class OverheadsSpec(Strict):
     """A response that an engine begins and ends."""
     token: SecondsSpec
     """A token that an engine samples."""
+    stream: SecondsSpec
+    """A scoring worker's rows of a step: their stream opened, written, and read to its end."""
     teacher: SecondsSpec
     """A teacher's turn in a scoring worker: it takes its place and passes its first row."""
     scored_row: SecondsSpec
@@ -129,8 +131,6 @@ class OverheadsSpec(Strict):
     """A row that a rank lays out and trains."""
     trained_token: SecondsSpec
     """A token of a row that a rank trains, prompt and padding too: all that is no matrix product."""
-    trained_teacher: SecondsSpec
-    """A teacher whose rows are in a micro-batch: its output head, and its part of the loss, forward and backward."""
     message: SecondsSpec
     """A collective of two workers or more."""
     push: SecondsSpec
