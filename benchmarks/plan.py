@@ -2,7 +2,8 @@
 
     python -m benchmarks.plan quickstart --folder DIR --json FILE     DIR: where `make demo` has made models and prompts
     python -m benchmarks.plan smollm2 --folder DIR --json FILE        DIR: where models/smollm2 and prompts/reasoning are
-    python -m benchmarks.plan tiny --json FILE                        the merges that the overheads of a spec come from
+    python -m benchmarks.plan tiny --json FILE                        the merges that the overheads of a spec come from,
+    python -m benchmarks.plan tiny-ten --json FILE                    and one of them with ten experts
     python -m benchmarks.plan recorded                                no merge: docs/results/plan.json as rows of docs/plan.md
 
 Rates and two factors are those of a matrix product, copies, small calls and a layer alone, on the cores that the merge has,
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.planning.cases import CASES, ROOT, Case, Setting, prepared, shapes
+from benchmarks.planning.cases import CASES, ROOT, TINY_EXPERTS, Case, Setting, prepared, shapes
 from benchmarks.planning.lengths import lengths_of
 from benchmarks.planning.peaks import peaks
 
@@ -34,17 +35,12 @@ RECORDED = ROOT / "docs/results/plan.json"
 TOLERANCE = 0.3
 OUTSIDE: dict[str, tuple[str, ...]] = {
     "smollm2, 64 x 64": ("sync",),
-    "quickstart, two ranks": ("rollout", "train", "step"),
-    "quickstart, one step off": ("rollout", "train", "step"),
-    "quickstart, two engines and two scorers": ("rollout", "score", "train", "sync", "step"),
-    "quickstart, 80 samples, four to a prompt": ("rollout",),
-    "smollm2, 12 samples": ("sync",),
-    "smollm2, 24 samples, four to a prompt, over the network": ("rollout",),
-    "smollm2, an adapter": ("rollout",),
+    "quickstart, two engines and two scorers": ("rollout", "score"),
+    "quickstart, 80 samples, four to a prompt": ("sync",),
 }
 """Merge -> what of it the plan misses by more than the tolerance; docs/plan.md says why."""
 GIB = 2**30
-MEASURED_FACTORS = ("forward", "backward")
+MEASURED_FACTORS = ("forward", "backward", "decode")
 
 
 def predicted(run: Mapping[str, Any], folder: Path | None = None) -> dict[str, float]:
@@ -118,11 +114,13 @@ def take(file: Path, case: Case, setting: Setting) -> dict[str, Any]:
     return {"name": setting.name, **kept, "memory": dict(sorted(most.items()))}
 
 
-def measured() -> dict[str, Any]:
+def measured(model_dir: Path) -> dict[str, Any]:
     """Rates, and the factors that are measured, of the cores that this process has; in a process of its own."""
-    code = "import json; from pipelines.plan.measure import measured_spec; from pipelines.plan.spec import load_spec; "
-    code += "print(measured_spec(load_spec('two-cores')).model_dump_json(include={'rates', 'factors'}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300, stdout=subprocess.PIPE)
+    code = "import json, sys; from pathlib import Path; from pipelines.plan.measure import layer_of, measured_spec; "
+    code += "from pipelines.plan.spec import load_spec; layer = layer_of(Path(sys.argv[1])); "
+    code += "print(measured_spec(load_spec('two-cores'), layer).model_dump_json(include={'rates', 'factors'}))"
+    command = [sys.executable, "-c", code, str(model_dir)]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.PIPE)
     there: dict[str, Any] = json.loads(done.stdout)
     return {"rates": there["rates"], "factors": {name: there["factors"][name] for name in MEASURED_FACTORS}}
 
@@ -176,15 +174,23 @@ def recorded(folder: Path) -> list[str]:
 
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The chosen settings of a pipeline; each is written as soon as it is there."""
+    from opd.settings import load_yaml
+
     case, file = CASES[args.pipeline], prepared(args.pipeline, folder)
-    runs, before = [], measured()
+    student = folder.absolute() / load_yaml(file)["student"]["model"]
+    runs, before = [], measured(student)
     for number, setting in enumerate(case.settings):
         if args.settings is not None and number not in args.settings:
             continue
         facts = machine(len(os.sched_getaffinity(0)), "torch", "transformers", "deepspeed", "ray")
-        run, after = take(file, case, setting), measured()
+        run, after = take(file, case, setting), measured(student)
         facts["load_after"] = os.getloadavg()
-        run |= {**between(before, after), "spec": args.spec, "overheads": args.pipeline == "tiny", "machine": facts}
+        run |= {
+            **between(before, after),
+            "spec": args.spec,
+            "overheads": args.pipeline in TINY_EXPERTS,
+            "machine": facts,
+        }
         before = after
         runs.append(run)
         print(run["name"], found(run), run["lengths"], run["rates"], file=sys.stderr, flush=True)
@@ -216,7 +222,7 @@ def main() -> None:
         if args.pipeline == "recorded":
             print("\n".join(recorded(Path(scratch))))
             return
-        folder = Path(scratch) if args.pipeline == "tiny" else args.folder
+        folder = Path(scratch) if args.pipeline in TINY_EXPERTS else args.folder
         rows = [row for run in measure(args, folder) for row in compared(run, folder)]
         from pipelines.commands.shell import print_table
 

@@ -87,6 +87,9 @@ CASES = {
             ),
         ),
     ),
+    "tiny-ten": Case(
+        settings=(_small(("rollout.max_new_tokens=8", "trainer.samples_per_step=128"), "128 x 8, ten experts"),),
+    ),
     "tiny": Case(
         settings=(
             _small(("rollout.max_new_tokens=8", "trainer.samples_per_step=4"), "4 x 8"),
@@ -104,14 +107,16 @@ CASES = {
     ),
 }
 """Pipeline -> the merges of it."""
+TINY_EXPERTS = {"tiny": 2, "tiny-ten": 10}
+"""The pipelines that overheads come from, and their experts."""
 
 
 def prepared(pipeline: str, folder: Path) -> Path:
     """The pipeline's file in `folder`; with smollm2, experts are made there."""
     import yaml
 
-    if pipeline == "tiny":
-        return _tiny(folder)
+    if pipeline in TINY_EXPERTS:
+        return _tiny(folder, TINY_EXPERTS[pipeline])
     if pipeline == "smollm2":
         _make_experts(folder)
     file = folder / f"plan-{pipeline}.yaml"
@@ -157,23 +162,23 @@ def _make_experts(folder: Path) -> None:
         (expert / "model.tmp").rename(expert / "model.safetensors")
 
 
-def _tiny(folder: Path) -> Path:
-    """A pipeline of a tiny model of random weights and two experts, whose work is nothing beside its overheads."""
+def _tiny(folder: Path, count: int) -> Path:
+    """A pipeline of a tiny model of random weights and so many experts, whose work is nothing beside its overheads."""
     import yaml
 
     from benchmarks.merging.inputs import Order
 
     order = Order(
-        folder=str(folder), model_dir=None, tiny=True, dtypes=["float32"], experts=2, prompts=600, prompt_tokens=8
+        folder=str(folder), model_dir=None, tiny=True, dtypes=["float32"], experts=count, prompts=600, prompt_tokens=8
     )
     command = [sys.executable, "-m", "benchmarks.merging.inputs", order.to_json()]
     subprocess.run(command, check=True, timeout=600, cwd=ROOT)
-    experts = {f"e{i}": {"model": f"float32/expert-{i:02}", "domain": f"d{i}"} for i in range(2)}
+    experts = {f"e{i}": {"model": f"float32/expert-{i:02}", "domain": f"d{i}"} for i in range(count)}
     data = {
         "name": "tiny",
         "student": {"model": "float32/student"},
         "experts": experts,
-        "domains": {f"d{i}": {"prompts": f"prompts/domain-{i:02}.jsonl"} for i in range(2)},
+        "domains": {f"d{i}": {"prompts": f"prompts/domain-{i:02}.jsonl"} for i in range(count)},
         "rollout": {"max_model_len": 64},
         "trainer": {"ranks": 1, "steps": 1, "samples_per_step": 4},
     }
@@ -186,7 +191,9 @@ def shapes(folder: Path) -> None:
     """Configs of the models that are made for a comparison, where a plan of recorded merges looks for them."""
     from benchmarks.merging.inputs import SMOLLM2, TINY
 
-    models = {f"float32/{name}": TINY for name in ("student", "expert-00", "expert-01")}
+    models = {
+        f"float32/{name}": TINY for name in ("student", *(f"expert-{i:02}" for i in range(max(TINY_EXPERTS.values()))))
+    }
     models |= {f"models/smollm2-changed/{name}": SMOLLM2 for name in TAUGHT}
     for place, shape in models.items():
         (folder / place).mkdir(parents=True)

@@ -40,7 +40,7 @@ def plan(
     from pipelines.plan.tables import tables
 
     config = load_pipeline(find(pipeline), overrides)
-    spec = load_spec(cluster) if measure is None else measure_to(measure)
+    spec = load_spec(cluster) if measure is None else measure_to(measure, config.student.model)
     made = make_plan(config, with_lengths(spec, prompt_tokens, response_tokens, tail))
     if as_json:
         typer.echo(json.dumps(made.to_json(), indent=2))

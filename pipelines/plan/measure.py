@@ -1,10 +1,11 @@
-"""`opd plan --measure`: the rates of this machine, from a matrix product, a copy and small calls."""
+"""`opd plan --measure`: the rates of this machine, from a matrix product, a copy, small calls and a layer of the student."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import yaml
 
 from opd.files import atomic_write_text
 from pipelines.inputs.memory import machine_bytes
+from pipelines.plan.shapes import KINDS, read_config
+from pipelines.plan.shapes.attention import grouped
+from pipelines.plan.shapes.feed_forward import dense as dense_feed_forward
 from pipelines.plan.spec import ClusterSpec, load_spec
 
 SECONDS = 1.0
@@ -20,23 +24,63 @@ ROWS, WIDTH, IDS = 512, 576, 49152
 """The product: states with the output head of a model such as SmolLM2. Every factor of two-cores is a share of it."""
 COPIED = 128 << 20
 """Bytes that are copied at a time: more than any cache holds."""
-LAYER = {
-    "q_proj": (576, 576),
-    "k_proj": (576, 192),
-    "v_proj": (576, 192),
-    "o_proj": (576, 576),
-    "gate_proj": (576, 1536),
-    "up_proj": (576, 1536),
-    "down_proj": (1536, 576),
-}
-"""Inputs and outputs of a layer's products, those of SmolLM2."""
-LAYER_HEADS, LAYER_HEAD, LAYER_ROWS, LAYER_WIDE = 9, 64, 13, 128
+LAYER_ROWS, LAYER_WIDE, LAYER_BATCH = 13, 128, 64
+"""Rows and their width in a pass forward and backward; sequences in an engine's step."""
+LARGEST = 50_000_000
+"""Numbers of the largest layer that is measured: a larger one takes seconds for a pass."""
 SMALL, CALLS = 8, 1000
 """The small operation, a product of a row of so many numbers, and how often it is called at a time."""
 
 
-def measured_spec(base: ClusterSpec) -> ClusterSpec:
-    """The spec with this machine's cores, memory and rates; a machine without GPUs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A dense decoder layer, as far as its time goes."""
+
+    whose: str
+    """Where the shape comes from, for people."""
+    hidden: int
+    queries: int
+    keys: int
+    head: int
+    inside: int
+
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of its matrices."""
+        ends = {"q_proj": (self.hidden, self.queries), "k_proj": (self.hidden, self.keys)}
+        ends |= {"v_proj": (self.hidden, self.keys), "o_proj": (self.queries, self.hidden)}
+        ends |= {"gate_proj": (self.hidden, self.inside), "up_proj": (self.hidden, self.inside)}
+        return ends | {"down_proj": (self.inside, self.hidden)}
+
+    @property
+    def parameters(self) -> int:
+        return sum(of * out for of, out in self.products.values())
+
+
+SMOLLM2 = Layer(whose="SmolLM2", hidden=576, queries=576, keys=192, head=64, inside=1536)
+"""The layer that is measured where the student's own is no dense layer, or too large."""
+
+
+def layer_of(model_dir: Path) -> Layer:
+    """The student's own layer, or SmolLM2's. Raises: as `read_config`."""
+    config = read_config(model_dir)
+    heads = config.num_attention_heads
+    head = config.head_dim or config.hidden_size // heads
+    own = Layer(
+        whose="the student",
+        hidden=config.hidden_size,
+        queries=heads * head,
+        keys=(config.num_key_value_heads or heads) * head,
+        head=head,
+        inside=config.intermediate_size,
+    )
+    dense = KINDS.get(config.model_type) == (grouped, dense_feed_forward)
+    return own if dense and own.parameters <= LARGEST else SMOLLM2
+
+
+def measured_spec(base: ClusterSpec, layer: Layer = SMOLLM2) -> ClusterSpec:
+    """The spec with this machine's cores, memory and rates, and the shares of a product that a layer reaches; a machine
+    without GPUs."""
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -48,61 +92,91 @@ def measured_spec(base: ClusterSpec) -> ClusterSpec:
         "calls": _calls(torch),
     }
     machine = {"cores": len(os.sched_getaffinity(0)), "memory": machine_bytes()}
-    # How much of a product a body reaches differs among machines, so it is measured, not taken from the base.
+    # How much of a product a body reaches differs among machines and shapes, so it is measured, not taken from the base.
     data = base.model_dump() | {"name": "this-machine", "machines": 1, "machine": machine, "rates": rates}
     # Processes of one machine pass bytes on by copying them.
-    data["factors"] |= measured_factors(torch, rates["float32"])
+    data["factors"] |= measured_factors(torch, rates["float32"], layer)
     data["links"] |= {"inside": rates["memory"] / 2, "between": rates["memory"] / 2, "load": rates["memory"] / 2}
     return ClusterSpec.model_validate(data)
 
 
-def measured_factors(torch: Any, rate: float) -> dict[str, dict[str, Any]]:
-    """Shares of the float32 product that a layer of SmolLM2's shape reaches, `LAYER_ROWS` rows of `LAYER_WIDE` tokens."""
-    layer_and_back = [_layer_rate(torch, passes) / rate for passes in (1, 3)]
-    shape = f"measured: a layer of SmolLM2's shape, {LAYER_ROWS} rows of {LAYER_WIDE}, in float32"
+def measured_factors(torch: Any, rate: float, layer: Layer) -> dict[str, dict[str, Any]]:
+    """Shares of the float32 product that a layer reaches: whole rows forward, the same forward and backward, and one token of
+    each of some sequences."""
+    rows, batch = f"{LAYER_ROWS} rows of {LAYER_WIDE}", f"{LAYER_BATCH} rows of 1"
+    found = {
+        "forward": (rows, _layer_rate(torch, layer, 1)),
+        "backward": (rows, _layer_rate(torch, layer, 3)),
+        "decode": (batch, _decode_rate(torch, layer)),
+    }
     return {
-        name: {"share": round(min(1.0, share), 3), "why": f"{shape}: {share:.2f} of the product"}
-        for name, share in zip(("forward", "backward"), layer_and_back, strict=True)
+        name: {
+            "share": round(min(1.0, reached / rate), 3),
+            "why": f"measured: a layer of {layer.whose}'s shape, {what}, in float32: {reached / rate:.2f} of the product",
+        }
+        for name, (what, reached) in found.items()
     }
 
 
-def _layer_rate(torch: Any, passes: int) -> float:
+def _layer_rate(torch: Any, layer: Layer, passes: int) -> float:
     """FLOP/s of a layer: forward, or with three passes' products forward and backward."""
     draw = torch.Generator().manual_seed(0)
-    weights = [torch.randn(out, of, generator=draw).mul_(0.02).requires_grad_(passes > 1) for of, out in LAYER.values()]
-    hidden_B_T_D = torch.randn(LAYER_ROWS, LAYER_WIDE, LAYER_HEADS * LAYER_HEAD, generator=draw).requires_grad_(
-        passes > 1
-    )
-    q, k, v, o, gate, up, down = weights
-    linear = torch.nn.functional.linear
-
-    def split(projected_B_T_I: Any) -> Any:
-        return projected_B_T_I.unflatten(-1, (-1, LAYER_HEAD)).transpose(1, 2)
+    weights = [torch.randn(out, of, generator=draw).mul_(0.02) for of, out in layer.products.values()]
+    hidden_B_T_D = torch.randn(LAYER_ROWS, LAYER_WIDE, layer.hidden, generator=draw)
+    for leaf in (*weights, hidden_B_T_D):
+        leaf.requires_grad_(passes > 1)
 
     def run() -> None:
-        looked_B_H_T_K = torch.nn.functional.scaled_dot_product_attention(
-            split(linear(hidden_B_T_D, q)),
-            split(linear(hidden_B_T_D, k)),
-            split(linear(hidden_B_T_D, v)),
-            is_causal=True,
-            enable_gqa=True,
-        )
-        seen_B_T_D = hidden_B_T_D + linear(looked_B_H_T_K.transpose(1, 2).flatten(-2), o)
-        inner_B_T_F = torch.nn.functional.silu(linear(seen_B_T_D, gate)) * linear(seen_B_T_D, up)
-        made_B_T_D = seen_B_T_D + linear(inner_B_T_F, down)
+        made_B_T_D = _pass(torch, layer, weights, hidden_B_T_D)
         if passes > 1:
             made_B_T_D.sum().backward()
 
-    pairs = 2 * LAYER_HEADS * LAYER_HEAD * LAYER_WIDE / 2
-    flops = 2 * LAYER_ROWS * LAYER_WIDE * (sum(of * out for of, out in LAYER.values()) + pairs)
+    pairs = 2 * layer.queries * LAYER_WIDE / 2
+    flops = 2 * LAYER_ROWS * LAYER_WIDE * (layer.parameters + pairs)
     with torch.set_grad_enabled(passes > 1):
         return float(passes * flops / _quickest(run))
 
 
-def measure_to(path: Path) -> ClusterSpec:
-    """Measure this machine and write its spec; overheads, lengths and the other factors of a file that is there
-    stay as they are."""
-    spec = measured_spec(load_spec(str(path) if path.is_file() else "two-cores"))
+def _pass(torch: Any, layer: Layer, weights: Sequence[Any], hidden_B_T_D: Any) -> Any:
+    """[B, T, D] of one layer, without norms and positions."""
+    q, k, v, o, gate, up, down = weights
+    linear = torch.nn.functional.linear
+
+    def split(projected_B_T_I: Any) -> Any:
+        return projected_B_T_I.unflatten(-1, (-1, layer.head)).transpose(1, 2)
+
+    looked_B_H_T_K = torch.nn.functional.scaled_dot_product_attention(
+        split(linear(hidden_B_T_D, q)),
+        split(linear(hidden_B_T_D, k)),
+        split(linear(hidden_B_T_D, v)),
+        is_causal=True,
+        enable_gqa=True,
+    )
+    seen_B_T_D = hidden_B_T_D + linear(looked_B_H_T_K.transpose(1, 2).flatten(-2), o)
+    inner_B_T_F = torch.nn.functional.silu(linear(seen_B_T_D, gate)) * linear(seen_B_T_D, up)
+    return seen_B_T_D + linear(inner_B_T_F, down)
+
+
+def _decode_rate(torch: Any, layer: Layer) -> float:
+    """FLOP/s of a layer's matrices with one token of each of `LAYER_BATCH` sequences."""
+    draw = torch.Generator().manual_seed(0)
+    pairs = [
+        (torch.randn(LAYER_BATCH, of, generator=draw), torch.randn(out, of, generator=draw))
+        for of, out in layer.products.values()
+    ]
+
+    def run() -> None:
+        for tokens_B_I, weight_O_I in pairs:
+            torch.nn.functional.linear(tokens_B_I, weight_O_I)
+
+    with torch.inference_mode():
+        return 2 * LAYER_BATCH * layer.parameters / _quickest(run)
+
+
+def measure_to(path: Path, model_dir: Path) -> ClusterSpec:
+    """Measure this machine, with a layer of that student, and write its spec; overheads, lengths and the other factors of a file
+    that is there stay as they are."""
+    spec = measured_spec(load_spec(str(path) if path.is_file() else "two-cores"), layer_of(model_dir))
     atomic_write_text(path, yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True), sort_keys=False))
     return spec
 

@@ -105,7 +105,7 @@ class Work:
         workers = self.places.teachers.workers
         rows = {name: self._rows_of(name, lengths) for name in self.models.scorers}
         loads = [(0, worker) for worker in range(workers)]
-        found = [Seconds(overhead=self.spec.overheads.phase.s) for _ in range(workers)]
+        found = [Seconds(overhead=self.spec.overheads.phase.s + self.spec.overheads.stream.s) for _ in range(workers)]
         for name in sorted(rows, key=lambda one: -sum(rows[one])):
             load, worker = heapq.heappop(loads)
             found[worker] += self._scored(name, rows[name])
@@ -121,16 +121,17 @@ class Work:
     def _scored(self, name: str, sizes: Sequence[int]) -> Seconds:
         place, shape, dtype = self.places.teachers, self.models.scorers[name], self.config.teachers.dtype
         extra = self.spec.overheads
-        compute = 0.0
+        compute, read = 0.0, 0
         for batch in cut(sorted(sizes), SCORED_AT_ONCE):
             tokens, wide = computed(batch)
+            read += tokens
             flops = shape.forward(tokens, wide / 2)
             compute += place.products(flops, dtype, self.spec.factors.forward.share)
         rows = self.models.rows()[name]
         return Seconds(
             compute=compute,
             link=self._loaded(name),
-            overhead=extra.teacher.of(shape.tensors) + rows * extra.scored_row.s,
+            overhead=extra.teacher.of(shape.tensors) + rows * extra.scored_row.s + read * extra.scored_token.s,
         )
 
     def _loaded(self, name: str) -> float:
@@ -164,7 +165,8 @@ class Work:
         flops = self._passes * shape.forward(tokens, wide / 2) + 2 * trained * shape.head * self._head_passes()
         compute = place.products(flops, dtype, spec.factors.backward.share)
         count = sum(len(responses) for _, responses in rows)
-        own = spec.overheads.micro_batch.of(shape.tensors)
+        extra = spec.overheads
+        own = extra.micro_batch.of(shape.tensors) + count * extra.trained_row.s + tokens * extra.trained_token.s
         talk = self.gathered() + self.summed()
         hidden = min(spec.factors.hidden.share * talk, compute)
         # Logits of student and teachers in float32: written and read once each.
@@ -173,7 +175,7 @@ class Work:
             compute=compute,
             memory=logits,
             link=talk - hidden,
-            overhead=place.crowd * (own + count * spec.overheads.trained_row.s) + self._messages(),
+            overhead=place.crowd * own + self._messages(),
         )
 
     @property

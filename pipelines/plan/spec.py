@@ -117,14 +117,20 @@ class OverheadsSpec(Strict):
     """A response that an engine begins and ends."""
     token: SecondsSpec
     """A token that an engine samples."""
+    stream: SecondsSpec
+    """A scoring worker's rows of a step: their stream opened, written, and read to its end."""
     teacher: SecondsSpec
     """A teacher's turn in a scoring worker: it takes its place and passes its first row."""
     scored_row: SecondsSpec
     """A target row: made, sent, written to the log, read by a rank."""
+    scored_token: SecondsSpec
+    """A token of a row that a teacher reads, prompt and padding too: all that is no matrix product, and its target."""
     micro_batch: SecondsSpec
     """A micro-batch of a rank: every layer's calls and sharding hooks, forward and backward."""
     trained_row: SecondsSpec
     """A row that a rank lays out and trains."""
+    trained_token: SecondsSpec
+    """A token of a row that a rank trains, prompt and padding too: all that is no matrix product."""
     message: SecondsSpec
     """A collective of two workers or more."""
     push: SecondsSpec

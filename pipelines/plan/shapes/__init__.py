@@ -60,11 +60,8 @@ def located(model_dir: Path, name: str = "config.json") -> Path:
     return shipped if not model_dir.exists() and not model_dir.is_absolute() and shipped.is_file() else model_dir / name
 
 
-def read_shape(model_dir: Path) -> Shape:
-    """The shape of a model directory, checked against its weights where they are there.
-
-    Raises: ModelError without a config.json, for a kind without formulas, or if the formulas miss what the files hold.
-    """
+def read_config(model_dir: Path) -> ShapeConfig:
+    """The config of a model directory, or of the shipped shape. Raises: ModelError without a config.json, or for a bad one."""
     file = located(model_dir)
     if not file.is_file():
         raise ModelError.at(
@@ -75,7 +72,16 @@ def read_shape(model_dir: Path) -> Shape:
         )
     data = read_json(file)
     text = data.get("text_config")
-    shape = shape_of(validated(ShapeConfig, {**text, **data} if isinstance(text, dict) else data, file), file)
+    return validated(ShapeConfig, {**text, **data} if isinstance(text, dict) else data, file)
+
+
+def read_shape(model_dir: Path) -> Shape:
+    """The shape of a model directory, checked against its weights where they are there.
+
+    Raises: as `read_config`; ModelError for a kind without formulas, or if the formulas miss what the files hold.
+    """
+    file = located(model_dir)
+    shape = shape_of(read_config(model_dir), file)
     if any(model_dir.glob("*.safetensors")):
         stored = sum(tensor.numel for tensor in weight_tensors(model_dir).values())
         if abs(stored - shape.parameters) > TOLERANCE * stored:

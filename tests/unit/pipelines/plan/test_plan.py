@@ -19,6 +19,7 @@ from pipelines.inputs.read import read_inputs
 from pipelines.plan import measure
 from pipelines.plan.models import read_models
 from pipelines.plan.plan import Plan, make_plan
+from pipelines.plan.shapes import read_shape
 from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs, with_lengths
 from pipelines.plan.tables import short, tables
 
@@ -217,14 +218,27 @@ def test_measuring_writes_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, value in (("SECONDS", 0.01), ("WIDTH", 64), ("IDS", 64), ("COPIED", 1 << 16), ("LAYER_ROWS", 1)):
         monkeypatch.setattr(measure, name, value)
     file = tmp_path / "here.yaml"
-    made = measure.measure_to(file)
-    assert load_spec(str(file)) == made and made.factors.decode == load_spec("two-cores").factors.decode
-    assert 0 < made.factors.forward.share <= 1 and made.factors.backward.why.startswith("measured")
+    made = measure.measure_to(file, Path("models/quickstart/base"))
+    assert load_spec(str(file)) == made and made.factors.memory == load_spec("two-cores").factors.memory
+    for factor in (made.factors.forward, made.factors.backward, made.factors.decode):
+        assert 0 < factor.share <= 1 and factor.why.startswith("measured: a layer of the student's shape")
     assert (
         made.rates.calls and made.rates.fresh and min(made.rates.float32, made.rates.bfloat16, made.rates.memory) > 1e6
     )
     again = with_lengths(made, 11, None, None)
     assert again.lengths.prompt == 11 and again.rates == made.rates
+
+
+@pytest.mark.parametrize("name", ["models/quickstart/base", "models/smollm2"])
+def test_the_layer_that_is_measured_is_the_students(name: str) -> None:
+    layer, shape = measure.layer_of(Path(name)), read_shape(Path(name))
+    assert layer.whose == "the student" and layer.parameters * shape.layers == shape.active
+    assert layer.products == {part.name: (part.inputs, part.outputs) for part in shape.parts}
+
+
+@pytest.mark.parametrize("name", ["models/moe-744b", "models/llama-3-70b"])
+def test_a_mixture_and_a_large_layer_are_not_measured(name: str) -> None:
+    assert measure.layer_of(Path(name)) == measure.SMOLLM2
 
 
 def test_numbers_are_short() -> None:
