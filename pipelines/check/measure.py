@@ -79,8 +79,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         engine = start_rollouts(config, inputs)
         gpus = config.cluster.teacher_gpus
         env = cluster.worker_env(1) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
-        memory = scorer_options(config, student.vocab_size).memory_bytes
-        arguments = (config.student.model.absolute(), student.vocab_size, memory)
+        arguments = (config.student.model.absolute(), scorer_options(config, student.vocab_size))
         comparer = cluster.spawn(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
 
         def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:

@@ -30,6 +30,7 @@ from pipelines.inputs.memory import (
     heads_bytes,
     micro_batch_bytes,
     scoring_bytes,
+    scoring_gpu_bytes,
     summed_bytes,
     trainer_state_bytes,
 )
@@ -48,9 +49,9 @@ class Role:
     gpus: float
     """GPUs that Ray hands out to the worker, or a share of one."""
     kept: int = 0
-    """Bytes that stay for the whole run."""
+    """Bytes that stay for the whole run, on the fullest of its GPUs."""
     passing: int = 0
-    """More bytes while it computes."""
+    """More bytes on it while the worker computes."""
     share: float = 0.0
     """Share of the whole GPU that a vLLM engine takes; all that it holds lies within."""
     share_key: str = ""
@@ -144,8 +145,8 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
 
 
 def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
-    weights, passing = scoring_bytes(config, inputs)
     if isinstance(config.teachers, VLLMTeachers):
+        weights, _ = scoring_bytes(config, inputs)
         return Role(
             what="scoring engine",
             gpus=teacher_devices(config.cluster, config.teachers),
@@ -153,7 +154,8 @@ def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
             share_key="teachers.gpu_memory_utilization",
             least=weights // config.teachers.tensor_parallel_size,
         )
-    return Role(what="scoring worker", gpus=config.cluster.teacher_gpus, kept=weights, passing=passing)
+    kept, passing = scoring_gpu_bytes(config, inputs)
+    return Role(what="scoring worker", gpus=config.cluster.teacher_gpus, kept=kept, passing=passing)
 
 
 def place(wanted: Sequence[Role]) -> list[list[Role]]:

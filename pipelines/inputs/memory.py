@@ -72,7 +72,7 @@ def estimate(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     """The lines of the sum. Reads headers only. Raises: ModelError."""
     trainer = [] if config.cluster.trainer_gpus else _trainer(config, inputs)
     rollout = [] if config.cluster.rollout_gpus else _rollout(config, inputs)
-    teachers = [] if config.cluster.teacher_gpus else _teachers(config, inputs)
+    teachers = (_off_gpus if config.cluster.teacher_gpus else _teachers)(config, inputs)
     return [*trainer, *rollout, *teachers, *_travelling(config, inputs), _processes(config, inputs)]
 
 
@@ -304,6 +304,8 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
         activations *= size
     else:
         assert isinstance(teachers, TransformersTeachers)
+        if teachers.max_memory:  # the rest stays in the files
+            sizes = [min(size, teachers.max_memory.get("cpu", 0)) for size in sizes]
         weights, budget = max(max(sizes), min(sum(sizes) + adapters, int(teachers.memory))), "teachers.memory"
     return [
         Need(
@@ -317,6 +319,40 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
             knobs="teachers.dtype, teachers.workers",
         ),
     ]
+
+
+def _off_gpus(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    """Layers of teachers on GPUs that `teachers.max_memory` leaves in this machine's memory. What is on GPUs is mapped besides."""
+    off = off_gpus_bytes(config, inputs)
+    if not off:
+        return []
+    assert isinstance(config.teachers, TransformersTeachers)
+    nbytes = config.teachers.workers * min(off, config.teachers.max_memory.get("cpu", 0))
+    return [Need(what="teachers: layers that no GPU has", nbytes=nbytes, knobs="teachers.max_memory, teachers.dtype")]
+
+
+def off_gpus_bytes(config: PipelineConfig, inputs: Inputs) -> int:
+    """Bytes of the largest teacher for which `teachers.max_memory` has no room on the GPUs of a scoring worker."""
+    teachers = config.teachers
+    if not isinstance(teachers, TransformersTeachers) or not teachers.max_memory or not inputs.scorers:
+        return 0
+    on_gpus = sum(size for device, size in teachers.max_memory.items() if isinstance(device, int))
+    return max(0, scoring_bytes(config, inputs)[0] - on_gpus)
+
+
+def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
+    """(weights of the largest teacher, activations of one pass) on the fullest GPU of a scoring worker of engine `transformers`."""
+    weights, passing = scoring_bytes(config, inputs)
+    teachers, gpus = config.teachers, config.cluster.teacher_gpus
+    if not isinstance(teachers, TransformersTeachers) or teachers.device_map is None:
+        return weights, passing
+    largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
+    body = inputs.body(largest)
+    # Layers are not cut: accelerate lets a GPU have a quarter more than the largest layer beyond its equal share.
+    layer = max(body.largest, largest.parameters // body.blocks) * DTYPE_BYTES[teachers.dtype]
+    equal = int(weights / gpus + 1.25 * layer) if gpus > 1 else weights
+    most = max((size for device, size in teachers.max_memory.items() if isinstance(device, int)), default=weights)
+    return min(weights, equal, most), passing
 
 
 def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:

@@ -42,6 +42,7 @@ from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
 from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.lora import size_of_lora
+from pipelines.inputs.max_memory import refuse_no_room
 from pipelines.inputs.own_engine import refuse_unfit
 from pipelines.inputs.prompts import load_exams, load_training, prompts_of, refuse_leaks, room_warnings, shown
 from pipelines.inputs.rewards import refuse_unrewardable
@@ -133,6 +134,7 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
     import_lightly(TRANSFORMERS)  # not before something needs it: what comes above would be refused seconds later
     refuse_unscorable(config, scorers)
+    refuse_no_room(config, scorers)
     return Teaching(student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices))
 
 

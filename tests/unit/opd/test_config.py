@@ -736,6 +736,8 @@ IGNORED = {
     ("transformers", "server_timeout_s"): (5, "5", ["openai"]),
     ("flight", "workers"): (2, "2", ["transformers", "vllm", "openai"]),
     ("flight", "memory"): ("2GiB", "2GiB", ["transformers"]),
+    ("vllm", "device_map"): ("auto", "auto", ["transformers"]),
+    ("flight", "max_memory"): ({"cpu": "1GiB"}, "{'cpu': '1GiB'}", ["transformers"]),
     ("vllm", "address"): ("grpc://me:hunter2@localhost:1", "grpc://localhost:1", ["flight"]),
     ("flight", "api_key_env"): ("sk-hunter2", "set", ["openai"]),
 }

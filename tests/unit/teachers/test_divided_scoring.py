@@ -1,0 +1,144 @@
+"""A teacher whose layers lie on several devices says bit for bit what it says on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from opd.errors import RunError
+from opd.types import Teacher
+from teachers.scorers import ScorerOptions
+from teachers.scorers.division import Division
+from teachers.scorers.transformers import TransformersScorer, _read_config, _skeleton
+from tests.unit.teachers.conftest import rollout
+
+VOCABULARY = 76
+
+
+def scorer(max_memory: Mapping[int | str, int] | None, payload: str = "hidden_states") -> TransformersScorer:
+    """`max_memory` None: not divided."""
+    divided = {} if max_memory is None else {"device_map": "auto", "max_memory": max_memory}
+    return TransformersScorer(
+        ScorerOptions(dtype="float32", payload=payload, top_k=4, vocab_size=VOCABULARY, memory_bytes=1 << 30, **divided)  # type: ignore[arg-type]
+    )
+
+
+def said(scoring: TransformersScorer, teacher: Teacher) -> Any:
+    rows = [row for batch in scoring.score(teacher, [rollout(i) for i in range(6)], {}) for row in batch]
+    return [(row.rollout.sample_id, row.answer) for row in rows], scoring.head(teacher).numpy().tobytes()
+
+
+def nbytes(path: Path) -> int:
+    return sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+
+
+def skeleton(model_dir: Path) -> Any:
+    return _skeleton(_read_config(model_dir)[0], torch.float32)
+
+
+@pytest.fixture(scope="module")
+def experts(
+    tiny_model_dir: Path,
+    expert_dirs: dict[str, Path],
+    make_model_dir: Callable[..., Path],
+    make_adapter: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Teacher]:
+    """Two full experts, one with a head of its own, and two LoRA experts of one base."""
+    root = tmp_path_factory.mktemp("divided")
+    made = {"rev": Teacher(name="rev", model_dir=expert_dirs["rev"])}
+    made["untied"] = Teacher(name="untied", model_dir=make_model_dir(root / "untied", seed=5, tie=False))
+    for seed, name in enumerate(("one", "two")):
+        adapter = make_adapter(root / name, tiny_model_dir, seed=seed)
+        made[name] = Teacher(name=name, model_dir=tiny_model_dir, adapter_dir=adapter)
+    return made
+
+
+@pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs", "top_k"])
+@pytest.mark.parametrize("share", [0.0, 0.8])
+def test_layers_that_stay_in_the_files_change_no_bit(share: float, payload: str, experts: dict[str, Teacher]) -> None:
+    whole, size = scorer(None, payload), nbytes(experts["rev"].model_dir)
+    on_cpu = {"cpu": int(share * size)} if share else {}
+    parts = scorer({**on_cpu, "disk": 2 * size}, payload)
+    for name in ("rev", "one", "two", "untied", "one", "rev"):  # nothing stays from the one before
+        teacher = experts[name]
+        assert said(parts, teacher) == said(whole, teacher), name
+        assert parts.head_key(teacher) == whole.head_key(teacher)
+        division = parts._architecture(teacher.model_dir).division
+        away = {name for name, param in parts._model.named_parameters(remove_duplicate=False) if param.is_meta}
+        assert division is not None and away == division.on_disk
+        layers = {name.split(".")[2] for name in away if ".layers." in name}
+        assert layers == ({"1"} if share else {"0", "1"}), "really divided"
+        held = sum(t.nbytes for t in parts._weights.get(teacher)[0].values())
+        assert held < nbytes(teacher.model_dir) * (share or 0.001), "what is on disk is not in memory too"
+
+
+def test_all_in_memory_is_as_without_a_map(experts: dict[str, Teacher]) -> None:
+    whole = scorer(None)
+    for max_memory in ({}, {"cpu": 1 << 30}):
+        parts = scorer(max_memory)
+        assert said(parts, experts["one"]) == said(whole, experts["one"])
+        assert not any(param.is_meta for param in parts._model.parameters())
+
+
+def test_a_teacher_that_is_read_ahead_leaves_its_layers_on_disk(experts: dict[str, Teacher]) -> None:
+    size = nbytes(experts["rev"].model_dir)
+    parts = scorer({"cpu": int(0.8 * size), "disk": size})
+    parts.prefetch(experts["rev"])
+    assert said(parts, experts["rev"]) == said(scorer(None), experts["rev"])
+    assert parts._weights.loads == 1 and parts._weights.nbytes < 0.8 * size
+    assert parts._weights.nbytes == sum(parts._weights._sizes.values()), "the budget counts what is held"
+
+
+def test_no_room_for_a_teacher_is_told_with_the_way_out(experts: dict[str, Teacher]) -> None:
+    size = nbytes(experts["rev"].model_dir)
+    for max_memory in ({"cpu": size // 2}, {"cpu": size // 2, "disk": size // 9}):
+        with pytest.raises(
+            RunError, match=r"rev: no room for .* of its .* of weights: cpu .*; raise teachers\.max_memory"
+        ):
+            said(scorer(max_memory), experts["rev"])
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape"])
+def test_weights_that_stay_on_disk_have_to_fit(
+    damage: str, experts: dict[str, Teacher], make_model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    broken, name = make_model_dir(tmp_path / "broken", seed=3), "model.layers.1.mlp.up_proj.weight"
+    state = load_file(broken / "model.safetensors")
+    if damage == "missing":
+        del state[name]
+    else:
+        state[name] = state[name][:-1].clone()
+    save_file(state, broken / "model.safetensors", {"format": "pt"})
+    parts = scorer({"disk": 1 << 30})
+    for _ in range(2):  # a half-loaded teacher must not pass for the whole one the second time
+        with pytest.raises(RunError, match=rf"teacher broken: .*fit its config: .*{name}"):
+            said(parts, Teacher(name="broken", model_dir=broken))
+    assert said(parts, experts["rev"]) == said(scorer(None), experts["rev"])
+
+
+def test_weights_under_other_names_cannot_stay_on_disk(make_mixture_dir: Callable[..., Path], tmp_path: Path) -> None:
+    teacher = Teacher(name="mixture", model_dir=make_mixture_dir(tmp_path / "mixture", "qwen3_moe"))
+    with pytest.raises(
+        RunError, match=r"teacher mixture: .* so none can stay on disk: raise what teachers\.max_memory"
+    ):
+        said(scorer({"disk": 1 << 30}), teacher)
+    assert said(scorer({"cpu": 1 << 30}), teacher) == said(scorer(None), teacher)
+
+
+def test_gpus_share_the_layers_equally_and_the_rest_computes_on_the_first(expert_dirs: dict[str, Path]) -> None:
+    """Where layers go, which needs no GPU. On GPUs: tests/integration/test_divided_teacher.py."""
+    size = nbytes(expert_dirs["rev"])
+    both = Division.of(skeleton(expert_dirs["rev"]), {0: 2 * size, 1: 2 * size}, 0)
+    assert set(both.places.values()) == {0, 1} and not both.on_disk
+    assert [both.device_of(f"model.layers.{i}.mlp.up_proj") for i in range(2)] == [
+        torch.device(0), torch.device(both.places["model.layers.1"]),
+    ]  # fmt: skip
+    spilt = Division.of(skeleton(expert_dirs["rev"]), {0: int(0.9 * size), "cpu": 2 * size}, 0)
+    assert set(spilt.places.values()) == {0, "cpu"}
+    assert {spilt.device_of(f"model.layers.{i}") for i in range(2)} == {torch.device(0)}
