@@ -73,11 +73,6 @@ class ModelOptions(ZeroOptions):
     model_dir: Path
     """Hugging Face directory that the weights are read from."""
 
-    @property
-    def one_by_one(self) -> bool:
-        """Whether weights that are gathered at one time come each by itself: see `opd.train.load`."""
-        return self.bucket is not None
-
 
 class ZeroEngine:
     """Holds a shard of a model and of AdamW's state, and trains it by the loss of the module around it."""
