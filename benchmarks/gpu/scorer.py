@@ -82,9 +82,9 @@ def _divided(check: Check, folder: Path, size: str) -> None:
     nbytes = weights_nbytes(teacher.model_dir, torch.float32)
     whole = _score(TransformersScorer(scorer_options("float32", vocab), device=check.device), teacher, rollouts)
     first: int | str = 0 if check.device == "cuda" else "cpu"
-    ways: dict[str, dict[int | str, int]] = {"a part in its files": {first: int(0.9 * nbytes), "disk": nbytes}}
+    ways: dict[str, dict[int | str, int]] = {"a part in its files": {first: int(0.6 * nbytes), "disk": nbytes}}
     if check.device == "cuda":
-        ways["a part in the machine's memory"] = {0: int(0.9 * nbytes), "cpu": nbytes}
+        ways["a part in the machine's memory"] = {0: int(0.6 * nbytes), "cpu": nbytes}
         if torch.cuda.device_count() > 1:
             ways["two GPUs"] = {0: 2 * nbytes, 1: 2 * nbytes}
         else:

@@ -21,7 +21,7 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.strict import DTYPE_BYTES
-from opd.config.teachers import VLLMTeachers
+from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
 from pipelines.inputs.memory import (
@@ -30,7 +30,6 @@ from pipelines.inputs.memory import (
     heads_bytes,
     micro_batch_bytes,
     scoring_bytes,
-    scoring_gpu_bytes,
     summed_bytes,
     trainer_state_bytes,
 )
@@ -156,6 +155,21 @@ def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
         )
     kept, passing = scoring_gpu_bytes(config, inputs)
     return Role(what="scoring worker", gpus=config.cluster.teacher_gpus, kept=kept, passing=passing)
+
+
+def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
+    """(weights of the largest teacher, activations of one pass) on the fullest GPU of a scoring worker of engine `transformers`."""
+    weights, passing = scoring_bytes(config, inputs)
+    teachers, gpus = config.teachers, config.cluster.teacher_gpus
+    if not isinstance(teachers, TransformersTeachers) or teachers.device_map is None:
+        return weights, passing
+    largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
+    body = inputs.body(largest)
+    # Layers are not cut: accelerate lets a GPU have a quarter more than the largest layer beyond its equal share.
+    layer = max(body.largest, largest.parameters // body.blocks) * DTYPE_BYTES[teachers.dtype]
+    equal = int(weights / gpus + 1.25 * layer) if gpus > 1 else weights
+    most = max((size for device, size in teachers.max_memory.items() if isinstance(device, int)), default=weights)
+    return min(weights, equal, most), passing
 
 
 def place(wanted: Sequence[Role]) -> list[list[Role]]:

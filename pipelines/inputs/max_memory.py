@@ -1,4 +1,4 @@
-"""Whether `teachers.max_memory` has room for the experts, from their headers alone."""
+"""What `teachers.max_memory` leaves where, and whether it has room for the experts, from their headers alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from opd.config import PipelineConfig
 from opd.config.strict import DTYPE_BYTES
-from opd.config.teachers import TransformersTeachers
+from opd.config.teachers import Teachers, TransformersTeachers
 from opd.errors import ConfigError
 from pipelines.inputs.routes import Expert
 
@@ -32,3 +32,15 @@ def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, Expert]) -> Non
                 f"{teachers.dtype}",
                 fix="raise a size, or name more devices: cpu, or disk, which leaves layers in their files",
             )
+
+
+def off_gpus(teachers: TransformersTeachers, weights: int) -> int:
+    """Bytes of a teacher's weights for which `teachers.max_memory` has no room on GPUs; all of them if it names none."""
+    return max(0, weights - sum(size for device, size in teachers.max_memory.items() if isinstance(device, int)))
+
+
+def in_memory(teachers: Teachers, weights: int) -> int:
+    """Bytes of them that `teachers.max_memory` puts into the machine's memory; what is left stays in the files."""
+    if not isinstance(teachers, TransformersTeachers):
+        return 0
+    return min(off_gpus(teachers, weights), teachers.max_memory.get("cpu", 0))

@@ -16,9 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from experts.model_dir import ModelInfo
 from opd.buckets import BUCKET_BYTES
@@ -32,6 +29,8 @@ from opd.errors import ConfigError
 from opd.packing import tree_limit
 from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
+from pipelines.inputs.machine_memory import machine_bytes
+from pipelines.inputs.max_memory import in_memory
 from pipelines.inputs.read import Inputs
 
 MIB = 1 << 20
@@ -51,8 +50,6 @@ PREFILLED_AT_ONCE = 2048
 PROMPT = 64
 """Bytes that the driver keeps for each prompt: its place in the order of two epochs, its length, its row. The rest is mapped
 from a file, or a few MB in all."""
-
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +71,6 @@ def estimate(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     rollout = [] if config.cluster.rollout_gpus else _rollout(config, inputs)
     teachers = (_off_gpus if config.cluster.teacher_gpus else _teachers)(config, inputs)
     return [*trainer, *rollout, *teachers, *_travelling(config, inputs), _processes(config, inputs)]
-
-
-def machine_bytes() -> int:
-    """Memory that the processes of this machine or container may have."""
-    limits = [int(file.read_text()) for file in CGROUP_LIMITS if file.is_file() and file.read_text().strip().isdigit()]
-    return min([psutil.virtual_memory().total, *limits])
 
 
 def shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str | None:
@@ -304,8 +295,8 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
         activations *= size
     else:
         assert isinstance(teachers, TransformersTeachers)
-        if teachers.max_memory:  # the rest stays in the files
-            sizes = [min(size, teachers.max_memory.get("cpu", 0)) for size in sizes]
+        if teachers.max_memory:
+            sizes = [in_memory(teachers, size) for size in sizes]
         weights, budget = max(max(sizes), min(sum(sizes) + adapters, int(teachers.memory))), "teachers.memory"
     return [
         Need(
@@ -322,37 +313,11 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 
 def _off_gpus(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    """Layers of teachers on GPUs that `teachers.max_memory` leaves in this machine's memory. What is on GPUs is mapped besides."""
-    off = off_gpus_bytes(config, inputs)
-    if not off:
-        return []
-    assert isinstance(config.teachers, TransformersTeachers)
-    nbytes = config.teachers.workers * min(off, config.teachers.max_memory.get("cpu", 0))
-    return [Need(what="teachers: layers that no GPU has", nbytes=nbytes, knobs="teachers.max_memory, teachers.dtype")]
-
-
-def off_gpus_bytes(config: PipelineConfig, inputs: Inputs) -> int:
-    """Bytes of the largest teacher for which `teachers.max_memory` has no room on the GPUs of a scoring worker."""
-    teachers = config.teachers
-    if not isinstance(teachers, TransformersTeachers) or not teachers.max_memory or not inputs.scorers:
-        return 0
-    on_gpus = sum(size for device, size in teachers.max_memory.items() if isinstance(device, int))
-    return max(0, scoring_bytes(config, inputs)[0] - on_gpus)
-
-
-def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
-    """(weights of the largest teacher, activations of one pass) on the fullest GPU of a scoring worker of engine `transformers`."""
-    weights, passing = scoring_bytes(config, inputs)
-    teachers, gpus = config.teachers, config.cluster.teacher_gpus
-    if not isinstance(teachers, TransformersTeachers) or teachers.device_map is None:
-        return weights, passing
-    largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
-    body = inputs.body(largest)
-    # Layers are not cut: accelerate lets a GPU have a quarter more than the largest layer beyond its equal share.
-    layer = max(body.largest, largest.parameters // body.blocks) * DTYPE_BYTES[teachers.dtype]
-    equal = int(weights / gpus + 1.25 * layer) if gpus > 1 else weights
-    most = max((size for device, size in teachers.max_memory.items() if isinstance(device, int)), default=weights)
-    return min(weights, equal, most), passing
+    """Layers of teachers on GPUs that wait in this machine's memory. What is on GPUs is mapped besides."""
+    waiting = in_memory(config.teachers, scoring_bytes(config, inputs)[0]) if inputs.scorers else 0
+    nbytes = config.teachers.scoring_workers * waiting
+    knobs = "teachers.max_memory, teachers.dtype"
+    return [Need(what="teachers: layers that no GPU has", nbytes=nbytes, knobs=knobs)] if nbytes else []
 
 
 def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from opd.files import atomic_write_text
-from pipelines.inputs.memory import machine_bytes
+from pipelines.inputs.machine_memory import machine_bytes
 from pipelines.plan.spec import ClusterSpec, load_spec
 
 SECONDS = 1.0

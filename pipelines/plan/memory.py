@@ -9,7 +9,7 @@ from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import VLLMTeachers
 from opd.payloads import answer_class
-from pipelines.inputs.gpu_memory import CONTEXT, Phase, phases, roles
+from pipelines.inputs.gpu_memory import CONTEXT, Phase, phases, roles, scoring_gpu_bytes
 from pipelines.inputs.memory import (
     ROLLOUT_PROCESS,
     TEACHER_PROCESS,
@@ -20,7 +20,6 @@ from pipelines.inputs.memory import (
     micro_batch_bytes,
     rank_bytes,
     scoring_bytes,
-    scoring_gpu_bytes,
     summed_bytes,
     trainer_state,
 )
@@ -69,13 +68,11 @@ def held(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float
     engine = {"weights": weights / devices, "logits and activations": working / devices, "key-value cache": cache}
     found += [Held(role="rollout engine", part=part, nbytes=nbytes) for part, nbytes in engine.items()]
     if config.teachers.scoring_workers and models.scorers:
-        if isinstance(config.teachers, VLLMTeachers) or not on_gpus:
-            devices = max(1.0, teacher_devices(config.cluster, config.teachers))
-            weights, passing = (nbytes / devices for nbytes in scoring_bytes(config, inputs))
-        else:
-            weights, passing = scoring_gpu_bytes(config, inputs)
-        found.append(Held(role="scoring worker", part="weights of one teacher", nbytes=weights))
-        found.append(Held(role="scoring worker", part="activations of one pass", nbytes=passing))
+        engine_divides = isinstance(config.teachers, VLLMTeachers) or not on_gpus
+        weights, passing = (scoring_bytes if engine_divides else scoring_gpu_bytes)(config, inputs)
+        devices = max(1.0, teacher_devices(config.cluster, config.teachers)) if engine_divides else 1.0
+        found.append(Held(role="scoring worker", part="weights of one teacher", nbytes=weights / devices))
+        found.append(Held(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
     return found
 
 

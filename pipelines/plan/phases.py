@@ -18,6 +18,7 @@ from opd.config.teachers import TransformersTeachers
 from opd.packing import pack
 from opd.payloads import answer_class
 from opd.train.plan import RowSize, plan_micro_batches
+from pipelines.inputs.max_memory import in_memory, off_gpus
 from pipelines.inputs.memory import SCORED_AT_ONCE
 from pipelines.plan.cost import Places, Seconds
 from pipelines.plan.engine import EngineCost, Wrote, write
@@ -152,10 +153,9 @@ class Work:
         teachers, links = self.config.teachers, self.spec.links
         if not self.spec.machine.gpus or not isinstance(teachers, TransformersTeachers) or not teachers.max_memory:
             return 0.0
-        info = self.models.inputs.scorers[name].info
-        on_gpus = sum(size for device, size in teachers.max_memory.items() if isinstance(device, int))
-        off = max(0, info.parameters * DTYPE_BYTES[teachers.dtype] - on_gpus)
-        on_disk = max(0, off - teachers.max_memory.get("cpu", 0))
+        weights = self.models.inputs.scorers[name].info.parameters * DTYPE_BYTES[teachers.dtype]
+        off = off_gpus(teachers, weights)
+        on_disk = off - in_memory(teachers, weights)
         return (off / links.load + on_disk / links.disk) / self.spec.factors.link.share
 
     def train(self, lengths: Written) -> Trained:

@@ -93,9 +93,7 @@ class Plan:
 def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
     """Plan a merge. Raises: OpdError for a model without a config or a formula, or a pipeline that a merge would refuse here."""
     spec, config = spec.at_its_speed(), placed(config, spec)
-    refuse_idle_gpus(config)
-    models = read_models(config)
-    refuse_no_room(config, models.inputs.scorers)
+    models = _models(config)
     places = Places.of(config, spec)
     refuse_apart(config, spec, places)
     cache = cache_bytes(config, models, spec)
@@ -132,6 +130,14 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
         fits=all(one.fits for one in room) and places.devices <= spec.devices + 1e-9 and slots > 0,
         notes=(*models.notes, *notes, *_notes(config, spec, places)),
     )
+
+
+def _models(config: PipelineConfig) -> Models:
+    """The models of a pipeline whose GPUs and sizes a merge would take too. Raises: OpdError."""
+    refuse_idle_gpus(config)
+    models = read_models(config)
+    refuse_no_room(config, models.inputs.scorers)
+    return models
 
 
 def _gpus(spec: ClusterSpec) -> float:

@@ -67,7 +67,8 @@ class Division:
     def device_of(self, module: str) -> torch.device:
         """The device on which a module computes."""
         place = _of(self.places, module)
-        return torch.device(self.main if place in OFF_GPUS else place)
+        where = self.main if place in OFF_GPUS else place
+        return torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
 
     def put(self, model: Any, model_dir: Path, dtype: torch.dtype) -> None:
         """Bring a model that has its weights on the CPU, but for those `on_disk`, to its places.
@@ -119,10 +120,10 @@ def _index(model: Any, names: frozenset[str], model_dir: Path, dtype: torch.dtyp
         source = name if name in found else tied.get(name, name)
         if source not in found:
             raise RunError(f"weights do not fit its config: missing {source}")
-        path, shape = found[source]
+        file_name, shape = found[source]
         if tuple(shape) != tuple(model.get_parameter(name).shape):
             raise RunError(f"weights do not fit its config: {source} has the shape {shape}")
-        index[name] = {"safetensors_file": path, "weight_name": source, "dtype": str(dtype).removeprefix("torch.")}
+        index[name] = {"safetensors_file": file_name, "weight_name": source, "dtype": str(dtype).removeprefix("torch.")}
     return index
 
 

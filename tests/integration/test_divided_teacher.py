@@ -19,6 +19,7 @@ from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from tests.integration.test_engines import VOCABULARY, config, rollouts, stop
 from tests.unit.conftest import build_adapter
+from tests.unit.teachers.test_divided_scoring import HALF, LAYERS
 
 RowsOf = Callable[[Any], Sequence[Any]]
 
@@ -26,7 +27,9 @@ RowsOf = Callable[[Any], Sequence[Any]]
 @pytest.fixture
 def experts(tmp_path: Path, make_model_dir: Callable[..., Path]) -> dict[str, Teacher]:
     """A full expert and a LoRA expert on another model."""
-    full, base = (make_model_dir(tmp_path / name, seed=seed) for seed, name in enumerate(("full", "base"), start=1))
+    full, base = (
+        make_model_dir(tmp_path / name, seed=seed, layers=LAYERS) for seed, name in enumerate(("full", "base"), start=1)
+    )
     adapter = build_adapter(tmp_path / "adapter", base)
     return {
         "left": Teacher(name="full", model_dir=full),
@@ -64,8 +67,8 @@ def test_layers_on_disk_change_no_bit(
     with cluster.ray_session(ClusterConfig(), 2):
         # Without the disk there is no room: so with it, it is used.
         with pytest.raises(RunError, match=r"no room for .*; raise teachers\.max_memory"):
-            answers(divided(cfg, 0, {"cpu": int(0.8 * size)}), experts, rows_of)
-        parts = answers(divided(cfg, 0, {"cpu": int(0.8 * size), "disk": size}), experts, rows_of)
+            answers(divided(cfg, 0, {"cpu": int(HALF * size)}), experts, rows_of)
+        parts = answers(divided(cfg, 0, {"cpu": int(HALF * size), "disk": size}), experts, rows_of)
         assert parts == answers(divided(cfg, 0, None), experts, rows_of)
 
 
@@ -78,7 +81,7 @@ def test_layers_on_another_device_change_no_bit(others: str, experts: dict[str, 
     cfg = config(experts["left"].model_dir)
     size = sum(tensor.nbytes for tensor in load_file(experts["left"].model_dir / "model.safetensors").values())
     ways: dict[str, dict[int | str, int]] = {"GPU": {0: 2 * size, 1: 2 * size}}
-    max_memory = ways.get(others, {0: int(0.9 * size), others: 2 * size})
+    max_memory = ways.get(others, {0: int(HALF * size), others: 2 * size})
     with cluster.ray_session(ClusterConfig(), 2):
         parts = answers(divided(cfg, needed, max_memory), experts, rows_of)
         assert parts == answers(divided(cfg, 1, None), experts, rows_of)
