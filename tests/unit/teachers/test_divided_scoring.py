@@ -135,6 +135,24 @@ def test_weights_under_other_names_cannot_stay_on_disk(make_mixture_dir: Callabl
     assert said(scorer({"cpu": 1 << 30}), teacher) == said(scorer(None), teacher)
 
 
+def test_what_nobody_knows_how_to_divide_is_refused(experts: dict[str, Teacher]) -> None:
+    model = skeleton(experts["rev"].model_dir)
+    model._no_split_modules = set()  # as classes of transformers have it that do not say
+    with pytest.raises(RunError, match=r"where LlamaForCausalLM may be divided; remove teachers\.device_map"):
+        Division.of(model, {"cpu": 1 << 30}, "cpu")
+
+
+def test_a_module_without_weights_may_be_the_only_one_on_disk(
+    experts: dict[str, Teacher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rotary embedding comes last in a map, and no file has it."""
+    modules = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+    places: dict[str, int | str] = dict.fromkeys(modules, "cpu") | {"model.rotary_emb": "disk"}
+    made = Division(places=places, main="cpu", on_disk=frozenset())
+    monkeypatch.setattr(Division, "of", lambda *_: made)
+    assert said(scorer({"cpu": 1 << 30}), experts["one"]) == said(scorer(None), experts["one"])
+
+
 def test_gpus_share_the_layers_equally_and_the_rest_computes_on_the_first(experts: dict[str, Teacher]) -> None:
     """Where layers go, which needs no GPU. On GPUs: tests/integration/test_divided_teacher.py."""
     model_dir = experts["rev"].model_dir
