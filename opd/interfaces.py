@@ -239,7 +239,7 @@ class WeightSync(Protocol):
         ...
 
     def hold(self, model_dir: Path, *, like: Path) -> None:
-        """Have every engine hold what the trainer exported here, out of its reach perhaps; it reads `like`, a model of that shape."""
+        """Have every engine hold the model of a directory that may be out of its reach; it reads `like`, a model of that shape."""
         ...
 
 

@@ -11,14 +11,18 @@ from opd.near import nearest
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+LABEL = r"^([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
+"""A label's name on a Ray node."""
+SELECTED = r"^!?([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?|in\([A-Za-z0-9][A-Za-z0-9_.-]*(, ?[A-Za-z0-9][A-Za-z0-9_.-]*)*\))$"
+"""What a label selector of Ray wants of a label's value."""
 FORMS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$": "1 to 64 of A-Z a-z 0-9 . _ -, first a letter or digit",
     r"^(vllm|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$": "vllm, or a class of yours as module:Class",
     r"^([a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$": "a name of `opd environments list`, or a class of yours as module:Class",
     r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$": "a function of yours as module:function",
     r"^\w[\w.]*$": "the name of a module, such as q_proj",
-    r"^([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$": "a label's name, such as pool or example.com/pool",
-    r"^!?([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?|in\([A-Za-z0-9][A-Za-z0-9_.-]*(, ?[A-Za-z0-9][A-Za-z0-9_.-]*)*\))$": "a label's value, such as teachers, !teachers or in(a, b)",
+    LABEL: "a label's name, such as pool or example.com/pool",
+    SELECTED: "a label's value, such as teachers, !teachers or in(a, b)",
     r"^\s*(\d*\.?\d+)\s*(\w+)?": "a size such as 512MiB or 8GiB",
     r"^[A-Z]{2,26}$": "2 to 26 capital letters, such as ABCD",
     r"^[A-Za-z_][A-Za-z0-9_]*$": "a variable's name, such as API_KEY",

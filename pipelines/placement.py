@@ -14,7 +14,6 @@ from opd.config.placement import RolePlacement
 from opd.errors import ConfigError
 from opd.rollouts import vllm
 from opd.train.ranks import rank_name
-from pipelines.inputs.own_engine import refuse_unplaced
 from teachers import pool
 
 ROLLOUT, TEACHERS, TRAINER = (f"cluster.placement.{role}" for role in ("rollout", "teachers", "trainer"))
@@ -57,10 +56,9 @@ def groups_of(config: PipelineConfig, keys: Collection[str] = EVERY) -> list[Gro
 
 def refuse_unplaceable(config: PipelineConfig) -> None:
     """Look at the cluster's nodes, before anything is loaded. Raises: ConfigError if they can never have the workers, or if there
-    is no cluster, or no way from there to a user's rollout engine."""
+    is no cluster."""
     if config.cluster.address == LOCAL:
         return
-    refuse_unplaced(config)
     with cluster.ray_session(config.cluster, 0):
         refuse(groups_of(config), beside_the_driver(config), cluster.nodes())
 

@@ -259,7 +259,11 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
     teachers = config.teachers
     own: dict[str, Any] = {}
     if isinstance(teachers, TransformersTeachers):
-        own = {"memory_bytes": teachers.memory}
+        own = {
+            "memory_bytes": teachers.memory,
+            "device_map": teachers.device_map,
+            "max_memory": dict(teachers.max_memory),
+        }
     elif isinstance(teachers, VLLMTeachers):
         own = {
             "gpu_memory_utilization": teachers.gpu_memory_utilization,

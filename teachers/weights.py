@@ -149,12 +149,13 @@ def read_weights(directory: Path, dtype: torch.dtype) -> State:
     return {name: tensor.to(dtype) for name, tensor in read_tensors(directory).items()}
 
 
-def weights_nbytes(directory: Path, dtype: torch.dtype) -> int:
-    """Bytes of what `read_weights` returns; reads headers only."""
+def weights_nbytes(directory: Path, dtype: torch.dtype, leave_out: Collection[str] = ()) -> int:
+    """Bytes of what `read_weights` returns, without the tensors that are left out; reads headers only."""
     numbers = 0
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            numbers += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+            names = set(file.keys()).difference(leave_out)
+            numbers += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
     return numbers * dtype.itemsize
 
 

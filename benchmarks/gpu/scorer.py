@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from opd.stream.schema import TargetRow
 from opd.types import Rollout, Teacher
 from teachers.scorers import transformers as scoring
 from teachers.scorers.transformers import TransformersScorer
+from teachers.weights import weights_nbytes
 
 PASSES = (4096, 16384, 65536)
 """Tokens of one forward pass."""
@@ -27,6 +29,7 @@ def measure(check: Check) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for size in ("tiny",) if check.quick else ("tiny", "small"):
             _equality(check, Path(folder), size)
+            _divided(check, Path(folder), size)
         _speed(check, Path(folder), "tiny" if check.quick else "medium")
 
 
@@ -69,6 +72,30 @@ def _equality(check: Check, folder: Path, size: str) -> None:
         logprob_difference=float((logprobs[0] - logprobs[1]).abs().max()),
         allowed=1e-4,
     )
+
+
+def _divided(check: Check, folder: Path, size: str) -> None:
+    """A teacher in parts beside the same on one device: is every state of every token the same, bit for bit?"""
+    vocab = SIZES[size]["vocab_size"]
+    teacher = _teacher(folder / f"{size}-float32")
+    rollouts = make_rollouts(Shape(rows=6, prompt=16, response=48), vocab)
+    nbytes = weights_nbytes(teacher.model_dir, torch.float32)
+    whole = _score(TransformersScorer(scorer_options("float32", vocab), device=check.device), teacher, rollouts)
+    first: int | str = 0 if check.device == "cuda" else "cpu"
+    ways: dict[str, dict[int | str, int]] = {"a part in its files": {first: int(0.6 * nbytes), "disk": nbytes}}
+    if check.device == "cuda":
+        ways["a part in the machine's memory"] = {0: int(0.6 * nbytes), "cpu": nbytes}
+        if torch.cuda.device_count() > 1:
+            ways["two GPUs"] = {0: 2 * nbytes, 1: 2 * nbytes}
+        else:
+            check.leave_out("a teacher on two GPUs", "one is here")
+    for name, max_memory in ways.items():
+        options = replace(scorer_options("float32", vocab), device_map="auto", max_memory=max_memory)
+        scorer = TransformersScorer(options, device=check.device)
+        with measured(check.device) as span:
+            rows = _score(scorer, teacher, rollouts)
+        equal = [row.answer for row in rows] == [row.answer for row in whole]
+        check.add("divided teacher, float32", model=size, where=name, bit_equal=equal, seconds=span.seconds)
 
 
 def _speed(check: Check, folder: Path, size: str) -> None:

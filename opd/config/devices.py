@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from pydantic_core import PydanticCustomError
 
 from opd.config.sections import ClusterConfig, RolloutConfig, ScheduleConfig, TrainerConfig
-from opd.config.teachers import Teachers, VLLMTeachers
+from opd.config.teachers import Teachers, TransformersTeachers, VLLMTeachers
 
 
 def rollout_devices(cluster: ClusterConfig, rollout: RolloutConfig) -> float:
@@ -33,6 +35,8 @@ def devices_problem(
     divided = _divided("rollout", cluster.rollout_gpus, rollout.tensor_parallel_size)
     if divided is None and isinstance(teachers, VLLMTeachers):
         divided = _divided("teacher", cluster.teacher_gpus, teachers.tensor_parallel_size)
+    if divided is None and isinstance(teachers, TransformersTeachers) and teachers.device_map is not None:
+        divided = _map_problem(cluster.teacher_gpus, teachers)
     return divided or _engine_problem(cluster, rollout, schedule)
 
 
@@ -46,6 +50,32 @@ def _divided(role: str, gpus: float, size: int) -> PydanticCustomError | None:
         f"{gpus:g} with {section}.tensor_parallel_size {size}",
         "1 (or 0, the CPU): it counts the GPUs of each of an engine's processes, and NCCL refuses two of them on one GPU",
     )
+
+
+def _map_problem(gpus: float, teachers: TransformersTeachers) -> PydanticCustomError | None:
+    """Why a worker's layers cannot be divided among so many GPUs."""
+    with_gpus = f"with cluster.teacher_gpus {gpus:g}"
+    if gpus > 1 and gpus % 1:
+        wanted = "a whole number: layers are divided among whole GPUs"
+        return _problem("cluster.teacher_gpus", f"{gpus:g} with teachers.device_map {teachers.device_map}", wanted)
+    if gpus % 1 and not teachers.max_memory:
+        wanted = "the most bytes on GPU 0, and on cpu and disk: others on this GPU need memory too, a fraction does not say how much"
+        return _problem("teachers.max_memory", f"nothing, {with_gpus}", wanted)
+    named, has = {device for device in teachers.max_memory if isinstance(device, int)}, set(range(ceil(gpus)))
+    if named - has:
+        theirs = (
+            f"the GPUs of a scoring worker, {_numbers(has)}" if has else "cpu and disk: a scoring worker has no GPU"
+        )
+        wanted = f"{theirs}; cluster.teacher_gpus gives it more"
+        return _problem("teachers.max_memory", f"GPU {_numbers(named - has)}, {with_gpus}", wanted)
+    if teachers.max_memory and has - named:
+        wanted = f"all GPUs of a scoring worker, {_numbers(has)}: one that is not named would be reserved for nobody"
+        return _problem("teachers.max_memory", f"no GPU {_numbers(has - named)}, {with_gpus}", wanted)
+    return None
+
+
+def _numbers(gpus: set[int]) -> str:
+    return ", ".join(map(str, sorted(gpus)))
 
 
 def _engine_problem(

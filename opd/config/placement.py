@@ -8,9 +8,8 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Strict
+from opd.wording import LABEL, SELECTED
 
-LABEL = r"^([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
-SELECTED = r"^!?([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?|in\([A-Za-z0-9][A-Za-z0-9_.-]*(, ?[A-Za-z0-9][A-Za-z0-9_.-]*)*\))$"
 OWN_KEYS = {"CPU": "cpus", "GPU": "cluster.*_gpus"}
 """Ray's names of resources that other keys give."""
 

@@ -192,7 +192,7 @@ class ClusterConfig(Strict):
     rollout_gpus: float = Field(0, ge=0)
     """GPUs for each rollout worker, times `rollout.tensor_parallel_size`."""
     teacher_gpus: float = Field(0, ge=0)
-    """GPUs for each scoring worker, times `teachers.tensor_parallel_size`."""
+    """GPUs for each scoring worker, times `teachers.tensor_parallel_size`. With `teachers.device_map` it may be several."""
     trainer_gpus: float = Field(0, ge=0)
     """GPUs for each trainer rank."""
     placement: PlacementConfig = PlacementConfig()

@@ -49,6 +49,17 @@ def _url_problem(url: str) -> str | None:
     return None
 
 
+def _device(value: Any) -> int | str:
+    """A GPU's number, which JSON's keys have as text, or where else weights can be."""
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if number in ("cpu", "disk") or (type(number) is int and number >= 0):
+        return number
+    raise _teachers_error("max_memory", repr(value), "numbers of a scoring worker's GPUs, from 0, and cpu and disk")
+
+
+Device = Annotated[int | Literal["cpu", "disk"], BeforeValidator(_device)]
+
+
 class Teachers(Strict):
     """The keys that the section has with every engine."""
 
@@ -98,6 +109,22 @@ class TransformersTeachers(_WithWorkers):
     memory: ByteSize = Field("8GiB", validate_default=True, gt=0)
     """Memory for teachers' weights in each scoring worker, the teacher that is read ahead included. The least recently used
     is dropped first; the one in use always stays."""
+    device_map: Literal["auto"] | None = None
+    """`auto`: a teacher's layers are divided among the devices of a scoring worker, as accelerate's map of that name does: first
+    its GPUs (`cluster.teacher_gpus`), equally, then what `max_memory` names beside them. Default: all on one device."""
+    max_memory: dict[Device, Annotated[ByteSize, Field(gt=0)]] = {}
+    """Number of one of the worker's GPUs, `cpu` or `disk` -> most bytes of a teacher's weights there. Layers on `cpu` are brought to
+    the first GPU in every pass, or compute where they are if there is none; those on `disk` stay in the teacher's files until
+    a pass needs them. Default: 90 % of what each GPU has free, or all of the CPU's memory without GPUs."""
+
+    @model_validator(mode="after")
+    def _a_map_has_the_memory(self) -> TransformersTeachers:
+        if self.max_memory and self.device_map is None:
+            found = ", ".join(map(str, self.max_memory))
+            raise _teachers_error(
+                "max_memory", f"{found}, without teachers.device_map", "nothing, or teachers.device_map auto"
+            )
+        return self
 
 
 class VLLMTeachers(_WithWorkers):

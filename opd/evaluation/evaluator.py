@@ -139,7 +139,7 @@ def measure_before(evaluator: Evaluator, domains: Sequence[str], tell: Callable[
 
 
 def measure_experts(
-    engine: RolloutEngine,
+    hold: Callable[[Path], None],
     evaluator: Evaluator,
     before: Mapping[str, float],
     teachers: Mapping[str, Teacher],
@@ -148,15 +148,16 @@ def measure_experts(
 ) -> Evaluation:
     """Evaluate each domain's own teacher on it, as one evaluation; the engine holds the last teacher afterwards.
 
-    `before`: the student's accuracies. `whole` gives a directory with a teacher's full model while the engine reads it.
+    `hold` has the engine hold a directory's model. `before`: the student's accuracies. `whole` gives a directory with a teacher's
+    full model while it answers: an engine's worker that dies meanwhile needs it again.
     """
     scores: dict[str, DomainScore] = {}
     answers: tuple[Answer, ...] = ()
     for domain, teacher in teachers.items():
         if domain in before:
             with whole(teacher) as directory:
-                engine.load(directory)
-            found = evaluator.evaluate([domain], model=f"expert {teacher.name}")
+                hold(directory)
+                found = evaluator.evaluate([domain], model=f"expert {teacher.name}")
             scores |= found.scores
             answers += found.answers
             tell(f"expert {teacher.name}: {scores[domain].accuracy:.3f} on {domain}, the student {before[domain]:.3f}")

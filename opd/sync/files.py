@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def stream_files(model_dir: Path, like: Path, nbytes: int) -> WeightStream:
-    """All weights of a directory that `opd.model_files` wrote, in buckets of at most `nbytes` unless a tensor is larger. `like` is a
+    """All weights of a directory whose files have Hugging Face's names, in buckets of at most `nbytes` unless a tensor is larger. `like` is a
     model of this shape that the engines can read. Taking buckets raises: OSError; WorkerDied if Ray is gone."""
     handles: Iterator[Any] = (put(bucket) for bucket in buckets(_tensors(model_dir), nbytes))
     return WeightStream(model_dir=like.absolute(), whole=True, buckets=handles)

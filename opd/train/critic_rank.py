@@ -95,5 +95,5 @@ class CriticRank(ZeroEngine):
 
 
 def _load_critic(options: CriticOptions) -> Critic:
-    lm = load_share(options.model_dir, getattr(torch, options.dtype), one_by_one=options.bucket is not None)
+    lm = load_share(options.model_dir, getattr(torch, options.dtype), bucket=options.bucket)
     return Critic(lm, clip=options.value_clip, freeze_attention=options.freeze_attention)

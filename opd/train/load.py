@@ -23,16 +23,16 @@ from opd.model_files import names_of_files
 from opd.model_weights import Naming, attention
 
 
-def load_share(model_dir: Path, dtype: torch.dtype, *, one_by_one: bool = False) -> Any:
+def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None) -> Any:
     """transformers' causal language model of a directory, of which this rank has its share: see `opd.model_weights.load_causal_lm`.
 
-    The ranks have met, and all call this at the same time. `one_by_one`: weights that are gathered at one time come each by
-    itself. DeepSpeed would gather them in one piece and copy them out of it, and keep the piece until the last of them is used.
+    The ranks have met, and all call this at the same time. With `bucket`, that of the options, weights that are gathered at one
+    time come each by itself. DeepSpeed would gather them in one piece and copy them out of it, and keep the piece until the last of them is used.
     """
     from transformers import AutoConfig
 
     empty = Naming(AutoConfig.from_pretrained(model_dir, trust_remote_code=False), dtype).model
-    config, cut = empty.config, _Cut(dtype, one_by_one)
+    config, cut = empty.config, _Cut(dtype, one_by_one=bucket is not None)
     rows = config.get_text_config(decoder=True).vocab_size
     with _tensors(model_dir) as tensors, _one_after_the_other(), _cut_when_it_comes(cut, rows):
         lm = type(empty).from_pretrained(
@@ -48,7 +48,7 @@ def load_share(model_dir: Path, dtype: torch.dtype, *, one_by_one: bool = False)
 class _Cut:
     """Cuts parameters among the ranks in place, as DeepSpeed does with a whole model."""
 
-    def __init__(self, dtype: torch.dtype, one_by_one: bool) -> None:
+    def __init__(self, dtype: torch.dtype, *, one_by_one: bool) -> None:
         from deepspeed import zero
 
         self._dtype = dtype

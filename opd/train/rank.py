@@ -251,7 +251,7 @@ class TrainerRank(ZeroEngine):
 
 
 def _load_student(options: RankOptions) -> Student:
-    lm = load_share(options.model_dir, getattr(torch, options.dtype), one_by_one=options.bucket is not None)
+    lm = load_share(options.model_dir, getattr(torch, options.dtype), bucket=options.bucket)
     if options.lora is not None:
         adapt(lm, options.lora)
     loss = options.objective

@@ -29,8 +29,11 @@ from opd.train.student import Student
 from opd.types import Rollout, Teacher
 from teachers.probe import check_probe, cut_head
 from teachers.scorers import ScorerOptions, make_scorer
+from teachers.scorers.division import free_memory
 
 PAYLOAD, DTYPE = "hidden_states", "float32"
+ANY = 1 << 60
+"""Bytes."""
 OBJECTIVE = ReverseKLConfig()
 
 
@@ -62,11 +65,9 @@ class Comparison:
 class Comparer:
     """Holds the student, and one teacher at a time."""
 
-    def __init__(self, student_dir: Path, vocab_size: int, memory_bytes: int) -> None:
-        self._options = ScorerOptions(
-            dtype=DTYPE, payload=PAYLOAD, top_k=0, vocab_size=vocab_size, memory_bytes=memory_bytes
-        )
-        self._scorer = make_scorer("transformers", self._options)
+    def __init__(self, student_dir: Path, merge: ScorerOptions) -> None:
+        """`merge` are the options of the merge's scoring workers."""
+        vocab_size = merge.vocab_size
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         lm = load_causal_lm(student_dir, getattr(torch, DTYPE))
         objective = OBJECTIVE.build()
@@ -74,6 +75,17 @@ class Comparer:
         self._student = student.to(self._device).eval()
         loss = Loss(objective=objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size, rule=logit_rule(lm.config))
         self._loss_head = LossHead(lm.get_output_embeddings().weight.detach().cpu(), loss)
+        self._options = ScorerOptions(
+            dtype=DTYPE,
+            payload=PAYLOAD,
+            top_k=0,
+            vocab_size=vocab_size,
+            memory_bytes=merge.memory_bytes,
+            device_map=merge.device_map,
+            # In float32 and beside the student a teacher may need more than the merge gives it.
+            max_memory={**free_memory(), "disk": ANY} if merge.device_map else {},
+        )
+        self._scorer = make_scorer("transformers", self._options)
 
     def compare(self, teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
         """`responses` are the student's; `texts` are prompts with their answers as `response_ids`."""

@@ -26,7 +26,8 @@ from pipelines.build import start_rollouts
 from pipelines.check.comparison import Comparer, Comparison
 from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, is_guess, judge, judge_student, problem
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
-from pipelines.inputs.memory import Need, estimate, fix, machine_bytes, shortage
+from pipelines.inputs.machine_memory import machine_bytes
+from pipelines.inputs.memory import Need, estimate, fix, shortage
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.placement import place_rollouts
 from pipelines.specs import scorer_options
@@ -79,8 +80,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         engine = start_rollouts(config, inputs)
         gpus = config.cluster.teacher_gpus
         env = cluster.worker_env(1) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
-        memory = scorer_options(config, student.vocab_size).memory_bytes
-        arguments = (config.student.model.absolute(), student.vocab_size, memory)
+        arguments = (config.student.model.absolute(), scorer_options(config, student.vocab_size))
         comparer = cluster.spawn(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
 
         def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:

@@ -16,7 +16,7 @@ import psutil
 
 from opd.leftovers import SHARED_MEMORY
 from pipelines.doctor.finding import Finding, failed, ok, warning
-from pipelines.inputs.memory import machine_bytes
+from pipelines.inputs.machine_memory import machine_bytes
 
 GIB = 1 << 30
 LEAST_MEMORY, GOOD_MEMORY = 4 * GIB, 8 * GIB

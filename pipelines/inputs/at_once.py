@@ -23,7 +23,6 @@ from opd.named import is_place
 from opd.prompts.rows import refuse_wrong_start
 from opd.run_dir import RunPaths
 from opd.types import Teacher
-from pipelines.inputs.own_engine import refuse_unplaced
 from pipelines.inputs.prompts import prompts_of, registered_prompts
 from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
 from pipelines.inputs.routes import Expert, route_domains
@@ -33,7 +32,6 @@ def refuse_at_once(config: PipelineConfig) -> None:
     """Look at everything that a merge needs, in every round. Raises: OpdError for the first thing that is wrong."""
     for one in [config] if isinstance(config.rounds, int) else rounds_of(config):
         refuse_what_is_not_here(one)
-        refuse_unplaced(one)
         refuse_wrong_names(one)
         refuse_wrong_models(one)
         refuse_wrong_prompts(one)

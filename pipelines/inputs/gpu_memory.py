@@ -21,7 +21,7 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.strict import DTYPE_BYTES
-from opd.config.teachers import VLLMTeachers
+from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
 from pipelines.inputs.memory import (
@@ -48,9 +48,9 @@ class Role:
     gpus: float
     """GPUs that Ray hands out to the worker, or a share of one."""
     kept: int = 0
-    """Bytes that stay for the whole run."""
+    """Bytes that stay for the whole run, on the fullest of its GPUs."""
     passing: int = 0
-    """More bytes while it computes."""
+    """More bytes on it while the worker computes."""
     share: float = 0.0
     """Share of the whole GPU that a vLLM engine takes; all that it holds lies within."""
     share_key: str = ""
@@ -144,8 +144,8 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
 
 
 def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
-    weights, passing = scoring_bytes(config, inputs)
     if isinstance(config.teachers, VLLMTeachers):
+        weights, _ = scoring_bytes(config, inputs)
         return Role(
             what="scoring engine",
             gpus=teacher_devices(config.cluster, config.teachers),
@@ -153,7 +153,23 @@ def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
             share_key="teachers.gpu_memory_utilization",
             least=weights // config.teachers.tensor_parallel_size,
         )
-    return Role(what="scoring worker", gpus=config.cluster.teacher_gpus, kept=weights, passing=passing)
+    kept, passing = scoring_gpu_bytes(config, inputs)
+    return Role(what="scoring worker", gpus=config.cluster.teacher_gpus, kept=kept, passing=passing)
+
+
+def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
+    """(weights of the largest teacher, activations of one pass) on the fullest GPU of a scoring worker of engine `transformers`."""
+    weights, passing = scoring_bytes(config, inputs)
+    teachers, gpus = config.teachers, config.cluster.teacher_gpus
+    if not isinstance(teachers, TransformersTeachers) or teachers.device_map is None:
+        return weights, passing
+    largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
+    body = inputs.body(largest)
+    # Layers are not cut: accelerate lets a GPU have a quarter more than the largest layer beyond its equal share.
+    layer = max(body.largest, largest.parameters // body.blocks) * DTYPE_BYTES[teachers.dtype]
+    equal = int(weights / gpus + 1.25 * layer) if gpus > 1 else weights
+    most = max((size for device, size in teachers.max_memory.items() if isinstance(device, int)), default=weights)
+    return min(weights, equal, most), passing
 
 
 def place(wanted: Sequence[Role]) -> list[list[Role]]:

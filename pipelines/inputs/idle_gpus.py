@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opd.config import PipelineConfig
-from opd.config.teachers import VLLMTeachers
+from opd.config.teachers import OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.named import is_place
 
@@ -18,8 +18,11 @@ def refuse_idle_gpus(config: PipelineConfig) -> None:
         _refuse("cluster.rollout_gpus", gpus.rollout_gpus, "a rollout engine", _several("rollout"))
     if isinstance(config.teachers, VLLMTeachers):
         _refuse("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", _several("teachers"))
-    elif config.teachers.scoring_workers:
-        fix = "set it to 1, and teachers.workers for more of them; teachers.engine vllm can divide a teacher among GPUs"
+    elif isinstance(config.teachers, TransformersTeachers) and config.teachers.device_map is None:
+        fix = "set it to 1, and teachers.workers for more of them; or teachers.device_map to auto, which divides a teacher's layers"
+        _refuse("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", fix)
+    elif isinstance(config.teachers, OpenAITeachers):
+        fix = "set it to 0, and teachers.workers for more of them: the teachers compute elsewhere"
         _refuse("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", fix)
     fix = "set it to 1, and trainer.ranks to the number of GPUs to train on"
     _refuse("cluster.trainer_gpus", gpus.trainer_gpus, "a trainer rank", fix)

@@ -16,9 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from experts.model_dir import ModelInfo
 from opd.buckets import BUCKET_BYTES
@@ -32,6 +29,8 @@ from opd.errors import ConfigError
 from opd.packing import tree_limit
 from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
+from pipelines.inputs.machine_memory import machine_bytes
+from pipelines.inputs.max_memory import in_memory
 from pipelines.inputs.read import Inputs
 
 MIB = 1 << 20
@@ -52,8 +51,6 @@ PROMPT = 64
 """Bytes that the driver keeps for each prompt: its place in the order of two epochs, its length, its row. The rest is mapped
 from a file, or a few MB in all."""
 
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
@@ -72,14 +69,8 @@ def estimate(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     """The lines of the sum. Reads headers only. Raises: ModelError."""
     trainer = [] if config.cluster.trainer_gpus else _trainer(config, inputs)
     rollout = [] if config.cluster.rollout_gpus else _rollout(config, inputs)
-    teachers = [] if config.cluster.teacher_gpus else _teachers(config, inputs)
+    teachers = (_off_gpus if config.cluster.teacher_gpus else _teachers)(config, inputs)
     return [*trainer, *rollout, *teachers, *_travelling(config, inputs), _processes(config, inputs)]
-
-
-def machine_bytes() -> int:
-    """Memory that the processes of this machine or container may have."""
-    limits = [int(file.read_text()) for file in CGROUP_LIMITS if file.is_file() and file.read_text().strip().isdigit()]
-    return min([psutil.virtual_memory().total, *limits])
 
 
 def shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str | None:
@@ -304,6 +295,8 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
         activations *= size
     else:
         assert isinstance(teachers, TransformersTeachers)
+        if teachers.max_memory:
+            sizes = [in_memory(teachers, size) for size in sizes]
         weights, budget = max(max(sizes), min(sum(sizes) + adapters, int(teachers.memory))), "teachers.memory"
     return [
         Need(
@@ -317,6 +310,14 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
             knobs="teachers.dtype, teachers.workers",
         ),
     ]
+
+
+def _off_gpus(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    """Layers of teachers on GPUs that wait in this machine's memory. What is on GPUs is mapped besides."""
+    waiting = in_memory(config.teachers, scoring_bytes(config, inputs)[0]) if inputs.scorers else 0
+    nbytes = config.teachers.scoring_workers * waiting
+    knobs = "teachers.max_memory, teachers.dtype"
+    return [Need(what="teachers: layers that no GPU has", nbytes=nbytes, knobs=knobs)] if nbytes else []
 
 
 def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:

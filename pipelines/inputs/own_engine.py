@@ -8,7 +8,7 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.interfaces import RolloutEngine
-from opd.named import is_place, users
+from opd.named import users
 
 KEY = "rollout.engine"
 METHODS = (*(name for name in vars(RolloutEngine) if not name.startswith("_")), "wait_ready")
@@ -49,9 +49,9 @@ def _has(engine: type, name: str) -> bool:
 
 
 def refuse_unplaced(config: PipelineConfig) -> None:
-    """Refuse to push new weights through one machine's memory to engines that may be on others: where a user's engine has its
+    """Refuse to push new weights through one machine's memory to a user's engines that may be on others: where a user's engine has its
     workers is not known. Raises: ConfigError."""
-    if is_place(config.rollout.engine) and config.cluster.address != LOCAL and config.sync.kind == "shared_memory":
+    if config.cluster.address != LOCAL and config.sync.kind == "shared_memory":
         raise ConfigError.at(
             "sync.kind",
             found=f"shared_memory, with {KEY} {config.rollout.engine} and cluster.address {config.cluster.address}",

@@ -42,7 +42,8 @@ from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
 from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.lora import size_of_lora
-from pipelines.inputs.own_engine import refuse_unfit
+from pipelines.inputs.max_memory import refuse_no_room
+from pipelines.inputs.own_engine import refuse_unfit, refuse_unplaced
 from pipelines.inputs.prompts import load_exams, load_training, prompts_of, refuse_leaks, room_warnings, shown
 from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
@@ -133,15 +134,17 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
     import_lightly(TRANSFORMERS)  # not before something needs it: what comes above would be refused seconds later
     refuse_unscorable(config, scorers)
+    refuse_no_room(config, scorers)
     return Teaching(student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices))
 
 
 def refuse_what_is_not_here(config: PipelineConfig) -> None:
-    """Raises: ConfigError if the user's engine or one of its methods, a sink's package, or a server's token or certificate is
-    missing, or if GPUs would be reserved for nobody."""
+    """Raises: ConfigError if the user's engine, one of its methods or the way to its workers, a sink's package, or a server's
+    token or certificate is missing, or if GPUs would be reserved for nobody."""
     refuse_idle_gpus(config)
     if is_place(config.rollout.engine):
         refuse_unfit(config)
+        refuse_unplaced(config)
     else:
         refuse_engine_args(config)
     refuse_missing(config.logging)

@@ -84,6 +84,8 @@ SAME_BUT_FOR_ROUNDING = (
     "rollout.workers",
     "rollout.max_num_seqs",
     "teachers.workers",
+    "teachers.device_map",
+    "teachers.max_memory*",
     "cluster.address",
     "cluster.*_gpus",
     "cluster.placement.*",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from experts.adapter import whole_model
 from opd import loop
@@ -11,6 +12,7 @@ from opd.config import PipelineConfig
 from opd.evaluation.evaluator import BEFORE, EXPERT, measure_before, measure_experts
 from opd.evaluation.scores import Evaluation, combined
 from opd.live.interfaces import Display
+from opd.rollouts.worker import can_swap, model_shape
 from opd.run_dir import RunPaths
 from opd.types import Teacher
 from pipelines.evaluation.known import KnownExams
@@ -79,7 +81,7 @@ class StartingExams:
         def measure(domains: Sequence[str]) -> Evaluation:
             self.shown.doing(f"the exam of expert {teacher.name} on {domain}")
             return measure_experts(
-                self.parts.engine,
+                self._hold,
                 self.parts.evaluator,
                 before,
                 dict.fromkeys(domains, teacher),
@@ -88,6 +90,15 @@ class StartingExams:
             )
 
         return self._told(known.measured(teacher.digest, [domain], measure), teacher)
+
+    def _hold(self, directory: Path) -> None:
+        """Have the engines hold an expert's model. They need to reach its files only if they cannot take its weights in place of the
+        student's."""
+        student = self.config.student.model
+        if can_swap(model_shape(student), model_shape(directory)):
+            self.parts.sync.hold(directory, like=student)
+        else:
+            self.parts.engine.load(directory)
 
     def _told(self, found: Evaluation, who: Teacher) -> Evaluation:
         """The same exam; what was taken over from another run is said."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Self
+from typing import Any, Self
 
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.strict import DType
-from opd.config.teachers import VLLMTeachers
+from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from pipelines.cores import roles_at_once
 from pipelines.plan.spec import ClusterSpec
 
@@ -55,6 +55,13 @@ class Place:
     workers: int
     devices: float
     """Devices of each worker: several, or a share of one."""
+    in_turn: bool = False
+    """A worker's devices have different layers of its model, so one of them computes at a time."""
+
+    @property
+    def at_work(self) -> float:
+        """Devices of a worker that compute at a time."""
+        return min(1.0, self.devices) if self.in_turn else self.devices
 
     @property
     def used(self) -> float:
@@ -75,18 +82,18 @@ class Place:
 
     def products(self, flops: float, dtype: DType, share: float) -> float:
         """Seconds of so many FLOPs in one worker, which reaches that share of the rate."""
-        return flops / (self.spec.rates.flops(dtype) * self.devices * share)
+        return flops / (self.spec.rates.flops(dtype) * self.at_work * share)
 
     def moved(self, nbytes: float) -> float:
         """Seconds to read or write so many bytes in one worker's memory."""
-        return nbytes / (self.spec.rates.memory * self.devices * self.spec.factors.memory.share)
+        return nbytes / (self.spec.rates.memory * self.at_work * self.spec.factors.memory.share)
 
     def touched(self, nbytes: float) -> float:
         """Seconds that so many bytes take longer because their memory has just been given to the worker's process."""
         fresh, known = self.spec.rates.fresh, self.spec.rates.memory
         if self.spec.machine.gpus or fresh is None:
             return 0.0
-        return max(0.0, nbytes / fresh - nbytes / known) / self.devices
+        return max(0.0, nbytes / fresh - nbytes / known) / self.at_work
 
     def collective(self, nbytes: float, members: float) -> float:
         """Seconds until each of so many devices has bytes that are divided among all of them, or has their sum.
@@ -126,6 +133,7 @@ class Places:
             Place(spec=spec, workers=n, devices=(own or 1) if on_gpus else _cores(spec, n, beside))
             for n, own in zip(workers, gpus, strict=True)
         )
+        teachers = replace(teachers, in_turn=isinstance(config.teachers, TransformersTeachers))
         shared = spec.placement.shared if spec.placement else not on_gpus or min(gpus) < 1
         found = cls(rollout=rollout, teachers=teachers, trainer=trainer, shared=shared)
         return found if beside == 1 else replace(found, crowd=max(1.0, rollout.used + max(teachers.used, trainer.used)))
@@ -155,7 +163,9 @@ def placed(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
     rollout, divided = {"workers": chosen.rollout.workers}, isinstance(config.teachers, VLLMTeachers)
     if spec.machine.gpus:
         rollout["tensor_parallel_size"] = chosen.rollout.devices
-        teachers |= {"tensor_parallel_size": chosen.teachers.devices} if divided else {}
+        teachers |= (
+            {"tensor_parallel_size": chosen.teachers.devices} if divided else _mapped(config, chosen.teachers.devices)
+        )
     cluster = {
         "rollout_gpus": 1,
         "teacher_gpus": (1 if divided else chosen.teachers.devices) if scores else 0,
@@ -168,3 +178,12 @@ def placed(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
         "cluster": config.cluster.model_copy(update=cluster if spec.machine.gpus else {}),
     }
     return config.model_copy(update=changed)
+
+
+def _mapped(config: PipelineConfig, gpus: int) -> dict[str, Any]:
+    """What divides the layers of a teacher among so many GPUs; sizes for another number of GPUs say nothing."""
+    teachers = config.teachers
+    if not isinstance(teachers, TransformersTeachers) or (gpus == 1 and teachers.device_map is None):
+        return {}
+    named = [device for device in teachers.max_memory if isinstance(device, int)]
+    return {"device_map": "auto", "max_memory": teachers.max_memory if len(named) == gpus else {}}

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from opd.files import atomic_write_text
-from pipelines.inputs.memory import machine_bytes
+from pipelines.inputs.machine_memory import machine_bytes
 from pipelines.plan.shapes import KINDS, read_config
 from pipelines.plan.shapes.attention import grouped
 from pipelines.plan.shapes.feed_forward import dense as dense_feed_forward

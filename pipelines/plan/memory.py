@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.strict import DTYPE_BYTES
+from opd.config.teachers import VLLMTeachers
 from opd.payloads import answer_class
-from pipelines.inputs.gpu_memory import CONTEXT, Phase, phases, roles
+from pipelines.inputs.gpu_memory import CONTEXT, Phase, phases, roles, scoring_gpu_bytes
 from pipelines.inputs.memory import (
     ROLLOUT_PROCESS,
     TEACHER_PROCESS,
@@ -67,8 +68,9 @@ def held(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float
     engine = {"weights": weights / devices, "logits and activations": working / devices, "key-value cache": cache}
     found += [Held(role="rollout engine", part=part, nbytes=nbytes) for part, nbytes in engine.items()]
     if config.teachers.scoring_workers and models.scorers:
-        weights, passing = scoring_bytes(config, inputs)
-        devices = max(1.0, teacher_devices(config.cluster, config.teachers))
+        engine_divides = isinstance(config.teachers, VLLMTeachers) or not on_gpus
+        weights, passing = (scoring_bytes if engine_divides else scoring_gpu_bytes)(config, inputs)
+        devices = max(1.0, teacher_devices(config.cluster, config.teachers)) if engine_divides else 1.0
         found.append(Held(role="scoring worker", part="weights of one teacher", nbytes=weights / devices))
         found.append(Held(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
     return found
@@ -131,15 +133,7 @@ def rooms(config: PipelineConfig, models: Models, spec: ClusterSpec, shared: boo
         needed = sum(need.nbytes for need in estimate(config, models.inputs))
         return [Room(what="all machines", needed=needed, there=spec.machines * spec.machine.memory)]
     size = spec.machine.gpu_memory
-    kinds = {}
-    for role in roles(config, models.inputs):
-        # Weights and passes of an engine or a teacher are divided among its devices; a rank has one.
-        devices = max(1.0, role.gpus)
-        kinds[role.what] = replace(
-            role,
-            kept=round(role.kept / devices),
-            passing=round(role.passing / devices),
-        )
+    kinds = {role.what: role for role in roles(config, models.inputs)}
     found = [
         Room(
             what=f"{role.what}: its share and its weights", needed=role.least + CONTEXT, there=round(role.share * size)

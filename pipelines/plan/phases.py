@@ -18,6 +18,7 @@ from opd.config.teachers import TransformersTeachers
 from opd.packing import pack
 from opd.payloads import answer_class
 from opd.train.plan import RowSize, plan_micro_batches
+from pipelines.inputs.max_memory import in_memory, off_gpus
 from pipelines.inputs.memory import SCORED_AT_ONCE
 from pipelines.plan.cost import Places, Seconds
 from pipelines.plan.engine import EngineCost, Wrote, write
@@ -121,16 +122,17 @@ class Work:
     def _scored(self, name: str, sizes: Sequence[int]) -> Seconds:
         place, shape, dtype = self.places.teachers, self.models.scorers[name], self.config.teachers.dtype
         extra = self.spec.overheads
-        compute, read = 0.0, 0
+        compute, read, passes = 0.0, 0, 0
         for batch in cut(sorted(sizes), SCORED_AT_ONCE):
             tokens, wide = computed(batch)
             read += tokens
             flops = shape.forward(tokens, wide / 2)
             compute += place.products(flops, dtype, self.spec.factors.forward.share)
+            passes += 1
         rows = self.models.rows()[name]
         return Seconds(
             compute=compute,
-            link=self._loaded(name),
+            link=self._loaded(name) + passes * self._brought(name),
             overhead=extra.teacher.of(shape.tensors) + rows * extra.scored_row.s + read * extra.scored_token.s,
         )
 
@@ -143,9 +145,19 @@ class Work:
         if not spec.machine.gpus:
             budget = teachers.memory if isinstance(teachers, TransformersTeachers) else 0
             return 0.0 if every <= budget else read
-        copied = sizes[name] / (spec.links.load * place.devices * share)
+        copied = sizes[name] / (spec.links.load * place.at_work * share)
         # Files that machines have read stay in half of their memory.
         return copied if every / place.machines <= spec.machine.memory / 2 else max(copied, read)
+
+    def _brought(self, name: str) -> float:
+        """Seconds of a pass in which layers that are on no GPU come to the first one: from memory, and from the files."""
+        teachers, links = self.config.teachers, self.spec.links
+        if not self.spec.machine.gpus or not isinstance(teachers, TransformersTeachers) or not teachers.max_memory:
+            return 0.0
+        weights = self.models.inputs.scorers[name].info.parameters * DTYPE_BYTES[teachers.dtype]
+        off = off_gpus(teachers, weights)
+        on_disk = off - in_memory(teachers, weights)
+        return (off / links.load + on_disk / links.disk) / self.spec.factors.link.share
 
     def train(self, lengths: Written) -> Trained:
         """The busiest rank, which the others wait for in every micro-batch; then the optimiser."""

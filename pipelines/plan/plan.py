@@ -8,6 +8,8 @@ from typing import Any
 
 from opd.config import PipelineConfig
 from opd.config.pipeline import rounds_of
+from pipelines.inputs.idle_gpus import refuse_idle_gpus
+from pipelines.inputs.max_memory import refuse_no_room
 from pipelines.plan.cost import Places, Seconds, placed
 from pipelines.plan.lengths import stated, written
 from pipelines.plan.memory import Held, Room, cache_bytes, cache_tokens, fullest, held, rooms
@@ -91,7 +93,7 @@ class Plan:
 def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
     """Plan a merge. Raises: OpdError for a model without a config or a formula, or a pipeline that a merge would refuse here."""
     spec, config = spec.at_its_speed(), placed(config, spec)
-    models = read_models(config)
+    models = _models(config)
     places = Places.of(config, spec)
     refuse_apart(config, spec, places)
     cache = cache_bytes(config, models, spec)
@@ -128,6 +130,14 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
         fits=all(one.fits for one in room) and places.devices <= spec.devices + 1e-9 and slots > 0,
         notes=(*models.notes, *notes, *_notes(config, spec, places)),
     )
+
+
+def _models(config: PipelineConfig) -> Models:
+    """The models of a pipeline whose GPUs and sizes a merge would take too. Raises: OpdError."""
+    refuse_idle_gpus(config)
+    models = read_models(config)
+    refuse_no_room(config, models.inputs.scorers)
+    return models
 
 
 def _gpus(spec: ClusterSpec) -> float:
@@ -177,5 +187,5 @@ def _notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> Iterato
         yield f"{places.devices:g} devices are placed, the cluster has {spec.devices}"
     if spec.machine.gpus and places.rollout.devices > spec.machine.gpus:
         yield "a rollout engine on several machines is planned; `opd merge` starts each on one"
-    if spec.machine.gpus and places.teachers.devices > (spec.machine.gpus if config.teachers.engine == "vllm" else 1):
-        yield "a teacher is planned on more GPUs than `opd merge` gives it: one, or with teachers.engine vllm those of a machine"
+    if spec.machine.gpus and places.teachers.devices > spec.machine.gpus:
+        yield "a teacher on several machines is planned; `opd merge` keeps each scoring worker on one"

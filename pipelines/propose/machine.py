@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from opd.cluster.environment import cores
 from opd.processor import has_bf16
 from pipelines.inputs.gpu_memory import gpu_sizes
-from pipelines.inputs.memory import machine_bytes
+from pipelines.inputs.machine_memory import machine_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

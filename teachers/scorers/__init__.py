@@ -38,7 +38,12 @@ class ScorerOptions:
     share_prompts: bool = False
     """Compute what rows have in common once, where that is right for a teacher; engine `transformers`."""
     memory_bytes: int = 8 << 30
-    """Budget of the teachers kept in memory; engine `transformers`."""
+    """Budget of the teachers kept in memory; engine `transformers`, like the next two."""
+    device_map: str | None = None
+    """`auto`: a teacher's layers are divided among the worker's devices; None: all are on one."""
+    max_memory: Mapping[int | str, int] = field(default_factory=dict)
+    """GPU's number, `cpu` or `disk` -> most bytes of a teacher's weights there; a device that is not named gets none. Empty: what is
+    free."""
     max_model_len: int = 512
     """Prompt and response tokens of the longest rollout; engine `vllm`, like the next one."""
     gpu_memory_utilization: float = 0.85

@@ -20,7 +20,7 @@ from opd.devices import to_device
 from opd.errors import RunError
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
-from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
+from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, split_name, updates
 from opd.losses.rule import LogitRule
 from opd.model_weights import Naming, attention, obeys_masks, to_meta
 from opd.packing import SHARED
@@ -30,6 +30,7 @@ from opd.stream.heads import HeadFile, head_key, logit_rule
 from opd.stream.schema import TargetRow
 from opd.types import LayoutProof, Rollout, Teacher
 from teachers.scorers import ScorerOptions
+from teachers.scorers.division import Division, Place, free_memory, undivided
 from teachers.scorers.rows import batches
 from teachers.weights import State, WeightCache, base_key, read_tensors, weight_key, weights_nbytes
 
@@ -48,8 +49,10 @@ class TransformersScorer:
         self._top_k = options.top_k
         self._vocab_size = options.vocab_size
         self._share = options.share_prompts
-        self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, weights_nbytes)
+        self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, self._measure)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._divides = options.device_map is not None
+        self._max_memory: dict[Place, int] = dict(options.max_memory)
         self._architectures: dict[str, _Architecture] = {}
         """Key: the config as JSON."""
         self._architecture_of: dict[Path, _Architecture] = {}
@@ -67,7 +70,16 @@ class TransformersScorer:
     def head(self, teacher: Teacher) -> Tensor:
         """[V, D] the teacher's output head, on the CPU."""
         self._load(teacher)
-        return self._model.get_output_embeddings().weight.detach().cpu()
+        return self._head().cpu()
+
+    def _head(self) -> Tensor:
+        """[V, D] the head of the teacher in place, where it is multiplied."""
+        from accelerate.utils import align_module_device
+
+        head = self._model.get_output_embeddings()
+        with align_module_device(head):  # brings it there if it is not
+            weight: Tensor = head.weight.detach()
+        return weight
 
     def head_key(self, teacher: Teacher) -> str:
         """BLAKE3 of the head's bytes, type and logit rule: equal heads have one key.
@@ -118,8 +130,9 @@ class TransformersScorer:
         ids_B_T = torch.arange(min(8, self._vocab_size), device=self._device)[None]
         wanted_T_V = self._model(input_ids=ids_B_T, use_cache=False).logits[0].float()
         hidden_T_D = self._model.base_model(input_ids=ids_B_T, use_cache=False).last_hidden_state[0]
-        head_V_D = self._model.get_output_embeddings().weight
-        found_T_V = logit_rule(self._model.config).apply(hidden_T_D @ head_V_D.T).float()
+        head_V_D = self._head()
+        found_T_V = logit_rule(self._model.config).apply(hidden_T_D.to(head_V_D.device) @ head_V_D.T).float()
+        found_T_V = found_T_V.to(wanted_T_V.device)
         worst, size = (found_T_V - wanted_T_V).abs().max(), wanted_T_V.abs().max()
         if bool(worst > 0.02 * size):  # NaN is not: hidden states that are not finite are judged row by row
             raise RunError(
@@ -158,8 +171,8 @@ class TransformersScorer:
         """What the teacher in place says of one row; `head` is the key of its head."""
 
         def logprobs() -> Tensor:
-            head_V_D = self._model.get_output_embeddings().weight[: self._vocab_size]
-            logits_N_V = logit_rule(self._model.config).apply(hidden_N_D.to(self._device) @ head_V_D.T)
+            head_V_D = self._head()[: self._vocab_size]
+            logits_N_V = logit_rule(self._model.config).apply(hidden_N_D.to(head_V_D.device) @ head_V_D.T)
             return logits_N_V.float().log_softmax(-1).cpu()
 
         return self._answer_class.of_states(
@@ -194,6 +207,7 @@ class TransformersScorer:
         if self._base != base_key(teacher):
             self._base = ""
             if self._model is not None:
+                undivided(self._model)
                 to_meta(self._model)  # its teacher would stay in memory beyond the budget while the next one is read
         architecture = self._architecture(teacher.model_dir)
         try:
@@ -210,18 +224,33 @@ class TransformersScorer:
     def _assign(self, teacher: Teacher, state: State) -> None:
         missing, unexpected = self._model.load_state_dict(state, strict=False, assign=True)
         self._model.tie_weights()
-        if set(missing) - set(self._model.all_tied_weights_keys) or unexpected:
+        division = self._architecture(teacher.model_dir).division
+        on_disk = division.on_disk if division else frozenset()
+        missing = [name for name in missing if name not in self._model.all_tied_weights_keys and name not in on_disk]
+        if missing or unexpected:
             raise RunError(
                 f"teacher {teacher.name}: weights do not fit its config: missing {missing[:3]}, unexpected {unexpected[:3]}"
             )
-        self._model.to(self._device)
+        if division is None:
+            self._model.to(self._device)
+        else:
+            try:
+                division.put(self._model, teacher.model_dir, self._dtype)
+            except RunError as error:
+                raise RunError(f"teacher {teacher.name}: {error}") from None
         self._base = base_key(teacher)
 
     def _attach(self, teacher: Teacher, state: State) -> None:
         """Let the adapter's modules add what it says. Raises: RunError for a module that is not linear."""
         assert teacher.adapter_dir is not None
         config = LoraConfig.model_validate_json((teacher.adapter_dir / ADAPTER_CONFIG).read_bytes())
-        changes = updates(config, {name: tensor.to(self._device) for name, tensor in state.items()})
+        division = self._architecture(teacher.model_dir).division
+
+        def device(tensor: str) -> torch.device:
+            part = split_name(tensor)
+            return self._device if division is None or part is None else division.device_of(part[0])
+
+        changes = updates(config, {name: tensor.to(device(name)) for name, tensor in state.items()})
         odd = not_linear(self._model, changes)
         if odd:
             raise RunError(
@@ -231,22 +260,49 @@ class TransformersScorer:
         self._hooks = attach(self._model, changes)
 
     def _read(self, directory: Path, dtype: torch.dtype) -> State:
-        """Tensors of a model by its modules' names, of an adapter as its file has them."""
+        """Tensors of a model by its modules' names, of an adapter as its file has them; without those that stay on disk."""
         tensors, known = read_tensors(directory), self._architecture_of.get(directory)
+        on_disk = self._on_disk(directory)
         if known is None or known.naming.is_plain(tensors):
-            return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+            return {name: tensor.to(dtype) for name, tensor in tensors.items() if name not in on_disk}
+        if on_disk:
+            raise RunError(
+                "transformers names, or joins, its weights otherwise than the files do, so none can stay on disk: raise what "
+                "teachers.max_memory has for GPUs and cpu"
+            )
         state, problem = known.naming.from_files(tensors)
         if problem:
             raise RunError(f"weights do not fit its config: {problem}")
         return state
 
+    def _measure(self, directory: Path, dtype: torch.dtype) -> int:
+        """Bytes of what `_read` returns."""
+        return weights_nbytes(directory, dtype, self._on_disk(directory))
+
+    def _on_disk(self, directory: Path) -> frozenset[str]:
+        known = self._architecture_of.get(directory)
+        return known.division.on_disk if known is not None and known.division is not None else frozenset()
+
     def _architecture(self, model_dir: Path) -> _Architecture:
         if model_dir not in self._architecture_of:
             config, key = _read_config(model_dir)
             if key not in self._architectures:
-                self._architectures[key] = _Architecture(Naming(config, self._dtype), _skeleton(config, self._dtype))
+                skeleton = _skeleton(config, self._dtype)
+                try:
+                    division = self._divide(skeleton) if self._divides else None
+                except RunError as error:
+                    raise RunError(f"{model_dir}: {error}") from None
+                self._architectures[key] = _Architecture(Naming(config, self._dtype), skeleton, division)
             self._architecture_of[model_dir] = self._architectures[key]
         return self._architecture_of[model_dir]
+
+    def _divide(self, skeleton: Any) -> Division:
+        main: Place = 0 if self._device.type == "cuda" else "cpu"
+        if not self._max_memory:  # once, before a teacher is there; the CPU helps GPUs only if it is told to
+            self._max_memory = {
+                place: size for place, size in free_memory().items() if (place == "cpu") == (main == "cpu")
+            }
+        return Division.of(skeleton, self._max_memory, main)
 
 
 @dataclass(slots=True)
@@ -256,6 +312,8 @@ class _Architecture:
     naming: Naming
     skeleton: Any
     """A causal language model of transformers without weights; one teacher's at a time are assigned to it."""
+    division: Division | None = None
+    """Where its layers go; None: all to one device."""
     proof: LayoutProof | None = None
     """Its layout, once it was proven with a teacher whose states are finite."""
 

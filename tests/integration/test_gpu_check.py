@@ -32,6 +32,7 @@ def test_every_part_runs_on_tiny_sizes(tmp_path: Path) -> None:
     assert all(row["bit_equal"] for row in tables["trainer"]["resume"])
     assert all(row["last_loss"] < row["first_loss"] for row in tables["trainer"]["speed, bfloat16"])
     assert all(row["logprob_difference"] <= 1e-4 for row in tables["scorer"]["float32 against the CPU"])
+    assert [row["bit_equal"] for row in tables["scorer"]["divided teacher, float32"]] == [True]
     assert all(row["probe_gap"] < 1e-4 and row["sampled_gap"] < 1e-4 for row in tables["engines"]["weight push"])
     page = (tmp_path / "gpu.md").read_text()
     assert "| device | CPU, not a GPU |" in page and "they are a GPU's" in page

@@ -15,6 +15,8 @@ from benchmarks.push import two_machines
 from opd import cluster
 from opd.cluster import Worker
 from opd.config.sections import ClusterConfig
+from opd.evaluation.scores import Evaluation
+from opd.run_dir import RunPaths
 from opd.train.deepspeed import DeepSpeedTrainer
 from tests.integration.test_engines import (
     PROBE,
@@ -93,5 +95,7 @@ def test_a_merge_over_the_network_ends_with_the_weights_of_one_through_files(
         assert done.returncode == 0, done.stderr
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in runs.values())
     assert set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    exams = [Evaluation.load(RunPaths(run).exam("expert")) for run in runs.values()]
+    assert exams[0].scores == exams[1].scores and exams[0].answers == exams[1].answers != ()
     for mine, other in zip(*map(records, runs.values()), strict=True):
         assert (mine["loss"], mine["probe_gap"]) == (other["loss"], other["probe_gap"])

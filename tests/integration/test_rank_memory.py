@@ -79,7 +79,7 @@ def peak(found: dict[str, int], what: str) -> Iterator[None]:
 
 def make(case: dict[str, Any], rank: int) -> ZeroEngine:
     def build() -> Says:
-        lm = load_share(Path(case["model"]), getattr(torch, case["dtype"]), one_by_one=True)
+        lm = load_share(Path(case["model"]), getattr(torch, case["dtype"]), bucket=case["bucket"])
         if case["lora"]:
             adapt(lm, LoraOptions(r=4, alpha=8.0, targets=TARGETS, seed=3))
         return Says(lm)

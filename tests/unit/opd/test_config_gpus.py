@@ -69,6 +69,67 @@ def test_an_engine_of_two_processes_has_two_gpus_or_none(gpus: float) -> None:
     assert teacher_devices(config.cluster, config.teachers) == 2 * gpus
 
 
+AUTO = {"device_map": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "teachers", "where", "words"),
+    [
+        (
+            1,
+            AUTO | {"max_memory": {"gpu0": "1GiB"}},
+            "teachers.max_memory",
+            "found:  'gpu0'|wanted: numbers of a scoring",
+        ),
+        (1, AUTO | {"max_memory": {-1: "1GiB"}}, "teachers.max_memory", "found:  -1|from 0, and cpu and disk"),
+        (1, AUTO | {"max_memory": {True: "1GiB"}}, "teachers.max_memory", "found:  True|from 0, and cpu and disk"),
+        (1, AUTO | {"max_memory": {0: "much"}}, "teachers.max_memory.0", "found:  'much'|a size such as 512MiB"),
+        (1, AUTO | {"max_memory": {0: 0}}, "teachers.max_memory.0", "found:  0|above 0"),
+        (1, AUTO | {"max_memory": "40GiB"}, "teachers.max_memory", "a mapping of keys"),
+        (1, {"device_map": "balanced"}, "teachers.device_map", "found:  'balanced'|wanted: auto"),
+        (1, {"device_map": {"model.layers.0": 0}}, "teachers.device_map", "wanted: auto"),
+        (
+            1,
+            {"max_memory": {0: "1GiB", "cpu": 1}},
+            "teachers.max_memory",
+            "found:  0, cpu, without|teachers.device_map auto",
+        ),
+        (
+            2,
+            AUTO | {"max_memory": {0: 1, 1: 1, 2: 1}},
+            "teachers.max_memory",
+            "GPU 2, with cluster.teacher_gpus 2|0, 1;",
+        ),
+        (
+            0,
+            AUTO | {"max_memory": {0: 1, "cpu": 1}},
+            "teachers.max_memory",
+            "GPU 0, with cluster.teacher_gpus 0|has no GPU",
+        ),
+        (2, AUTO | {"max_memory": {0: 1, "cpu": 1}}, "teachers.max_memory", "no GPU 1, with|reserved for nobody"),
+        (1, AUTO | {"max_memory": {"cpu": 1}}, "teachers.max_memory", "no GPU 0, with|reserved for nobody"),
+        (1.5, AUTO, "cluster.teacher_gpus", "found:  1.5 with teachers.device_map auto|a whole number"),
+        (0.5, AUTO, "teachers.max_memory", "nothing, with cluster.teacher_gpus 0.5|the most bytes on GPU 0"),
+    ],
+)
+def test_a_teacher_is_divided_among_what_its_worker_has(gpus: float, teachers: Any, where: str, words: str) -> None:
+    message = refusal(teachers=teachers, cluster={"teacher_gpus": gpus})
+    assert message.startswith(f"p.yaml: {where}\n"), message
+    assert all(word in message for word in words.split("|")), message
+
+
+@pytest.mark.parametrize(
+    ("gpus", "max_memory"),
+    [(0, {}), (2, {}), (0, {"cpu": "1GiB", "disk": "1TiB"}), (2, {0: "1GiB", "1": "2GiB"}), (0.5, {0: 1, "cpu": 2})],
+)
+def test_maps_that_a_worker_can_follow(gpus: float, max_memory: dict[Any, Any]) -> None:
+    data = VALID | {"teachers": AUTO | {"max_memory": max_memory}, "cluster": {"teacher_gpus": gpus}}
+    config = validate(PipelineConfig, data, "p.yaml")
+    assert teacher_devices(config.cluster, config.teachers) == gpus
+    again = PipelineConfig.model_validate_json(config.model_dump_json())
+    assert again == config, "JSON's keys are text"
+
+
 def test_a_cache_of_fewer_bits_is_for_gpus() -> None:
     message = refusal(rollout={"kv_cache_dtype": "fp8"})
     assert message.startswith("p.yaml: rollout.kv_cache_dtype\n") and "wanted: auto: a CPU engine" in message

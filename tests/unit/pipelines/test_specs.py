@@ -46,7 +46,7 @@ TEACHERS = {
     "payload": "top_k", "dtype": "bfloat16", "queue": 99, "max_quarantined": 0.5, "workers": 2, "memory": 99,
     "kv_cache_gib": 2, "gpu_memory_utilization": 0.5, "servers": {"e": SERVER | {"model": "other"}},
     "api_key_env": "KEY", "server_timeout_s": 9, "address": "grpc://localhost:2", "tls_root_certs": "ca.pem",
-    "token_file": "token", "tensor_parallel_size": 2,
+    "token_file": "token", "tensor_parallel_size": 2, "device_map": "auto", "max_memory": {"cpu": 99},
 }  # fmt: skip
 """A value that is no default for every other key."""
 OWN: dict[str, dict[str, Any]] = {
@@ -105,8 +105,8 @@ def test_every_key_of_a_teachers_engine_reaches_its_spec(engine: str) -> None:
     before = made()
     one_value = {"payload"} if engine == "none" else set()
     for key in set(ENGINES[engine].model_fields) - ELSEWHERE - one_value:
-        more = {"address": "grpc+tls://h:1"} if key == "tls_root_certs" else {}
-        assert made(**{key: TEACHERS[key]}, **more) != before, key
+        more = {"tls_root_certs": {"address": "grpc+tls://h:1"}, "max_memory": {"device_map": "auto"}}.get(key, {})
+        assert made(**{key: TEACHERS[key]}, **more) != (made(**more) if key == "max_memory" else before), key
 
 
 def test_requests_that_begin_alike_are_kept_in_small_blocks() -> None:

@@ -165,13 +165,15 @@ def test_the_baseline_is_the_student_everywhere_and_each_expert_on_its_own() -> 
     def whole(teacher: Teacher) -> Iterator[Path]:
         directory = Path("/scratch/whole-b") if teacher.adapter_dir else teacher.model_dir
         there.append(directory.name)
+        asked = len(engine.batches)
         yield directory
         assert engine.holds == there.pop(), "the directory is there while the engine reads it"
+        assert len(engine.batches) > asked, "and while it answers: a worker that dies reads it again"
 
     before = measure_before(evaluator(engine), list(EXAMS), told.append)
     assert (before.model, before.accuracy) == ("student before", {"a": 0.25, "b": 0.0})
     known = before.accuracy
-    expert = measure_experts(engine, evaluator(engine), known, teachers, whole, told.append)  # type: ignore[arg-type]
+    expert = measure_experts(engine.load, evaluator(engine), known, teachers, whole, told.append)
     assert (expert.model, expert.accuracy) == ("expert", {"a": 0.75, "b": 1.0})
     assert [a.domain for a in expert.answers] == ["a"] * 4 + ["b"] * 2
     assert there == []
@@ -187,7 +189,7 @@ def test_a_baseline_without_exams() -> None:
     whole = nullcontext(Path("/m/e"))
     judge = evaluator(engine, {})
     assert measure_before(judge, [], told.append).scores == {}
-    assert measure_experts(engine, judge, {}, teachers, lambda _: whole, told.append).scores == {}  # type: ignore[arg-type]
+    assert measure_experts(engine.load, judge, {}, teachers, lambda _: whole, told.append).scores == {}
     assert told == ["no domain has an exam"]
     assert engine.loads == []
 

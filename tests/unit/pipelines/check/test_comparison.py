@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from opd.types import Probe, Rollout, Teacher
 from pipelines.check.comparison import Comparer, Comparison
+from teachers.scorers import ScorerOptions
 from tests.rows import make_rollout
 
 
@@ -24,6 +25,13 @@ def sequence(i: int, prompt: int, response: int) -> Rollout:
         prompt_ids=tuple(rng.choices(range(76), k=prompt)), response_ids=tuple(rng.choices(range(76), k=response)),
         behaviour_logprobs=(0.0,) * response,
     )  # fmt: skip
+
+
+def options(vocab_size: int = 76, **more: Any) -> ScorerOptions:
+    """A merge's, in another type and with another payload than the comparison's."""
+    return ScorerOptions(
+        dtype="bfloat16", payload="top_k", top_k=4, vocab_size=vocab_size, memory_bytes=1 << 30, **more
+    )
 
 
 RESPONSES = [sequence(i, 2 + i, 3 + i) for i in range(4)]
@@ -59,14 +67,22 @@ def test_figures_are_those_of_plain_transformers(
         logq = logprobs(teacher, ids, vocab_size)
         for position, token in enumerate(ids[1:], start=1):
             (prompt_nll if position < len(t.prompt_ids) else answer_nll).append(-float(logq[position - 1, token]))
-    comparer = Comparer(tiny_model_dir, vocab_size, 1 << 30)
+    comparer = Comparer(tiny_model_dir, options(vocab_size))
     found = comparer.compare(Teacher(name="rev", model_dir=expert_dirs["rev"]), responses, texts)
     means = [sum(x) / len(x) for x in (kl, agree, prompt_nll, answer_nll)]
     assert [found.kl, found.overlap, found.prompt_nll, found.answer_nll] == pytest.approx(means, abs=1e-5)
 
 
+def test_a_teacher_in_parts_compares_as_a_whole_one(tiny_model_dir: Path, expert_dirs: dict[str, Path]) -> None:
+    """What a merge may use of each device is not asked: the comparison is in float32, and the student is there too."""
+    teacher = Teacher(name="rev", model_dir=expert_dirs["rev"])
+    whole = Comparer(tiny_model_dir, options()).compare(teacher, RESPONSES, TEXTS)
+    tight = options(device_map="auto", max_memory={"cpu": 1})
+    assert Comparer(tiny_model_dir, tight).compare(teacher, RESPONSES, TEXTS) == whole and not whole.broken
+
+
 def test_the_student_is_itself(tiny_model_dir: Path, expert_dirs: dict[str, Path]) -> None:
-    comparer = Comparer(tiny_model_dir, 76, 1 << 30)
+    comparer = Comparer(tiny_model_dir, options())
     comparer.compare(Teacher(name="rev", model_dir=expert_dirs["rev"]), RESPONSES, [])
     itself = comparer.compare(Teacher(name="student", model_dir=tiny_model_dir), RESPONSES, [])
     assert itself.kl is not None and itself.kl < 1e-6
@@ -87,7 +103,7 @@ def test_a_teacher_that_cannot_be_used_says_why(
         state = load_file(broken / "model.safetensors")
         state[tensor][40] = torch.nan
         save_file(state, broken / "model.safetensors", {"format": "pt"})
-    comparer = Comparer(tiny_model_dir, 76, 1 << 30)
+    comparer = Comparer(tiny_model_dir, options())
     found = comparer.compare(teacher, RESPONSES, TEXTS)
     assert found == Comparison(broken=found.broken) and found.broken.startswith("teacher bad: ")
     assert comparer.compare(Teacher(name="rev", model_dir=expert_dirs["rev"]), RESPONSES, TEXTS).broken == ""

@@ -22,7 +22,7 @@ from pipelines.evaluation import known
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.exams import StartingExams
 
-ALL = ["student before", "load rev", "expert rev", "load up", "expert up", "load base"]
+ALL = ["student before", "hold rev", "expert rev", "hold up", "expert up", "load base"]
 NONE: list[str] = []
 
 
@@ -31,11 +31,15 @@ class Measuring:
 
     def __init__(self, paths: RunPaths, shown: Any) -> None:
         self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
-        self.engine = self.evaluator = self
+        self.engine = self.evaluator = self.sync = self
         self.asked: list[str] = []
 
     def load(self, model_dir: Path) -> None:
         self.asked.append(f"load {model_dir.name}")
+
+    def hold(self, model_dir: Path, *, like: Path) -> None:
+        assert like.name == "base", "the student's files are those that engines can reach"
+        self.asked.append(f"hold {model_dir.name}")
 
     def evaluate(self, domains: Any = None, *, model: str) -> Evaluation:
         self.asked.append(model)
@@ -126,10 +130,12 @@ def change_text(file: str, old: str, new: str) -> Callable[[Any, Any], None]:
     return change
 
 
-EXPERT_UP = ["load up", "expert up", "load base"]
+EXPERT_UP = ["hold up", "expert up", "load base"]
+READ_UP = ["load up", "expert up", "load base"]
+"""Its config is another than the student's: engines cannot take its weights in place, and read its files."""
 MISSES: dict[str, tuple[Callable[[Any, Any], None], list[str]]] = {
     "an expert's weights": (lambda world, _: change_weights(world, "up"), EXPERT_UP),
-    "an expert's config": (change_text("up/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'), EXPERT_UP),
+    "an expert's config": (change_text("up/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'), READ_UP),
     "the student's weights": (lambda world, _: change_weights(world, "base"), ["student before"]),
     "the student's tokenizer": (change_text("base/tokenizer_config.json", "{", "{ "), ALL),
     "a question": (change_text("upper-eval.jsonl", "upp AAA=", "upp AAB="), ["student before", *EXPERT_UP]),

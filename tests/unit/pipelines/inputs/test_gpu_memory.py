@@ -69,6 +69,39 @@ def test_teachers_elsewhere_take_nothing_and_an_engine_its_share(inputs: Any) ->
     assert [(r.what, r.share) for r in roles(engine, found)][1] == ("scoring engine", 0.2)
 
 
+def test_a_divided_teacher_has_its_share_on_each_gpu_and_the_rest_in_memory(inputs: Any) -> None:
+    config, found = inputs
+    weights, passing = memory.scoring_bytes(config, found)
+
+    def teacher(gpus: int, max_memory: dict[Any, int]) -> tuple[int, int]:
+        given = {"device_map": "auto", "max_memory": max_memory}
+        (one,) = roles(changed(config, teachers=given, cluster={"teacher_gpus": gpus}), found)
+        assert one.passing == passing, "a pass is on one GPU at a time"
+        needs = memory.estimate(changed(config, teachers=given, cluster={"teacher_gpus": gpus}), found)
+        return one.kept, sum(need.nbytes for need in needs if need.what.startswith("teachers"))
+
+    body = found.body(found.student)
+    layer = 4 * max(body.largest, PARAMETERS // body.blocks)
+    assert teacher(1, {}) == (weights, 0)
+    assert teacher(8, {}) == (int(weights / 8 + 1.25 * layer), 0)
+    assert teacher(2, {0: 1000, 1: 2000, "cpu": GIB}) == (2000, weights - 3000)
+    assert teacher(1, {0: 1000, "cpu": 5000, "disk": GIB}) == (1000, 5000), "what stays in files is no memory"
+    on_cpu = changed(config, teachers={"device_map": "auto", "max_memory": {"cpu": 5000, "disk": GIB}})
+    sizes = {need.what: need.nbytes for need in memory.estimate(on_cpu, found)}
+    assert sizes["teachers: weights"] == 2 * 5000, "two experts"
+
+
+def test_a_teacher_that_is_larger_than_all_it_may_have_is_refused(world: Any) -> None:
+    world.data["teachers"] = {"device_map": "auto", "max_memory": {"cpu": 4 * PARAMETERS - 1}}
+    with pytest.raises(ConfigError) as refused:
+        read_inputs(load_pipeline(world.write()))
+    message = str(refused.value)
+    assert message.startswith("teachers.max_memory\n  found:  cpu 0.000324 GiB\n"), message
+    assert "wanted: room for the 0.000324 GiB of weights of expert `" in message and "or disk, which leaves" in message
+    world.data["teachers"]["max_memory"]["disk"] = 1
+    read_inputs(load_pipeline(world.write()))
+
+
 def role(gpus: float, what: str = "r", **more: Any) -> Role:
     return Role(what=what, gpus=gpus, **more)
 

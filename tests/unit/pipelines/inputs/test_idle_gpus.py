@@ -25,7 +25,7 @@ def pipeline(data: dict[str, Any], **sections: Any) -> PipelineConfig:
         ("rollout", 4, {}, "and rollout.tensor_parallel_size to the number"),
         ("rollout", 1.5, {}, "and rollout.tensor_parallel_size to the number"),
         ("teacher", 2, {"teachers": {"engine": "vllm"}}, "and teachers.tensor_parallel_size to the number"),
-        ("teacher", 2, {}, "and teachers.workers for more of them"),
+        ("teacher", 2, {}, "and teachers.workers for more of them; or teachers.device_map to auto"),
         ("trainer", 2, {}, "and trainer.ranks to the number"),
     ],
 )
@@ -46,6 +46,7 @@ def test_more_gpus_than_a_process_uses(role: str, gpus: float, sections: Any, in
         {"cluster": {"rollout_gpus": 1}, "rollout": {"tensor_parallel_size": 4}},
         {"cluster": {"rollout_gpus": 4}, "rollout": {"engine": "mine:Engine"}},
         {"cluster": {"teacher_gpus": 4}, "teachers": SERVED},
+        {"cluster": {"teacher_gpus": 4}, "teachers": {"device_map": "auto"}},
     ],
 )
 def test_those_that_somebody_uses(sections: Any, world: Any) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
-from pipelines.inputs import memory
-from pipelines.inputs.memory import Need, estimate, fix, machine_bytes, need_rows, refuse_too_large, shortage
+from pipelines.inputs import machine_memory, memory
+from pipelines.inputs.machine_memory import machine_bytes
+from pipelines.inputs.memory import Need, estimate, fix, need_rows, refuse_too_large, shortage
 from pipelines.inputs.read import Inputs, read_inputs
 
 PARAMETERS, VOCABULARY, WIDTH = 87_104, 76, 64
@@ -283,9 +284,9 @@ def test_a_merge_that_does_not_fit_is_refused(given: Any, monkeypatch: pytest.Mo
 def test_a_containers_limit_counts(
     text: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "CGROUP_LIMITS", ())
+    monkeypatch.setattr(machine_memory, "CGROUP_LIMITS", ())
     whole = machine_bytes()
     assert whole > 1 << 28
     (tmp_path / "memory.max").write_text(text)
-    monkeypatch.setattr(memory, "CGROUP_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
+    monkeypatch.setattr(machine_memory, "CGROUP_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
     assert machine_bytes() == (limit or whole)

@@ -14,7 +14,6 @@ from opd.settings import validate
 from pipelines.inputs.at_once import refuse_at_once
 from pipelines.inputs.own_engine import METHODS
 from pipelines.inputs.read import read_inputs
-from pipelines.placement import refuse_unplaceable
 
 NAME = "users_engines_of_a_test"
 ENGINES = """
@@ -83,7 +82,7 @@ def test_engines_that_have_what_they_need(pipeline: Any, engine: str, sections: 
     refuse_at_once(pipeline(engine, **sections))
 
 
-@pytest.mark.parametrize("look", [refuse_at_once, refuse_unplaceable])
+@pytest.mark.parametrize("look", [refuse_at_once, read_inputs])
 def test_nobody_pushes_through_one_machines_memory_to_workers_that_may_be_anywhere(pipeline: Any, look: Any) -> None:
     """Before a cluster is asked: there is none here."""
     with pytest.raises(ConfigError) as refused:

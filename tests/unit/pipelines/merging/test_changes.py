@@ -84,6 +84,12 @@ def test_what_changes_the_order_of_sums_is_allowed_and_said() -> None:
     assert notices[3].startswith("not bit for bit from here: objective.chunk, trainer.ranks changed")
 
 
+def test_teachers_may_be_divided_otherwise() -> None:
+    divided = {"device_map": "auto", "max_memory": {"cpu": 99}}
+    notices = accept_changes(config(), config(teachers=divided), MANIFEST)
+    assert [notice.split(":")[0] for notice in notices[:2]] == ["teachers.device_map", "teachers.max_memory.cpu"]
+
+
 def test_what_decides_the_weights_is_refused_as_a_table() -> None:
     changed = config(seed=3, trainer__lr=0.5, trainer__ranks=1, objective__kind="jsd", rollout__max_new_tokens=9)
     with pytest.raises(RunDirError) as error:

@@ -14,6 +14,7 @@ from cli import app
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
 from pipelines.catalog import find, planned
+from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.memory import estimate
 from pipelines.inputs.read import read_inputs
 from pipelines.plan import measure
@@ -138,6 +139,35 @@ def test_new_weights_through_shared_memory_stay_on_one_machine() -> None:
     assert beside(7).notes == ()
     with pytest.raises(ConfigError, match="9 GPUs, and 8 on a machine"):
         beside(8)
+
+
+def test_a_divided_teacher_takes_as_long_as_on_one_gpu() -> None:
+    """Layers compute one after the other. What no GPU has comes to the first one in every pass."""
+    own = {"placement": {"shared": False, "ranks": 2, "rollout": {"workers": 1}, "teachers": {"workers": 1}}}
+    awake = ["rollout.sleep=false", "teachers.device_map=auto"]
+    one = plan("merge-7b", "8-gpus", awake, **own)
+    own["placement"]["teachers"] = {"workers": 1, "devices": 4}
+    four = plan("merge-7b", "8-gpus", awake, **own)
+    assert seconds(four)["score"] == pytest.approx(seconds(one)["score"]) and four.notes == one.notes
+    weights = "weights of one teacher"
+    assert held(four, "scoring worker")[weights] < 0.5 * held(one, "scoring worker")[weights]
+    activations = "activations of one pass"
+    assert held(four, "scoring worker")[activations] == held(one, "scoring worker")[activations]
+    own["placement"]["teachers"] = {"workers": 1}
+    helped = plan("merge-7b", "8-gpus", [*awake, "teachers.max_memory={0: 8GiB, cpu: 100GiB}"], **own)
+    assert held(helped, "scoring worker")[weights] == 8 << 30
+    a_pass = (2 * 7_615_616_512 - (8 << 30)) / 50e9 / 0.7
+    passes = 20 * (seconds(helped)["score"] - seconds(one)["score"]) / a_pass  # of the 20 steps that are simulated
+    assert passes == pytest.approx(round(passes)) and passes > 20 * 100
+
+
+def test_what_a_merge_refuses_is_not_planned(shipped: dict[str, Plan]) -> None:
+    for name in shipped:
+        refuse_idle_gpus(load_pipeline(find(name)))
+    data = load_spec("8-gpus").model_dump() | {"placement": None}
+    with pytest.raises(ConfigError, match=r"cluster\.teacher_gpus"):
+        config = load_pipeline(find("merge-7b"), ["cluster.teacher_gpus=8"])
+        make_plan(config, ClusterSpec.model_validate(data))
 
 
 def test_a_push_over_the_network_reaches_each_machine_once(shipped: dict[str, Plan]) -> None:

@@ -1,0 +1,145 @@
+"""A teacher's layers on several devices: the GPUs of a scoring worker, the CPU's memory, and its files.
+
+accelerate decides where a layer goes and puts hooks on the modules that bring inputs to a layer's device, and weights that are not
+on a GPU to the first one, for the time of its part of the pass. One layer computes after the other, as on one device: what is
+divided is memory, not time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from opd.errors import RunError
+from opd.model_files import names_of_files
+
+Place = int | str
+"""Number of a GPU, `cpu` or `disk`."""
+OFF_GPUS = ("cpu", "disk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """Where the layers of all teachers of one architecture are."""
+
+    places: dict[str, Place]
+    """Module -> its place: accelerate's device map."""
+    main: Place
+    """Where layers compute that are on no GPU: the first GPU, or the CPU."""
+    on_disk: frozenset[str]
+    """Parameters that stay in the files until a pass needs them."""
+
+    @classmethod
+    def of(cls, skeleton: Any, max_memory: Mapping[Place, int], main: Place) -> Division:
+        """Divide a causal language model of transformers, which needs no weights.
+
+        Raises: RunError if `max_memory` has no room for all of it, or if nobody knows what may be divided.
+        """
+        from accelerate import infer_auto_device_map
+        from accelerate.utils import get_balanced_memory
+
+        skeleton.tie_weights()  # tied weights are counted once, and have one place
+        whole = sorted(skeleton._no_split_modules)
+        if not whole:
+            raise RunError(
+                f"transformers does not say where {type(skeleton).__name__} may be divided; remove teachers.device_map, or use "
+                "teachers.engine vllm"
+            )
+        room = {place: size for place, size in max_memory.items() if place != "disk"}
+        room = get_balanced_memory(skeleton, room, no_split_module_classes=whole)
+        # What fits nowhere is given to the disk.
+        places = dict(infer_auto_device_map(skeleton, room, no_split_module_classes=whole))
+        params = dict(skeleton.named_parameters(remove_duplicate=False))
+        on_disk = frozenset(name for name in params if _of(places, name) == "disk")
+        sizes: Counter[Place] = Counter()
+        for name, param in skeleton.named_parameters():
+            sizes[_of(places, name)] += param.nbytes
+        if sizes["disk"] > max_memory.get("disk", 0):
+            raise RunError(_too_little(sizes, max_memory))
+        return cls(places=places, main=main, on_disk=on_disk)
+
+    def device_of(self, module: str) -> torch.device:
+        """The device on which a module computes."""
+        place = _of(self.places, module)
+        where = self.main if place in OFF_GPUS else place
+        return torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
+
+    def put(self, model: Any, model_dir: Path, dtype: torch.dtype) -> None:
+        """Bring a model that has its weights on the CPU, but for those `on_disk`, to its places.
+
+        Raises: RunError if the files do not have the weights that stay there.
+        """
+        from accelerate import dispatch_model
+
+        dispatch_model(
+            model,
+            self.places,
+            main_device=self.main,
+            offload_index=_index(model, self.on_disk, model_dir, dtype) if "disk" in self.places.values() else None,
+            skip_keys=sorted(model._skip_keys_device_placement),
+            force_hooks=set(self.places.values()) != {self.main},
+        )
+
+
+def undivided(model: nn.Module) -> None:
+    """Take accelerate's hooks from a model. Weights that were on the CPU are there again, those on disk are nowhere."""
+    from accelerate.hooks import remove_hook_from_module
+
+    remove_hook_from_module(model, recurse=True)
+
+
+def free_memory() -> dict[Place, int]:
+    """Bytes that weights may have on each GPU that this process sees, and on the CPU."""
+    from accelerate.utils import get_max_memory
+
+    # A tenth of a GPU is left for what a pass computes: accelerate's own share.
+    return {place: size if place == "cpu" else int(0.9 * size) for place, size in get_max_memory().items()}
+
+
+def _of(places: Mapping[str, Place], name: str) -> Place:
+    """The place of a module or a parameter: that of the nearest module around it that has one."""
+    while name not in places:
+        name = name.rpartition(".")[0]
+    return places[name]
+
+
+def _index(model: Any, names: frozenset[str], model_dir: Path, dtype: torch.dtype) -> dict[str, dict[str, str]]:
+    """Where in its files accelerate finds each of these parameters."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for path in (model_dir / name for name in names_of_files(model_dir)):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: (str(path), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    index, tied = {}, model.all_tied_weights_keys
+    for name in sorted(names):
+        source = name if name in found else tied.get(name, name)
+        if source not in found:
+            raise RunError(f"weights do not fit its config: missing {source}")
+        file_name, shape = found[source]
+        if tuple(shape) != tuple(model.get_parameter(name).shape):
+            raise RunError(f"weights do not fit its config: {source} has the shape {shape}")
+        index[name] = {"safetensors_file": file_name, "weight_name": source, "dtype": str(dtype).removeprefix("torch.")}
+    return index
+
+
+def _too_little(sizes: Mapping[Place, int], max_memory: Mapping[Place, int]) -> str:
+    given = ", ".join(f"{_named(place)} {_gib(size)}" for place, size in max_memory.items())
+    return (
+        f"no room for {_gib(sizes['disk'])} of its {_gib(sum(sizes.values()))} of weights: {given}, and room for the largest "
+        "layer is kept where others pass; raise teachers.max_memory, or name more there: cpu, or disk, which leaves layers "
+        "in their files"
+    )
+
+
+def _named(place: Place) -> str:
+    return f"GPU {place}" if isinstance(place, int) else place
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3g} GiB"
