@@ -30,8 +30,8 @@ def gather_in_place(
 ) -> Broadcasts | None:
     """torch's `all_gather_into_tensor` for gloo: each rank sends its part to where the others want it.
 
-    gloo's own gathers into a tensor that it takes for itself, in a thread, and copies that: every weight would be there twice
-    while it comes, two at a time.
+    gloo's own gathers into a tensor that it takes for itself, in a thread, and copies that: a weight would be there twice when it
+    comes.
     """
     from torch import distributed
 
