@@ -34,14 +34,15 @@ clears them page by page when they are taken again. Large pages that are kept sa
 not change a bit."""
 FREES_MEMORY = FEW_ARENAS | {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.tcache_count=0",
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(128 << 10),
     "MALLOC_TRIM_THRESHOLD_": str(32 << 20),
     "MALLOC_TOP_PAD_": str(4 << 20),
 }
 """The same with `trainer.bucket`. Gathered weights come and go among activations that stay. Kept together, they leave holes that
-the next weights do not fit: a rank of two had twice the memory. So blocks of a MiB and more go back, in large pages, and only
-what is smaller is kept. Without tcache: torch asks for aligned blocks, malloc cuts a few bytes off each, and there these would stay
-between freed blocks, which are never joined then: of 8 MiB of tensors that come and go the heap had 54 MiB, and has 8."""
+the next weights do not fit: a rank of two had twice the memory. So blocks of 128 KiB and more go back, those of 2 MiB in large
+pages, and only what is smaller is kept: the activations of a few tokens, too. Without tcache: torch asks for aligned blocks,
+malloc cuts a few bytes off each, and there these would stay between freed blocks, which are never joined then: of 8 MiB of
+tensors that come and go the heap had 54 MiB, and has 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

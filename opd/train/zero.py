@@ -28,6 +28,7 @@ from opd.errors import RunError
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import obeys_masks, whole_shape
+from opd.train.exchange import gather_weights_in_place, sum_nothing_at_one_rank
 from opd.train.export import FileTensors, write_model
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.network import listening, meet
@@ -290,7 +291,7 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     # Else DeepSpeed looks for compilers and builds a kernel for inference with g++, half a minute for nothing that we use.
     deepspeed.ops.__compatible_ops__ = {}
     if options.world_size == 1:
-        _sum_nothing_at_one_rank()
+        sum_nothing_at_one_rank()
     if not torch.cuda.is_available():
         _same_sums_every_time()
     deepspeed.init_distributed(
@@ -298,6 +299,8 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
         timeout=timedelta(seconds=options.timeout_s),
         verbose=False,
     )
+    if options.world_size > 1 and not torch.cuda.is_available():
+        gather_weights_in_place()
     module: Any = build()
     _without_chance(module, options.gradient_checkpointing)
     # Each step sets its own rate.
@@ -322,14 +325,6 @@ def _same_sums_every_time() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling new memory is for debugging only, and costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _sum_nothing_at_one_rank() -> None:
-    """Let DeepSpeed take one rank's gradients as they are. It would copy all of them three times, to add up a single one."""
-    from deepspeed.runtime.zero import stage3
-
-    assert callable(stage3.reduce_scatter_coalesced)
-    stage3.reduce_scatter_coalesced = lambda tensors, group=None: [tensor.view(-1) for tensor in tensors]
 
 
 def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:

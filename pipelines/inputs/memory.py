@@ -26,7 +26,7 @@ from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
 from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
-from opd.packing import tree_limit
+from opd.packing import columns, tree_limit
 from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
 from pipelines.inputs.machine_memory import machine_bytes
@@ -214,8 +214,9 @@ def summed_bytes(config: PipelineConfig, trained: int) -> int:
 def micro_batch_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     """Bytes that one rank adds while it works on a micro-batch: activations, logits, the gradient of a trained head."""
     student, trainer, width = inputs.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
-    # A unit that is trained together may begin just below the limit.
-    tokens = trainer.micro_batch_tokens + widest_unit(config)
+    # A unit that is trained together may begin just below the limit. What is left of a row is computed, too.
+    unit = widest_unit(config)
+    tokens = columns(trainer.micro_batch_tokens + unit, unit)
     body = inputs.body(student)
     activations = (
         tokens * body.activation_width(student.hidden_size, checkpointing=trainer.gradient_checkpointing) * width

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -22,63 +21,18 @@ import torch
 from safetensors import safe_open
 
 from opd.config import load_pipeline
-from opd.imports import TRANSFORMERS, import_lightly
-from opd.train.rank import RankResult, TrainerRank
-from opd.types import WrittenFile
 from pipelines.inputs import memory
 from pipelines.inputs.read import read_inputs
 from tests.conftest import build_tokenizer
 from tests.integration.conftest import write_prompts
+from tests.integration.limited_rank import LIMIT, MIB, NOTES, RESERVED, LimitedRank
 from tests.integration.test_merge import records, write
-from tests.integration.test_rank_memory import MIB, kept, write_student
+from tests.integration.test_rank_memory import write_student
 
 ROOT = Path(__file__).parents[2]
-LIMIT, NOTES = "TEST_RANK_LIMIT", "TEST_RANK_NOTES"
-"""Variables that tell a rank how much memory it may have, and where it writes down how much it had."""
 RANKS, LAYERS, WIDTH = 2, 12, 2048
-RESERVED = 512 * MIB
-"""Addresses that hold nothing: the system counts the stacks of the threads that Ray and gloo start, and what malloc takes ahead."""
-OVER = 1.15
-"""A rank in a real worker has had 1.137 times what `opd check` adds up. The aim is 1.1: what the sum lacks is not all found yet."""
-
-
-class LimitedRank(TrainerRank):
-    """A trainer rank that the system gives no more memory than the limit; libraries are loaded before it begins."""
-
-    def start(self, address: str, port: int) -> None:
-        import_lightly("deepspeed", TRANSFORMERS)
-        import peft  # noqa: F401
-        from deepspeed import zero  # noqa: F401
-
-        limit = kept("VmData") - kept("RssAnon") + int(os.environ[LIMIT]) + RESERVED
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        super().start(address, port)
-        self._note("load")
-
-    def finish_step(self, share: float) -> RankResult:
-        found = super().finish_step(share)
-        self._note("step")
-        return found
-
-    def saved(self, wait_s: float) -> tuple[WrittenFile, ...] | None:
-        found = super().saved(wait_s)
-        self._note("save")
-        return found
-
-    def load(self, path: Path) -> None:
-        super().load(path)
-        self._note("resume")
-
-    def export(self, path: Path, only_changed: bool = False) -> bool:
-        found = super().export(path, only_changed)
-        self._note("push" if only_changed else "export")
-        return found
-
-    def _note(self, after: str) -> None:
-        """Write down the most memory until now, without files and shared memory."""
-        most = kept("VmHWM") - kept("RssFile") - kept("RssShmem")
-        with (Path(os.environ[NOTES]) / f"rank-{self._rank}-{os.getpid()}").open("a") as file:
-            file.write(json.dumps([after, most, kept("VmData")]) + "\n")
+OVER = 1.1
+"""Most that a rank may have, in what `opd check` adds up."""
 
 
 def pipeline(root: Path, make_model_dir: Callable[..., Path]) -> tuple[dict[str, Any], int]:
@@ -155,7 +109,6 @@ def test_a_student_larger_than_a_ranks_memory_goes_the_whole_way(
 if __name__ == "__main__":
     from cli import app
     from opd.train import deepspeed
-    from tests.integration import test_large_student  # workers know the class by this name, not as __main__'s
 
-    with patch.object(deepspeed, "TrainerRank", test_large_student.LimitedRank):
+    with patch.object(deepspeed, "TrainerRank", LimitedRank):
         app()

@@ -35,10 +35,11 @@ from opd.train.ranks import FREES_MEMORY
 from opd.train.zero import ZeroEngine, ZeroOptions
 from pipelines.inputs import memory
 from pipelines.inputs.body import Body
+from tests.integration.limited_rank import MIB, kept
 from tests.integration.test_shards import Says
 
 ROOT = Path(__file__).parents[2]
-RANKS, ROWS, MIB = 2, 1000, 1 << 20
+RANKS, ROWS = 2, 1000
 TARGETS = ("q_proj", "down_proj")
 
 
@@ -60,12 +61,6 @@ def write_student(path: Path, layers: int, width: int, dtype: torch.dtype, **giv
             )
         files.finish()
     return sum(param.numel() for param in model.parameters())
-
-
-def kept(what: str) -> int:
-    """A number of this process's memory, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
 
 
 @contextmanager

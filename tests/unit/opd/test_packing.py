@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from opd.packing import WIDEST_TREE, pack, tree_limit, trees, units
+from opd.packing import WIDEST_TREE, columns, pack, tree_limit, trees, units
 from opd.types import Rollout
 from tests.rows import make_rollout
 
@@ -24,10 +24,19 @@ def test_every_sequence_has_one_slot_without_overlap(lengths: list[int]) -> None
 
 
 def test_rows_are_as_wide_as_the_lengths_need() -> None:
-    assert pack([3, 5]).width == 128 and pack([64, 1]).width == 128
+    assert pack([64, 64]).width == 128 and pack([64, 64, 1]).width == 128
+    assert pack([3, 6]).width == 16 and pack([64, 1]).width == 72, "no more than short sequences fill"
     assert pack([640]).width == 640 and pack([107] * 9).width == 112, "a multiple of eight"
     assert (pack([100, 60, 60]).width, pack([100, 60, 60]).num_rows) == (232, 1), "a wider row wastes less"
     assert pack([100] * 7 + [20] * 7).num_rows == 7
+
+
+@pytest.mark.parametrize("length", [1, 8, 16, 64, 72, 200])
+def test_no_more_columns_than_are_reckoned_where_rows_fill_up(length: int) -> None:
+    for count in (1, 2, 3, 8, 9, 100):
+        packing = pack([length] * count)
+        assert packing.num_rows * packing.width <= columns(length * count, length)
+    assert columns(48, 32) == 48 and columns(129, 32) == 256 and columns(129, 100) == 136
 
 
 def test_rows_are_filled() -> None:

@@ -113,13 +113,14 @@ def test_activations_are_the_ends_of_every_linear_layer(given: Any) -> None:
     what = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
     # Each of 2 layers: q, k, v, o with 64 + 64, gate, up, down with 64 + 128.
     per_token = 2 * (4 * 128 + 3 * 192) * 4
-    small, large = (lines(given, trainer={"ranks": 1, "micro_batch_tokens": n})[what] for n in (10_000, 20_000))
-    assert large - small == 10_000 * per_token
-    both = lines(given, trainer={"ranks": 2, "micro_batch_tokens": 20_000})[what]
+    # Sequences are short here, so rows have 128 columns: 158 of them, and 79.
+    small, large = (lines(given, trainer={"ranks": 1, "micro_batch_tokens": n})[what] for n in (10_080, 20_192))
+    assert large - small == 79 * 128 * per_token
+    both = lines(given, trainer={"ranks": 2, "micro_batch_tokens": 20_192})[what]
     assert both == 2 * large
     kept = {"gradient_checkpointing": True, "ranks": 1}
-    small, large = (lines(given, trainer=kept | {"micro_batch_tokens": n})[what] for n in (10_000, 20_000))
-    assert large - small == 10_000 * (2 * 64 + (4 * 128 + 3 * 192)) * 4
+    small, large = (lines(given, trainer=kept | {"micro_batch_tokens": n})[what] for n in (10_080, 20_192))
+    assert large - small == 79 * 128 * (2 * 64 + (4 * 128 + 3 * 192)) * 4
     few, many = (lines(given, trainer={"ranks": 1}, objective={"chunk": n})[what] for n in (10_000, 20_000))
     assert many - few == 20 * 10_000 * VOCABULARY
 
@@ -130,7 +131,9 @@ def test_responses_that_share_a_prompt_are_counted_as_the_largest_tree_and_their
     alone, tree = given[0].rollout.max_model_len, max(512, 2 * given[0].rollout.max_model_len)
     steps = {"samples_per_step": 8, "micro_batch_tokens": 10_000, "ranks": 1}
     one, four = (lines(given, trainer=steps, rollout={"n": n}) for n in (1, 4))
-    assert four[what] - one[what] == (tree - alone) * per_token + 5 * (10_000 + tree) * tree
+    assert four[what] - one[what] == (10_000 + tree - 79 * 128) * per_token + 5 * (10_000 + tree) * tree, (
+        "alone: full rows"
+    )
     scored = min(4096, 8 * alone)
     assert four["teachers: activations"] - one["teachers: activations"] == 5 * scored * tree
 

@@ -1,0 +1,58 @@
+"""How ranks exchange weights and gradients, without copies that DeepSpeed and torch would make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def sum_nothing_at_one_rank() -> None:
+    """Let DeepSpeed take one rank's gradients as they are. It would copy all of them three times, to add up a single one."""
+    from deepspeed.runtime.zero import stage3
+
+    assert callable(stage3.reduce_scatter_coalesced)
+    stage3.reduce_scatter_coalesced = lambda tensors, group=None: [tensor.view(-1) for tensor in tensors]
+
+
+def gather_weights_in_place() -> None:
+    """Let DeepSpeed gather with `gather_in_place`, once the ranks have met through gloo."""
+    from deepspeed.comm import comm
+
+    assert callable(comm.cdb.all_gather_function)
+    comm.cdb.all_gather_function = gather_in_place
+
+
+def gather_in_place(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Broadcasts | None:
+    """torch's `all_gather_into_tensor` for gloo: each rank sends its part to where the others want it.
+
+    gloo's own gathers into a tensor that it takes for itself, in a thread, and copies that: a weight would be there twice when it
+    comes.
+    """
+    from torch import distributed
+
+    mine = distributed.get_rank(group)
+    parts = output_tensor.view(-1).chunk(distributed.get_world_size(group))
+    parts[mine].copy_(input_tensor.view(-1))
+    works = [distributed.broadcast(part, group=group, async_op=True, group_src=i) for i, part in enumerate(parts)]
+    broadcasts = Broadcasts(works)
+    if async_op:
+        return broadcasts
+    broadcasts.wait()
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcasts:
+    """Broadcasts under way, which DeepSpeed waits for as for one piece of work."""
+
+    works: Sequence[Any]
+
+    def wait(self) -> None:
+        """Raises: RuntimeError past the group's deadline, or if a rank is gone."""
+        for work in self.works:
+            work.wait()

@@ -1,0 +1,63 @@
+"""Gathering in place, with two real ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.sources import ROOT
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_gather_what_all_have_and_hold_it_once() -> None:
+    """torch's own gather holds it twice; both are asked, so that this says when torch no longer does."""
+    told = subprocess.run(
+        [sys.executable, "-c", GATHERING], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    for line in told.stdout.splitlines():
+        in_place, theirs = map(float, line.split())
+        assert in_place < 0.2 < 0.8 < theirs, told.stdout
+
+
+GATHERING = """
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from opd.train.exchange import gather_in_place
+from opd.train.network import listening, meet
+
+def most(what):
+    return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if what in line)
+
+def beside(gather):
+    "What gathering needs beside parts and result, in results."
+    whole_N = torch.ones(16 << 20)
+    part_N = torch.full((whole_N.numel() // 2,), rank + 1.0)
+    torch.distributed.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = most("VmRSS")
+    work = gather(whole_N, part_N, async_op=True)
+    work.wait()
+    needed = most("VmHWM") - before
+    assert [half.unique().tolist() for half in whole_N.chunk(2)] == [[1.0], [2.0]]
+    return needed / whole_N.nbytes
+
+door = listening("127.0.0.1")
+port, rank = door.getsockname()[1], int(os.fork() == 0)
+if rank:
+    door.close()
+meet("127.0.0.1", port, rank, 2, timedelta(seconds=60), None if rank else door)
+beside(gather_in_place)  # connects
+found = beside(gather_in_place), beside(torch.distributed.all_gather_into_tensor)
+os.write(1, "{:.2f} {:.2f}\\n".format(*found).encode())  # at once: both write to one pipe
+torch.distributed.barrier()
+if not rank:  # the store that the other one speaks to is here
+    assert os.wait()[1] == 0
+torch.distributed.destroy_process_group()
+"""
