@@ -107,7 +107,7 @@ class _Line:
     def __init__(self, machines: Sequence[Machine], timeout_s: float) -> None:
         self._machines = machines
         self._timeout_s = timeout_s
-        self._buckets: deque[_Bucket | None] = deque(maxlen=len(machines))
+        self._buckets: deque[_Bucket | None] = deque()
         """What each machine takes now."""
 
     @property
@@ -136,7 +136,7 @@ class _Line:
             self._step(None)
 
     def _step(self, bucket: _Bucket | None) -> None:
-        self._buckets.appendleft(bucket)  # the last machine's falls out
+        self._buckets.appendleft(bucket)
         asked = [
             self._ask(place, one, self._machines[place].alive)
             for place, one in enumerate(self._buckets)
@@ -144,6 +144,8 @@ class _Line:
         ]
         for each in asked:
             self._wait(each)
+        if len(self._buckets) == len(self._machines):
+            self._buckets.pop()  # all have it
 
     def _ask(self, place: int, bucket: _Bucket, workers: Sequence[Engine]) -> _Asked:
         """Have workers of a machine take a bucket, and the machine keep a copy if there is somebody behind it."""

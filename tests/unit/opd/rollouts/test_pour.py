@@ -26,6 +26,8 @@ class Handle:
 
     bucket: int
     node: str
+    origin: Handle | None = None
+    """What it is still to be copied from."""
     lost: bool = False
     readers: set[str] = field(default_factory=set)
     """Nodes that have fetched it."""
@@ -42,14 +44,22 @@ class World:
     """Worker, bucket, and the node that has what it is given."""
     handles: WeakSet[Handle] = field(default_factory=WeakSet)
     """Those that somebody still holds."""
+    most: Counter[str] = field(default_factory=Counter)
+    """Most of them that each node ever had."""
+    copied: Counter[str] = field(default_factory=Counter)
+    """Copies that each node was asked for."""
+    late: bool = False
+    """Copies are made when somebody is given them, not at once."""
 
-    def put(self, bucket: int, node: str, *, lost: bool = False) -> Handle:
-        made = Handle(bucket, node, lost)
+    def put(self, bucket: int, node: str, origin: Handle | None = None) -> Handle:
+        made = Handle(bucket, node, origin)
         self.handles.add(made)
+        self.most |= Counter(one.node for one in self.handles)
         return made
 
     def read(self, node: str, handle: Handle) -> None:
         """Have a value on a node. Raises: LostValue."""
+        self.make(handle)
         if node in handle.readers:
             return
         if handle.lost or handle.node in self.dead:
@@ -61,13 +71,22 @@ class World:
 
     def copy_on(self, node: str, handle: Handle) -> Handle:
         """Stands for `opd.cluster.copy_on`: it returns at once, so a copy that cannot be made is found out by who is given it."""
+        self.copied[node] += 1
+        made = self.put(handle.bucket, node, handle)
+        if not self.late:
+            self.make(made)
+        return made
+
+    def make(self, handle: Handle) -> None:
+        """Make a copy that is not made yet."""
+        origin, handle.origin = handle.origin, None
+        if origin is None:
+            return
         try:
-            if node in self.dead:
-                raise LostValue(node)
-            self.read(node, handle)
+            self.read(handle.node, origin)
         except LostValue:
-            return self.put(handle.bucket, node, lost=True)
-        return self.put(handle.bucket, node)
+            handle.lost = True
+        handle.lost |= handle.node in self.dead
 
 
 class Engine:
@@ -139,18 +158,11 @@ def engines(world: World, names: str) -> list[Any]:
 
 def send(
     world: World, workers: Sequence[Any], count: int, *, source: str | None = TRAINER, node: str = TRAINER
-) -> Counter[str]:
-    """Pour so many buckets, made on `node`. Returns the most handles of each node that were held when one was asked for."""
-    most: Counter[str] = Counter()
-
-    def buckets() -> Iterator[Handle]:
-        for bucket in range(count):
-            most.update(Counter(one.node for one in world.handles) - most)
-            yield world.put(bucket, node)
-
+) -> None:
+    """Pour so many buckets, made on `node`, where the stream says that they are made on `source`."""
+    buckets = (world.put(bucket, node) for bucket in range(count))
     known: dict[str, Any] = {"model_dir": Path("/student"), "whole": True, "node": source}
-    pour(workers, WeightStream(buckets=buckets(), **known), timeout_s=7)
-    return most
+    pour(workers, WeightStream(buckets=buckets, **known), timeout_s=7)
 
 
 def test_each_machine_sends_a_bucket_once_to_the_next(world: World) -> None:
@@ -235,9 +247,9 @@ def test_more_machines_than_buckets(world: World, count: int) -> None:
 
 
 def test_a_store_has_a_few_buckets_however_many_there_are(world: World) -> None:
-    most = send(world, engines(world, "A0 B0 C0 D0"), 40)
-    # What the next machine takes, what is kept in case that is lost, and for the trainer what it has just sent.
-    assert most == {TRAINER: 3, "A": 2, "B": 2, "C": 1}
+    send(world, engines(world, "A0 B0 C0 D0"), 40)
+    # What is copied now, what the next machine takes, and what is kept in case that this is lost.
+    assert world.most == {TRAINER: 2, "A": 3, "B": 3, "C": 2} and world.copied == {"A": 40, "B": 40, "C": 40}
     assert not world.handles, "nothing stays"
 
 
@@ -256,34 +268,39 @@ def test_a_worker_that_dies_misses_the_rest_and_nobody_else_does(world: World, n
     assert max(Counter(world.sent).values()) == 1 and Counter(x for x, *_ in world.sent) == {TRAINER: 5, "A": 5, "B": 5}
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("node", [False, True])
-def test_without_the_engines_of_a_machine_the_next_takes_from_the_one_before(world: World, node: bool) -> None:
+def test_without_the_engines_of_a_machine_the_next_takes_from_the_one_before(
+    world: World, node: bool, late: bool
+) -> None:
+    """While the second machine dies with bucket 2, the third takes bucket 1, which it may have fetched before."""
+    world.late = late
     workers = engines(world, "A0 B0 C0 D0")
     workers[1].dies_in("take_bucket", 2, node=node)
     send(world, workers, 6)
     assert [one.taken for one in workers] == [list(range(6)), [0, 1], list(range(6)), list(range(6))]
-    assert {one for one in world.sent if one[1] == "C"} == {("B", "C", 0)} | (
-        {("A", "C", 1)} if node else {("B", "C", 1)}
-    ) | {("A", "C", b) for b in (2, 3, 4, 5)}
+    source = ["B", "A" if node and late else "B", *"AAAA"]
+    assert [one for one in world.sent if one[1] == "C"] == [(source[b], "C", b) for b in range(6)]
     assert sum(x == TRAINER for x, *_ in world.sent) == 6
 
 
-def test_without_the_first_machine_the_second_takes_from_the_trainer(world: World) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_without_the_first_machine_the_second_takes_from_the_trainer(world: World, late: bool) -> None:
+    world.late = late
     workers = engines(world, "A0 B0 C0")
     workers[0].dies_in("take_bucket", 1, node=True)
     send(world, workers, 4)
     assert [one.taken for one in workers] == [[0], [0, 1, 2, 3], [0, 1, 2, 3]]
-    assert {one for one in world.sent if one[1] == "B"} == {(TRAINER, "B", b) for b in range(4)}, (
-        "bucket 0 was lost with A"
-    )
+    source = [TRAINER if late else "A", *3 * [TRAINER]]
+    assert [one for one in world.sent if one[1] == "B"] == [(source[b], "B", b) for b in range(4)]
 
 
 def test_without_the_last_machine_nothing_is_copied_for_it(world: World) -> None:
     workers = engines(world, "A0 B0 C0")
     workers[2].dies_in("take_bucket", 0)
-    most = send(world, workers, 6)
-    assert [one.taken for one in workers] == [list(range(6))] * 2 + [[]]
-    assert [one for one in world.sent if one[0] == "B"] == [] and most["B"] <= 1
+    send(world, workers, 6)
+    assert [one.taken for one in workers] == [*[list(range(6))] * 2, []]
+    assert world.copied == {"A": 6, "B": 2}, "the two that were under way when it died"
 
 
 def test_when_all_are_dead_no_bucket_is_asked_for_any_more(world: World) -> None:
@@ -304,15 +321,13 @@ def test_when_all_are_dead_no_bucket_is_asked_for_any_more(world: World) -> None
 def test_a_bucket_that_is_lost_with_both_machines_that_kept_it_ends_the_push(world: World) -> None:
     """Whoever calls starts all workers again then; the engines that wait for it could not go on."""
     workers = engines(world, "A0 B0 C0 D0")
-    workers[1].dies_in("take_bucket", 3)
 
     def both(method: str, bucket: int) -> None:
         if (method, bucket) == ("take_bucket", 1):
             world.dead |= {"A", "B"}
 
     workers[2].before = both
-    workers[2].node = "C"
-    with pytest.raises(LostValue, match="bucket 1") as raised:
+    with pytest.raises(LostValue, match="bucket 2") as raised:
         send(world, workers, 6)
     assert raised.value.worker is None
 
