@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,21 @@ def test_each_machine_gets_buckets_from_the_one_before_it_alone(
 ) -> None:
     workers, node = takers()
     pour(workers, stream(), timeout_s=60)
-    first, second, third, here = (worker.name for worker in workers)
-    for name, wanted in ((first, node[here]), (here, node[here]), (second, node[first]), (third, node[second])):
-        assert [nodes for who, nodes in given if who == name] == [{wanted}] * COUNT, name
+    first, second, third, here = (node[worker.name] for worker in workers)
+    # A machine that makes a copy may have fetched the bucket when its worker is given it; the trainer's worker is given it then too.
+    where = {
+        first: [{here}, {here, first}],
+        here: [{here}, {here, first}],
+        second: [{first}, {first, second}],
+        third: [{second}],
+    }
+    for name, had in given:
+        assert had in where[node[name]], name
+    assert Counter(name for name, _ in given) == dict.fromkeys(node, COUNT)
     assert [worker.submit(Taker.sums).result(timeout_s=60) for worker in workers] == [WANTED] * 4
 
 
+@pytest.mark.slow
 def test_a_machine_that_dies_in_the_middle_costs_the_others_nothing(four_nodes: Any) -> None:
     """Its copies are lost with it, also that of a bucket that the next machine has not taken yet."""
     workers, node = takers()
@@ -136,9 +146,10 @@ def test_engines_on_two_machines_get_the_weights_one_from_the_other(
         rank = trainer._ranks[0].node_id().result(timeout_s=60)
         first, second = (worker.node_id().result(timeout_s=60) for worker in engine._workers)
         assert len({rank, first, second}) == 3
-        for worker, source in zip(engine._workers, (rank, first), strict=True):
-            had = [nodes for name, nodes in given if name == worker.name]
-            assert {source} in had and all(nodes in ({source}, set()) for nodes in had), "a small one is in no store"
+        where = [[{rank}, {rank, first}], [{first}]]
+        for worker, possible in zip(engine._workers, where, strict=True):
+            had = [nodes for name, nodes in given if name == worker.name and nodes]  # a small one is in no store
+            assert len(had) > 2 and all(nodes in possible for nodes in had)
         engine._workers[1].kill()
         deadline = time.monotonic() + 120
         while not engine._restarted:  # a worker that is killed may answer once more
