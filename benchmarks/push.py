@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -67,6 +68,7 @@ def machines(count: int) -> Iterator[Any]:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on loopback
     from ray.cluster_utils import Cluster
 
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # which Ray takes
     room = {"num_cpus": 1, "object_store_memory": 512 * MIB, "node_ip_address": "127.0.0.1"}
     cluster = Cluster(initialize_head=True, head_node_args=room | {"include_dashboard": False})
     try:
@@ -75,6 +77,7 @@ def machines(count: int) -> Iterator[Any]:
         yield cluster
     finally:
         cluster.shutdown()
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def make_model(path: Path, size: str) -> int:
