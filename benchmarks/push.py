@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -57,16 +58,26 @@ class Push:
 @contextmanager
 def two_machines() -> Iterator[str]:
     """A Ray cluster of two nodes on this machine, each with room for one worker. Gives its address."""
+    with machines(2) as cluster:
+        yield cluster.address
+
+
+@contextmanager
+def machines(count: int) -> Iterator[Any]:
+    """Ray's own `Cluster` of so many such nodes."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on loopback
     from ray.cluster_utils import Cluster
 
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # which Ray takes
     room = {"num_cpus": 1, "object_store_memory": 512 * MIB, "node_ip_address": "127.0.0.1"}
     cluster = Cluster(initialize_head=True, head_node_args=room | {"include_dashboard": False})
     try:
-        cluster.add_node(**room)
-        yield cluster.address
+        for _ in range(count - 1):
+            cluster.add_node(**room)
+        yield cluster
     finally:
         cluster.shutdown()
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def make_model(path: Path, size: str) -> int:

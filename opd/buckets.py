@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET_BYTES = 64 << 20
-"""Most that a bucket holds, unless a single tensor is larger."""
+"""Most that a bucket holds, unless the largest tensor needs more: then as much as that."""
 ALIGNED = 64
 """Tensors begin at multiples of this many bytes, which suits every type."""
 
@@ -97,6 +97,8 @@ class WeightStream:
     """True if all weights come."""
     buckets: Iterable[Any]
     """Handles that reach a worker's method as `Bucket`s. Each is made when it is taken from here."""
+    node: str | None = None
+    """Ray's id of the node whose object store has the buckets when they are made; None if that is not known."""
 
 
 class Kept:

@@ -14,8 +14,8 @@ background    work in a thread of the driver
 
 from opd.cluster.background import Background
 from opd.cluster.environment import worker_env
-from opd.cluster.errors import WorkerDied
-from opd.cluster.objects import Remote, Stored, fetch, put
+from opd.cluster.errors import LostValue, WorkerDied
+from opd.cluster.objects import Remote, Stored, copy_on, fetch, put
 from opd.cluster.placement import Group, Node, Seat, nodes, reserve
 from opd.cluster.session import LOCAL, ray_session
 from opd.cluster.waiting import first, wait
@@ -25,6 +25,7 @@ __all__ = [
     "LOCAL",
     "Background",
     "Group",
+    "LostValue",
     "Node",
     "Pending",
     "Remote",
@@ -32,6 +33,7 @@ __all__ = [
     "Stored",
     "Worker",
     "WorkerDied",
+    "copy_on",
     "fetch",
     "first",
     "nodes",

@@ -20,7 +20,7 @@ class WorkerDied(RunError):
 
 
 class LostValue(WorkerDied):
-    """A value cannot be read any more: the only node that had it is gone."""
+    """A value cannot be read any more: the only node that had it is gone. A call that was given it did not begin."""
 
 
 def cause(error: Any) -> Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 from opd.cluster.daemons import ray_lives
@@ -27,6 +28,32 @@ def fetch(handle: Any) -> Any:
 
     with ray_lives():
         return ray.get(handle)
+
+
+def copy_on(node: str, handle: Any) -> Any:
+    """A handle to a copy of a value, which a node fetches into its object store and has for others; returns at once.
+
+    It is another value than the first, because Ray would fetch that one from any node that has it. A process that Ray keeps on the
+    node for such work makes the copy, while the workers do theirs. Whoever is given a copy that cannot be made gets the error
+    of a value that is lost. `node`: its id. Raises: WorkerDied if Ray is gone.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    with ray_lives():
+        return _copying().options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(handle)
+
+
+@cache
+def _copying() -> Any:
+    """The call that makes a copy. There is one, because Ray tells all nodes of each that is made."""
+    import ray
+
+    return ray.remote(_same)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,13 @@ class Beating:
         address: str = ray.util.get_node_ip_address()
         return address
 
+    def node_id(self) -> str:
+        """Ray's id of the node that this worker runs on."""
+        import ray
+
+        found: str = ray.get_runtime_context().get_node_id()
+        return found
+
 
 def _beat(key: bytes) -> None:
     import ray

@@ -24,8 +24,8 @@ EXPLAIN_S = 10.0
 def wait(pending: Sequence[Pending[R]], *, timeout_s: float) -> list[R]:
     """Wait for all answers, and return them in order.
 
-    Raises: a worker's own OpdError or RunError; WorkerDied if one died or Ray is gone; RunError with the workers' names
-    past the deadline.
+    Raises: a worker's own OpdError or RunError; WorkerDied if one died or Ray is gone, LostValue among these if one could not
+    begin because what it was given is lost; RunError with the workers' names past the deadline.
     """
     left, deadline = list(pending), time.monotonic() + timeout_s
     while left:
@@ -82,17 +82,27 @@ def _answer(pending: Pending[R]) -> R:
             answer: R = ray.get(pending.handle)
             return answer
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ray.exceptions.RayActorError):
-            who = f"{pending.worker.name}: `{pending.method}`"
-            raise WorkerDied(f"{who} was to get the answer of a worker that died: {error.cause}") from None
-        if isinstance(error.cause, ray.exceptions.ObjectLostError):  # what it was given lay on a node that died
-            raise WorkerDied(f"{pending.worker.name}: `{pending.method}` was given a value that is lost") from None
+        lost = _lost_argument(error.cause)
+        if lost:
+            raise LostValue(f"{pending.worker.name}: `{pending.method}` was {lost}") from None
         raise cause(error) from None
     except LostValue as error:
         pending.worker.kill()  # it may live, and another one is about to take its place
         raise WorkerDied(f"{pending.worker.name}: {error} (the answer to `{pending.method}`)", pending.worker) from None
     except ray.exceptions.RayActorError as error:
         raise _death(pending, error) from None
+
+
+def _lost_argument(found: Any) -> str:
+    """Which argument a method could not be given, so that it did not begin; empty if an error is the method's own."""
+    import ray
+
+    known = ray.exceptions
+    if isinstance(found, known.RayActorError):
+        return f"to get the answer of a worker that died: {found}"
+    # What it was given lay on a node that died, or was to be copied by a process that is gone.
+    gone = (known.WorkerCrashedError, known.NodeDiedError, known.TaskUnschedulableError, known.OutOfMemoryError)
+    return "given a value that is lost" if isinstance(found, (known.ObjectLostError, *gone)) else ""
 
 
 def _death(pending: Pending[Any], error: Any) -> WorkerDied:

@@ -54,6 +54,10 @@ class Worker(Generic[T]):
         address: str = self._submit(Beating.node_address.__name__).result(timeout_s=timeout_s)
         return address
 
+    def node_id(self) -> Pending[str]:
+        """Ask for Ray's id of the node that it runs on, whose object store it shares with all workers there."""
+        return self._submit(Beating.node_id.__name__)
+
     def kill(self) -> None:
         """End it at once; whoever waits for one of its calls gets the error of a worker that died.
 

@@ -1,40 +1,193 @@
-"""Hand new weights to rollout workers as the trainer sends them, bucket by bucket."""
+"""Hand new weights to rollout workers as the trainer sends them: bucket by bucket, and from machine to machine.
+
+    ranks            gather 1    gather 2    gather 3
+                          └──────────┐└──────────┐
+    first machine                 take 1      take 2      take 3
+                                      └──────────┐└──────────┐
+    second machine                            take 1      take 2 ...
+
+A machine takes a bucket while the next one takes the bucket before. So each sends a bucket once, over its own link; else the
+trainer's machine would send it to all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeVar
 
+from opd import cluster
 from opd.buckets import WeightStream
-from opd.cluster import Pending, Worker, WorkerDied
+from opd.cluster import LostValue, Pending, Worker, WorkerDied
 from opd.rollouts.worker import VLLMWorker
 
+Engine = Worker[VLLMWorker]
+R = TypeVar("R")
 
-def pour(workers: Sequence[Worker[VLLMWorker]], stream: WeightStream, *, timeout_s: float) -> None:
+
+def pour(workers: Sequence[Engine], stream: WeightStream, *, timeout_s: float) -> None:
     """Have workers take all buckets of a stream; `VLLMWorker.finish_stream` is still to be called. All are waited for before the
-    next bucket is asked for, so that no more than two are under way.
+    next bucket is asked for, so that no store has more than a few.
 
-    A worker that dies misses the rest, and the others go on: vLLM cannot give up a reload in the middle.
+    A worker that dies misses the rest, and the others go on: vLLM cannot give up a reload in the middle. If a machine dies with
+    buckets that others are to get from it, they get them from the machine before.
     `timeout_s`: deadline of each worker with each bucket. Raises: what `opd.cluster.wait` raises, but for the death of one of
     these workers.
     """
     alive = list(workers)
+    # One worker gets what is sent wherever it is.
+    nodes = _ask_all(alive, lambda worker: worker.node_id(), timeout_s) if len(alive) > 1 else dict.fromkeys(alive, "")
+    line = _Line(machines_of(nodes, stream.node), timeout_s)
+    line.begin(stream)
+    for handle in stream.buckets:
+        line.advance(handle)
+        if not line.alive:
+            return
+    line.finish()
 
-    def all_do(ask: Callable[[Worker[VLLMWorker]], Pending[None]]) -> None:
-        for worker, pending in [(worker, ask(worker)) for worker in alive]:
+
+@dataclass(slots=True)
+class Machine:
+    """A place in the line."""
+
+    node: str
+    """Ray's id."""
+    workers: list[Engine]
+    """The engines there that live. Without any, nothing is passed on from there: the machine may be dead."""
+    beside: list[Engine] = field(default_factory=list)
+    """Engines on the trainer's machine. They take what the first machine takes, and need nobody to send it."""
+
+    @property
+    def alive(self) -> list[Engine]:
+        return [*self.workers, *self.beside]
+
+    def forget(self, worker: Engine) -> None:
+        """It is dead."""
+        for workers in (self.workers, self.beside):
+            if worker in workers:
+                workers.remove(worker)
+
+
+def machines_of(nodes: Mapping[Engine, str], source: str | None) -> list[Machine]:
+    """The machines of workers whose nodes are these, in line; `source` is the node from which the buckets come, if it is known."""
+    found: dict[str, list[Engine]] = {}
+    for worker, node in nodes.items():
+        found.setdefault(node, []).append(worker)
+    beside = found.pop(source, []) if source is not None and len(found) > 1 else []
+    machines = [Machine(node, workers) for node, workers in found.items()]
+    if beside:
+        machines[0].beside = beside
+    return machines
+
+
+class _Bucket:
+    """A bucket that some machines have taken and others wait for."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handles: deque[Any] = deque([handle], maxlen=2)
+        """The next machine takes the last one. The one before it is for the case that the last is lost with its machine."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What was asked of a machine."""
+
+    place: int
+    bucket: _Bucket
+    copy: Any | None
+    """Handle to the machine's own copy, for the next one; None where nobody waits for it."""
+    taking: list[tuple[Engine, Pending[None]]]
+
+
+class _Line:
+    """The machines in the order in which a bucket reaches them."""
+
+    def __init__(self, machines: Sequence[Machine], timeout_s: float) -> None:
+        self._machines = machines
+        self._timeout_s = timeout_s
+        self._buckets: deque[_Bucket | None] = deque()
+        """What each machine takes now."""
+
+    @property
+    def alive(self) -> list[Engine]:
+        return list(chain.from_iterable(machine.alive for machine in self._machines))
+
+    def begin(self, stream: WeightStream) -> None:
+        """Have all workers expect the stream."""
+        alive = self.alive
+        begun = _ask_all(
+            alive,
+            lambda worker: worker.submit(VLLMWorker.begin_stream, stream.model_dir, whole=stream.whole),
+            self._timeout_s,
+        )
+        for worker in alive:
+            if worker not in begun:
+                self._forget(worker)
+
+    def advance(self, handle: Any) -> None:
+        """The first machine takes this bucket, and each other one that which the machine before it took last."""
+        self._step(_Bucket(handle))
+
+    def finish(self) -> None:
+        """No bucket is left: those that are under way reach the end of the line."""
+        for _ in range(len(self._machines) - 1):
+            self._step(None)
+
+    def _step(self, bucket: _Bucket | None) -> None:
+        self._buckets.appendleft(bucket)
+        asked = [
+            self._ask(place, one, self._machines[place].alive)
+            for place, one in enumerate(self._buckets)
+            if one is not None
+        ]
+        for each in asked:
+            self._wait(each)
+        if len(self._buckets) == len(self._machines):
+            self._buckets.pop()  # all have it
+
+    def _ask(self, place: int, bucket: _Bucket, workers: Sequence[Engine]) -> _Asked:
+        """Have workers of a machine take a bucket, and the machine keep a copy if there is somebody behind it."""
+        machine, behind = self._machines[place], self._machines[place + 1 :]
+        handle, copy = bucket.handles[-1], None
+        if machine.workers and any(other.alive for other in behind):
+            copy = cluster.copy_on(machine.node, handle)
+        taking = [(worker, worker.submit(VLLMWorker.take_bucket, handle)) for worker in workers]
+        return _Asked(place, bucket, copy, taking)
+
+    def _wait(self, asked: _Asked) -> None:
+        """Raises: LostValue if a bucket is lost with all machines that had it."""
+        missing: list[Engine] = []
+        for worker, pending in asked.taking:
             try:
-                pending.result(timeout_s=timeout_s)
+                pending.result(timeout_s=self._timeout_s)
+            except LostValue:  # it did not begin, and can be asked again
+                missing.append(worker)
+                if len(asked.bucket.handles) == 1:
+                    raise
             except WorkerDied as error:
                 if error.worker is not worker:
                     raise
-                alive.remove(worker)
+                self._forget(worker)
+        if missing:
+            asked.bucket.handles.pop()
+            self._wait(self._ask(asked.place, asked.bucket, missing))
+        elif asked.copy is not None and self._machines[asked.place].workers:
+            asked.bucket.handles.append(asked.copy)
 
-    def take(handle: Any, worker: Worker[VLLMWorker]) -> Pending[None]:
-        return worker.submit(VLLMWorker.take_bucket, handle)
+    def _forget(self, worker: Engine) -> None:
+        for machine in self._machines:
+            machine.forget(worker)
 
-    all_do(lambda worker: worker.submit(VLLMWorker.begin_stream, stream.model_dir, whole=stream.whole))
-    for handle in stream.buckets:
-        all_do(partial(take, handle))
-        if not alive:
-            return
+
+def _ask_all(workers: Sequence[Engine], ask: Callable[[Engine], Pending[R]], timeout_s: float) -> dict[Engine, R]:
+    """The answers of those workers that do not die."""
+    found: dict[Engine, R] = {}
+    for worker, pending in [(worker, ask(worker)) for worker in workers]:
+        try:
+            found[worker] = pending.result(timeout_s=timeout_s)
+        except WorkerDied as error:
+            if error.worker is not worker:
+                raise
+    return found

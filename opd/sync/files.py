@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.buckets import Bucket, BucketWriter, WeightStream, padded
-from opd.cluster import put
+from opd.cluster import nodes, put
 from opd.model_files import names_of_files
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def stream_files(model_dir: Path, like: Path, nbytes: int) -> WeightStream:
     """All weights of a directory whose files have Hugging Face's names, in buckets of at most `nbytes` unless a tensor is larger. `like` is a
     model of this shape that the engines can read. Taking buckets raises: OSError; WorkerDied if Ray is gone."""
     handles: Iterator[Any] = (put(bucket) for bucket in buckets(_tensors(model_dir), nbytes))
-    return WeightStream(model_dir=like.absolute(), whole=True, buckets=handles)
+    return WeightStream(model_dir=like.absolute(), whole=True, buckets=handles, node=nodes()[0].id)
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:

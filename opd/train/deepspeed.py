@@ -168,7 +168,9 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
 
     def stream_changed(self, nbytes: int) -> WeightStream:
         (whole, count), *_ = self._call(TrainerRank.begin_stream, nbytes)
-        return WeightStream(model_dir=self._spec.rank.model_dir.absolute(), whole=whole, buckets=self._buckets(count))
+        node = self._ranks[0].node_id().result(timeout_s=self._timeout_s)
+        model_dir = self._spec.rank.model_dir.absolute()
+        return WeightStream(model_dir=model_dir, whole=whole, buckets=self._buckets(count), node=node)
 
     def _buckets(self, count: int) -> Iterator[Any]:
         """Handles to the buckets of a stream. While one is used the ranks gather the next. Raises: as `opd.cluster.wait`."""

@@ -2,13 +2,15 @@
 sends them, and all go on to the next.
 
 What a rank holds beside its shares is the largest weight, or weights that the files have fused into one tensor; the writing
-rank a copy of that in the files' form, the sending one a bucket.
+rank a copy of that in the files' form, the sending one a bucket, or as many as the tensors of such a weight need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,30 +117,67 @@ class Sending:
     """The same tensors in buckets. All ranks make the same ones, each when it is asked for, and one rank has their values."""
 
     def __init__(self, tensors: FileTensors, nbytes: int) -> None:
-        """`nbytes`: most that a bucket holds, unless the tensors of one group are more."""
+        """`nbytes`: most that a bucket holds, or as much as the largest tensor takes if that is more: of several machines that
+        pass buckets on each would wait for the one that has the largest."""
         self._tensors = tensors
-        sizes = [sum(padded(tensor) for tensor in group.values()) for group in tensors.planned()]
-        self._left = _cut(tensors.groups, sizes, nbytes)
-        self.count = len(self._left)
+        planned = [{name: padded(tensor) for name, tensor in group.items()} for group in tensors.planned()]
+        room = max((nbytes, *(size for sizes in planned for size in sizes.values())))
+        self._left = deque(_cut(tensors.groups, planned, room))
+        self._made: deque[Bucket | None] = deque()
+        """Buckets of weights that were gathered together, which are still to be given away."""
+        self.count = sum(len(part.buckets) for part in self._left)
         """Buckets that there are."""
 
     def gather(self, *, mine: bool) -> Bucket | None:
         """The next bucket where it is `mine`, else None. All ranks ask together."""
-        groups, nbytes = self._left.pop(0)
-        writer = BucketWriter(nbytes) if mine else None
-        for group in groups:
+        if not self._made:
+            self._made.extend(self._gather(self._left.popleft(), mine))
+        return self._made.popleft()
+
+    def _gather(self, part: _Part, mine: bool) -> list[Bucket | None]:
+        writers = [BucketWriter(sum(sizes.values())) for sizes in part.buckets] if mine else []
+        for group in part.groups:
             with self._tensors.whole(group):
-                if writer is not None:
-                    writer.add(self._tensors.values(group))
-        return None if writer is None else writer.bucket()
+                if mine:
+                    values = self._tensors.values(group)
+                    for writer, sizes in zip(writers, part.buckets, strict=True):
+                        writer.add({name: tensor for name, tensor in values.items() if name in sizes})
+        return [writer.bucket() for writer in writers] if mine else [None] * len(part.buckets)
 
 
-def _cut(groups: Sequence[FileGroup], sizes: Sequence[int], nbytes: int) -> list[tuple[list[FileGroup], int]]:
-    """The groups of each bucket and their bytes, in order."""
-    made: list[tuple[list[FileGroup], int]] = []
-    for group, size in zip(groups, sizes, strict=True):
-        if made and made[-1][1] + size <= nbytes:
-            made[-1] = ([*made[-1][0], group], made[-1][1] + size)
+@dataclass(slots=True)
+class _Part:
+    """What is gathered at a time: groups that share a bucket, or one that needs several, such as the experts of a layer."""
+
+    groups: list[FileGroup]
+    buckets: list[dict[str, int]]
+    """Bytes of each tensor in a bucket, by name."""
+
+
+def _cut(groups: Sequence[FileGroup], planned: Sequence[Mapping[str, int]], room: int) -> Iterator[_Part]:
+    """The groups in order, as many to a bucket as it has room for. `planned`: the bytes of each one's tensors, which fit alone."""
+    held, bytes_held = _Part([], [{}]), 0
+    for group, sizes in zip(groups, planned, strict=True):
+        size = sum(sizes.values())
+        if held.groups and bytes_held + size > room:
+            yield held
+            held, bytes_held = _Part([], [{}]), 0
+        if size > room:
+            yield _Part([group], list(_divided(sizes, room)))
         else:
-            made.append(([group], size))
-    return made
+            held.groups.append(group)
+            held.buckets[0].update(sizes)
+            bytes_held += size
+    if held.groups:
+        yield held
+
+
+def _divided(sizes: Mapping[str, int], room: int) -> Iterator[dict[str, int]]:
+    """One group's tensors, as many to a bucket as it has room for."""
+    held: dict[str, int] = {}
+    for name, size in sizes.items():
+        if held and sum(held.values()) + size > room:
+            yield held
+            held = {}
+        held[name] = size
+    yield held

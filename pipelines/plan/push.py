@@ -1,7 +1,8 @@
 """New weights on their way from trainer to engines, and the probe that proves them. docs/plan.md writes the formulas out.
 
 shared_memory   rank 0 ─write→ its machine's memory ─read→ engines                            one machine
-network         ranks ─gather→ bucket ─copy→ object store ─link→ object stores ─copy→ engines  any machines
+network         ranks ─gather→ bucket ─copy→ object store ─link→ object store ─copy→ engines   any machines, in line
+                                                             └─copy─link→ object store ─copy→ engines
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from pipelines.plan.spec import ClusterSpec
 
 WIRE = 4.01 / 4
 """Bytes that cross a network for each byte of new weights: `python -m benchmarks.push`, float32."""
-WRITTEN, STORED, TAKEN, LOADED = 1, 2, 1, 3
+WRITTEN, STORED, TAKEN, PASSED, LOADED = 1, 2, 1, 1, 3
 """Copies: rank 0 writes a file; it fills a bucket and puts it into the object store; an engine takes a tensor out of its bucket;
-vLLM's reload fills a layer, packs it, and puts it in the place of the old one."""
+a machine puts a bucket into its object store once more, for the next one; vLLM's reload fills a layer, packs it, and puts it in the place of the old one."""
 REPLACED = 1
 """Copies of a reload that go to memory which was there before; all others go to memory that has just been given."""
 
@@ -51,8 +52,8 @@ class Push:
 
     @property
     def sent(self) -> float:
-        """Bytes that leave rank 0's machine, or its process: each machine with an engine gets them once through the object store;
-        through shared memory each engine reads them."""
+        """Bytes that machines send, or rank 0's process: each machine with an engine gets them once through the object store, from
+        rank 0's or from another one; through shared memory each engine reads them."""
         if not self.over_network:
             return float(self.nbytes * self.config.rollout.workers)
         return WIRE * self.nbytes * max(1, self._away)
@@ -63,6 +64,13 @@ class Push:
         machines = self.places.rollout.machines
         return machines - 1 if self.places.shared or self.spec.machines == 1 else machines
 
+    @property
+    def _buckets(self) -> int:
+        """How many there are: none has less room than the largest tensor takes."""
+        head = self.shape.head if self.pushed == self.shape.parameters else 0  # adapters leave it as it is
+        largest = max(head, *(part.inputs * part.outputs for part in self.shape.parts))
+        return ceil(self.nbytes / max(BUCKET_BYTES, largest * DTYPE_BYTES[self.config.trainer.dtype]))
+
     def spent(self, prompt: int, gathered: float) -> Seconds:
         """A push whose weights the ranks gather in so many seconds, and its proof; prompts of so many tokens are its probe."""
         # Ranks gather and prove, engines read and prove, on cores that they may have to share.
@@ -72,8 +80,11 @@ class Push:
         link = gathered + out.link + into.link
         if self.over_network and (self.spec.machine.gpus or self._away):
             # The ranks gather the next bucket while the engines take one.
-            buckets = ceil(self.nbytes / BUCKET_BYTES)
-            link -= min(gathered + out.link, into.link) * (1 - 1 / buckets)
+            link -= min(gathered + out.link, into.link) * (1 - 1 / self._buckets)
+        if self.over_network and self._away > 1:
+            # All machines take one at the same time; the last bucket passes them one after the other.
+            late = into.times((self._away - 1) / self._buckets)
+            link, into = link + late.link, into + late
         memory = out.memory + into.memory
         return Seconds(compute=self._probe(prompt), memory=memory, link=link, overhead=overhead)
 
@@ -88,8 +99,11 @@ class Push:
         if not self.spec.machine.gpus:  # vLLM's CPU build multiplies with packed weights, and the head is packed apart
             nbytes += 2 * self.shape.head * DTYPE_BYTES[self.config.rollout.dtype]
         rate = self.spec.links.between * self.spec.factors.link.share
-        wire = WIRE * self.nbytes * self._away / rate if self.over_network else 0.0
+        wire = WIRE * self.nbytes * min(1, self._away) / rate if self.over_network else 0.0
         taken = self._in_host(place, TAKEN if self.over_network else 0, max(1.0, place.devices))
+        # With GPUs nobody waits for the copy that is passed on: it is made while the engine takes its own, which is no shorter.
+        if self.over_network and self._away > 1 and not self.spec.machine.gpus:
+            taken += self._in_host(place, PASSED, 1.0)
         loaded = place.moved(nbytes) + place.touched((LOADED - REPLACED) * self.nbytes)
         return taken + Seconds(memory=loaded, link=wire)
 

@@ -65,6 +65,9 @@ class InProcessWorker:
     def node_address(self, *, timeout_s: float) -> str:
         return str(self.object.node_address())
 
+    def node_id(self) -> Answered:
+        return Answered(getattr(self.object, "node", "node 0"))
+
     def kill(self) -> None:
         self.killed.append(self.object)
 

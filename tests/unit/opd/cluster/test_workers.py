@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from opd.cluster import Worker, WorkerDied, first, spawn, wait, waiting
+from opd.cluster import LostValue, Worker, WorkerDied, first, spawn, wait, waiting
 from opd.cluster.pulse import Pulse
 from opd.cluster.watching import Watch
 from opd.errors import RunError
@@ -153,6 +153,31 @@ def test_an_answer_that_is_lost_with_its_node_is_the_death_of_its_worker(
     with pytest.raises(WorkerDied, match=r"^counter 7: `add` was given a value that is lost$") as other:
         worker.submit(Counter.add, 1).result(timeout_s=1)
     assert other.value.worker is None, "another one of its kind would be given the same"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("WorkerCrashedError", {}),
+        ("NodeDiedError", {"message": "its node is gone"}),
+        ("TaskUnschedulableError", {"error_message": "no such node"}),
+        ("OutOfMemoryError", {"message": "killed"}),
+        ("RayActorError", {"error_msg": "its process is gone"}),
+    ],
+)
+def test_a_call_that_was_given_what_could_not_be_made_can_be_made_again(
+    watch: Watch, name: str, known: dict[str, str]
+) -> None:
+    """It did not begin, and the worker lives."""
+    import ray
+
+    def given_lost() -> Any:
+        raise ray.exceptions.RayTaskError("add", "traceback", getattr(ray.exceptions, name)(**known))
+
+    worker, _ = start(watch, "counter 7", given_lost, lambda: 5)
+    with pytest.raises(LostValue, match=r"^counter 7: `add` was ") as lost:
+        worker.submit(Counter.add, 1).result(timeout_s=1)
+    assert lost.value.worker is None and worker.submit(Counter.add, 5).result(timeout_s=1) == 5
 
 
 def test_a_partners_death_explains_a_failure(watch: Watch) -> None:

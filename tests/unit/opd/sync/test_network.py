@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,7 @@ def test_engines_get_the_files_of_a_model_that_they_cannot_reach(
 ) -> None:
     """One file or several, in buckets of several tensors, and again for a worker that comes later."""
     monkeypatch.setattr("opd.sync.files.put", lambda bucket: bucket)
+    monkeypatch.setattr("opd.sync.files.nodes", lambda: [SimpleNamespace(id="here"), SimpleNamespace(id="there")])
     tensors = load_file(tiny_model_dir / "model.safetensors")
     with ModelFiles(tmp_path, tensors, shard=50_000) as files:
         files.write(tensors)
@@ -81,5 +83,6 @@ def test_engines_get_the_files_of_a_model_that_they_cannot_reach(
             found = [pair for bucket in got for pair in bucket.tensors()]
             assert len(found) == len(tensors) and all(torch.equal(tensor, tensors[name]) for name, tensor in found)
         assert engine.send().model_dir == Path("/student") and engine.send().whole
+        assert engine.send().node == "here", "the driver reads the files"
         assert len(engine.got) == 1 if nbytes > 1 << 20 else 1 < len(engine.got) < len(tensors)
         assert all(len(b.data) <= nbytes or len(b.places) == 1 for b in engine.got)

@@ -60,18 +60,40 @@ def test_buckets_have_the_tensors_of_the_files(
                 assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_a_bucket_is_no_larger_than_it_may_be_unless_one_tensor_is(
-    tmp_path: Path, make_model_dir: Make, one_process: list[int]
+def bytes_of(bucket: dict[str, torch.Tensor]) -> int:
+    return sum(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in bucket.values())
+
+
+@pytest.mark.parametrize("limit", [1, 40_000])
+def test_a_bucket_is_no_larger_than_it_may_be_or_than_the_largest_tensor(
+    tmp_path: Path, make_model_dir: Make, one_process: list[int], limit: int
 ) -> None:
     lm = load_causal_lm(make_model_dir(tmp_path / "student"), torch.float32)
-    limit = 40_000
     buckets = sent(lm, limit)
-    sizes = [sum(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in bucket.values()) for bucket in buckets]
-    assert all(size <= limit or len(bucket) == 1 for size, bucket in zip(sizes, buckets, strict=True))
+    sizes = [bytes_of(bucket) for bucket in buckets]
+    room = max(limit, *(tensor.nbytes for bucket in buckets for tensor in bucket.values()))
+    assert max(sizes) <= room
     assert any(len(bucket) > 1 for bucket in buckets) and len(buckets) > 2
     pairs = zip(sizes[:-1], buckets[1:], strict=True)
-    assert all(size + next(iter(bucket.values())).nbytes > limit for size, bucket in pairs), "as full as they may be"
+    assert all(size + next(iter(bucket.values())).nbytes > room for size, bucket in pairs), "as full as they may be"
     assert set(one_process) == {1}, "no more is whole than what is copied"
+
+
+def test_experts_that_lie_in_one_weight_are_gathered_once_and_sent_in_several_buckets(
+    tmp_path: Path, make_mixture_dir: Make, one_process: list[int]
+) -> None:
+    lm = load_causal_lm(make_mixture_dir(tmp_path / "student", "qwen3_moe"), torch.float32)
+    fused = [param for name, param in lm.named_parameters() if name.endswith("experts.gate_up_proj")]
+    limit = fused[0].nbytes // 2
+    tensors = FileTensors(lm, plain_weights(lm), torch.float32, complete=True)
+    sending = Sending(tensors, limit)
+    buckets = [bucket for _ in range(sending.count) if (bucket := sending.gather(mine=True)) is not None]
+    assert len(one_process) == len(tensors.groups), "each weight is gathered once"
+    names = [[place.name for place in bucket.places] for bucket in buckets]
+    first = [any("layers.0" in name and "experts.0.gate_proj" in name for name in held) for held in names].index(True)
+    assert len(buckets[first].data) <= limit and "experts" in names[first + 1][0], "the next one has the rest of them"
+    files = [name for group in tensors.planned() for name in group]
+    assert [name for held in names for name in held] == files, "in the order of the files"
 
 
 def test_a_rank_that_only_gathers_has_no_bucket(tmp_path: Path, make_model_dir: Make, one_process: list[int]) -> None:

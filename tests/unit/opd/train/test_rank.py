@@ -442,6 +442,10 @@ def test_weights_are_gathered_by_all_ranks_one_bucket_ahead_of_whoever_takes_the
     class Sending(FakeRank):
         gathered = 0
 
+        @property
+        def node(self) -> str:
+            return f"node of rank {self.index}"
+
         def begin_stream(self, nbytes: int) -> tuple[bool, int]:
             self.nbytes = nbytes
             return self.index == 0, 3  # rank 0's word counts
@@ -458,6 +462,7 @@ def test_weights_are_gathered_by_all_ranks_one_bucket_ahead_of_whoever_takes_the
     stream = trainer.stream_changed(100)
     ranks = in_process.workers
     assert (stream.whole, stream.model_dir.name) == (True, "base") and stream.model_dir.is_absolute()
+    assert stream.node == "node of rank 0", "where the buckets are made"
     assert [(rank.nbytes, rank.gathered) for rank in ranks] == [(100, 0)] * 2, "nothing before somebody takes it"
     ahead = [(bucket, *(rank.gathered for rank in ranks)) for bucket in stream.buckets]
     assert ahead == [("bucket 1", 2, 2), ("bucket 2", 3, 3), ("bucket 3", 3, 3)]
