@@ -69,13 +69,13 @@ class FileTensors:
         )
 
     def values(self, group: FileGroup) -> State:
-        """The tensors of a group, which may be parts of weights that are gathered."""
+        """The tensors of a group where the model is; they may be parts of weights that are gathered."""
         return group.to_files(self.lm, {name: self._value(name) for name in group.names})
 
     def _value(self, name: str) -> Tensor:
         if name in self._buffers:
-            return self._buffers[name].cpu()
-        return self._sources[name].value().to("cpu", self._dtype)
+            return self._buffers[name]
+        return self._sources[name].value().to(self._dtype)
 
 
 def write_model(tensors: FileTensors, path: Path | None) -> None:
@@ -94,7 +94,9 @@ def write_model(tensors: FileTensors, path: Path | None) -> None:
             with tensors.whole(group):
                 if files is not None and not failed:
                     with _noted(failed, files.path):
-                        files.write(tensors.values(group))  # which nobody keeps while the next are gathered
+                        whole = {name: tensor.cpu() for name, tensor in tensors.values(group).items()}
+                        files.write(whole)
+                        del whole  # else it is there while the next are gathered
         if files is not None and not failed:
             with _noted(failed, files.path):
                 files.finish()

@@ -90,7 +90,10 @@ class Push:
 
     def _out(self) -> Seconds:
         """Until weights that are gathered have left rank 0."""
-        return self._in_host(self.places.trainer, STORED if self.over_network else WRITTEN, 1.0)
+        if not self.over_network:
+            return self._in_host(self.places.trainer, WRITTEN, 1.0)
+        # A bucket is filled by the way from the GPU.
+        return self._in_host(self.places.trainer, STORED - 1 if self.spec.machine.gpus else STORED, 1.0)
 
     def _in(self) -> Seconds:
         """From there into every engine; all of them read at the same time."""

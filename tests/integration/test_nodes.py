@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Nodes:
     spare_engines: Machine
     environment: dict[str, str]
     machines: Machines
+    joined: set[str] = field(default_factory=set)
+    """Names of the machines that have joined the head's cluster."""
 
     def opd(self, *args: object, on: Machine | None = None) -> subprocess.Popen[str]:
         """A command on the driver's node, or on another machine."""
@@ -70,7 +72,10 @@ class Nodes:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def join(self, machine: Machine, labels: str) -> None:
-        self.ray(machine, f"--address={self.head.address}:6379", "--num-cpus=2", f"--labels={labels}")
+        """Have a machine join the cluster, if it has not."""
+        if machine.name not in self.joined:
+            self.ray(machine, f"--address={self.head.address}:6379", "--num-cpus=2", f"--labels={labels}")
+            self.joined.add(machine.name)
 
     def roles(self) -> set[tuple[str, str]]:
         """Name of a machine and a role that has a process there now."""
@@ -207,10 +212,14 @@ def test_what_no_node_has_is_refused_before_anything_is_loaded(nodes: Nodes, set
     assert not (nodes.root / "runs/refused").exists()
 
 
-def test_weights_that_go_over_the_network_are_those_of_shared_memory(nodes: Nodes, alone: Path) -> None:
-    run = nodes.root / "runs/network"
-    seen, _ = merged_here(nodes, "network", *OVER_THE_NETWORK)
-    assert seen == {("engines", "rollout"), ("head", "rank"), ("ranks", "rank"), ("teachers", "teacher")}
+def test_weights_that_go_over_the_network_are_those_of_shared_memory(nodes: Nodes) -> None:
+    """To engines on two nodes, the second of which gets them from the first."""
+    nodes.join(nodes.spare_engines, "pool=engines")
+    alone, run = merged_alone(nodes, "alone-two", "rollout.workers=2"), nodes.root / "runs/network"
+    spread = "cluster.placement.rollout.strategy=strict_spread"
+    seen, _ = merged_here(nodes, "network", *OVER_THE_NETWORK, "rollout.workers=2", spread)
+    engines = {("engines", "rollout"), ("spare-engines", "rollout")}
+    assert seen == engines | {("head", "rank"), ("ranks", "rank"), ("teachers", "teacher")}
     assert losses(run) == losses(alone) and len(losses(run)) == 6
     assert weights(run) == weights(alone), "bit for bit"
     assert max(line["probe_gap"] for line in records(run)) < 1e-4, "the engine got the weights of every step"
