@@ -69,7 +69,7 @@ class Engines:
         self.load(config.student.model)
         shown = Silence()
         self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
-        self.engine = self.evaluator = self
+        self.engine = self.evaluator = self.sync = self
         parts: Any = self
         before, expert = merging._before_and_experts(parts, run, shown)
         self.event(f"train from {checkpoint.step if checkpoint else 0}")
@@ -113,6 +113,9 @@ class Engines:
     def load(self, model_dir: Path) -> None:
         trained = weight(model_dir) - self._start
         self._accuracy = STUDENT.get(round(trained), EXPERT) if abs(trained - round(trained)) < 1e-3 else EXPERT
+
+    def hold(self, model_dir: Path, *, like: Path) -> None:
+        self.load(model_dir)
 
     def evaluate(self, domains: Any, *, model: str) -> Evaluation:
         if domains:

@@ -170,11 +170,14 @@ class Measuring:
 
     def __init__(self, paths: RunPaths, shown: Any) -> None:
         self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
-        self.engine = self.evaluator = self
+        self.engine = self.evaluator = self.sync = self
         self.asked: list[str] = []
 
     def load(self, model_dir: Path) -> None:
         self.asked.append(f"load {model_dir.name}")
+
+    def hold(self, model_dir: Path, *, like: Path) -> None:
+        self.load(model_dir)
 
     def evaluate(self, domains: Any = None, *, model: str) -> Evaluation:
         self.asked.append(model)
