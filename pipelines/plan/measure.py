@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from opd.files import atomic_write_text
+from opd.errors import ConfigError
+from opd.files import atomic_write_text, storing
 from pipelines.inputs.machine_memory import machine_bytes
 from pipelines.plan.shapes import KINDS, read_config
 from pipelines.plan.shapes.attention import grouped
@@ -175,9 +176,20 @@ def _decode_rate(torch: Any, layer: Layer) -> float:
 
 def measure_to(path: Path, model_dir: Path) -> ClusterSpec:
     """Measure this machine, with a layer of that student, and write its spec; overheads, lengths and the other factors of a file
-    that is there stay as they are."""
+    that is there stay as they are.
+
+    Raises: StorageError, before anything is measured if the file's directory cannot be made; ConfigError if `path` is a
+    directory, or in a file.
+    """
+    file = next((place for place in path.parents if place.is_file()), None)
+    if file or path.is_dir():
+        found = f"{file} is a file" if file else f"{path}, a directory"
+        raise ConfigError.at("--measure", found=found, wanted="a file to write", fix="name another, such as here.yaml")
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     spec = measured_spec(load_spec(str(path) if path.is_file() else "two-cores"), layer_of(model_dir))
-    atomic_write_text(path, yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True), sort_keys=False))
+    with storing(path):
+        atomic_write_text(path, yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True), sort_keys=False))
     return spec
 
 

@@ -271,7 +271,7 @@ def test_a_spec_that_lacks_a_reason_is_refused(tmp_path: Path) -> None:
 def test_measuring_writes_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SECONDS", 0.01), ("WIDTH", 64), ("IDS", 64), ("COPIED", 1 << 16), ("LAYER_ROWS", 1)):
         monkeypatch.setattr(measure, name, value)
-    file = tmp_path / "here.yaml"
+    file = tmp_path / "new" / "here.yaml"
     made = measure.measure_to(file, Path("models/quickstart/base"))
     assert load_spec(str(file)) == made and made.factors.memory == load_spec("two-cores").factors.memory
     for factor in (made.factors.forward, made.factors.backward, made.factors.decode):
@@ -281,6 +281,17 @@ def test_measuring_writes_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     again = with_lengths(made, 11, None, None)
     assert again.lengths.prompt == 11 and again.rates == made.rates
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "measured_spec", None)
+    with pytest.raises(ConfigError, match="a directory"):
+        measure.measure_to(tmp_path, Path("models/smollm2"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file is a file"):
+        measure.measure_to(tmp_path / "file" / "here.yaml", Path("models/smollm2"))
 
 
 @pytest.mark.parametrize("name", ["models/quickstart/base", "models/smollm2"])
