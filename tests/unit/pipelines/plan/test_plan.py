@@ -59,17 +59,17 @@ def test_every_shipped_plan_fits_and_stands_on_the_page(shipped: dict[str, Plan]
             assert not missing, f"{name}: {missing[0]} is not on the page"
 
 
-def test_744_billion_in_two_days_and_four_hours(shipped: dict[str, Plan]) -> None:
-    """Machines pass the weights on; rank 0 is slower, which copies all of them three times, as text on the page says."""
+def test_744_billion_in_two_days(shipped: dict[str, Plan]) -> None:
+    """Machines pass the weights on; rank 0 is slower, which copies all of them twice, as text on the page says."""
     made = shipped["merge-744b"]
     pushed = seconds(made)["sync"]
-    assert made.steps * (made.step_s - pushed) / 3600 < 48 < made.hours < 52
+    assert 46 < made.hours < 48
     assert made.experts == 12 and made.devices == 256
     copy = 2 * made.parameters / (50e9 * 0.7)
     gathered = 2 * 2 * made.parameters * 255 / 256 / (400e9 * 0.7)  # once more for the probe
     buckets = ceil(made.parameters / (154_880 * 6144))
     machine = (4.01 / 4 + 1 + 1 / 32) * copy / buckets
-    assert pushed == pytest.approx(gathered + 3 * copy + 31 * machine, rel=0.02)
+    assert pushed == pytest.approx(gathered + 2 * copy + 31 * machine, rel=0.02)
     assert made.device_hours == pytest.approx(256 * made.hours)
     assert made.hours == pytest.approx(made.steps * made.step_s / 3600)
 
@@ -110,7 +110,7 @@ def test_seconds_follow_rates() -> None:
     slow = seconds(plan("merge-744b", "256-gpus"))
     assert linked["sync"] < slow["sync"] and linked["score"] == slow["score"]
     hosted = seconds(plan("merge-744b", "256-gpus", links={"load": 100e9}))
-    assert hosted["sync"] < 0.65 * slow["sync"], "rank 0's own copies take longest"
+    assert hosted["sync"] < 0.7 * slow["sync"], "rank 0's own copies take longest"
 
 
 def test_a_long_tail_costs_the_rollouts_alone() -> None:
