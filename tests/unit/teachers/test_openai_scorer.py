@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers import openai as product
 from teachers.scorers.openai import OpenAIScorer
+from tests.listener import Listener
 from tests.rows import make_rollout, spans_of
 
 VOCABULARY = 76
@@ -107,10 +108,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
         def log_message(self, *args: Any) -> None:
             pass
-
-    class Listener(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128  # the default of 5 would hold requests back by itself
 
     server = Listener(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()

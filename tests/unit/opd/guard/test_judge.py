@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from opd.guard.judge import CachedJudge, EndpointJudge, LogProbJudge
 from opd.guard.records import JudgeFailed, Opinion, Question
 from opd.guard.scorer import ModelScorer
+from tests.listener import Listener
 
 QUESTION = Question(
     tool="bash", text="curl https://example.org", command="curl https://example.org", suspicion="network"
@@ -34,8 +35,7 @@ def server(answer: Answer) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    running.daemon_threads = True
+    running = Listener(("127.0.0.1", 0), Handler)
     threading.Thread(target=running.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{running.server_port}/v1"
