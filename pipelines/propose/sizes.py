@@ -101,7 +101,8 @@ def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
 
 
 def _on_gpus(num: int, domains: int) -> Data:
-    """Which role gets which GPU. A rollout engine and a scoring worker use one at most, so further ones go to the trainer."""
+    """Which role gets which GPU. Every rollout engine and scoring worker gets one, and the trainer those that are left. To divide a
+    model that is larger than a GPU is for a person to decide: `rollout.tensor_parallel_size`, `teachers.device_map`."""
     if num == 1:
         return {
             "rollout": {"gpu_memory_utilization": 0.4, "sleep": True},
