@@ -6,7 +6,7 @@
     python -m benchmarks.plan tiny-ten --json FILE                    and one of them with ten experts
     python -m benchmarks.plan recorded                                no merge: docs/results/plan.json as rows of docs/plan.md
 
-Rates and two factors are those of a matrix product, copies, small calls and a layer alone, on the cores that the merge has,
+Rates and three factors are those of a matrix product, copies, small calls and a layer alone, on the cores that the merge has,
 measured before and after each merge. Lengths are those that the merge's own records show. Nothing else is taken from what is compared. Merges of the same
 name in FILE are replaced, others stay. Linux only.
 """
