@@ -30,17 +30,17 @@ compare: setup
 	$(OPD) experts train quickstart-experts
 	$(OPD) compare quickstart --seeds 0,1,2
 
-# Four games of many turns; docs/agents-suite.md.
+# Four games of many turns; docs/agents-suite.md. What is finished is kept: after an interruption the same command goes on.
 agents: setup
-	rm -rf runs/agents models/agents registry/agents prompts/agents
-	$(OPD) prompts make agents --output prompts/agents --train 1500 --eval 100
+	test -e prompts/agents/number/eval.jsonl || $(OPD) prompts make agents --output prompts/agents --train 1500 --eval 100
 	$(OPD) experts train agents-experts
-	$(OPD) merge agents --run-dir runs/agents
+	test -d runs/agents || $(OPD) merge agents --run-dir runs/agents
+	test -e runs/agents/report.json || $(OPD) merge --resume runs/agents
 
 # Eight experts by reinforcement and their merge; docs/reinforcement.md. What is finished is kept: after an interruption the same
 # command goes on.
 rl: setup
-	test -d prompts/rewards || $(OPD) prompts make rewards --output prompts/rewards --train 4000 --eval 100
+	test -e prompts/rewards/number/eval.jsonl || $(OPD) prompts make rewards --output prompts/rewards --train 4000 --eval 100
 	$(OPD) experts train rewards-experts
 	test -d runs/rewards/merged || $(OPD) merge rewards --run-dir runs/rewards/merged
 	test -e runs/rewards/merged/report.json || $(OPD) merge --resume runs/rewards/merged

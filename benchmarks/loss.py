@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from machine import machine, trim
+from machine import add_dtype, machine, trim
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -442,7 +442,7 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="one small shape, one round")
-    add("--dtype", choices=ITEM, default="bfloat16", help="of hidden states and heads")
+    add_dtype(parser, "of hidden states and heads")
     add("--rounds", type=int, default=3, help="every variant once per round")
     add("--chunk", type=int, default=512, help="tokens a chunk, ours and Liger's")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="compute threads")

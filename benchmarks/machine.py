@@ -1,7 +1,9 @@
-"""What the benchmarks share: facts about the machine, memory given back before a measurement, a step of a worker."""
+"""What the benchmarks share: facts about the machine, the type it computes in, memory given back before a measurement, a step
+of a worker."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -10,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+DTYPES = ("float32", "bfloat16")
 
 
 def machine(threads: int, *packages: str) -> dict[str, Any]:
@@ -23,6 +27,28 @@ def machine(threads: int, *packages: str) -> dict[str, Any]:
         **{name: version(name) for name in packages},
         "load_before": os.getloadavg(),
     }
+
+
+def add_dtype(parser: argparse.ArgumentParser, what: str = "") -> None:
+    """Add `--dtype`, which is one of `DTYPES` once it is parsed."""
+    said = "auto: bfloat16 if the cores have instructions for it, else float32"
+    parser.add_argument(
+        "--dtype",
+        type=chosen_dtype,
+        choices=DTYPES,
+        default="auto",
+        metavar="{auto,float32,bfloat16}",
+        help=f"{what}; {said}" if what else said,
+    )
+
+
+def chosen_dtype(given: str) -> str:
+    """The type that `auto` stands for on these cores; any other name as it is."""
+    from opd.processor import has_bf16  # loss.py's other interpreter has no opd
+
+    if given != "auto":
+        return given
+    return "bfloat16" if has_bf16() else "float32"
 
 
 def trim() -> None:

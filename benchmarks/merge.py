@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import DTYPES, chosen_dtype, machine
 from benchmarks.merging.case import LIMITS, OURS, SHARDED, TRL, Case
 from benchmarks.merging.child import ROOT, Interpreters, environment, take_turn
 from benchmarks.merging.inputs import Order
@@ -54,7 +54,13 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--responses", nargs="+", type=int, default=[16, 64], help="in a step")
     add("--new-tokens", nargs="+", type=int, default=[64, 256], help="of each response")
     add("--prompt-tokens", type=int, default=43, help="of each prompt")
-    add("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    add(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=list(dict.fromkeys(("float32", chosen_dtype("auto")))),
+        help="bfloat16 is among the defaults if the cores have instructions for it",
+    )
     add(
         "--experts",
         nargs="*",

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import add_dtype, machine
 from benchmarks.merging.inputs import random_model
 
 SHARED, SEPARATE = "shared", "separate"
@@ -228,7 +228,7 @@ def show(found: dict[str, Any], title: str) -> None:
     print(f"losses of the two ways differ by {found['largest_loss_difference']:.1e} of their value at most")
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Several responses a prompt, the prompt computed once; never a verdict.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -240,11 +240,11 @@ def parse_args() -> argparse.Namespace:
     add("--n", type=int, default=4, help="responses to each")
     add("--prompt-tokens", type=int, default=150)
     add("--new-tokens", type=int, default=8)
-    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    add_dtype(parser)
     add("--micro-batch-tokens", type=int, default=4096)
     add("--rounds", type=int, default=5)
     add("--json", type=Path, help="write all figures here")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def model(args: argparse.Namespace, folder: str) -> tuple[Path, int]:

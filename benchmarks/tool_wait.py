@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import add_dtype, machine
 from benchmarks.merging.inputs import random_model
 from opd.environments.records import Action, Outcome
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeStats
@@ -212,6 +212,7 @@ def summary(times: Sequence[Time]) -> dict[str, Any]:
 
 
 def show(found: Mapping[str, Any], case: Case) -> None:
+    print(f"{case.episodes} episodes of {case.turns} turns of {case.turn_tokens} tokens, {case.dtype}\n")
     print("| Turns | Tool | Tokens/s | Of those without a sleep | Engine idle |\n| --- | --- | --- | --- | --- |")
     for lengths, part in found.items():
         for way, said, ratio in (
@@ -222,7 +223,7 @@ def show(found: Mapping[str, Any], case: Case) -> None:
             print(f"| {lengths} | {said} | {one['tokens_per_s']:,.0f} | {ratio} | {one['engine_idle']:.0%} |")
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Tokens a second with a tool that sleeps, against one that does not; never a verdict.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -235,10 +236,10 @@ def parse_args() -> argparse.Namespace:
     add("--turn-tokens", type=int, default=24, help="mean")
     add("--prompt-tokens", type=int, default=100)
     add("--sleep-ms", type=int, default=200)
-    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    add_dtype(parser)
     add("--rounds", type=int, default=3)
     add("--json", type=Path, help="write all figures here")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def model(args: argparse.Namespace, folder: str) -> tuple[Path, int]:

@@ -14,6 +14,13 @@ def pipelines(incomplete: str) -> list[str]:
     return _names(shipped(), incomplete) + _files(incomplete)
 
 
+def shipped_pipelines(incomplete: str) -> list[str]:
+    """Shipped pipelines alone."""
+    from pipelines.catalog import shipped
+
+    return _names(shipped(), incomplete)
+
+
 def training_specs(incomplete: str) -> list[str]:
     """Shipped training specs, and YAML files."""
     from experts.spec import shipped

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from pipelines.commands import completion
 from pipelines.commands.shell import examples, say, wait_passively
 
 app = typer.Typer()
@@ -43,7 +44,13 @@ Chat = Annotated[
 ]
 Output = Annotated[Path | None, typer.Option(help="File to write. Default: pipeline.yaml, or NAME.yaml with --from.")]
 Shipped = Annotated[
-    str | None, typer.Option("--from", metavar="NAME", help="Copy: quickstart, smollm2, agents, rewards or cluster.")
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="NAME",
+        help="Copy a shipped pipeline; `opd pipelines list` names them.",
+        autocompletion=completion.shipped_pipelines,
+    ),
 ]
 Probe = Annotated[bool, typer.Option("--probe", help="Let the models write a little, to choose the objective.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]

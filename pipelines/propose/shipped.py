@@ -20,6 +20,9 @@ class Recipe:
 
 
 REASONING = "word_reversal,needle,rotation,matrix,relations,kin,complex_sums,number_sorting,decimal_sums,chain_sum"
+REWARDS = Recipe(
+    spec="rewards-experts", before=("opd prompts make rewards --output prompts/rewards --train 4000 --eval 100",)
+)
 RECIPES: dict[str, Recipe] = {
     "quickstart": Recipe(spec="quickstart-experts", before=("opd prompts make letters --output prompts/letters",)),
     "smollm2": Recipe(
@@ -33,9 +36,8 @@ RECIPES: dict[str, Recipe] = {
     "agents": Recipe(
         spec="agents-experts", before=("opd prompts make agents --output prompts/agents --train 1500 --eval 100",)
     ),
-    "rewards": Recipe(
-        spec="rewards-experts", before=("opd prompts make rewards --output prompts/rewards --train 4000 --eval 100",)
-    ),
+    "rewards": REWARDS,
+    "rewards-at-once": REWARDS,  # starts from the experts' base, and is compared with their merge
     "cluster": Recipe(),
 }
 """The name of a shipped pipeline -> what it needs. The commands are those of the Makefile and of `opd demo`."""

@@ -66,6 +66,9 @@ def test_pipelines_and_files_are_offered(here: Path) -> None:
     (here / "quiz.txt").touch()
     assert completion.pipelines("qui") == ["quickstart", "quiet.yaml"]
     assert completion.pipelines("quo") == ["quotes/"]
+    assert completion.shipped_pipelines("qui") == ["quickstart"] and "rewards-at-once" in completion.shipped_pipelines(
+        ""
+    )
     assert completion.training_specs("quick") == ["quickstart-experts"]
 
 

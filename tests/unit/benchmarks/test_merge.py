@@ -76,7 +76,7 @@ def test_quick_gives_way_to_what_is_said() -> None:
 
 
 def test_cases_are_every_shape_in_every_type_and_the_experts_are_ours_alone() -> None:
-    both, more = merge.cases(merge.parse_args([]), "folder")
+    both, more = merge.cases(merge.parse_args(["--dtypes", "float32", "bfloat16"]), "folder")
     assert {(c.responses, c.new_tokens, c.dtype) for c in both} == {
         (r, n, d) for r in (16, 64) for n in (64, 256) for d in ("float32", "bfloat16")
     }

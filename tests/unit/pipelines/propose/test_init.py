@@ -21,6 +21,7 @@ import pipelines.propose.machine
 from cli import app
 from opd.config import load_pipeline
 from opd.config.prompts import PromptsConfig
+from pipelines.catalog import shipped
 from pipelines.inputs.memory import estimate, shortage
 from pipelines.inputs.read import read_inputs
 from pipelines.propose.machine import Machine
@@ -269,15 +270,20 @@ def test_a_refusal_imports_nothing_heavy(three: Path) -> None:
 # --from
 
 
+def test_every_shipped_pipeline_can_be_copied() -> None:
+    assert set(RECIPES) == set(shipped())
+    page = (ROOT / "docs" / "init.md").read_text()
+    assert re.findall(r"^\| `([\w-]+)` \|", page.partition("## A shipped pipeline")[2], re.MULTILINE) == list(RECIPES)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_shipped_pipeline_is_copied_with_its_spec(name: str, three: Path) -> None:
     result = opd("--from", name)
     assert result.exit_code == 0, result.output
-    copied, shipped = load_pipeline(three / f"{name}.yaml"), load_pipeline(ROOT / "pipelines" / f"{name}.yaml")
-    assert copied == shipped
-    spec = three / f"{name}-experts.yaml"
-    assert spec.is_file() == bool(RECIPES[name].spec)
-    if spec.is_file():
+    assert load_pipeline(three / f"{name}.yaml") == load_pipeline(ROOT / "pipelines" / f"{name}.yaml")
+    specs = [path.stem for path in three.glob("*-experts.yaml")]
+    assert specs == [spec for spec in [RECIPES[name].spec] if spec]
+    for spec in three.glob("*-experts.yaml"):
         assert spec.read_text() == (ROOT / "experts" / spec.name).read_text()
         assert f"  opd experts train {spec.name}\n" in result.stdout
     assert opd("--from", name).exit_code == 2
