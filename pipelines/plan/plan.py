@@ -153,7 +153,9 @@ def _slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: flo
     if room >= min(wanted, len(lengths.responses)):
         return wanted, []
     if not room:
-        return 0, [f"the key-value cache has no room for a sequence of {each:.0f} tokens; planned as if it had room for one"]
+        return 0, [
+            f"the key-value cache has no room for a sequence of {each:.0f} tokens; planned as if it had room for one"
+        ]
     return room, [f"the key-value cache holds {room} sequences of {each:.0f} tokens, rollout.max_num_seqs is {wanted}"]
 
 

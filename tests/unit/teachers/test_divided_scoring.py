@@ -138,7 +138,9 @@ def test_an_adapter_of_another_model_is_refused(
     save_file(renamed, path / "adapter_model.safetensors", {"format": "pt"})
     parts = scorer({"cpu": int(HALF * nbytes(one.model_dir)), "disk": 1 << 30})
     foreign = Teacher(name="foreign", model_dir=one.model_dir, adapter_dir=path)
-    with pytest.raises(RunError, match=r"teacher foreign: its adapter changes transformer\..*, which is no linear module"):
+    with pytest.raises(
+        RunError, match=r"teacher foreign: its adapter changes transformer\..*, which is no linear module"
+    ):
         said(parts, foreign)
     assert said(parts, one) == said(scorer(None), one)
 
