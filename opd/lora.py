@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
@@ -57,6 +58,10 @@ class Update:
     a_K_I: Tensor
     b_O_K: Tensor
     scaling: float
+
+    def to(self, device: torch.device) -> Update:
+        """The same on a device."""
+        return replace(self, a_K_I=self.a_K_I.to(device), b_O_K=self.b_O_K.to(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,14 +69,26 @@ def _reward_alone(reward: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beside_base(base: Path, domain: str, reward: dict[str, Any], kl: float) -> dict[str, Any]:
-    """The base as the one teacher: a divergence that weighs 1 beside a reward that weighs 1/kl."""
+    """The base as the one teacher: a divergence that weighs 1 beside a reward that weighs 1/kl, from its first step to its last."""
+    weighed = {**reward, "weight": _over(kl, reward.get("weight", 1.0))}
+    schedule = reward.get("schedule")
+    if isinstance(schedule, dict) and "to" in schedule:
+        weighed["schedule"] = {**schedule, "to": _over(kl, schedule["to"])}
     return {
         "experts": {"base": {"model": base, "domain": domain}},
-        "objective": {"kind": "reverse_kl", "reward": {**reward, "weight": reward.get("weight", 1.0) / kl}},
+        "objective": {"kind": "reverse_kl", "reward": weighed},
     }
 
 
 def _clipped_alike(trainer: dict[str, Any], kl: float) -> dict[str, Any]:
     """All gradients are 1/kl times as large as those of a divergence that weighs kl. AdamW does not see that, a clipped norm
     does."""
-    return {**trainer, "max_grad_norm": trainer.get("max_grad_norm", 1.0) / kl}
+    return {**trainer, "max_grad_norm": _over(kl, trainer.get("max_grad_norm", 1.0))}
+
+
+def _over(kl: float, value: Any) -> Any:
+    """A number of the spec over kl. YAML takes `1e-2` for text; what is no number the pipeline's check refuses."""
+    try:
+        return float(value) / kl
+    except (TypeError, ValueError):
+        return value

@@ -57,19 +57,18 @@ class CachedJudge:
     def __init__(self, judge: Judge, size: int) -> None:
         self._judge = judge
         self._size = size
-        self._kept: OrderedDict[tuple[str, str, str], Opinion] = OrderedDict()
+        self._kept: OrderedDict[Question, Opinion] = OrderedDict()
         self._lock = Lock()
 
     def judge(self, question: Question) -> Opinion:
         """The opinion, from the cache if it is there. Raises: JudgeFailed."""
-        key = (question.tool, question.command or question.text, question.suspicion)
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+            if question in self._kept:
+                self._kept.move_to_end(question)
+                return self._kept[question]
         opinion = self._judge.judge(question)
         with self._lock:
-            self._kept[key] = opinion
+            self._kept[question] = opinion
             while len(self._kept) > self._size:
                 self._kept.popitem(last=False)
         return opinion

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import astuple
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -34,8 +35,7 @@ class StoredJudge:
 
     def judge(self, question: Question) -> Opinion:
         """The stored opinion, or a new one, which is stored. Raises: JudgeFailed; StorageError if the disk refuses it."""
-        asked = [self._who, question.tool, question.command or question.text, question.suspicion]
-        key = sha256(json.dumps(asked).encode()).hexdigest()
+        key = sha256(json.dumps([self._who, *astuple(question)]).encode()).hexdigest()
         with self._lock:
             own = self._asking.setdefault(key, Lock())
         with own:  # other threads with the same question wait for this answer

@@ -55,7 +55,8 @@ class ToolGuard(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a judge is asked about one call."""
+    """What a judge is asked about one call. An answer counts for an equal question alone: `command` does not tell what is written into
+    a file or given to a program, and one answer for all of that would let everything through."""
 
     tool: str
     text: str

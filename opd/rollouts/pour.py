@@ -41,6 +41,8 @@ def pour(workers: Sequence[Engine], stream: WeightStream, *, timeout_s: float) -
     nodes = _ask_all(alive, lambda worker: worker.node_id(), timeout_s) if len(alive) > 1 else dict.fromkeys(alive, "")
     line = _Line(machines_of(nodes, stream.node), timeout_s)
     line.begin(stream)
+    if not line.alive:
+        return
     for handle in stream.buckets:
         line.advance(handle)
         if not line.alive:

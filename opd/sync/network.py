@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from opd.buckets import Kept
+from opd.rollouts.worker import can_swap, model_shape
 from opd.sync.files import stream_files
 from opd.sync.proof import ProvenSync
 
@@ -33,4 +34,8 @@ class NetworkSync(ProvenSync):
         self._spec.engine.receive(lambda: kept)
 
     def hold(self, model_dir: Path, *, like: Path) -> None:
-        self._spec.engine.receive(partial(stream_files, model_dir, like, self._spec.bucket))
+        shape = model_shape(like)
+        if can_swap(shape, shape):
+            self._spec.engine.receive(partial(stream_files, model_dir, like, self._spec.bucket))
+        else:  # a family whose engines are started again with the files: its adapters can be streamed, all of it cannot
+            super().hold(model_dir, like=like)

@@ -98,7 +98,8 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
     refuse_apart(config, spec, places)
     cache = cache_bytes(config, models, spec)
     slots, notes = _slots(config, models, spec, cache)
-    work = Work(config=config, spec=spec, models=models, places=places, slots=slots)
+    # A merge that does not fit is planned too, to say what is missing.
+    work = Work(config=config, spec=spec, models=models, places=places, slots=max(1, slots))
     total = sum(one.trainer.steps for one in rounds_of(config))
     steps = simulate(work, spec.lengths, min(SIMULATED, total))
     first = written(config, models, spec.lengths, 0)
@@ -151,6 +152,10 @@ def _slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: flo
     room, wanted = int(cache_tokens(config, models, spec, cache) / each), config.rollout.max_num_seqs
     if room >= min(wanted, len(lengths.responses)):
         return wanted, []
+    if not room:
+        return 0, [
+            f"the key-value cache has no room for a sequence of {each:.0f} tokens; planned as if it had room for one"
+        ]
     return room, [f"the key-value cache holds {room} sequences of {each:.0f} tokens, rollout.max_num_seqs is {wanted}"]
 
 

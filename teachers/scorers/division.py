@@ -103,10 +103,11 @@ def free_memory() -> dict[Place, int]:
 
 
 def _of(places: Mapping[str, Place], name: str) -> Place:
-    """The place of a module or a parameter: that of the nearest module around it that has one."""
-    while name not in places:
-        name = name.rpartition(".")[0]
-    return places[name]
+    """The place of a module or a parameter: that of the nearest module around it that has one. Raises: KeyError if none has."""
+    around = name
+    while around and around not in places:
+        around = around.rpartition(".")[0]
+    return places[around]
 
 
 def _index(model: Any, names: frozenset[str], model_dir: Path, dtype: torch.dtype) -> dict[str, dict[str, str]]:

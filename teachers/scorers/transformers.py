@@ -20,7 +20,7 @@ from opd.devices import to_device
 from opd.errors import RunError
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
-from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, split_name, updates
+from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
 from opd.losses.rule import LogitRule
 from opd.model_weights import Naming, attention, obeys_masks, to_meta
 from opd.packing import SHARED
@@ -244,20 +244,16 @@ class TransformersScorer:
         """Let the adapter's modules add what it says. Raises: RunError for a module that is not linear."""
         assert teacher.adapter_dir is not None
         config = LoraConfig.model_validate_json((teacher.adapter_dir / ADAPTER_CONFIG).read_bytes())
-        division = self._architecture(teacher.model_dir).division
-
-        def device(tensor: str) -> torch.device:
-            part = split_name(tensor)
-            return self._device if division is None or part is None else division.device_of(part[0])
-
-        changes = updates(config, {name: tensor.to(device(name)) for name, tensor in state.items()})
+        changes = updates(config, state)
         odd = not_linear(self._model, changes)
         if odd:
             raise RunError(
                 f"teacher {teacher.name}: its adapter changes {odd[0]}, which is no linear module of "
                 f"{type(self._model).__name__} in transformers; merge it into a full model"
             )
-        self._hooks = attach(self._model, changes)
+        division = self._architecture(teacher.model_dir).division
+        devices = {name: division.device_of(name) if division else self._device for name in changes}
+        self._hooks = attach(self._model, {name: change.to(devices[name]) for name, change in changes.items()})
 
     def _read(self, directory: Path, dtype: torch.dtype) -> State:
         """Tensors of a model by its modules' names, of an adapter as its file has them; without those that stay on disk."""

@@ -113,6 +113,15 @@ def test_the_base_may_be_the_one_teacher() -> None:
     assert pipeline_of(validate(ReinforceSpec, data, "s.yaml"), "guess").objective.kind == "none"
 
 
+def test_beside_the_base_every_weight_and_limit_grows_alike() -> None:
+    """Also a weight that changes from step to step, and numbers that YAML takes for text."""
+    reward = {"weight": "1e0", "schedule": {"to": 0.5, "steps": 5}}
+    trainer = {"steps": 9, "lr": 1e-4, "max_grad_norm": "1e-1"}
+    config = pipeline_of(spec_of(kl_to_base=0.05, reward=reward, trainer=trainer), "guess")
+    assert config.objective.reward is not None and config.trainer.max_grad_norm == pytest.approx(2)
+    assert [config.objective.reward.weight_at(step) for step in (1, 3, 5, 9)] == pytest.approx([20, 15, 10, 10])
+
+
 def test_what_decides_the_weights_is_recorded_and_nothing_else() -> None:
     def record(**changes: Any) -> dict[str, Any]:
         spec = spec_of(**changes)
@@ -144,6 +153,8 @@ def refusal(data: dict[str, Any]) -> str:
         ({"reward": {"baseline": "critics"}}, "experts.guess: objective.reward.baseline", "critics"),
         ({"method": "grpo", "rollout": {"n": 1}}, "experts.guess: objective.reward.baseline", "group with rollout.n 1"),
         ({"kl_to_base": -1}, "s.yaml: kl_to_base", "-1"),
+        ({"kl_to_base": 0.1, "reward": {"weight": "much"}}, "experts.guess: objective.reward.weight", "'much'"),
+        ({"kl_to_base": 0.1, "reward": {"schedule": {"to": []}}}, "experts.guess: objective.reward.schedule", "[]"),
         ({"base": {"from_scratch": None}}, "s.yaml: base", "neither"),
         ({"teachers": {}}, "s.yaml: teachers", "an unknown key"),
     ],

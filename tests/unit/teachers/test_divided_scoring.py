@@ -126,6 +126,25 @@ def test_weights_that_stay_on_disk_have_to_fit(
     assert said(parts, experts["rev"]) == said(scorer(None), experts["rev"])
 
 
+def test_an_adapter_of_another_model_is_refused(
+    experts: dict[str, Teacher], make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It names modules that no part of the map has."""
+    one = experts["one"]
+    path = make_adapter(tmp_path / "foreign", one.model_dir)
+    weights = load_file(path / "adapter_model.safetensors")
+    renamed = {name.replace(".model.model.", ".model.transformer."): tensor for name, tensor in weights.items()}
+    assert not renamed.keys() & weights.keys()
+    save_file(renamed, path / "adapter_model.safetensors", {"format": "pt"})
+    parts = scorer({"cpu": int(HALF * nbytes(one.model_dir)), "disk": 1 << 30})
+    foreign = Teacher(name="foreign", model_dir=one.model_dir, adapter_dir=path)
+    with pytest.raises(
+        RunError, match=r"teacher foreign: its adapter changes transformer\..*, which is no linear module"
+    ):
+        said(parts, foreign)
+    assert said(parts, one) == said(scorer(None), one)
+
+
 def test_weights_under_other_names_cannot_stay_on_disk(make_mixture_dir: Callable[..., Path], tmp_path: Path) -> None:
     teacher = Teacher(name="mixture", model_dir=make_mixture_dir(tmp_path / "mixture", "qwen3_moe"))
     with pytest.raises(
@@ -165,3 +184,5 @@ def test_gpus_share_the_layers_equally_and_the_rest_computes_on_the_first(expert
     spilt = Division.of(skeleton(model_dir), {0: int(HALF * size), "cpu": 2 * size}, 0)
     assert set(spilt.places.values()) == {0, "cpu"}
     assert {spilt.device_of(f"model.layers.{i}") for i in range(LAYERS)} == {torch.device("cuda", 0)}
+    with pytest.raises(KeyError):  # and not a search without end
+        spilt.device_of("transformer.h.0")

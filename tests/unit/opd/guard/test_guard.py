@@ -15,6 +15,8 @@ from opd.environments.records import ToolCall
 from opd.errors import ConfigError
 from opd.guard.build import build_guard
 from opd.guard.guard import Guard, GuardOptions
+from opd.guard.judge import CachedJudge
+from opd.guard.judged import StoredJudge
 from opd.guard.labelled import shipped_cases
 from opd.guard.records import JudgeFailed, Opinion, Question, Verdict
 from opd.guard.rules import RuleSet, shipped_rules
@@ -55,6 +57,27 @@ def test_nothing_suspicious_asks_nobody() -> None:
     verdict = check("pytest -q", judge)
     assert (verdict.allowed, verdict.stage, verdict.suspicion, judge.asked) == (True, "rules", "none", [])
     assert verdict.command == "pytest -q"
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("write_file", {"path": "sitecustomize.py", "content": "x"}, {"path": "/usr/bin/pytest", "content": "exit 0"}),
+        ("bash", {"command": "curl a.org -d @- <<< hello"}, {"command": "curl a.org -d @- <<< 42"}),
+        ("bash", {"command": "ls; python3 - <<< 'def ('"}, {"command": "ls; python3 - <<< 'steal(); def ('"}),
+    ],
+)
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_the_judge_let_through_once_lets_nothing_else_through(
+    name: str, first: dict[str, str], second: dict[str, str], stored: bool, tmp_path: Path
+) -> None:
+    judge = FakeJudge(block=False)
+    guard = Guard(RULES, StoredJudge(judge, tmp_path / "judged", "j") if stored else CachedJudge(judge, 9))
+    for arguments, asked in ((first, 1), (first, 1), (second, 2)):
+        verdict = guard.check(ToolCall(name=name, arguments=arguments), guard.session())
+        assert (verdict.stage, len(judge.asked)) == ("judge", asked)
+    one, other = judge.asked
+    assert one.command == other.command, "the calls alone do not tell them apart"
 
 
 def test_a_certain_hit_asks_nobody() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,15 @@ def test_equal_questions_are_asked_once() -> None:
     for command in ("a", "a", "b", "a", "c", "a", "b"):
         assert judge.judge(other(command)).block
     assert counting.asked == 4, "a, b, c, and b again, which was dropped as the oldest"
+
+
+def test_an_answer_counts_for_no_other_text() -> None:
+    """The calls of two texts may be alike although a file's content, or a program's input, is not."""
+    counting = Counting()
+    judge = CachedJudge(counting, 8)
+    for text in ("cat > a <<< x", "cat > a <<< y", "cat > a <<< x"):
+        judge.judge(replace(other("cat"), text=text))
+    assert counting.asked == 2
 
 
 def test_failures_are_not_kept() -> None:

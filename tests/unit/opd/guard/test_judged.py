@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -43,9 +44,10 @@ def test_a_run_that_goes_on_does_not_ask_again(tmp_path: Path) -> None:
     again = StoredJudge(second, tmp_path / "judged.jsonl", "j")
     assert again.judge(question()) == said == again.judge(question()) and second.asked == 0
     again.judge(question("other"))
-    assert second.asked == 1
-    StoredJudge(second, tmp_path / "judged.jsonl", "another judge").judge(question())
+    again.judge(replace(question(), text="curl x.org -d @- <<< y"))
     assert second.asked == 2
+    StoredJudge(second, tmp_path / "judged.jsonl", "another judge").judge(question())
+    assert second.asked == 3
 
 
 def test_the_first_answer_of_two_workers_counts_for_both(tmp_path: Path) -> None:

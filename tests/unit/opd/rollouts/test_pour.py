@@ -318,6 +318,23 @@ def test_when_all_are_dead_no_bucket_is_asked_for_any_more(world: World) -> None
     assert asked == [0, 1, 2] and [one.taken for one in workers] == [[0], [0, 1], []]
 
 
+@pytest.mark.parametrize("method", ["node_id", "begin_stream"])
+@pytest.mark.parametrize("names", ["A0 A1", "A0 B0", "T0 A0 B0"])
+def test_when_all_die_before_the_first_bucket_none_is_asked_for(world: World, names: str, method: str) -> None:
+    workers = engines(world, names)
+    for one in workers:
+        one.dies_in(method)
+    asked: list[int] = []
+
+    def buckets() -> Iterator[Handle]:
+        asked.append(0)
+        yield world.put(0, TRAINER)
+
+    stream = WeightStream(model_dir=Path("/student"), whole=True, buckets=buckets(), node="T")
+    pour(workers, stream, timeout_s=7)
+    assert not asked and not any(one.taken for one in workers)
+
+
 def test_a_bucket_that_is_lost_with_both_machines_that_kept_it_ends_the_push(world: World) -> None:
     """Whoever calls starts all workers again then; the engines that wait for it could not go on."""
     workers = engines(world, "A0 B0 C0 D0")

@@ -105,6 +105,16 @@ def test_a_worker_that_dies_under_way_gets_all_anew_and_the_others_are_not_distu
     assert made.generate(PROMPTS, step=1, policy_version=0).restarted == (f"rollout worker {index}",)
 
 
+@pytest.mark.parametrize("method", ["begin_stream", "take_bucket", "finish_stream"])
+def test_when_all_workers_die_under_way_each_gets_all_anew(method: str, mortal: Any) -> None:
+    made, workers = mortal
+    for one in workers:
+        one.dies_in = method
+    send = Sender()
+    made.receive(send)
+    assert len(workers) == 4 and [one.said for one in workers[2:]] == [ALL, ALL] and send.begun == 3
+
+
 def test_a_worker_that_dies_later_gets_the_last_push(mortal: Any) -> None:
     made, workers = mortal
     made.load(Path("expert"))

@@ -233,6 +233,15 @@ def test_what_does_not_fit_is_said() -> None:
     assert seconds(small)["rollout"] > seconds(plan("merge-7b", "8-gpus"))["rollout"]
 
 
+@pytest.mark.parametrize("name", ["merge-70b", "merge-744b"])
+def test_a_student_that_leaves_no_room_for_a_sequence_is_planned_too(name: str) -> None:
+    command = CliRunner().invoke(app, ["plan", name, "--cluster", "8-gpus"])
+    assert isinstance(command.exception, SystemExit) and command.exit_code == 1, command.exception
+    assert "planned as if it had room for one" in command.output and "does it fit?" in command.output
+    made = plan(name, "8-gpus")
+    assert not made.fits and made.sequences == pytest.approx(1) and any(not room.fits for room in made.room)
+
+
 def test_the_sum_is_that_of_opd_check(world: Any) -> None:
     """A merge that is on disk: the plan's sum, from configs alone, is the check's, from weights."""
     config = load_pipeline(world.write())
@@ -254,7 +263,8 @@ def test_the_command(world: Any, tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "8-gpus" in refused.output
     spec = tmp_path / "tight.yaml"
     spec.write_text(shipped_specs()["two-cores"].read_text().replace("24GiB", "1GiB"))
-    assert CliRunner().invoke(app, ["plan", pipeline, "--cluster", str(spec)]).exit_code == 1
+    tight = CliRunner().invoke(app, ["plan", pipeline, "--cluster", str(spec)])
+    assert tight.exit_code == 1 and "does it fit?" in tight.output, "a traceback has that code too"
 
 
 def test_a_spec_that_lacks_a_reason_is_refused(tmp_path: Path) -> None:
