@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -60,18 +60,25 @@ def train_off_policy(
     config: PipelineConfig,
     inputs: Inputs,
     author: AbstractContextManager[Author],
-    budget: float | None,
+    budget: Mapping[str, float] | None,
     out: Path,
     tell: Callable[[str], None],
 ) -> int:
     """Train the student on the author's responses and write it to `out`; returns the response tokens trained on.
 
-    `budget`: response tokens wanted; None: those of the pipeline's number of samples. Raises: RunError.
+    `budget`: response tokens wanted of each domain; None: those of the pipeline's number of samples. Raises: RunError.
     """
     by_domain = {domain: _with_room(prompts, config) for domain, prompts in inputs.prompts.items()}
     with author as write:
-        shape = _shape(config, _num_samples(config, by_domain, write, budget))
-        prompts = [p for step in _steps(config, by_domain, shape.samples) for p in step]
+        weights = _weights(config)
+        samples = config.trainer.samples_per_step
+        if budget is not None:
+            wanted = _samples_of(config, by_domain, write, budget)
+            samples = max(len(by_domain), round(sum(wanted.values())))
+            # Weights deal out what is left when each domain has one sample.
+            weights = {name: max(count - 1, 1e-6) for name, count in wanted.items()}
+        shape = _shape(config, samples)
+        prompts = [p for step in _steps(config, by_domain, shape.samples, weights) for p in step]
         tell(f"{len(prompts)} responses: {config.trainer.steps} steps of {shape.samples}")
         responses = write(prompts)
     _fit(config, inputs, responses, shape, out, tell)
@@ -162,26 +169,37 @@ def _with_room(prompts: PromptTable, config: PipelineConfig) -> PromptTable:
     return prompts.where((prompts.lengths > 0) & (prompts.lengths < config.rollout.max_model_len))
 
 
-def _steps(config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], samples: int) -> Iterator[list[Prompt]]:
+def _weights(config: PipelineConfig) -> dict[str, float]:
+    return {name: 1.0 if d.weight == "auto" else d.weight for name, d in config.domains.items()}
+
+
+def _steps(
+    config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], samples: int, weights: Mapping[str, float]
+) -> Iterator[list[Prompt]]:
     """The prompts of each step; every step has all domains."""
-    weights = {name: 1.0 if d.weight == "auto" else d.weight for name, d in config.domains.items()}
     mixed = MixedPrompts(by_domain, split_samples(samples, weights), config.seed)
     for step in range(1, config.trainer.steps + 1):
         yield mixed.take(step)
 
 
-def _num_samples(
-    config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], write: Author, budget: float | None
-) -> int:
-    """Number of samples in a step, so that all steps together have `budget` response tokens."""
+def _samples_of(
+    config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], write: Author, budget: Mapping[str, float]
+) -> dict[str, float]:
+    """Samples of each domain in a step, so that all steps together have the domain's `budget` of response tokens.
+
+    The shares of a merge with `balance` are not those of its weights, and the author's answers have lengths of their own.
+    """
     samples = config.trainer.samples_per_step
-    if budget is None:
-        return samples
-    # Whole steps, because each domain has its share of a step.
-    steps = islice(_steps(config, by_domain, samples), -(-PILOT_SAMPLES // samples))
+    # Whole steps, so that all domains are in the pilot.
+    steps = islice(_steps(config, by_domain, samples, _weights(config)), -(-PILOT_SAMPLES // samples))
     pilot = [p for step in steps for p in step]
-    mean_length = sum(r.num_trained for r in write(pilot)) / len(pilot)
-    return max(len(by_domain), round(budget / config.trainer.steps / mean_length))
+    asked = Counter(p.domain for p in pilot)
+    written: Counter[str] = Counter()
+    for response in write(pilot):
+        written[response.domain] += response.num_trained
+    # A domain whose author wrote nothing at all keeps the length 1: it would get all samples otherwise.
+    lengths = {name: max(1.0, written[name] / asked[name]) for name in by_domain}
+    return {name: budget.get(name, 0.0) / config.trainer.steps / length for name, length in lengths.items()}
 
 
 def _shape(config: PipelineConfig, samples: int) -> StepShape:

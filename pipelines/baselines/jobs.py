@@ -7,16 +7,16 @@ RUN_DIR/baselines/runs/NAME      method `opd` with fewer steps: a run directory,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunDirError
-from opd.metrics import MetricsFile, trained_tokens
+from opd.metrics import MetricsFile
 from opd.near import did_you_mean
 from opd.run_dir import RunPaths
 from pipelines.baselines.weights import WEIGHT_METHODS
@@ -41,8 +41,8 @@ class BaselineJob:
     root: Path
     """The run directory that gets the result."""
     name: str
-    budget: float | None
-    """Response tokens to train on; None without a merge to compare with."""
+    budget: Mapping[str, float] | None
+    """Response tokens to train on, by domain; None without a merge to compare with."""
     own_run: bool
     """True if the run directory's own merge gives this result."""
 
@@ -155,7 +155,7 @@ def plan(
                     config=chosen if seed is None else chosen.model_copy(update={"seed": seed}),
                     root=root,
                     name="".join(parts),
-                    budget=None if share is None or per_step is None else per_step * chosen.trainer.steps,
+                    budget=None if share is None or per_step is None else _times(per_step, chosen.trainer.steps),
                     own_run=method == "opd" and share == 1 and own_seed and own_merge,
                 )
             )
@@ -173,8 +173,12 @@ def refuse_rounds(config: PipelineConfig) -> None:
         )
 
 
-def tokens_per_step(root: Path) -> float | None:
-    """Response tokens of a mean step of the directory's merge; None if it has none yet.
+def _times(per_step: Mapping[str, float], steps: int) -> dict[str, float]:
+    return {domain: tokens * steps for domain, tokens in per_step.items()}
+
+
+def tokens_per_step(root: Path) -> dict[str, float] | None:
+    """Trained response tokens of each domain in a mean step of the directory's merge; None if it has none yet.
 
     Raises: RunDirError for a merge that has not taken a step.
     """
@@ -187,7 +191,12 @@ def tokens_per_step(root: Path) -> float | None:
             wanted="the metrics of a merge: baselines get as many tokens as it trained on",
             fix=f"`opd merge --resume {root}`",
         )
-    return fmean(map(trained_tokens, records)) if records else None
+    if not records:
+        return None
+    sums: Counter[str] = Counter()
+    for record in records:
+        sums.update({name: domain.tokens for name, domain in record.domains.items()})
+    return {name: tokens / len(records) for name, tokens in sums.items()}
 
 
 def open_run(root: Path, overrides: list[str] | None = None) -> PipelineConfig:

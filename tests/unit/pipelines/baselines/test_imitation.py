@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -165,7 +165,7 @@ def recording(config: PipelineConfig, inputs: Inputs, asked: list[list[str]]) ->
 
 
 def train(
-    learning: tuple[PipelineConfig, Inputs], budget: float | None, out: Path
+    learning: tuple[PipelineConfig, Inputs], budget: Mapping[str, float] | None, out: Path
 ) -> tuple[int, list[list[str]], list[str]]:
     asked: list[list[str]] = []
     lines: list[str] = []
@@ -202,14 +202,21 @@ def test_a_lora_student_is_trained_by_its_adapters_here_too(
 def test_the_samples_of_a_step_make_up_the_merges_tokens(
     learning: tuple[PipelineConfig, Inputs], tmp_path: Path
 ) -> None:
-    tokens, asked, lines = train(learning, 120.0, tmp_path / "out")
+    tokens, asked, lines = train(learning, {"reverse": 80.0, "upper": 40.0}, tmp_path / "out")
     assert tokens == 120, "ten samples of four tokens in each of three steps"
     assert [len(ids) for ids in asked][-1] == 30
     assert "30 responses: 3 steps of 10" in lines
 
 
+def test_a_domain_gets_the_tokens_that_the_merge_gave_it_whatever_its_weight_says(
+    learning: tuple[PipelineConfig, Inputs], tmp_path: Path
+) -> None:
+    _, asked, _ = train(learning, {"reverse": 24.0, "upper": 96.0}, tmp_path / "out")
+    assert Counter(name.split("/")[0] for name in asked[-1]) == {"reverse": 3 * 2, "upper": 3 * 8}
+
+
 def test_every_domain_is_in_a_step_however_small_the_budget(
     learning: tuple[PipelineConfig, Inputs], tmp_path: Path
 ) -> None:
-    _, asked, _ = train(learning, 1.0, tmp_path / "out")
+    _, asked, _ = train(learning, {"reverse": 1.0, "upper": 0.0}, tmp_path / "out")
     assert [p.split("/")[0] for p in asked[-1]] == ["reverse", "upper"] * 3

@@ -24,7 +24,14 @@ def config(world: Any) -> PipelineConfig:
 def write_run(root: Path, config: PipelineConfig, tokens: list[int]) -> None:
     root.mkdir()
     (root / "pipeline.yaml").write_text(json.dumps(config.model_dump(mode="json")))
-    (root / "metrics.jsonl").write_text("".join(json.dumps({"step": 1, "response_tokens": t}) + "\n" for t in tokens))
+    (root / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": 1, "response_tokens": t, "domains": domains(t)}) + "\n" for t in tokens)
+    )
+
+
+def domains(tokens: int) -> dict[str, object]:
+    """Three quarters of the tokens are of one domain."""
+    return {name: {"loss": 0.1, "tokens": part} for name, part in (("a", tokens * 3 // 4), ("b", tokens // 4))}
 
 
 def test_a_share_shrinks_steps_and_warm_up(config: PipelineConfig) -> None:
@@ -48,7 +55,7 @@ def test_methods_that_train_come_once_a_share_and_the_others_once(config: Pipeli
 def test_the_budget_is_what_the_merge_trained_on(config: PipelineConfig, tmp_path: Path) -> None:
     write_run(tmp_path / "run", config, [100, 200])
     jobs = plan(config, tmp_path / "run", ["mixed_sft", "slerp"], [0.25], None)
-    assert [j.budget for j in jobs] == [150 * 10, None]
+    assert [j.budget for j in jobs] == [{"a": 112.5 * 10, "b": 37.5 * 10}, None]
 
 
 def test_another_seed_has_its_own_name_and_is_no_part_of_the_run(config: PipelineConfig, tmp_path: Path) -> None:
