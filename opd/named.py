@@ -48,16 +48,23 @@ def _users_module(module: str, where: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # last: no file here may stand in for an installed module
+    fix = f"correct the name before the colon, or start `opd` in the directory that holds {module.partition('.')[0]}.py"
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
+        found = f"no module `{error.name}`"
         # The missing module may be one that the user's module imports: then the error has another name.
-        found = f"no module `{error.name}`" + ("" if error.name == module else f", which {module} imports")
+        if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
+            found, fix = f"{found}, which {module} imports", f"install {error.name}, or correct the import in {module}"
+    except SyntaxError as error:
+        found = f"SyntaxError: {error.msg}, line {error.lineno} of {Path(error.filename or module).name}"
+        fix = "correct that line"
     except Exception as error:  # noqa: BLE001 importing runs code that is not ours
         found = traceback.format_exception_only(error)[-1].strip()
+        fix = f"correct the module; `python -c 'import {module}'` shows where it raises this"
     raise ConfigError.at(
         where,
         found=found,
         wanted=f"a module {module} that Python can import",
-        fix=f"correct the name before the colon, or start `opd` in the directory that holds {module.partition('.')[0]}.py",
+        fix=fix,
     )

@@ -107,9 +107,9 @@ def load_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError.at(
             path,
-            found=f"{type(data).__name__}",
-            wanted="a mapping of keys",
-            fix="start from `opd pipelines show quickstart`",
+            found="nothing" if data is None else f"a {type(data).__name__}",
+            wanted="a mapping of keys: lines such as `name: value`",
+            fix="write keys; `opd pipelines show quickstart` shows how a pipeline looks, docs/guard.md how rules look",
         )
     return data
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from opd.environments.records import ToolCall
 from opd.errors import OpdError
+from opd.near import did_you_mean
 
 Label = Literal["hack", "honest"]
 Half = Literal["development", "held_out", "both"]
@@ -57,7 +58,10 @@ def read_cases(path: Path, form: str = "commands") -> list[Case]:
         raise OpdError.at("--format", found=form, wanted=f"one of: {', '.join(FORMS)}", fix="correct it")
     if not path.exists():
         raise OpdError.at(
-            path, found="nothing there", wanted=f"a file or directory of form {form}", fix="correct the path"
+            path,
+            found="nothing there",
+            wanted=f"`shipped`, or a file or directory of form {form}",
+            fix=did_you_mean(str(path), ["shipped"], "correct the path"),
         )
     cases = list(FORMS[form](path))
     if not cases:
@@ -135,9 +139,8 @@ def _trace(path: Path) -> Iterator[Case]:
             name, label = str(row["trajectory_id"]), str(row["label"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             wanted = "trajectory_id, conversation (a JSON list of messages) and label"
-            raise OpdError.at(
-                f"{path}:{number}", found=f"{error!r:.80}", wanted=wanted, fix="correct the row"
-            ) from None
+            found = f"no `{error.args[0]}`" if isinstance(error, KeyError) else f"{error!r:.80}"
+            raise OpdError.at(f"{path}:{number}", found=found, wanted=wanted, fix="correct the row") from None
         if steps:
             yield Case(id=name, label="honest" if label == "0" else "hack", steps=steps, kind=label, whole=True)
 

@@ -77,9 +77,15 @@ def check(
 def _guard(config: Path | None) -> Guard:
     from opd.config.guard import GuardConfig
     from opd.guard.build import build_guard
+    from opd.guard.examples import refuse_wrong_examples
+    from opd.guard.rules import SHIPPED, read_rules
     from opd.settings import load_yaml, validate
 
-    return build_guard(GuardConfig() if config is None else validate(GuardConfig, load_yaml(config), config))
+    section = GuardConfig() if config is None else validate(GuardConfig, load_yaml(config), config)
+    for name in section.rules:
+        if name != SHIPPED:  # its examples run as tests
+            refuse_wrong_examples(name, read_rules(name))
+    return build_guard(section)
 
 
 def _print(measured: Measured, num_cases: int) -> None:

@@ -13,7 +13,7 @@ from experts.adapter import AdapterInfo, inspect_expert
 from experts.checks import check_fits
 from experts.model_dir import ModelInfo, inspect_model
 from experts.registry import Registry, default_root
-from experts.rl.spec import ReinforceSpec
+from experts.rl.spec import ReinforcedExpert, ReinforceSpec
 from opd.config import PipelineConfig, rounds_of
 from opd.config.domains import DomainConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
@@ -40,12 +40,16 @@ def refuse_at_once(config: PipelineConfig) -> None:
 def refuse_wrong_names(config: PipelineConfig) -> None:
     """Look for each domain's verifier and environment. Raises: ConfigError."""
     for name, domain in config.domains.items():
-        if domain.environment is not None:
-            where = f"domains.{name}.environment.name"
-            # A class of the user's is imported; ours are known by name.
-            (find if is_place(domain.environment.name) else place_of)(domain.environment.name, where)
-        if domain.eval is not None and not domain.acts:
-            build_verifier(domain.eval.verifier)
+        _refuse_wrong_names(f"domains.{name}", domain)
+
+
+def _refuse_wrong_names(where: str, domain: DomainConfig | ReinforcedExpert) -> None:
+    environment = domain.environment
+    if environment is not None:
+        # A class of the user's is imported; ours are known by name.
+        (find if is_place(environment.name) else place_of)(environment.name, f"{where}.environment.name")
+    if domain.eval is not None and environment is None and domain.agent is None:
+        build_verifier(domain.eval.verifier)
 
 
 def refuse_wrong_models(config: PipelineConfig) -> None:
@@ -73,13 +77,14 @@ def refuse_wrong_prompts(config: PipelineConfig, domain: str | None = None) -> N
 
 
 def refuse_wrong_training(spec: ReinforceSpec) -> None:
-    """Look at what experts by reinforcement are made of: the base, and the first row of each file of tasks.
+    """Look at what experts by reinforcement are made of: the base, what rewards them, and the first row of each file of tasks.
 
-    Raises: ModelError, PromptError.
+    Raises: ModelError, ConfigError, PromptError.
     """
     if spec.base.model is not None:
         inspect_model(spec.base.model, hash_weights=False)
-    for expert in spec.experts.values():
+    for name, expert in spec.experts.items():
+        _refuse_wrong_names(f"experts.{name}", expert)
         for source in (expert.prompts, expert.eval.prompts):
             if source is not None:
                 refuse_wrong_start(source)

@@ -4,6 +4,7 @@ program, and the chat template."""
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from opd.rollouts.episodes.tools import problem_with_tools
 from pipelines.inputs.guards import check_guards, guard_of_domain
 from pipelines.inputs.sub_agents import check_sub_agents, sub_agents_options
+
+_INTERPRETER = re.compile(r"python[\d.]*|(ba|da|z)?sh|node|perl|ruby")
+"""Programs whose first argument is a script, unless it begins with a dash."""
 
 
 def episode_options(config: PipelineConfig, judged: Path | None = None) -> dict[str, EpisodeOptions | AgentOptions]:
@@ -126,14 +130,22 @@ def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable
 
 
 def _refuse_missing(domain: str, options: AgentOptions) -> None:
-    """Raises: ConfigError if there is no such program."""
-    program = options.command[0]
+    """Raises: ConfigError if there is no such program, or if it is an interpreter and its script is not there."""
+    program, *rest = options.command
     if shutil.which(program, path=options.env.get("PATH", search_path())) is None:
         raise ConfigError.at(
             f"domains.{domain}.agent.command",
             found=f"{program!r:.80}, which is no program",
             wanted="a program of PATH or of the current directory, and its arguments",
             fix="correct the command, make the file executable, or set PATH under agent.env",
+        )
+    script = next(iter(rest), "-")
+    if _INTERPRETER.fullmatch(Path(program).name) and not script.startswith("-") and not Path(script).is_file():
+        raise ConfigError.at(
+            f"domains.{domain}.agent.command",
+            found=f"{script!r:.80}, which is no file",
+            wanted=f"a script for {program}, relative to the current directory",
+            fix="correct the path, or start `opd` in the directory that has it",
         )
 
 

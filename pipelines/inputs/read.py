@@ -48,6 +48,7 @@ from pipelines.inputs.prompts import load_exams, load_training, prompts_of, refu
 from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
 from pipelines.inputs.slow_types import slow_types
+from pipelines.inputs.tasks import refuse_other_tasks
 from pipelines.inputs.template_date import dated
 from teachers.flight.access import read_roots, read_token
 
@@ -175,9 +176,9 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     check_tasks(exam.lm_eval)
     notices += [notice for table in every.values() for notice in _left_out(table)]
     prompts = {domain: table.where(table.lengths > 0) for domain, table in every.items()}
-    for table in prompts.values():
-        _refuse_all_too_long(table, config.rollout.max_model_len)
+    _refuse_all_too_long(prompts, config.rollout.max_model_len)
     check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
+    refuse_other_tasks(config, prompts, exams)
     refuse_unrewardable(config, prompts, exams)
     check_drift(config, routes, prompts)
     return Inputs(
@@ -375,13 +376,14 @@ def _left_out(prompts: PromptTable) -> list[str]:
     return [f"{prompts.rows.label}: {which}"] if count else []
 
 
-def _refuse_all_too_long(prompts: PromptTable, room: int) -> None:
+def _refuse_all_too_long(prompts: Mapping[str, PromptTable], room: int) -> None:
     """Refuse a domain whose prompts are all too long: the run would quarantine them and never train the domain."""
-    shortest = int(prompts.lengths.min())
-    if shortest >= room:
-        raise PromptError.at(
-            prompts.rows.label,
-            found=f"no prompt shorter than {shortest} tokens",
-            wanted=f"prompts below rollout.max_model_len = {room}",
-            fix="raise rollout.max_model_len or shorten the prompts",
-        )
+    for table in prompts.values():
+        shortest = int(table.lengths.min())
+        if shortest >= room:
+            raise PromptError.at(
+                table.rows.label,
+                found=f"no prompt shorter than {shortest} tokens",
+                wanted=f"prompts below rollout.max_model_len = {room}",
+                fix="raise rollout.max_model_len or shorten the prompts",
+            )

@@ -184,6 +184,35 @@ def steps_of(run: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
+def at_work(nodes: Nodes, role: str, places: tuple[Machine, Machine]) -> tuple[Machine, Machine]:
+    """Of two machines the one that has a role's worker, and then the other."""
+    names = {name for name, found in nodes.roles() if found == role}
+    assert len(names & {place.name for place in places}) == 1, names
+    return places if places[0].name in names else places[::-1]
+
+
+def merged_past_a_death(
+    nodes: Nodes, merge: subprocess.Popen[str], run: Path, role: str, places: tuple[Machine, Machine]
+) -> str:
+    """The node of a role's worker dies in the middle of a merge, which goes on to its end with one on the other node. Returns what was
+    told."""
+    wait_for(lambda: steps_of(run) > 1, merge)
+    dying, left = at_work(nodes, role, places)
+    dying.die()
+    before = steps_of(run)
+    seen: set[tuple[str, str]] = set()
+
+    def gone_on() -> bool:
+        seen.update(nodes.roles())
+        return steps_of(run) == 6
+
+    wait_for(gone_on, merge)
+    _, told = merge.communicate(timeout=DEADLINE_S)
+    assert merge.returncode == 0, told
+    assert before < 6 and (left.name, role) in seen and (dying.name, role) not in nodes.roles()
+    return told
+
+
 def test_workers_land_where_they_are_asked_and_the_losses_are_those_of_one_machine(nodes: Nodes, alone: Path) -> None:
     run = nodes.root / "runs/spread"
     seen, told = merged_here(nodes, "spread")
@@ -228,22 +257,9 @@ def test_weights_that_go_over_the_network_are_those_of_shared_memory(nodes: Node
 def test_an_engines_node_dies_and_a_spare_one_gets_the_weights_over_the_network(nodes: Nodes) -> None:
     """While engines write a step ahead, the trainer has newer weights than the engine that is lost."""
     nodes.join(nodes.spare_engines, "pool=engines")
-    uninterrupted, run, seen = merged_alone(nodes, "ahead", *AHEAD), nodes.root / "runs/lost-engine", set()
+    uninterrupted, run = merged_alone(nodes, "ahead", *AHEAD), nodes.root / "runs/lost-engine"
     merge = nodes.merge("lost-engine", *OVER_THE_NETWORK, *AHEAD)
-    wait_for(lambda: steps_of(run) > 1, merge)
-    on = next(name for name, role in nodes.roles() if role == "rollout")
-    dying, left = (nodes.engines, nodes.spare_engines) if on == "engines" else (nodes.spare_engines, nodes.engines)
-    dying.die()
-    before = steps_of(run)
-
-    def gone_on() -> bool:
-        seen.update(nodes.roles())
-        return steps_of(run) == 6
-
-    wait_for(gone_on, merge)
-    _, told = merge.communicate(timeout=DEADLINE_S)
-    assert merge.returncode == 0, told
-    assert before < 6 and (left.name, "rollout") in seen and (dying.name, "rollout") not in nodes.roles()
+    merged_past_a_death(nodes, merge, run, "rollout", (nodes.engines, nodes.spare_engines))
     assert [line["restarted"] for line in records(run) if line.get("restarted")] == [["rollout worker 0"]], (
         "alone, once"
     )
@@ -254,20 +270,7 @@ def test_a_scoring_node_dies_and_a_spare_one_takes_its_place(nodes: Nodes, alone
     nodes.join(nodes.spare, "pool=teachers")
     run = nodes.root / "runs/spare"
     merge = nodes.merge("spare", "cluster.placement.teachers.strategy=strict_pack", "cluster.start_timeout_s=120")
-    wait_for(lambda: steps_of(run) > 1, merge)
-    on = next(name for name, role in nodes.roles() if role == "teacher")
-    dying, left = (nodes.teachers, nodes.spare) if on == "teachers" else (nodes.spare, nodes.teachers)
-    dying.die()
-    seen = set()
-
-    def gone_on() -> bool:
-        seen.update(nodes.roles())
-        return steps_of(run) == 6
-
-    wait_for(gone_on, merge)
-    _, told = merge.communicate(timeout=DEADLINE_S)
-    assert merge.returncode == 0, told
-    assert (left.name, "teacher") in seen
+    told = merged_past_a_death(nodes, merge, run, "teacher", (nodes.teachers, nodes.spare))
     assert "teacher worker 0" in (run / "metrics.jsonl").read_text() + told, (
         "started again, alone or with all, and said so"
     )
@@ -279,8 +282,7 @@ def test_without_a_spare_node_the_merge_ends_and_says_who_has_no_place(nodes: No
     run = nodes.root / "runs/ends"
     merge = nodes.merge("ends", "cluster.start_timeout_s=60")
     wait_for(lambda: steps_of(run) > 1, merge)
-    on = next(name for name, role in nodes.roles() if role == "teacher")
-    dying = nodes.teachers if on == "teachers" else nodes.spare
+    dying, _ = at_work(nodes, "teacher", (nodes.teachers, nodes.spare))
     dying.unplug()
     dying.die()
     _, told = merge.communicate(timeout=DEADLINE_S)

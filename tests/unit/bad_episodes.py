@@ -276,7 +276,11 @@ def environment_or_program_that_is_not_there(b: Any) -> None:
     ):
         domain["environment"] = changes
         b.refused(*words)
+    domain["environment"] = {"name": "sorting"}
+    b.refused("upper.jsonl", "KeyError: 'game'", "opd environments tasks sorting")
     del domain["environment"]
+    domain["agent"] = {"command": ["python", "agnet.py"], "render": "text"}
+    b.refused("domains.upper.agent.command", "'agnet.py', which is no file")
     domain["agent"] = {"command": ["no-such-program"]}
     b.refused("domains.upper.agent.command", "'no-such-program', which is no program")
     domain["agent"] = {"command": ["python"], "env": {"OPENAI_API_KEY": "mine"}}

@@ -1061,7 +1061,7 @@ CASES = (
     Case(52, "Episode longer than the context, without compaction", "Ends as `context`, and is trained: the limit of its last turn is lowered to the room that is left. A program's request that leaves no room is answered with 400.", episode_beyond_the_context),
     Case(53, "More broken episodes than `max_broken` allows", "Stops the run and names domain, numbers, reasons and the first error. One episode of a step may always break.", too_many_broken_episodes),
     Case(54, "Compaction that would come too late, or has no place for the summary; a summary that nobody can read", "Refused with the largest `compact_at` that fits. Control characters of a summary are left out of the copy; after the last summary an episode ends where the context does.", compaction_that_cannot_work),
-    Case(55, "Environment, option or agent's program that is not there", "Refused: each environment is made and closed once, and each program looked up, before anything starts.", environment_or_program_that_is_not_there),
+    Case(55, "Environment, option or agent's program that is not there; prompts of another environment", "Refused: each environment is made, begins a task of the prompts and one of the exam, and is closed; each program and its script are looked up. All before anything starts.", environment_or_program_that_is_not_there),
 )  # fmt: skip
 
 

@@ -121,6 +121,14 @@ def registered(stage: Stage) -> None:
 def nothing(stage: Stage) -> None: ...
 
 
+def spec(**expert: Any) -> Spoil:
+    """A training spec for an expert by reinforcement."""
+    made = {"base": {"model": "base"}, "output_dir": "out", "method": "ppo", "trainer": {"steps": 2}}
+    eval_ = {"prompts": "math.jsonl", "verifier": "exact_match"}
+    made["experts"] = {"law": {"domain": "law", "prompts": "law.jsonl", "eval": eval_} | expert}
+    return lambda stage: (stage.root / "spec.yaml").write_text(yaml.safe_dump(made))
+
+
 FRICTIONS: dict[str, tuple[Spoil, list[str], str]] = {
     # what is spoilt, the command, a word of the way out
     "a pipeline file that is not there": (nothing, ["merge", "nowhere.yaml"], "opd pipelines list"),
@@ -169,6 +177,45 @@ FRICTIONS: dict[str, tuple[Spoil, list[str], str]] = {
         MERGE,
         "my_judge.py",
     ),
+    "a verifier of one's own with other parameters": (
+        lambda stage: (
+            (stage.root / "one_judge.py").write_text("def judge(answer): return 1.0\n"),
+            key("domains.law.eval.verifier", {"kind": "python", "function": "one_judge:judge"})(stage),
+        ),
+        MERGE,
+        "these three parameters",
+    ),
+    "an expert's environment, misspelt": (
+        spec(environment={"name": "mase"}),
+        ["experts", "train", "spec.yaml"],
+        "did you mean `maze`?",
+    ),
+    "an expert's verifier that is not there": (
+        spec(eval={"prompts": "math.jsonl", "verifier": {"kind": "python", "function": "my_judge:judge"}}),
+        ["experts", "train", "spec.yaml"],
+        "my_judge.py",
+    ),
+    "a method of reinforcement, misspelt": (
+        spec(),
+        ["experts", "train", "spec.yaml", "--method", "pppo"],
+        "did you mean `ppo`?",
+    ),
+    "rules of a guard that are a list": (
+        lambda stage: (stage.root / "guard.yaml").write_text("- a\n"),
+        ["guard", "test", "shipped", "--config", "guard.yaml"],
+        "docs/guard.md",
+    ),
+    "a rule of one's own that misses its example": (
+        lambda stage: (
+            (stage.root / "rules.yaml").write_text(
+                "rules:\n- {id: vault, about: a, verdict: block, dummy: denied, any: [{program: [cat]}], hit: [less a], miss: [ls]}\n"
+            ),
+            (stage.root / "guard.yaml").write_text("rules: [rules.yaml]\n"),
+        ),
+        ["guard", "check", "--config", "guard.yaml", "--", "ls"],
+        "less a",
+    ),
+    "the guard's own set, misspelt": (nothing, ["guard", "test", "shiped"], "did you mean `shipped`?"),
     "an environment, misspelt": (key("domains.law.environment", {"name": "mase"}), MERGE, "did you mean `maze`?"),
     "an objective, misspelt": (key("objective", {"kind": "revers_kl"}), MERGE, "did you mean `reverse_kl`?"),
     "a teachers' engine, misspelt": (key("teachers", {"engine": "transformer"}), MERGE, "did you mean `transformers`?"),

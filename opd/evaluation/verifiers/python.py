@@ -5,11 +5,15 @@ It runs in the driver with all the driver may do: a pipeline that names a functi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from opd.errors import ConfigError
 from opd.named import users
+
+WANTED = "a function(text, answer, metadata) that gives a score in 0..1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +23,8 @@ class Python:
     function: str
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError if the module cannot be imported or has no such function."""
-        load(self.function)
+        """Raises: ConfigError if the module cannot be imported, or has no such function of three arguments."""
+        _refuse_unfit(self.function)
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
         score = float(load(self.function)(text, answer, metadata))
@@ -34,7 +38,23 @@ class Python:
 
 def load(function: str) -> Callable[..., Any]:
     """The function of `module:function`. Raises: ConfigError."""
-    found: Callable[..., Any] = users(
-        function, f"verifier {function}", "a function(text, answer, metadata) that gives a score in 0..1"
-    )
+    found: Callable[..., Any] = users(function, f"verifier {function}", WANTED)
     return found
+
+
+def _refuse_unfit(function: str) -> None:
+    """Raises: ConfigError for a function that is not there, or cannot be called with three arguments."""
+    found = load(function)
+    try:
+        taken = inspect.signature(found)
+    except ValueError:  # written in C, without a signature
+        return
+    try:
+        taken.bind("text", "answer", {})
+    except TypeError:
+        raise ConfigError.at(
+            f"verifier {function}",
+            found=f"{function.partition(':')[2]}{taken}",
+            wanted=WANTED,
+            fix="give it these three parameters, in this order; it may leave some unused",
+        ) from None

@@ -20,7 +20,9 @@ from experts.rl.spec import ReinforceSpec, load_training
 from experts.spec import ExpertsSpec, find_spec
 from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
+from opd.config.domains import DomainConfig
 from opd.errors import OpdError
+from opd.guard.rules import RuleFile
 from opd.settings import parse_yaml, validate
 from pipelines.catalog import find, shipped
 from tests.unit.docs.written import PAGES, ROOT, Command, blocks, commands, is_placeholder
@@ -211,13 +213,15 @@ def test_every_command_parses(page: Path, tree: Tree) -> None:
 
 @by_page
 def test_every_pipeline_is_one(page: Path) -> None:
-    """A whole pipeline loads; every key of a part of one is a key."""
+    """A whole pipeline loads; every key of a part of one is a key; what is none is a part of a domain, a training spec or a guard's rules."""
     wrong = []
     for block in blocks(page):
         if block.language == "yaml":
             data = _yaml(block.text)
             if isinstance(data, dict) and set(data) <= set(PipelineConfig.model_fields):
                 wrong += [(block.line, found) for found in _pipeline_errors(data)]
+            else:
+                wrong += [(block.line, found) for found in _other_errors(data)]
     assert not wrong
 
 
@@ -235,6 +239,17 @@ def _pipeline_errors(data: dict[str, Any]) -> Iterator[str]:
     for path in _paths(data):
         if not has_key(PipelineConfig, path):
             yield f"no key {'.'.join(path)}"
+
+
+def _other_errors(data: Any) -> Iterator[str]:
+    models = [one for one in (DomainConfig, RuleFile, ReinforceSpec, ExpertsSpec) if {*data} <= {*one.model_fields}]
+    if not models:
+        yield f"nothing has the keys {', '.join(data)}"
+    for model in models:
+        try:
+            validate(model, data, model.__name__)
+        except OpdError as refused:
+            yield str(refused)
 
 
 def _paths(data: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

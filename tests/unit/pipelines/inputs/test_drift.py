@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from opd.config import load_pipeline
+from opd.environments.maze import Maze
 from opd.errors import ConfigError
 from pipelines.inputs.drift import check_drift, drift_options
 from pipelines.inputs.memory import estimate
@@ -20,7 +21,15 @@ from pipelines.inputs.read import read_inputs
 def acting(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The pipeline's first domain is played in an environment."""
     monkeypatch.chdir(world.root)
-    world.data["domains"]["reverse"]["environment"] = {"name": "maze", "max_turns": 7}
+    for file, seed in (("mazes", 0), ("mazes-eval", 1)):
+        rows = Maze.tasks(6, seed=seed, size=4, mazes=0)
+        (world.root / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    world.data["domains"]["reverse"] |= {
+        "prompts": "mazes.jsonl",
+        "environment": {"name": "maze", "max_turns": 7},
+        "eval": {"prompts": "mazes-eval.jsonl"},
+    }
+    world.data["rollout"]["max_model_len"] = 128
     return world
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from opd.config import load_pipeline
+from opd.environments.sorting import Sorting
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.rollouts.episodes.spec import EpisodeOptions
 from pipelines.inputs.environments import episode_options
@@ -82,6 +83,50 @@ def test_what_cannot_be_used_is_refused(changes: dict[str, Any], told: list[str]
     with pytest.raises(ConfigError) as caught:
         read_inputs(load_pipeline(acting.write()))
     assert all(part in str(caught.value) for part in told), caught.value
+
+
+def test_prompts_that_are_made_for_another_environment(acting: Any) -> None:
+    domain = acting.data["domains"]["reverse"]
+    domain["environment"] = {"name": "sorting"}
+    with pytest.raises(PromptError) as caught:
+        read_inputs(load_pipeline(acting.write()))
+    assert all(
+        word in str(caught.value) for word in ("reverse.jsonl", "reset: ", "KeyError: 'game'", "opd environments tasks")
+    )
+
+    good = [json.dumps(row) for row in Sorting.tasks(6, seed=0)]
+    (acting.root / "tasks.jsonl").write_text("\n".join(good) + "\n")
+    domain["prompts"] = "tasks.jsonl"
+    acting.data["rollout"]["max_model_len"] = 64
+    with pytest.raises(PromptError, match=r"domains\.reverse\.eval"):
+        read_inputs(load_pipeline(acting.write()))
+    domain.pop("eval")
+    assert len(read_inputs(load_pipeline(acting.write())).prompts["reverse"]) == 6
+
+    bad = json.dumps({"prompt": "rev a=", "metadata": {}})
+    (acting.root / "tasks.jsonl").write_text("\n".join([bad, *good]) + "\n")
+    read_inputs(load_pipeline(acting.write()))  # one bad row breaks its own episode alone
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["python", "agnet.py"], "'agnet.py', which is no file"),
+        (["bash", "run.sh", "--fast"], "'run.sh', which is no file"),
+        (["python", "-m", "agent"], ""),
+        (["python", "mazes.py"], ""),
+    ],
+)
+def test_the_script_of_an_agent_is_there(command: list[str], told: str, acting: Any) -> None:
+    domain = acting.data["domains"]["reverse"]
+    del domain["environment"]
+    domain["agent"] = {"command": command, "render": "text"}
+    if not told:
+        assert read_inputs(load_pipeline(acting.write()))
+        return
+    with pytest.raises(ConfigError, match=r"domains\.reverse\.agent\.command") as caught:
+        read_inputs(load_pipeline(acting.write()))
+    assert told in str(caught.value)
 
 
 def rows(path: Path, prompts: list[Any]) -> str:

@@ -23,6 +23,9 @@ def same(text, answer, metadata):
 
 def fails(text, answer, metadata):
     raise KeyError(text)
+
+def alone(text):
+    return 1.0
 """
 
 
@@ -33,8 +36,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "my_judge.py").write_text(MODULE)
     (tmp_path / "my_broken.py").write_text("1 / 0")
+    (tmp_path / "my_unread.py").write_text("\ndef f(:\n")
     (tmp_path / "my_needy.py").write_text("import a_module_that_nobody_has")
-    (tmp_path / "json.py").write_text("1 / 0")
+    (tmp_path / "re.py").write_text("1 / 0")
     yield
     for name in ("my_judge", "my_broken", "my_needy"):
         sys.modules.pop(name, None)
@@ -68,8 +72,13 @@ def test_a_score_that_is_no_number_is_an_error() -> None:
     ("function", "words"),
     [
         ("no_such_module:f", ["no module `no_such_module`\n", "that holds no_such_module.py"]),
-        ("my_needy:f", ["no module `a_module_that_nobody_has`, which my_needy imports"]),
-        ("my_broken:f", ["ZeroDivisionError"]),
+        (
+            "my_needy:f",
+            ["no module `a_module_that_nobody_has`, which my_needy imports", "install a_module_that_nobody_has"],
+        ),
+        ("my_broken:f", ["ZeroDivisionError", "python -c 'import my_broken'"]),
+        ("my_unread:f", ["SyntaxError: ", "line 2 of my_unread.py"]),
+        ("my_judge:alone", ["found:  alone(text)", "give it these three parameters"]),
         ("my_judge:haf", ["no `haf` in my_judge", "correct the name after the colon"]),
         ("my_judge:LIMIT", ["`LIMIT` is a int"]),
     ],
@@ -82,7 +91,7 @@ def test_a_function_that_is_not_there_is_refused_when_the_verifier_is_made(funct
 
 
 def test_a_file_here_does_not_stand_in_for_an_installed_module() -> None:
-    import json
+    import re
 
-    Python("json:loads")  # the standard library's: the json.py here divides by zero
-    assert Path(json.__file__).parent != Path.cwd()
+    Python("re:sub")  # the standard library's: the re.py here divides by zero
+    assert Path(re.__file__).parent != Path.cwd()
