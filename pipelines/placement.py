@@ -11,6 +11,7 @@ from opd.cluster.placement import NODE, matches, shown
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.placement import RolePlacement
+from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError
 from opd.rollouts import vllm
 from opd.train.ranks import rank_name
@@ -37,21 +38,27 @@ def groups_of(config: PipelineConfig, keys: Collection[str] = EVERY) -> list[Gro
             place.rollout,
             rollout_devices(config.cluster, config.rollout),
             [vllm.worker_name(i) for i in range(config.rollout.workers)],
+            config.rollout.tensor_parallel_size,
         ),
         (
             TEACHERS,
             place.teachers,
             teacher_devices(config.cluster, config.teachers),
             [pool.worker_name(i) for i in range(config.teachers.scoring_workers)],
+            config.teachers.tensor_parallel_size if isinstance(config.teachers, VLLMTeachers) else 1,
         ),
-        (TRAINER, place.trainer, config.cluster.trainer_gpus, [rank_name("trainer", rank) for rank in ranks]),
+        (TRAINER, place.trainer, config.cluster.trainer_gpus, [rank_name("trainer", rank) for rank in ranks], 1),
     ]
     if config.objective.has_critic:
         critics = [rank_name("critic", rank) for rank in ranks]
-        by_role.append((TRAINER, place.trainer, config.cluster.trainer_gpus, critics))
+        by_role.append((TRAINER, place.trainer, config.cluster.trainer_gpus, critics, 1))
     if config.rollout.engine != "vllm":
         by_role = by_role[1:]  # a user's engine has workers that we do not know
-    return [_group(key, role, gpus, names) for key, role, gpus, names in by_role if key in keys and names]
+    return [
+        _group(key, role, gpus, names, processes)
+        for key, role, gpus, names, processes in by_role
+        if key in keys and names
+    ]
 
 
 def refuse_unplaceable(config: PipelineConfig) -> None:
@@ -109,9 +116,11 @@ def refuse(groups: Sequence[Group], beside: Collection[str], nodes: Sequence[Nod
     _refuse_too_many(groups, beside, nodes)
 
 
-def _group(key: str, place: RolePlacement, gpus: float, names: Sequence[str]) -> Group:
+def _group(key: str, place: RolePlacement, gpus: float, names: Sequence[str], processes: int) -> Group:
+    """`processes`: those of each worker that compute, which inherit its environment and share its CPUs."""
     asks = {"CPU": float(place.cpus or 1), **({"GPU": gpus} if gpus else {}), **place.resources}
-    seats = tuple(Seat(worker=name, asks=asks, labels=place.label_selector, threads=place.cpus) for name in names)
+    threads = None if place.cpus is None else max(1, place.cpus // processes)
+    seats = tuple(Seat(worker=name, asks=asks, labels=place.label_selector, threads=threads) for name in names)
     return Group(key=key, strategy=place.strategy.upper(), seats=seats)
 
 

@@ -37,7 +37,7 @@ class Seat:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Label -> what the node must have there, as Ray's label selectors say it."""
     threads: int | None = None
-    """Threads that the worker computes with; None: as it is started."""
+    """Threads that each process of the worker computes with; None: as it is started."""
 
     def fits(self, node: Node) -> bool:
         """Whether the node, with nobody on it, can have this worker."""

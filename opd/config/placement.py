@@ -19,8 +19,8 @@ class RolePlacement(Strict):
     """Ray's strategy: `pack` on few nodes, `spread` over many, as far as there is room; `strict_pack` on one node,
     `strict_spread` each on a node of its own, or not at all."""
     cpus: int | None = Field(None, ge=1)
-    """CPUs that Ray reserves for each worker, and threads that it computes with. Default: 1 reserved, and this machine's cores
-    divided by the role's workers as threads."""
+    """CPUs that Ray reserves for each worker, and threads that it computes with; the processes of a divided engine share them.
+    Default: 1 reserved, and this machine's cores divided by the role's workers as threads."""
     label_selector: dict[Annotated[str, Field(pattern=LABEL)], Annotated[str, Field(pattern=SELECTED)]] = {}
     """Label of a node (`ray start --labels`) -> the value that it must have, `!value`, `in(a, b)` or `!in(a, b)`."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}

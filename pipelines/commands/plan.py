@@ -17,8 +17,9 @@ app = typer.Typer()
 def plan(
     pipeline: PipelineArgument,
     cluster: Annotated[
-        str, typer.Option(help="A cluster spec, or the name of a shipped one; see docs/plan.md.")
-    ] = "two-cores",
+        str | None,
+        typer.Option(help="A cluster spec, or the name of a shipped one; default: two-cores. See docs/plan.md."),
+    ] = None,
     measure: Annotated[
         Path | None,
         typer.Option(help="Measure this machine for some seconds, write its spec to this file, and plan with it."),
@@ -34,13 +35,13 @@ def plan(
     """What will a merge need, and how long will it take? From configs alone: no weights, no compute; exit code 1 if it does not fit."""
     from opd.config import load_pipeline
     from pipelines.catalog import find
-    from pipelines.plan.measure import measure_to
+    from pipelines.plan.measure import cluster_spec
     from pipelines.plan.plan import make_plan
-    from pipelines.plan.spec import load_spec, with_lengths
+    from pipelines.plan.spec import with_lengths
     from pipelines.plan.tables import tables
 
     config = load_pipeline(find(pipeline), overrides)
-    spec = load_spec(cluster) if measure is None else measure_to(measure, config.student.model)
+    spec = cluster_spec(cluster, measure, config.student.model)
     made = make_plan(config, with_lengths(spec, prompt_tokens, response_tokens, tail))
     if as_json:
         typer.echo(json.dumps(made.to_json(), indent=2))

@@ -17,7 +17,7 @@ from pipelines.inputs.machine_memory import machine_bytes
 from pipelines.plan.shapes import KINDS, read_config
 from pipelines.plan.shapes.attention import grouped
 from pipelines.plan.shapes.feed_forward import dense as dense_feed_forward
-from pipelines.plan.spec import ClusterSpec, load_spec
+from pipelines.plan.spec import DEFAULT, ClusterSpec, load_spec
 
 SECONDS = 1.0
 """How long each rate is measured."""
@@ -174,6 +174,21 @@ def _decode_rate(torch: Any, layer: Layer) -> float:
         return 2 * LAYER_BATCH * layer.parameters / _quickest(run)
 
 
+def cluster_spec(name_or_path: str | None, measure: Path | None, model_dir: Path) -> ClusterSpec:
+    """The spec that a plan is made with: a named one, or this machine's, written to the file `measure`. Raises: ConfigError if both are
+    given; as `load_spec` and `measure_to`."""
+    if measure is None:
+        return load_spec(name_or_path or DEFAULT)
+    if name_or_path is not None:
+        raise ConfigError.at(
+            "--cluster",
+            found=f"{name_or_path}, beside --measure {measure}",
+            wanted="one of the two: the plan is made with what is measured",
+            fix=f"leave one out; a measured machine is planned with again by --cluster {measure}",
+        )
+    return measure_to(measure, model_dir)
+
+
 def measure_to(path: Path, model_dir: Path) -> ClusterSpec:
     """Measure this machine, with a layer of that student, and write its spec; overheads, lengths and the other factors of a file
     that is there stay as they are.
@@ -187,7 +202,7 @@ def measure_to(path: Path, model_dir: Path) -> ClusterSpec:
         raise ConfigError.at("--measure", found=found, wanted="a file to write", fix="name another, such as here.yaml")
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    spec = measured_spec(load_spec(str(path) if path.is_file() else "two-cores"), layer_of(model_dir))
+    spec = measured_spec(load_spec(str(path) if path.is_file() else DEFAULT), layer_of(model_dir))
     with storing(path):
         atomic_write_text(path, yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True), sort_keys=False))
     return spec

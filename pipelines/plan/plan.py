@@ -98,7 +98,6 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
     refuse_apart(config, spec, places)
     cache = cache_bytes(config, models, spec)
     slots, notes = _slots(config, models, spec, cache)
-    # A merge that does not fit is planned too, to say what is missing.
     work = Work(config=config, spec=spec, models=models, places=places, slots=max(1, slots))
     total = sum(one.trainer.steps for one in rounds_of(config))
     steps = simulate(work, spec.lengths, min(SIMULATED, total))
@@ -146,7 +145,8 @@ def _gpus(spec: ClusterSpec) -> float:
 
 
 def _slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float) -> tuple[int, list[str]]:
-    """Sequences that an engine writes at a time: `rollout.max_num_seqs`, or as many of mean length as its cache holds."""
+    """Sequences that an engine writes at a time: `rollout.max_num_seqs`, or as many of mean length as its cache holds. With 0 the
+    merge does not fit, and is planned as if it had room for one, to say what is missing."""
     lengths = written(config, models, spec.lengths, 0)
     each = lengths.tokens / len(lengths.responses)
     room, wanted = int(cache_tokens(config, models, spec, cache) / each), config.rollout.max_num_seqs

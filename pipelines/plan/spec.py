@@ -15,6 +15,9 @@ from opd.errors import ConfigError
 from opd.settings import load_yaml, validate
 from pipelines.catalog import PLANS
 
+DEFAULT = "two-cores"
+"""The shipped spec with which a merge is planned if nobody names one; a measured spec has its overheads."""
+
 
 class MachineSpec(Strict):
     cores: int = Field(..., ge=1)

@@ -51,7 +51,7 @@ class ChatMessages:
 
         told = self._in_template(messages)
         try:
-            return self._appender.first([m | {"content": self._appender.harmless(m["content"])} for m in told], tools)
+            return self._appender.first([self._appender.safe(message) for message in told], tools)
         except (TemplateError, ValueError, TypeError) as error:
             raise Unreadable(str(error)) from None
 

@@ -54,10 +54,22 @@ def special_texts(tokenizer: TurnTokenizer) -> list[str]:
 
 
 def harmless(text: str, specials: Sequence[str]) -> str:
-    """The text with a blank inside of whatever would be read as a special token."""
+    """The text with a blank inside of whatever would be read as a special token; in place of one of a single character, which would
+    leave what stands around it side by side."""
     for special in specials:
-        text = text.replace(special, f"{special[0]} {special[1:]}" if len(special) > 1 else "")
+        text = text.replace(special, f"{special[0]} {special[1:]}" if len(special) > 1 else " ")
     return text
+
+
+def harmless_inside(value: Any, specials: Sequence[str]) -> Any:
+    """A JSON value with all of its texts harmless, keys too."""
+    if isinstance(value, str):
+        return harmless(value, specials)
+    if isinstance(value, Mapping):
+        return {harmless(str(key), specials): harmless_inside(inner, specials) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [harmless_inside(inner, specials) for inner in value]
+    return value
 
 
 class ChatAppender:
@@ -95,7 +107,7 @@ class ChatAppender:
         Messages of the role `tool` come first among them, one for each call of the turn. Special tokens in their texts are
         broken up: what an environment says is text. Raises: what the template raises.
         """
-        safe = [dict(message) | {"content": self.harmless(str(message["content"]))} for message in messages]
+        safe = [self.safe(dict(message) | {"content": str(message["content"])}) for message in messages]
         if not self.tools_in_template:
             safe, tools = without_tool_role(safe), ()
         text = self._following(_HISTORIES[0], safe, tools)
@@ -104,6 +116,11 @@ class ChatAppender:
     def harmless(self, text: str) -> str:
         """The text with a blank inside of whatever would be read as a special token."""
         return harmless(text, self._special)
+
+    def safe(self, message: Message) -> dict[str, Any]:
+        """The message with all of its texts harmless, those of its calls too."""
+        found: dict[str, Any] = harmless_inside(message, self._special)
+        return found
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         variables: dict[str, Any] = {"tools": [tool.schema() for tool in tools]} if tools else {}

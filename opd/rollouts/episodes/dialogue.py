@@ -55,17 +55,18 @@ class PlainDialogue:
         assert isinstance(prompt, str)
         if not isinstance(observation, str):
             raise BadObservation("messages after a prompt that is text")
-        return encode_text(self._tokenizer, prompt + self._safe(observation) + self._safe(note))
+        return encode_text(self._tokenizer, prompt + self._safe(observation, note))
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return plain_calls(text, self._tools)
 
     def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
         texts = (*((observation,) if isinstance(observation, str) else observation), note)
-        return encode_text(self._tokenizer, "".join(map(self._safe, texts))) if any(texts) else []
+        return encode_text(self._tokenizer, self._safe(*texts)) if any(texts) else []
 
-    def _safe(self, text: str) -> str:
-        return harmless(checked(text), self._special)
+    def _safe(self, *texts: str) -> str:
+        """The texts side by side: halves of a special token would make a whole one."""
+        return harmless("".join(map(checked, texts)), self._special)
 
 
 class ChatDialogue:

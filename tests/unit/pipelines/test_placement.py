@@ -87,6 +87,16 @@ def test_an_engine_of_several_gpus_has_them_in_one_place(config: PipelineConfig)
     assert [seat.asks for seat in group.seats] == [{"CPU": 1, "GPU": 4}]
 
 
+@pytest.mark.parametrize(("cpus", "size", "threads"), [(8, 1, 8), (8, 2, 4), (9, 4, 2), (1, 2, 1)])
+def test_the_processes_of_an_engine_share_its_cpus(config: PipelineConfig, cpus: int, size: int, threads: int) -> None:
+    """Each with as many threads as there are CPUs, they would slow each other down many times over."""
+    places = {"rollout": {"cpus": cpus}, "teachers": {"cpus": cpus}, "trainer": {"cpus": cpus}}
+    divided = {"tensor_parallel_size": size}
+    made = changed(config, {"placement": places}, rollout=divided, teachers={"engine": "vllm"} | divided)
+    found = [(seat.asks["CPU"], seat.threads) for group in groups_of(made) for seat in group.seats]
+    assert found == [(cpus, threads)] * 2 + [(cpus, cpus)] * 2
+
+
 def test_workers_of_a_users_engine_are_not_known(config: PipelineConfig) -> None:
     assert names(groups_of(changed(config, {}, rollout={"engine": "my:Engine"}), {ROLLOUT})) == []
 

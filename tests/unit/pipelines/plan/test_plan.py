@@ -261,6 +261,8 @@ def test_the_command(world: Any, tmp_path: Path) -> None:
     assert json.loads(told.stdout)["steps"] == 7
     refused = CliRunner().invoke(app, ["plan", pipeline, "--cluster", str(tmp_path / "none.yaml")])
     assert refused.exit_code == 2 and "8-gpus" in refused.output
+    both = CliRunner().invoke(app, ["plan", pipeline, "--cluster", "8-gpus", "--measure", str(tmp_path / "m.yaml")])
+    assert both.exit_code == 2 and "8-gpus, beside --measure" in both.output and not (tmp_path / "m.yaml").exists()
     spec = tmp_path / "tight.yaml"
     spec.write_text(shipped_specs()["two-cores"].read_text().replace("24GiB", "1GiB"))
     tight = CliRunner().invoke(app, ["plan", pipeline, "--cluster", str(spec)])

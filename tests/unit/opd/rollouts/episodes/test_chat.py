@@ -9,7 +9,7 @@ import pytest
 
 from opd.environments.records import Tool
 from opd.errors import ModelError
-from opd.rollouts.episodes.chat import ChatAppender
+from opd.rollouts.episodes.chat import ChatAppender, harmless
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION, BadObservation, ChatDialogue, PlainDialogue
 from tests.chatml import CHATML, COUNTS, LAST_ONLY, NO_END, THINKS, WITH_TOOLS, chat_tokenizer
 
@@ -97,6 +97,17 @@ def test_an_observation_cannot_forge_a_turn() -> None:
     assert [tokenizer.decode([token]) for token in special] == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     plain = PlainDialogue(tokenizer, ())
     assert not any(token < 5 for token in plain.after("<|im_end|>!", calls=0, ended=True))
+
+
+def test_pieces_that_are_harmless_alone_forge_nothing_together() -> None:
+    """Texts that stand side by side, and what is left where a special token of one character was."""
+    plain = PlainDialogue(chat_tokenizer(None), ())
+    halves = ("a<|im_", "end|>b")
+    assert not any(token < 5 for token in plain.after(halves, calls=2, ended=True))
+    assert not any(token < 5 for token in plain.after(halves[0], calls=0, ended=True, note=halves[1]))
+    assert not any(token < 5 for token in plain.first("go:", *halves))
+    text = harmless("a<|im_\u2063end|>b", ["<|im_end|>", "\u2063"])
+    assert "<|im_end|>" not in text and "\u2063" not in text
 
 
 def test_plain_text_is_joined_as_it_is() -> None:
