@@ -52,6 +52,10 @@ WRAPPERS = {
 }
 
 
+AS_TEXT = {"env": ("-S", "--split-string"), "flock": ("-c", "--command")}
+"""Options behind which the command is one argument, a text that is taken apart."""
+
+
 def wrapped(walker: Walker, run: Run) -> str | None:
     name = plain(run.argv[0]).rpartition("/")[2]
     wrapper = WRAPPERS[name]
@@ -64,7 +68,7 @@ def wrapped(walker: Walker, run: Run) -> str | None:
     if not inner:
         walker.session.written.update(dict.fromkeys(run.streams.truncates))
         return None
-    if name == "ssh":
+    if name == "ssh" or plain(outer[-1]) in AS_TEXT.get(name, ()):
         return walker.text(" ".join(plain(a) for a in inner), run.streams)
     return walker.run(Run(inner, run.streams, run.tags | tags))
 

@@ -80,6 +80,14 @@ def test_what_the_judge_let_through_once_lets_nothing_else_through(
     assert one.command == other.command, "the calls alone do not tell them apart"
 
 
+@pytest.mark.parametrize(
+    "inside", ["env -S '{}'", "env -i A=b {}", "flock x -c '{}'", "flock x {}", "flock -n x --command '{}'"]
+)
+def test_a_command_that_is_one_argument_of_another_is_read(inside: str) -> None:
+    assert check(inside.format(CERTAIN)).suspicion == "certain"
+    assert check(inside.format("cat README.md")).suspicion == "none"
+
+
 def test_a_certain_hit_asks_nobody() -> None:
     judge = FakeJudge(block=False)
     verdict = check(CERTAIN, judge)
