@@ -411,7 +411,7 @@ def write(tmp_path: Path, text: str | bytes) -> Path:
         ("name: 2024-99-99\n", "month"),
         ("- a\n- b\n", "list"),
         ("just words\n", "str"),
-        ("", "NoneType"),
+        ("", "nothing"),
         ("name: !!python/object/apply:os.system [echo]\n", "python/object"),
         (b"name: \xff\xfe\n", "utf-8"),
     ],
