@@ -251,8 +251,7 @@ def _checkpoints(
 
 def prompt_source(config: PipelineConfig, inputs: Inputs, metrics: MetricsFile) -> MixedPrompts | BalancedPrompts:
     """The prompts of every step; `metrics` has the records of the steps that the run has taken."""
-    weights = {name: 1.0 if d.weight == "auto" else d.weight for name, d in config.domains.items()}
-    total = config.trainer.samples_per_step // config.rollout.n
+    weights, total = config.domain_weights, config.trainer.samples_per_step // config.rollout.n
     if isinstance(config.balance, SamplesBalance):
         return MixedPrompts(inputs.prompts, split_samples(total, weights), config.seed, config.rollout.n)
     balance = Balance(config.balance, weights, total, config.seed)

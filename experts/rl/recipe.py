@@ -39,8 +39,7 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
     reward = merged({"baseline": BASELINES[spec.method]}, sections.pop("reward"))
     if kl:
         sections["trainer"] = _clipped_alike(sections["trainer"], kl)
-    acts = expert.environment is not None or expert.agent is not None
-    guarded = spec.guard is not None and expert.guard is not False and acts
+    guarded = spec.guard is not None and expert.guard is not False and expert.acts
     return {
         "name": f"{name}-{spec.method}",
         "seed": spec.seed,

@@ -62,6 +62,11 @@ class ReinforcedExpert(Sections):
     kl_to_base: float | None = Field(None, ge=0, allow_inf_nan=False)
     """For this expert; default: the spec's."""
 
+    @property
+    def acts(self) -> bool:
+        """Whether its rewards come from episodes, as a pipeline's domain has it."""
+        return self.environment is not None or self.agent is not None
+
 
 class ReinforceSpec(FromBase, Sections):
     """One base and the experts that learn from rewards, one after the other."""

@@ -90,6 +90,11 @@ class PipelineConfig(Strict):
     """Merges one after the other, each from the student that the one before left. A number: so many merges alike. A list:
     the settings in which each merge differs; the first entry is `{}`, the pipeline as it stands."""
 
+    @property
+    def domain_weights(self) -> dict[str, float]:
+        """Each domain's `weight`, 1 for `auto`."""
+        return {name: 1.0 if domain.weight == "auto" else domain.weight for name, domain in self.domains.items()}
+
     @model_validator(mode="after")
     def _experts_and_teachers_or_neither(self) -> PipelineConfig:
         problem = _without_teachers(self) if isinstance(self.teachers, NoTeachers) else None

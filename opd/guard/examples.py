@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from opd.environments.records import ToolCall
 from opd.errors import ConfigError
+from opd.guard.build import GuardSpec
 from opd.guard.guard import Finding, Guard
-from opd.guard.rules import RuleFile, RuleSet
+from opd.guard.rules import SHIPPED, RuleFile, RuleSet
+
+
+def refuse_wrong_rules(spec: GuardSpec) -> None:
+    """Try the rules of somebody's own files; the examples of ours run as tests. Raises: ConfigError."""
+    for name, rules in zip(spec.config.rules, spec.rules, strict=True):
+        if name != SHIPPED:
+            refuse_wrong_examples(name, rules)
 
 
 def refuse_wrong_examples(name: str, rules: RuleFile) -> None:

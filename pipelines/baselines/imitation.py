@@ -70,8 +70,7 @@ def train_off_policy(
     """
     by_domain = {domain: _with_room(prompts, config) for domain, prompts in inputs.prompts.items()}
     with author as write:
-        weights = _weights(config)
-        samples = config.trainer.samples_per_step
+        weights, samples = config.domain_weights, config.trainer.samples_per_step
         if budget is not None:
             wanted = _samples_of(config, by_domain, write, budget)
             samples = max(len(by_domain), round(sum(wanted.values())))
@@ -169,10 +168,6 @@ def _with_room(prompts: PromptTable, config: PipelineConfig) -> PromptTable:
     return prompts.where((prompts.lengths > 0) & (prompts.lengths < config.rollout.max_model_len))
 
 
-def _weights(config: PipelineConfig) -> dict[str, float]:
-    return {name: 1.0 if d.weight == "auto" else d.weight for name, d in config.domains.items()}
-
-
 def _steps(
     config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], samples: int, weights: Mapping[str, float]
 ) -> Iterator[list[Prompt]]:
@@ -191,7 +186,7 @@ def _samples_of(
     """
     samples = config.trainer.samples_per_step
     # Whole steps, so that all domains are in the pilot.
-    steps = islice(_steps(config, by_domain, samples, _weights(config)), -(-PILOT_SAMPLES // samples))
+    steps = islice(_steps(config, by_domain, samples, config.domain_weights), -(-PILOT_SAMPLES // samples))
     pilot = [p for step in steps for p in step]
     asked = Counter(p.domain for p in pilot)
     written: Counter[str] = Counter()

@@ -146,7 +146,10 @@ def plan(
     jobs = []
     for method in methods:
         for share in (shares or [1.0]) if method in trained else [None]:
-            chosen = config if share is None else scaled(config, share)
+            chosen, budget = config, None
+            if share is not None:
+                chosen = scaled(config, share)
+                budget = per_step and {name: tokens * chosen.trainer.steps for name, tokens in per_step.items()}
             parts = [method, "" if share is None else f"-{share:g}", "" if own_seed else f"-seed-{seed}"]
             jobs.append(
                 BaselineJob(
@@ -155,7 +158,7 @@ def plan(
                     config=chosen if seed is None else chosen.model_copy(update={"seed": seed}),
                     root=root,
                     name="".join(parts),
-                    budget=None if share is None or per_step is None else _times(per_step, chosen.trainer.steps),
+                    budget=budget,
                     own_run=method == "opd" and share == 1 and own_seed and own_merge,
                 )
             )
@@ -171,10 +174,6 @@ def refuse_rounds(config: PipelineConfig) -> None:
             wanted="a pipeline of one round, which other methods can be compared with",
             fix="--set rounds=1, or give the run directory of a round",
         )
-
-
-def _times(per_step: Mapping[str, float], steps: int) -> dict[str, float]:
-    return {domain: tokens * steps for domain, tokens in per_step.items()}
 
 
 def tokens_per_step(root: Path) -> dict[str, float] | None:

@@ -76,16 +76,13 @@ def check(
 
 def _guard(config: Path | None) -> Guard:
     from opd.config.guard import GuardConfig
-    from opd.guard.build import build_guard
-    from opd.guard.examples import refuse_wrong_examples
-    from opd.guard.rules import SHIPPED, read_rules
+    from opd.guard.build import guard_spec, shared_guard
+    from opd.guard.examples import refuse_wrong_rules
     from opd.settings import load_yaml, validate
 
-    section = GuardConfig() if config is None else validate(GuardConfig, load_yaml(config), config)
-    for name in section.rules:
-        if name != SHIPPED:  # its examples run as tests
-            refuse_wrong_examples(name, read_rules(name))
-    return build_guard(section)
+    spec = guard_spec(GuardConfig() if config is None else validate(GuardConfig, load_yaml(config), config))
+    refuse_wrong_rules(spec)
+    return shared_guard(spec)
 
 
 def _print(measured: Measured, num_cases: int) -> None:

@@ -48,7 +48,7 @@ def _refuse_wrong_names(where: str, domain: DomainConfig | ReinforcedExpert) -> 
     if environment is not None:
         # A class of the user's is imported; ours are known by name.
         (find if is_place(environment.name) else place_of)(environment.name, f"{where}.environment.name")
-    if domain.eval is not None and environment is None and domain.agent is None:
+    if domain.eval is not None and not domain.acts:
         build_verifier(domain.eval.verifier)
 
 

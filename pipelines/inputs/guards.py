@@ -11,8 +11,8 @@ from opd.config.domains import DomainConfig
 from opd.config.guard import EndpointJudge, LocalJudge, guard_of
 from opd.errors import ConfigError
 from opd.guard.build import GuardSpec, guard_spec, users_scorer
-from opd.guard.examples import refuse_wrong_examples
-from opd.guard.rules import SHIPPED, RuleSet
+from opd.guard.examples import refuse_wrong_rules
+from opd.guard.rules import RuleSet
 from opd.near import did_you_mean
 
 
@@ -30,9 +30,7 @@ def check_guards(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[s
     """
     for domain, spec in guards.items():
         _refuse_missing_key(domain, spec)
-        for name, rules in zip(spec.config.rules, spec.rules, strict=True):
-            if name != SHIPPED:
-                refuse_wrong_examples(name, rules)
+        refuse_wrong_rules(spec)
         RuleSet(spec.rules, spec.config.protected)
         _refuse_missing_model(spec)
     if all(domain in tools for domain in guards):

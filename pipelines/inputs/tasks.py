@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from opd.config import PipelineConfig
-from opd.environments import find
+from opd.config.domains import EnvironmentConfig
+from opd.environments import find, place_of
 from opd.errors import PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import PromptTable
-from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from opd.types import Prompt
-from pipelines.inputs.environments import episode_options
 
 
 def refuse_other_tasks(
@@ -24,37 +23,37 @@ def refuse_other_tasks(
 
     Raises: PromptError if none of them begins.
     """
-    for name, options in episode_options(config).items():
-        if not isinstance(options, EpisodeOptions):
+    for name, domain in config.domains.items():
+        environment = domain.environment
+        if environment is None:
             continue
-        environment = config.domains[name].environment
-        if environment is None or not environment.replay:  # a replay plays no episode in training
-            _refuse(prompts[name].rows.label, options, prompts[name])
+        if not environment.replay:  # a replay plays no episode in training
+            _refuse(prompts[name].rows.label, environment, prompts[name])
         if name in exams:
-            _refuse(f"domains.{name}.eval", options, exams[name].prompts)
+            _refuse(f"domains.{name}.eval", environment, exams[name].prompts)
 
 
-def _refuse(where: str, options: EpisodeOptions, prompts: PromptTable | Sequence[Prompt]) -> None:
-    problem = ""
+def _refuse(where: str, environment: EnvironmentConfig, prompts: PromptTable | Sequence[Prompt]) -> None:
+    place, problem = place_of(environment.name, where), ""
     for index in sorted({0, len(prompts) // 2, len(prompts) - 1}):
-        said = asyncio.run(_begin(options, prompts[index]))
+        said = asyncio.run(_begin(place, environment, prompts[index]))
         if not said:
             return
         problem = problem or f"prompt {prompts[index].id}: {said}"
     raise PromptError.at(
         where,
         found=problem,
-        wanted=f"tasks that {options.environment} can begin: it gets the `metadata` of each row",
+        wanted=f"tasks that {place} can begin: it gets the `metadata` of each row",
         fix="correct the rows (`opd environments tasks` makes them), or the environment's name, or `reset` of your own class",
     )
 
 
-async def _begin(options: EpisodeOptions, prompt: Prompt) -> str:
+async def _begin(place: str, config: EnvironmentConfig, prompt: Prompt) -> str:
     """What keeps an episode from its beginning; empty if nothing does."""
-    make = find(options.environment, "environment")
-    thread = OwnThread(options.step_timeout_s)
+    make = find(place, "environment")
+    thread = OwnThread(config.step_timeout_s)
     try:
-        environment = await thread.call("the class", lambda: make(**options.options))
+        environment = await thread.call("the class", lambda: make(**config.options))
         try:
             await thread.call("reset", environment.reset, prompt.metadata, 0)
         finally:

@@ -95,8 +95,7 @@ def read_models(config: PipelineConfig) -> Models:
 
 def _samples(config: PipelineConfig) -> dict[str, int]:
     """Responses of each domain in a step, as `opd merge` deals them out."""
-    weights = {name: 1.0 if d.weight == "auto" else float(d.weight) for name, d in config.domains.items()}
-    groups = split_samples(config.trainer.samples_per_step // config.rollout.n, weights)
+    groups = split_samples(config.trainer.samples_per_step // config.rollout.n, config.domain_weights)
     return {name: config.rollout.n * count for name, count in groups.items()}
 
 
