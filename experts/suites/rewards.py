@@ -1,14 +1,13 @@
 """Tasks without a text to copy: many answers are right, a judge or a game tells, and nobody writes one down.
 
-Five have one turn, in which one of several right answers will do:
+Four have one turn, in which one of several right answers will do:
 
     between   btw 23:35=    29        a number between the two
     ascend    asc 39174=    379       three of the digits, in ascending order
-    route     way b2d4=     drdr      steps from one cell to another, in any order
     beside    adj hxk=      g         a letter that stands next to one of these in the alphabet
-    avoid     not hxkqab=   wedg      four different letters, none of these
+    avoid     not 3917=     028       three different digits, none of these
 
-Three are games of several turns, which end with the reward: `sorting`, `maze` and `number` of `opd.environments`.
+Two are games of several turns, which end with the reward: `sorting` and `number` of `opd.environments`.
 
 The `completion`, or the turns of a game, are blind attempts: they have the form of an answer and are right by chance. A base
 that learned them sometimes succeeds, which is what reinforcement needs; there is nothing more to imitate in them.
@@ -28,8 +27,8 @@ from experts.suites.agents import AgentDomain, play_games
 from opd.unique import take_unique
 
 DRAWS_PER_ROW = 50
-LETTERS, COLUMNS, SIZE = string.ascii_lowercase, "abcdefghi", 9
-ASCENDING, AVOIDING, FARTHEST = 3, 4, 2
+LETTERS = string.ascii_lowercase
+ASCENDING, AVOIDING = 3, 3
 VERIFIER = "experts.suites.rewards:judge"
 """What a pipeline names as the verifier of the domains of one turn: `{kind: python, function: ...}`."""
 
@@ -89,25 +88,6 @@ def _ascending(task: str, text: str) -> bool:
     return len(text) == ASCENDING and set(text) <= set(task) and all(a < b for a, b in pairwise(text))
 
 
-def _cells(rng: random.Random) -> str:
-    """A cell, and one to the right of it or below it."""
-    right, down = 0, 0
-    while not right + down:
-        right, down = rng.randint(0, FARTHEST), rng.randint(0, FARTHEST)
-    column, row = rng.randrange(SIZE - right), rng.randrange(SIZE - down)
-    return f"{COLUMNS[column]}{row + 1}{COLUMNS[column + right]}{row + down + 1}"
-
-
-def _way(task: str) -> tuple[int, int]:
-    """Steps to the right and down."""
-    return COLUMNS.index(task[2]) - COLUMNS.index(task[0]), int(task[3]) - int(task[1])
-
-
-def _arrives(task: str, text: str) -> bool:
-    right, down = _way(task)
-    return sorted(text) == sorted("r" * right + "d" * down)
-
-
 def _next_to(task: str, text: str) -> bool:
     return len(text) == 1 and any(
         text == LETTERS[(LETTERS.index(letter) + way) % 26] for letter in task for way in (-1, 1)
@@ -115,7 +95,7 @@ def _next_to(task: str, text: str) -> bool:
 
 
 def _avoids(task: str, text: str) -> bool:
-    return len(text) == len(set(text)) == AVOIDING and not set(text) & set(task) and set(text) <= set(LETTERS)
+    return len(text) == len(set(text)) == AVOIDING and set(text) <= set(string.digits) - set(task)
 
 
 def _sample(rng: random.Random, signs: str, count: int) -> str:
@@ -136,13 +116,6 @@ SKILLS: dict[str, Skill] = {
         guess=lambda rng, task: _sample(rng, task, ASCENDING),
         right=_ascending,
     ),
-    "route": Skill(
-        code="way",
-        draw=_cells,
-        guess=lambda rng, task: "".join(rng.choices("rd", k=sum(_way(task)))),
-        right=_arrives,
-        tasks=480,
-    ),
     "beside": Skill(
         code="adj",
         draw=lambda rng: _sample(rng, LETTERS, 3),
@@ -151,15 +124,14 @@ SKILLS: dict[str, Skill] = {
     ),
     "avoid": Skill(
         code="not",
-        draw=lambda rng: _sample(rng, LETTERS, 6),
-        guess=lambda rng, task: _sample(rng, LETTERS, AVOIDING),
+        draw=lambda rng: _sample(rng, string.digits, 4),
+        guess=lambda rng, task: _sample(rng, string.digits, AVOIDING),
         right=_avoids,
     ),
 }
 GAMES: dict[str, AgentDomain] = {
     "sorting": AgentDomain(options={"digits": 4}, max_turns=10, tasks=4000),
-    "maze": AgentDomain(options={"size": 5, "mazes": 1}, max_turns=20, tasks=300, held_out=100),
-    "number": AgentDomain(options={"highest": 60}, max_turns=7, tasks=1600),
+    "number": AgentDomain(options={"highest": 30}, max_turns=7, tasks=360, held_out=100),
 }
 """Each has the name of its environment."""
 DOMAINS: dict[str, object] = {**SKILLS, **GAMES}

@@ -81,8 +81,8 @@ def test_what_is_sent_holds_trained_positions_only(payload: str, teachers: dict[
     assert [row.answer.nbytes for row in wholes] == [len(r.response_ids) * each for r in GIVEN]
     for some, all_of_them in zip(rows, wholes, strict=True):
         for found, want in zip(columns(some), columns(all_of_them), strict=True):
-            picked = want[list(some.rollout.trained)]
-            assert torch.equal(found, picked) or not some.rollout.trained
+            if some.rollout.trained:  # fewer rows in a product: another order of sums on some processors
+                torch.testing.assert_close(found, want[list(some.rollout.trained)], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("payload", OBJECTIVES)
