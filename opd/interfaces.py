@@ -132,8 +132,8 @@ class TargetLog(Protocol):
     def record(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
     ) -> None:
-        """Store a step's parts on disk as they pass, all or none: before the last row is trained, all are there. Taking parts
-        raises: StorageError."""
+        """Store a step's parts on disk as they pass, all or none: all are there once `targets` have settled. Taking parts and
+        settling raise: StorageError."""
         ...
 
     def prune(self, step: int) -> None:
@@ -196,12 +196,14 @@ class Trainer(Protocol):
         stale: frozenset[str] = frozenset(),
         reward: RewardStep | None = None,
     ) -> StepReport:
-        """One optimiser step over the rows of all rollouts that are not quarantined; takes every part of `targets`. `stale` are
+        """One optimiser step over the rows of all rollouts that are not quarantined; takes every part of `targets`, and settles
+        them before it steps. `stale` are
         the samples that older weights wrote: their log-probs differ from the engine's without a fault."""
         ...
 
-    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """[sequence][token - 1] as in RolloutEngine, from the weights being trained."""
+    def begin_logprobs(self, token_ids: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
+        """Begin to compute log-probs, [sequence][token - 1] as in RolloutEngine, from the weights being trained. What is
+        returned waits for them."""
         ...
 
     def export(self, path: Path) -> None:

@@ -130,15 +130,19 @@ def shared(sequences: Sequence[Sequence[int]]) -> Packed:
 def packed(sequences: Sequence[Sequence[int]]) -> Packed:
     """Lay sequences side by side in rows; each column after the last sequence of a row is a sequence of one token."""
     packing = pack([len(s) for s in sequences])
-    ids = torch.zeros(packing.num_rows, packing.width, dtype=torch.long)
-    positions = torch.zeros_like(ids)
-    offsets = [0] * len(sequences)
-    for slot in packing.slots:
-        length = len(sequences[slot.index])
-        ids[slot.row, slot.start : slot.start + length] = torch.tensor(sequences[slot.index])
-        positions[slot.row, slot.start : slot.start + length] = torch.arange(length)
-        offsets[slot.index] = slot.row * packing.width + slot.start
-    return Packed(input_ids_B_T=ids, position_ids_B_T=positions, offsets=tuple(offsets))
+    size = packing.num_rows * packing.width
+    ids, positions, offsets = [0] * size, [0] * size, [0] * len(sequences)
+    for slot in packing.slots:  # in lists: a tensor's slice costs as much as a hundred tokens
+        sequence = sequences[slot.index]
+        first = offsets[slot.index] = slot.row * packing.width + slot.start
+        ids[first : first + len(sequence)] = sequence
+        positions[first : first + len(sequence)] = range(len(sequence))
+    shape = (packing.num_rows, packing.width)
+    return Packed(
+        input_ids_B_T=torch.tensor(ids, dtype=torch.long).view(shape),
+        position_ids_B_T=torch.tensor(positions, dtype=torch.long).view(shape),
+        offsets=tuple(offsets),
+    )
 
 
 def packed_indexed(sequences: Sequence[Sequence[int]]) -> Packed:

@@ -97,8 +97,8 @@ def build(
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
     credit = _credit(config, inputs, shown)
-    log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say)
     bound, timeout_s = max_staleness(config), config.cluster.phase_timeout_s
+    log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say, timeout_s)
     spec = ScheduleSpec(prompts=prompts, engine=engine, log=log, max_staleness=bound, timeout_s=timeout_s)
     return Parts(
         prompts=prompts,

@@ -67,7 +67,7 @@ class Pool:
         size = spec.scorer.tensor_parallel_size
         self._gpus = spec.gpus * size
         self._env = cluster.worker_env(spec.workers * size, spec.roles)
-        self._env |= {} if spec.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        self._env |= {} if spec.gpus else cluster.KEEPS_SOME_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}
         if spec.engine == "vllm":
             self._env |= engine_env(size) | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         self._engine = spec.engine

@@ -67,6 +67,10 @@ class WeightCache:
             else:
                 self._thread.submit(_into_page_cache, directory)
 
+    def has(self, teacher: Teacher) -> bool:
+        """Whether all of the teacher is in memory or on its way there, and so within the budget beside the one in use."""
+        return all(key in self._states or key in self._coming for key in _parts(teacher))
+
     def get(self, teacher: Teacher) -> list[State]:
         """Tensors of the (base) model, then those of the adapter if it has one.
 

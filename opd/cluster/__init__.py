@@ -13,7 +13,7 @@ background    work in a thread of the driver
 """
 
 from opd.cluster.background import Background
-from opd.cluster.environment import worker_env
+from opd.cluster.environment import FEW_ARENAS, KEEPS_SOME_MEMORY, worker_env
 from opd.cluster.errors import LostValue, WorkerDied
 from opd.cluster.objects import Remote, Stored, copy_on, fetch, put
 from opd.cluster.placement import Group, Node, Seat, nodes, reserve
@@ -22,6 +22,8 @@ from opd.cluster.waiting import first, wait
 from opd.cluster.workers import Pending, Worker, spawn
 
 __all__ = [
+    "FEW_ARENAS",
+    "KEEPS_SOME_MEMORY",
     "LOCAL",
     "Background",
     "Group",

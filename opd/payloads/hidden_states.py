@@ -92,20 +92,18 @@ class HiddenStates(Answer):
     def blocks(
         cls, samples: Sequence[Sequence[ScoredRow]], dtype: torch.dtype, baselines: Mapping[str, float] | None
     ) -> tuple[Block, ...]:
-        import torch
-
-        runs: list[tuple[tuple[tuple[str, float], ...], list[list[Tensor]]]] = []
+        runs: list[tuple[tuple[tuple[str, float], ...], list[list[HiddenStates]]]] = []
         for scored in samples:
             kind = tuple((row.answer.head, row.weight) for row in scored)
             if not runs or runs[-1][0] != kind:
                 runs.append((kind, [[] for _ in scored]))
             for parts, row in zip(runs[-1][1], scored, strict=True):
-                parts.append(row.answer.states(dtype))
+                parts.append(row.answer)
         return tuple(
             HiddenRun(
                 heads=tuple(head for head, _ in kind),
                 weights=_normalised([weight for _, weight in kind]),
-                hidden=tuple(torch.cat(parts) for parts in columns),
+                hidden=tuple(_joined(parts, dtype) for parts in columns),
             )
             for kind, columns in runs
         )
@@ -120,6 +118,12 @@ class HiddenStates(Answer):
     ) -> list[float]:
         found = self.logprobs(token_ids, dtype, head()).tolist()
         return [abs(was - now) for was, now in zip(logprobs, found, strict=True)]
+
+
+def _joined(answers: Sequence[HiddenStates], dtype: torch.dtype) -> Tensor:
+    """[N, D] the states of several responses, in one copy."""
+    hidden = b"".join(answer.hidden for answer in answers)
+    return HiddenStates(answers[0].head, answers[0].hidden_size, hidden).states(dtype)
 
 
 def _normalised(weights: Sequence[float]) -> tuple[float, ...]:

@@ -89,7 +89,7 @@ class VLLMRolloutEngine:
             | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         )
         if not spec.gpus:
-            env |= {"CUDA_VISIBLE_DEVICES": ""}
+            env |= cluster.KEEPS_SOME_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}
         gpus = spec.gpus * size  # a Ray worker and all its GPUs are on one machine
 
         def spawn(index: int) -> Worker[VLLMWorker]:

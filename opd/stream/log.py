@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from opd import cluster
+from opd.cluster import Background
 from opd.errors import StorageError
 from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
@@ -50,10 +53,18 @@ and next of a rollout."""
 class ArrowTargetLog:
     """Implements `opd.interfaces.TargetLog`."""
 
-    def __init__(self, root: Path, teachers: TeacherPool, vocab_size: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        teachers: TeacherPool,
+        vocab_size: int,
+        say: Callable[[str], None],
+        timeout_s: float = 3600.0,
+    ) -> None:
         """`teachers` have the output heads that logged rows name; `vocab_size` is the tokenizer's; `say` is told of a step
-        that cannot be replayed."""
+        that cannot be replayed; `timeout_s`: deadline for the disk."""
         self._root = root
+        self._timeout_s = timeout_s
         self._vocab_size = vocab_size
         self._teachers = teachers
         self._say = say
@@ -62,9 +73,10 @@ class ArrowTargetLog:
     def record(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
     ) -> None:
-        """Write every part as it passes; the step is in the log when all have passed, before the optimiser steps.
+        """Write every part as it passes. When all have, a thread syncs them, which takes longer than writing them, and the step
+        is in the log once `TargetStream.settle` returns, before the optimiser steps.
 
-        Taking parts raises: StorageError.
+        Taking parts and settling raise: StorageError.
         """
         final = self._path(step)
         temporary = final.with_name(f".tmp-{final.name}")
@@ -77,20 +89,20 @@ class ArrowTargetLog:
 
         asked = question(FORMAT, step, policy_version, prompts)
 
-        def sink(record: PartRecord | None, raw: np.ndarray | None) -> None:
-            try:
-                with storing(temporary):
-                    temporary.mkdir(parents=True, exist_ok=True)
-                    if record is None or raw is None:
-                        write(ROLLOUTS, memoryview(write_file(batch.rollouts)))
-                        manifest = {**asked, "files": files, **_beside(batch, targets)}
-                        (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-                        replace_dir(temporary, final)
-                    else:
-                        write(f"worker-{record.worker}-part-{record.number:04d}.arrow", raw.data)
-            except StorageError:
-                shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
-                raise
+        def finish() -> None:
+            with _making(temporary):
+                write(ROLLOUTS, memoryview(write_file(batch.rollouts)))
+                manifest = {**asked, "files": files, **_beside(batch, targets)}
+                (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+                replace_dir(temporary, final)
+
+        def sink(record: PartRecord | None, raw: np.ndarray | None) -> Callable[[], None] | None:
+            if record is None or raw is None:
+                finishing = Background(finish, f"target log of step {step}")
+                return partial(finishing.result, timeout_s=self._timeout_s)
+            with _making(temporary):
+                write(f"worker-{record.worker}-part-{record.number:04d}.arrow", raw.data)
+            return None
 
         targets.tee(sink)
 
@@ -169,6 +181,18 @@ class ArrowTargetLog:
             step = step_of(path.name)
             if step is not None and unwanted(step):
                 shutil.rmtree(path)
+
+
+@contextmanager
+def _making(temporary: Path) -> Iterator[None]:
+    """Within, files of a directory are written. Raises: StorageError, with the directory gone: a full disk needs the room."""
+    try:
+        with storing(temporary):
+            temporary.mkdir(parents=True, exist_ok=True)
+            yield
+    except StorageError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _beside(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,10 @@ from opd.types import Rollout
 
 if TYPE_CHECKING:  # it needs torch
     from opd.stream.heads import HeadSource
+
+
+Sink = Callable[[PartRecord | None, np.ndarray | None], Callable[[], object] | None]
+"""Looks at parts as they come; may return what waits until it has done with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +97,19 @@ class TargetStream:
         self._records: dict[int, list[PartRecord]] = {}
         self._came: dict[int, Counter[str]] = {}
         """Worker -> rows that came from it, by teacher."""
-        self._sinks: list[Callable[[PartRecord | None, np.ndarray | None], None]] = []
+        self._sinks: list[Sink] = []
+        self._unsettled: list[Callable[[], object]] = []
 
-    def tee(self, sink: Callable[[PartRecord | None, np.ndarray | None], None]) -> None:
-        """Show every part's record and bytes to `sink` before anybody trains on it, then None when all have come."""
+    def tee(self, sink: Sink) -> None:
+        """Show every part's record and bytes to `sink` before anybody trains on it, then None when all have come. What it returns
+        `settle` calls."""
         self._sinks.append(sink)
+
+    def settle(self) -> None:
+        """Wait until everybody who was shown the parts has done with them. Raises: what they raise."""
+        unsettled, self._unsettled = self._unsettled, []
+        for wait in unsettled:
+            wait()
 
     def collect(self) -> None:
         """Wait for all parts; `take` gives them afterwards. Raises: as `take`."""
@@ -156,8 +169,7 @@ class TargetStream:
         return Part(handle=handle, nbytes=raw.nbytes, samples=tuple(row.rollout.sample_id for row in stream.rows))
 
     def _show(self, record: PartRecord | None, raw: np.ndarray | None) -> None:
-        for sink in self._sinks:
-            sink(record, raw)
+        self._unsettled += [wait for sink in self._sinks if (wait := sink(record, raw)) is not None]
 
     def _check(self, row: TargetRow) -> None:
         """Asked for, not yet here, and about the very tokens that were sent. Raises: StreamError."""
@@ -215,8 +227,10 @@ def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: 
         )
 
 
+_OTHER_FIELDS = attrgetter(*(field.name for field in fields(Rollout) if field.name != "behaviour_logprobs"))
+
+
 def _same(came: Rollout, sent: Rollout) -> bool:
     """Whether all fields are equal; log-probs travel as float32."""
     ours, theirs = (np.array(rollout.behaviour_logprobs, np.float32) for rollout in (sent, came))
-    others_equal = replace(came, behaviour_logprobs=()) == replace(sent, behaviour_logprobs=())
-    return others_equal and np.array_equal(ours, theirs)
+    return _OTHER_FIELDS(came) == _OTHER_FIELDS(sent) and np.array_equal(ours, theirs)

@@ -47,6 +47,8 @@ class ProvenSync(ABC):
     def __init__(self, spec: SyncSpec) -> None:
         self._spec = spec
         self._probe = [list(ids) for ids in spec.probe]
+        self._ours: Callable[[], list[list[float]]] | None = None
+        """Waits for the trainer's log-probs of the probe; None as long as it was not asked."""
 
     @abstractmethod
     def bring(self, version: int) -> None:
@@ -74,14 +76,24 @@ class ProvenSync(ABC):
 
     def _push(self, version: int) -> float:
         """Push once; returns what `measure` finds afterwards."""
+        self._ours = None
         self.bring(version)
         return self.measure()
 
+    def ask_trainer(self) -> None:
+        """Have the trainer score the probe from now on, beside whatever the engines do; `measure` waits for it."""
+        self._ours = self._spec.trainer.begin_logprobs(self._probe)
+
     def measure(self) -> float:
         """Largest mean |trainer - engine| log-prob gap over the probe tokens among the engines, nats."""
-        ours = [x for sequence in self._spec.trainer.logprobs(self._probe) for x in sequence]
+        if self._ours is None:
+            self.ask_trainer()
+        assert self._ours is not None
+        said, answer = self._spec.engine.logprobs(self._probe), self._ours
+        self._ours = None
+        ours = [x for sequence in answer() for x in sequence]
         gaps = []
-        for worker in self._spec.engine.logprobs(self._probe):
+        for worker in said:
             theirs = [x for sequence in worker for x in sequence]
             gaps.append(sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours))
         # Python's `max` ignores a NaN that does not come first.

@@ -27,6 +27,7 @@ class SharedMemorySync(ProvenSync):
         with ExitStack() as files:
             directory = Path(files.enter_context(self._place(version)))
             base = self._spec.trainer.export_changed(directory)
+            self.ask_trainer()  # its cores have nothing else to do while the engines load
             again: Callable[[], AbstractContextManager[Path]] = partial(self._exported, version)
             if self._spec.keeps:
                 again = partial(_kept, directory)

@@ -76,12 +76,15 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         )  # fmt: skip
         if not whole.weights:
             targets.collect()
+            targets.settle()
             return skipped
         plan = self.plan(rollouts)
         self._begin(replace(whole, baselines=self._baselines(targets)), plan, targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         scored_share = partial(_scored_share, rollouts, whole.weights)
-        if not self._accumulate_all(feed, len(plan[0]), targets, scored_share):
+        trains = self._accumulate_all(feed, len(plan[0]), targets, scored_share)
+        targets.settle()
+        if not trains:
             return skipped
         share = self._turns_share() if self._spec.weighs_turns else scored_share(targets.quarantined)
         report = _report(step, whole.lr, self._call(TrainerRank.finish_step, share))
@@ -156,8 +159,13 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             refuse_impossible_means(report.step, self._objective.kind, report.domains)
         refuse_gap(report.step, report.domains, self._spec.tolerance)
 
+    def begin_logprobs(self, token_ids: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
+        asked = self._submit(TrainerRank.logprobs, token_ids)
+        return lambda: cluster.wait(asked, timeout_s=self._timeout_s)[0]
+
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._call(TrainerRank.logprobs, token_ids)[0]
+        """What `begin_logprobs` gives, waited for."""
+        return self.begin_logprobs(token_ids)()
 
     def export(self, path: Path) -> None:
         self._call(TrainerRank.export, path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ def gathered(params: Sequence[Any]) -> AbstractContextManager[None]:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     absent = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
+    if not absent:
+        return nullcontext()
     context: AbstractContextManager[None] = zero.GatheredParameters(absent)
     return context
 

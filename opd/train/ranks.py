@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from opd import cluster
-from opd.cluster import Pending, Worker
+from opd.cluster import FEW_ARENAS, Pending, Worker
 from opd.layouts import prove_layout
 from opd.packing import SHARED
 from opd.train.plan import plan_micro_batches, row_sizes
@@ -20,9 +20,6 @@ E = TypeVar("E", bound=ZeroEngine)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
-"""Each of Ray's and gloo's threads, three dozen in a rank, would have malloc set memory apart for it: a large page or more each,
-nearly all of it empty."""
 KEEPS_MEMORY = FEW_ARENAS | {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_MMAP_MAX_": "0",

@@ -286,7 +286,7 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     """DeepSpeed's engine around what `build` gives, once all ranks have met."""
     import_lightly("deepspeed", TRANSFORMERS)
     import deepspeed
-    from deepspeed.utils import set_z3_leaf_modules
+    from deepspeed.utils import nvtx, set_z3_leaf_modules
 
     # Else DeepSpeed looks for compilers and builds a kernel for inference with g++, half a minute for nothing that we use.
     deepspeed.ops.__compatible_ops__ = {}
@@ -294,6 +294,7 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
         sum_nothing_at_one_rank()
     if not torch.cuda.is_available():
         _same_sums_every_time()
+        nvtx.enable_nvtx = False  # marks for a GPU's profiler, around each of thousands of calls
     deepspeed.init_distributed(
         dist_backend="nccl" if torch.cuda.is_available() else "gloo",
         timeout=timedelta(seconds=options.timeout_s),

@@ -8,12 +8,12 @@ linear modules that the adapter touches; a swap between two adapters of one base
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from opd.devices import to_device
@@ -154,12 +154,13 @@ class TransformersScorer:
         key, layout = self.head_key(teacher), self.layout(teacher).layout
         for batch in batches(rollouts, SCORE_TOKENS, share=layout == SHARED):
             self._load(teacher)  # another one may have been asked for its head since
-            rows = []
-            for rollout, hidden_N_D in zip(batch, self._hidden(batch, layout), strict=True):
-                if not bool(torch.isfinite(hidden_N_D).all()):
+            rows, found = [], self._hidden(batch, layout)
+            finite = _finite(torch.cat(found))
+            for rollout, hidden_N_D in zip(batch, found, strict=True):
+                if not finite and not _finite(hidden_N_D):
                     # Alone: in a packed row a masked neighbour's NaN still comes through, as 0 * NaN.
                     (hidden_N_D,) = self._hidden([rollout], layout)
-                if bool(torch.isfinite(hidden_N_D).all()):
+                if finite or _finite(hidden_N_D):
                     answer = self._answer(rollout, hidden_N_D, key)
                     rows.append(TargetRow(rollout=rollout, teacher=teacher.name, answer=answer))
                 else:
@@ -204,12 +205,13 @@ class TransformersScorer:
         self._loaded = ""  # a teacher that is half there must not pass for one if loading fails
         while self._hooks:
             self._hooks.pop().remove()
+        architecture = self._architecture(teacher.model_dir)
         if self._base != base_key(teacher):
             self._base = ""
-            if self._model is not None:
+            follows = self._model is architecture.skeleton and architecture.places and self._weights.has(teacher)
+            if self._model is not None and not follows:
                 undivided(self._model)
                 to_meta(self._model)  # its teacher would stay in memory beyond the budget while the next one is read
-        architecture = self._architecture(teacher.model_dir)
         try:
             base, *adapters = self._weights.get(teacher)
         except RunError as error:
@@ -222,9 +224,13 @@ class TransformersScorer:
         self._loaded = weight_key(teacher)
 
     def _assign(self, teacher: Teacher, state: State) -> None:
+        architecture = self._architecture(teacher.model_dir)
+        if architecture.put(state):
+            self._base = base_key(teacher)
+            return
         missing, unexpected = self._model.load_state_dict(state, strict=False, assign=True)
         self._model.tie_weights()
-        division = self._architecture(teacher.model_dir).division
+        division = architecture.division
         on_disk = division.on_disk if division else frozenset()
         missing = [name for name in missing if name not in self._model.all_tied_weights_keys and name not in on_disk]
         if missing or unexpected:
@@ -233,6 +239,8 @@ class TransformersScorer:
             )
         if division is None:
             self._model.to(self._device)
+            if self._device.type == "cpu":
+                architecture.remember(state)
         else:
             try:
                 division.put(self._model, teacher.model_dir, self._dtype)
@@ -301,6 +309,10 @@ class TransformersScorer:
         return Division.of(skeleton, self._max_memory, main)
 
 
+def _finite(states: Tensor) -> bool:
+    return bool(torch.isfinite(states).all())
+
+
 @dataclass(slots=True)
 class _Architecture:
     """What teachers of equal configs share."""
@@ -312,6 +324,29 @@ class _Architecture:
     """Where its layers go; None: all to one device."""
     proof: LayoutProof | None = None
     """Its layout, once it was proven with a teacher whose states are finite."""
+    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    """Name of a tensor -> the module that has it, and its name there, once a teacher was put into the skeleton whose every
+    tensor is a parameter. Empty where a teacher's way is longer, as to a GPU."""
+
+    def remember(self, state: State) -> None:
+        """Note where the tensors of the teacher in place are."""
+        split = {name: name.rpartition(".") for name in state}
+        places = {name: (self.skeleton.get_submodule(module), own) for name, (module, _, own) in split.items()}
+        if all(own in module._parameters for module, own in places.values()):
+            self.places = places
+
+    def put(self, state: State) -> bool:
+        """Put a teacher in the place of one that had the same tensors; False if it has others. torch's own way takes as long as
+        scoring a few hundred tokens with a tiny model."""
+        if state.keys() != self.places.keys():
+            return False
+        owners = [(module._parameters, own, state[name]) for name, (module, own) in self.places.items()]
+        if any(params[own].shape != tensor.shape for params, own, tensor in owners):
+            return False
+        for params, own, tensor in owners:
+            params[own] = nn.Parameter(tensor, requires_grad=False)
+        self.skeleton.tie_weights()
+        return True
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> Any:

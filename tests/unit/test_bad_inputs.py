@@ -825,8 +825,8 @@ class Ends:
     def load(self, path: Path, again: Any = None, base: Any = None) -> None:
         self.places.append(path.parent)
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [[-1.0] * (len(ids) - 1) for ids in sequences]
+    def begin_logprobs(self, sequences: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
+        return lambda: [[-1.0] * (len(ids) - 1) for ids in sequences]
 
     def push(self, told: list[str], nbytes: int = 10) -> float:
         def engine_logprobs(sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:

@@ -117,3 +117,34 @@ def test_nothing_of_the_teacher_before_is_held_while_the_next_is_read(
     monkeypatch.setattr(scorer._weights, "_read", noted)
     score(scoring, groups)
     assert held == [[], [], []]
+
+
+def test_teachers_in_memory_take_each_others_place_without_torchs_loading(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [score(worker(1 << 30), [group]) for group in groups]
+    scoring = worker(1 << 30)
+    score(scoring, groups)  # all are in memory now
+    calls: list[str] = []
+    load = torch.nn.Module.load_state_dict
+
+    def noted(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        calls.append(type(module).__name__)
+        return load(module, *args, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", noted)
+    assert [score(scoring, [group]) for group in groups] == wanted
+    assert calls == []
+    head = scoring._scorer._model.get_output_embeddings().weight
+    assert head is scoring._scorer._model.get_input_embeddings().weight, "still tied"
+
+
+def test_a_teacher_with_other_tensors_takes_the_long_way(groups: list[Group]) -> None:
+    scoring = worker(1 << 30)
+    score(scoring, groups[:2])
+    architecture = scoring._scorer._architecture(groups[0][0].model_dir)
+    state = load_file(groups[0][0].model_dir / "model.safetensors")
+    first = next(iter(state))
+    assert not architecture.put({name: tensor for name, tensor in state.items() if name != first})
+    assert not architecture.put({**state, first: state[first][:1]})
+    assert architecture.put(state)

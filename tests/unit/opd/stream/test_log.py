@@ -98,6 +98,7 @@ def record(
     targets = stream(batch, parts, teachers)
     log.record(step, version, prompts, batch, targets)
     targets.collect()
+    targets.settle()
 
 
 PARTS = ["worker-0-part-0000.arrow", "worker-0-part-0001.arrow", "worker-1-part-0000.arrow"]
@@ -142,7 +143,7 @@ def test_parts_are_stored_as_they_are(log: ArrowTargetLog, tmp_path: Path) -> No
         assert (path / name).read_bytes() == parts[index].tobytes()
 
 
-def test_a_part_is_on_disk_before_it_is_trained_and_the_step_is_there_with_the_last(
+def test_a_part_is_on_disk_before_it_is_trained_and_the_step_is_there_once_all_have_settled(
     log: ArrowTargetLog, tmp_path: Path
 ) -> None:
     batch, parts = a_step()
@@ -153,6 +154,7 @@ def test_a_part_is_on_disk_before_it_is_trained_and_the_step_is_there_with_the_l
         assert names(tmp_path / "targets") == [".tmp-step-000012"]
         assert len(names(tmp_path / "targets" / ".tmp-step-000012")) == index + 1
     assert targets.take() is None
+    targets.settle()
     assert names(tmp_path / "targets") == ["step-000012"]
 
 

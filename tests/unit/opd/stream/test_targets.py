@@ -111,6 +111,17 @@ def test_a_sink_sees_each_part_before_it_is_taken_and_the_end(in_process: Any) -
     ]  # fmt: skip
 
 
+def test_settling_waits_for_what_sinks_began(in_process: Any) -> None:
+    waited: list[str] = []
+    stream = targets(WORKER_0 + WORKER_1)
+    stream.tee(lambda record, raw: (lambda: waited.append("end")) if record is None else None)
+    stream.collect()
+    assert waited == []
+    stream.settle()
+    stream.settle()
+    assert waited == ["end"], "once"
+
+
 def test_the_end_is_not_told_if_a_row_is_missing(in_process: Any) -> None:
     seen: list[Any] = []
     stream = targets(WORKER_0)

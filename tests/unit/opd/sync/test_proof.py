@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,8 +17,11 @@ PROBE = [[1, 2, 3], [4, 5]]
 
 
 class FakeTrainer:
-    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [[-1.0] * (len(ids) - 1) for ids in token_ids]
+    asked = 0
+
+    def begin_logprobs(self, token_ids: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
+        self.asked += 1
+        return lambda: [[-1.0] * (len(ids) - 1) for ids in token_ids]
 
 
 class FakeEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,11 @@ from opd.sync import SharedMemorySync, SyncSpec
 
 class FakeTrainer:
     base: Path | None = None
+    asked = 0
+
+    def begin_logprobs(self, token_ids: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
+        self.asked += 1
+        return lambda: [[-1.0] * (len(ids) - 1) for ids in token_ids]
 
     def export_changed(self, path: Path) -> Path | None:
         (path / "model.safetensors").write_bytes(b"new")
@@ -51,6 +57,23 @@ def test_a_push_loads_what_the_trainer_wrote_and_leaves_nothing_behind() -> None
     ((path, content),) = engine.loaded
     assert content == b"new"
     assert not path.exists()
+
+
+def test_the_trainer_scores_the_probe_while_the_engines_load() -> None:
+    class Watching(FakeEngine):
+        def load(self, model_dir: Path, again: Any = None, base: Path | None = None) -> None:
+            super().load(model_dir)
+            self.asked = pushing._spec.trainer.asked  # type: ignore[attr-defined]
+
+        def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+            return [[[-1.0] * (len(ids) - 1) for ids in token_ids]]
+
+    engine = Watching()
+    pushing = sync(engine)
+    assert pushing.push(7).gap == 0
+    trainer: Any = pushing._spec.trainer
+    assert (engine.asked, trainer.asked) == (1, 1), "asked before the load, and once"
+    assert pushing.measure() == 0 and trainer.asked == 2, "of weights that may be others"
 
 
 def test_a_failed_load_leaves_nothing_behind() -> None:

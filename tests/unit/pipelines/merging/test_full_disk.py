@@ -107,6 +107,7 @@ def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) 
         )  # fmt: skip
         log.record(step, 0, prompts, RolloutBatch(rollouts=(rollout,), quarantined=()), targets)
         targets.collect()
+        targets.settle()
 
     write(1, 20_000)
     with pytest.raises(StorageError, match=FULL):
