@@ -6,7 +6,7 @@
                                              expert)             └──▶ target log ──▶ (a resume trains from it)
 
 The schedule says when the student writes (`opd.schedules`): `sync` has every sample trained by the very weights that wrote
-it, `one_step_off` has the next step's written meanwhile. Scored rows stream to the trainer, which with `overlap` begins
+it, `one_step_off` has the next step's written meanwhile, and teachers begin with it while the weights are pushed. Scored rows stream to the trainer, which with `overlap` begins
 before the last teacher is done; without, these two take turns on the same cores. Either way it is the same arithmetic.
 Prompts and seeds are functions of (seed, step); with `balance`, prompts also depend on the records of steps before. The
 only state of a run is the trainer's weights and optimiser, the step, the policy version, what was written ahead, and, with
@@ -82,14 +82,19 @@ class Plan:
     overlap: bool
     """Train while teachers still score; for teachers and trainers that do not share cores."""
 
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation follows a step."""
+        return self.evaluate_every > 0 and step % self.evaluate_every == 0
+
 
 def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> int:
     """Take the plan's steps; after each, `stop()` may ask to checkpoint and leave. Returns the last step taken."""
     version, clock = plan.policy_version, PhaseClock(parts.reporter.phase)
     saved: SavedCheckpoint | None = None
+    following: _Scored | None = None
     step = plan.first_step - 1
     for step in range(plan.first_step, plan.last_step + 1):
-        scored = _scored_rollouts(parts, step, version, clock)
+        scored = following or _scored_rollouts(parts, step, version, clock)
         if step < plan.last_step:
             parts.schedule.begin_next(step + 1, version)
         if not plan.overlap:
@@ -100,12 +105,12 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
             trained = parts.trainer.train_step(step, scored.batch.rollouts, scored.targets, scored.stale, reward)
         with clock("rollout"):
             parts.schedule.finish_writing()
+        version += 1
+        following = _scored_rollouts(parts, step + 1, version, clock) if _begins_ahead(parts, plan, step) else None
         with clock("sync"):
-            version += 1
             pushed = parts.sync.push(version)
-
         record = _record(parts, scored, trained, pushed)
-        accuracy = _evaluate(parts, step, clock) if plan.evaluate_every and step % plan.evaluate_every == 0 else {}
+        accuracy = _evaluate(parts, step, clock) if plan.evaluates(step) else {}
         record = replace(record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take())
         record = replace(record, busy_s=seconds_at_work(record, parts.schedule.take_busy_s(), scored.targets, trained))
         record = replace(record, alarms=parts.monitors.judge(record, scored.batch.rollouts))
@@ -122,6 +127,13 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         if leaving:
             break
     return step
+
+
+def _begins_ahead(parts: Parts, plan: Plan, step: int) -> bool:
+    """Whether teachers begin with the step after `step` while its weights are pushed, which they do not need. An evaluation would come
+    between, and count as their work; rewards are judged and recorded one step at a time."""
+    written = parts.schedule.STEPS_AHEAD > 0 and step < plan.last_step
+    return written and parts.rewards is None and not plan.evaluates(step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

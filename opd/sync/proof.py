@@ -89,11 +89,10 @@ class ProvenSync(ABC):
         if self._ours is None:
             self.ask_trainer()
         assert self._ours is not None
-        said, answer = self._spec.engine.logprobs(self._probe), self._ours
-        self._ours = None
-        ours = [x for sequence in answer() for x in sequence]
+        answer, self._ours = self._ours, None
+        ours = [x for sequence in answer() for x in sequence]  # before the engines are asked: both may use all cores
         gaps = []
-        for worker in said:
+        for worker in self._spec.engine.logprobs(self._probe):
             theirs = [x for sequence in worker for x in sequence]
             gaps.append(sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours))
         # Python's `max` ignores a NaN that does not come first.

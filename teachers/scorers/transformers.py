@@ -338,7 +338,7 @@ class _Architecture:
     def put(self, state: State) -> bool:
         """Put a teacher in the place of one that had the same tensors; False if it has others. torch's own way takes as long as
         scoring a few hundred tokens with a tiny model."""
-        if state.keys() != self.places.keys():
+        if not self.places or state.keys() != self.places.keys():
             return False
         owners = [(module._parameters, own, state[name]) for name, (module, own) in self.places.items()]
         if any(params[own].shape != tensor.shape for params, own, tensor in owners):

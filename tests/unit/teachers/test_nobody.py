@@ -70,6 +70,7 @@ def test_the_log_gives_back_what_was_trained_with_its_rewards(in_process: Any, t
     stream = POOL.score(batch.rollouts)
     log.record(1, 0, prompts, batch, stream)
     stream.collect()
+    stream.settle()
     again = log.replay(1, 0, prompts)
     assert again is not None and again[0].rollouts == batch.rollouts
     assert [p.samples for p in taken(again[1])] == [("000001/a/0", "000001/a/1")]

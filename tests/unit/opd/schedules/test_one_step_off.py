@@ -182,6 +182,7 @@ class Student:
         while (part := targets.take()) is not None:
             for row in read_stream(memoryview(part.handle)).rows:
                 said.update(repr((row.rollout, row.answer)).encode())
+        targets.settle()
         self.weights = said.hexdigest()
         self._merge.moment("trained", step)
         tokens = {d: sum(r.num_trained for r in rollouts if r.domain == d) for d in DOMAINS}
@@ -266,6 +267,15 @@ def test_the_next_step_is_written_while_one_is_trained(tmp_path: Path) -> None:
 
     _, merge = whole(tmp_path, seen=meet)
     assert merge.wrote == list(range(1, STEPS + 1)), "each once, and none after the last step"
+
+
+def test_what_is_written_is_scored_while_the_weights_are_pushed(tmp_path: Path) -> None:
+    order: list[str] = []
+    whole(tmp_path, seen=lambda moment, step: order.append(f"{moment} {step}"))
+    plain = [line for line in order if line.split()[0] in ("score", "trained", "push", "record")]
+    last = [f"{m} {STEPS}" for m in ("trained", "push", "record")]
+    each = [[f"trained {s}", f"score {s + 1}", f"push {s}", f"record {s}"] for s in range(1, STEPS)]
+    assert plain == ["score 1", *[line for lines in each for line in lines], *last]
 
 
 def test_in_the_sync_schedule_they_take_turns(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.devices import to_device
-from opd.errors import RunError
+from opd.errors import RunError, StorageError
 from opd.losses.chunked import TokenStats
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.rule import IDENTITY, LogitRule
@@ -397,6 +397,9 @@ class Targets:
     def has(self, ids: list[str]) -> bool:
         return set(ids) <= self._taken | set(self.quarantined)
 
+    def settle(self) -> None:
+        """Nobody looks at the parts."""
+
 
 def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
     in_process.replace = FakeRank
@@ -421,6 +424,20 @@ def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
         assert heads == HEADS
     assert [w.rounds for w in in_process.workers] == [[(0, set(), ("part a",))], [(0, set(), ("part b",))]]
     assert [w.share for w in in_process.workers] == [1.0, 1.0]
+
+
+def test_the_optimiser_waits_until_the_parts_are_stored(in_process: Any) -> None:
+    class Full(Targets):
+        def settle(self) -> None:
+            assert self.arrived
+            raise StorageError("targets: no space left")
+
+    in_process.replace = FakeRank
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(), 9))
+    with pytest.raises(StorageError):
+        trainer.train_step(1, [rollout("a"), rollout("b")], Full("a", "b"))  # type: ignore[arg-type]
+    assert [len(w.rounds) for w in in_process.workers] == [1, 1]
+    assert not any(hasattr(w, "share") for w in in_process.workers), "no rank was told to step"
 
 
 def test_the_layout_is_the_first_that_is_right_on_every_rank(in_process: Any) -> None:
