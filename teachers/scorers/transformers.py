@@ -340,11 +340,10 @@ class _Architecture:
         scoring a few hundred tokens with a tiny model."""
         if not self.places or state.keys() != self.places.keys():
             return False
-        owners = [(module._parameters, own, state[name]) for name, (module, own) in self.places.items()]
-        if any(params[own].shape != tensor.shape for params, own, tensor in owners):
+        if any(module.get_parameter(own).shape != state[name].shape for name, (module, own) in self.places.items()):
             return False
-        for params, own, tensor in owners:
-            params[own] = nn.Parameter(tensor, requires_grad=False)
+        for name, (module, own) in self.places.items():
+            module._parameters[own] = nn.Parameter(state[name], requires_grad=False)
         self.skeleton.tie_weights()
         return True
 
