@@ -519,7 +519,7 @@ def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
 def no_parts() -> Any:
     """Targets of which all that there is was taken."""
     none: Any = SimpleNamespace(quarantined={}, heads={}, arrived=True)
-    none.take = none.collect = lambda: None
+    none.take = none.collect = none.settle = lambda: None
     none.has = lambda ids: True
     return none
 
