@@ -196,14 +196,12 @@ class Trainer(Protocol):
         stale: frozenset[str] = frozenset(),
         reward: RewardStep | None = None,
     ) -> StepReport:
-        """One optimiser step over the rows of all rollouts that are not quarantined; takes every part of `targets`, and settles
-        them before it steps. `stale` are
-        the samples that older weights wrote: their log-probs differ from the engine's without a fault."""
+        """One optimiser step over the rows of all rollouts that are not quarantined; takes every part of `targets` and settles
+        them first. `stale`: samples that older weights wrote, whose log-probs differ from the engine's without a fault."""
         ...
 
     def begin_logprobs(self, token_ids: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
-        """Begin to compute log-probs, [sequence][token - 1] as in RolloutEngine, from the weights being trained. What is
-        returned waits for them."""
+        """Begin to compute log-probs, [sequence][token - 1] as in RolloutEngine, of the weights in training; the result waits."""
         ...
 
     def export(self, path: Path) -> None:

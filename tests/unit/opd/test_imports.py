@@ -56,4 +56,4 @@ def test_what_is_there_is_not_imported_again() -> None:
     import_lightly("would_like_it")
     frozen = gc.get_freeze_count()
     import_lightly("would_like_it")
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen, "frozen objects may have died; none came"
