@@ -37,7 +37,7 @@ agents: setup
 	test -d runs/agents || $(OPD) merge agents --run-dir runs/agents
 	test -e runs/agents/report.json || $(OPD) merge --resume runs/agents
 
-# Eight experts by reinforcement and their merge; docs/reinforcement.md. What is finished is kept: after an interruption the same
+# Six experts by reinforcement and their merge; docs/reinforcement.md. What is finished is kept: after an interruption the same
 # command goes on.
 rl: setup
 	test -e prompts/rewards/number/eval.jsonl || $(OPD) prompts make rewards --output prompts/rewards --train 4000 --eval 100
