@@ -7,6 +7,9 @@ A base and an expert are trained on a solver's episodes. Then the expert is dist
 it plays, on-policy, and on-policy with each cure of docs/drift.md. Every arm stops after the step in which it has trained on
 `--tokens` tokens; exams on the way give success at smaller budgets. What `--work` holds is not computed again, so the same
 command goes on after an interruption.
+
+With `--starts N` all arms begin their training episodes at only N tasks, so that the expert's text shows little but its own ways. With
+`--far M` these tasks, and those of the exam, are at least M right moves from the end. Base and expert are the same as without.
 """
 
 from __future__ import annotations
@@ -100,6 +103,7 @@ def pipeline(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     directory = args.work / "prompts" / args.environment
     acts = cures(args.over_steps)[arm]
     turns = fmean(len(row.turns) for row in read_episodes(directory / "train.jsonl"))
+    tasks = prefixes(args) if arm == "replay" else far_tasks(directory / "train.jsonl", args.far, args.starts)
     return {
         "name": f"{arm}-{seed}",
         "seed": seed,
@@ -107,10 +111,10 @@ def pipeline(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         "experts": {"expert": {"model": str(args.work / "models" / "expert"), "domain": args.environment}},
         "domains": {
             args.environment: {
-                "prompts": str(prefixes(args) if arm == "replay" else directory / "train.jsonl"),
+                "prompts": str(tasks),
                 "environment": {"name": args.environment, "max_turns": agents.DOMAINS[args.environment].max_turns}
                 | acts,
-                "eval": {"prompts": str(directory / "eval.jsonl")},
+                "eval": {"prompts": str(far_tasks(directory / "eval.jsonl", args.far, 0))},
             }
         },
         "rollout": {"max_new_tokens": 5, "max_model_len": 512},
@@ -126,6 +130,18 @@ def pipeline(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         "evaluate": {"every": args.exam_every, "samples": args.exam},
         "logging": {"tensorboard": False},
     }
+
+
+def far_tasks(source: Path, moves: int, count: int) -> Path:
+    """A file with the first `count` different tasks of `source` (0: all) that take at least `moves` right moves."""
+    if not moves and not count:
+        return source
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    tasks = {row["prompt"]: row for row in rows if row["metadata"]["moves"] >= moves}
+    file = source.with_name(f"{source.stem}-{moves}-{count}.jsonl")
+    kept = list(tasks.values())[: count or None]
+    atomic_write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+    return file
 
 
 class Budget:
@@ -147,7 +163,7 @@ class Budget:
 
 def merge(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
     """The arm's run directory, with a merge that ended at the budget."""
-    paths = RunPaths(args.work / "runs" / f"{arm}-{seed}")
+    paths = runs(args, arm, seed)
     if paths.report.exists():
         return paths
     records = MetricsFile(paths.metrics).read() if paths.metrics.exists() else []
@@ -164,6 +180,12 @@ def merge(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
         done = MetricsFile(paths.metrics).read()[-1].step
         api.resume(paths.root, overrides=[f"trainer.steps={done}"], tell=print)
     return paths
+
+
+def runs(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
+    """The arm's run directory; other tasks are other runs."""
+    tasks = f"-{args.far}-{args.starts}" if args.far or args.starts else ""
+    return RunPaths(args.work / "runs" / f"{arm}-{seed}{tasks}")
 
 
 def trained(record: StepRecord) -> int:
@@ -203,7 +225,7 @@ def off_policy(args: argparse.Namespace, seed: int) -> Result:
 
 def references(args: argparse.Namespace) -> dict[str, float]:
     """Success of the base and of the expert, on the exam of the first run."""
-    paths = RunPaths(args.work / "runs" / f"{ON_POLICY}-{args.seeds[0]}")
+    paths = runs(args, ON_POLICY, args.seeds[0])
     return {name: fmean(Evaluation.load(paths.exam(name)).accuracy.values()) for name in ("before", "expert")}
 
 
@@ -240,12 +262,18 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1.0e-3)
     parser.add_argument("--exam", type=int, default=100, help="tasks of an exam")
     parser.add_argument("--exam-every", type=int, default=10, help="steps")
+    parser.add_argument(
+        "--starts", type=int, default=0, help="different tasks that training begins at; 0: all there are"
+    )
+    parser.add_argument("--far", type=int, default=0, help="fewest right moves of a task in training and exam")
     parser.add_argument("--rows", type=int, default=1500, help="episodes that the expert learns")
     parser.add_argument("--base-steps", type=int, default=120, help="training of the base: few, so that it plays badly")
     parser.add_argument("--expert-steps", type=int, default=900)
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--quick", action="store_true", help="two steps of every arm with one seed")
     args = parser.parse_args()
+    if "replay" in args.arms and (args.starts or args.far):
+        parser.error("--arms: replay begins at prefixes of all tasks; leave it out with --starts and --far")
     if args.quick:
         small = {"seeds": [0], "max_steps": 2, "samples": 4, "exam": 4, "exam_every": 1, "rows": 40, "over_steps": 2}
         vars(args).update(small | {"base_steps": 3, "expert_steps": 3, "tokens": 10**9})

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from opd.losses.rule import LogitRule
     from opd.prompts.line import Messages
     from opd.reward.records import RewardStep
+    from opd.rollouts.partial import Cuts
     from opd.stream.heads import HeadFile, HeadSource
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
@@ -48,9 +49,9 @@ class PromptSource(Protocol):
 
 
 class RolloutEngine(Protocol):
-    def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
-        """Sample one response per prompt. Prompts that do not fit the context come back as quarantined. A schedule may call this
-        in a thread, and no other method until it has returned."""
+    def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int, cuts: Cuts = ...) -> RolloutBatch:
+        """Sample one response per prompt. Prompts that do not fit come back as quarantined. A schedule may call this in a thread,
+        and no other method until it has returned. `cuts` comes only with `schedule.partial_rollout`."""
         ...
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
@@ -167,8 +168,8 @@ class Schedule(Protocol):
         """The responses of the step that comes now; `policy_version` is that of the weights it trains."""
         ...
 
-    def begin_next(self, step: int, policy_version: int) -> None:
-        """The step before `step` begins to be scored and trained: its responses can be written beside it. Returns at once."""
+    def begin_next(self, step: int, policy_version: int, unfinished: Sequence[Rollout]) -> None:
+        """What `step` trains can be written beside the step before, which left `unfinished` responses. Returns at once."""
         ...
 
     def finish_writing(self) -> None:
@@ -396,5 +397,4 @@ class Reporter(Sink, Protocol):
     """Where a run's numbers go: metrics file, evaluation files, progress on the terminal."""
 
     def phase(self, name: str) -> None: ...
-
     def evaluation(self, name: str, found: Evaluation) -> None: ...

@@ -96,7 +96,7 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
     for step in range(plan.first_step, plan.last_step + 1):
         scored = following or _scored_rollouts(parts, step, version, clock)
         if step < plan.last_step:
-            parts.schedule.begin_next(step + 1, version)
+            parts.schedule.begin_next(step + 1, version, scored.batch.unfinished)
         if not plan.overlap:
             with clock("score"):
                 scored.targets.collect()

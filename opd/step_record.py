@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
-from opd.guard.events import GuardRecord
+from opd.episodes_record import EpisodesRecord, known
 from opd.monitors.tails import loops
 from opd.reward.records import RewardRecord
 from opd.staleness import ages
-from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport, TurnStats
+from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport
 
 if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
-    from opd.rollouts.episodes.spec import EpisodeStats
     from opd.stream.targets import TargetStream
 
 
@@ -71,94 +70,6 @@ class PositionRecord:
     loss: float
     """Mean, nats a token."""
     tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRecord:
-    """The trained tokens of one turn of a domain's episodes; means a token, nats."""
-
-    tokens: int
-    loss: float
-    logprob_gap: float
-    """|trainer - engine| log-prob, without stale tokens; 0 if all are stale."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodesRecord:
-    """One domain's episodes."""
-
-    episodes: int = 0
-    turns: float = 0.0
-    """Mean turns of an episode."""
-    reward: float | None = None
-    """Mean over the episodes that have one."""
-    tokens: int = 0
-    """Tokens that the student sampled."""
-    trained: float = 0.0
-    """Share of them that carries loss."""
-    segments: int = 0
-    forks: int = 0
-    """Segments that were begun because a history did not continue any other."""
-    lost_turns: int = 0
-    """Turns that were sampled, at least in part, and are in no segment."""
-    teacher_turns: int = 0
-    """Turns that the domain's expert wrote in the student's place."""
-    invalid_calls: int = 0
-    """Turns with a tool call that could not be made as it was written."""
-    stop_reasons: Mapping[str, int] = field(default_factory=dict)
-    """Why the episodes ended -> how many."""
-    broken: int = 0
-    """Episodes that ended because an environment or an agent's program failed."""
-    error: str = ""
-    """What broke the first that broke, else the first sub-agent that broke."""
-    sub_agents: Mapping[str, int] = field(default_factory=dict)
-    """Why sub-agents ended -> how many; not there without any. `refused`: calls that started none."""
-    by_turn: tuple[TurnRecord, ...] = ()
-    """The first turn, the second, and so on."""
-    guard: GuardRecord | None = None
-    """What the guard saw; None where none looks on."""
-
-    @classmethod
-    def of(cls, stats: EpisodeStats, turns: Mapping[int, TurnStats]) -> Self:
-        """Make the record from a domain's counts; `turns` are those with a trained token."""
-        audit = stats.audit
-        return cls(
-            episodes=stats.episodes,
-            turns=audit.turns / max(1, stats.episodes),
-            reward=stats.reward_sum / stats.rewarded if stats.rewarded else None,
-            tokens=audit.sampled,
-            trained=audit.trained / max(1, audit.sampled),
-            segments=audit.segments,
-            forks=audit.forks,
-            lost_turns=audit.lost_turns,
-            teacher_turns=audit.teacher_turns,
-            invalid_calls=stats.invalid_calls,
-            stop_reasons=dict(stats.stop_reasons),
-            broken=stats.broken,
-            error=stats.error or stats.sub_agent_error,
-            sub_agents=dict(stats.sub_agents),
-            by_turn=tuple(_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
-            guard=None if stats.guard is None else GuardRecord.of(stats.guard),
-        )
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`; keys of a newer release are ignored."""
-        read = _known(cls, data)
-        guard = GuardRecord.from_json(read["guard"]) if read.get("guard") else None
-        return cls(**read | {"by_turn": tuple(TurnRecord(**turn) for turn in read.get("by_turn", ())), "guard": guard})
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields that these episodes have, by name."""
-        seldom = ("sub_agents", "guard", "teacher_turns")
-        return {name: value for name, value in asdict(self).items() if value or name not in seldom}
-
-
-def _turn(stats: TurnStats | None) -> TurnRecord:
-    if stats is None:
-        return TurnRecord(tokens=0, loss=0.0, logprob_gap=0.0)
-    gap = stats.gap_sum / max(1, stats.tokens - stats.stale_tokens)
-    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +131,8 @@ class StepRecord:
     truncated_by_domain: Mapping[str, int] = field(default_factory=dict)
     looping_by_domain: Mapping[str, int] = field(default_factory=dict)
     """Responses that ran to their limit in a loop."""
+    unfinished: int = 0
+    """Responses that were cut, so that a later step trains them."""
     quarantined: Mapping[str, int] = field(default_factory=dict)
     """Domain -> number of prompts and responses that were left out."""
     quarantined_reasons: Mapping[str, str] = field(default_factory=dict)
@@ -284,6 +197,7 @@ class StepRecord:
         optional = (
             "reward",
             "looping_by_domain",
+            "unfinished",
             "episodes",
             "restarted",
             "accuracy",
@@ -296,25 +210,18 @@ class StepRecord:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
-        read = _known(cls, data)
-        read["domains"] = {name: DomainRecord(**_known(DomainRecord, d)) for name, d in read.get("domains", {}).items()}
+        read = known(cls, data)
+        read["domains"] = {name: DomainRecord(**known(DomainRecord, d)) for name, d in read.get("domains", {}).items()}
         read["positions"] = {name: PositionRecord(**found) for name, found in read.get("positions", {}).items()}
         read["episodes"] = {n: EpisodesRecord.from_json(found) for n, found in read.get("episodes", {}).items()}
         read["restarted"] = tuple(read.get("restarted", ()))
-        read["alarms"] = tuple(AlarmRecord(**_known(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
-        read["stream"] = StreamRecord(**_known(StreamRecord, read.get("stream", {})))
+        read["alarms"] = tuple(AlarmRecord(**known(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
+        read["stream"] = StreamRecord(**known(StreamRecord, read.get("stream", {})))
         if "reward" in read:
             read["reward"] = RewardRecord.from_json(read["reward"])
         if "checkpoint" in read:
             read["checkpoint"] = SavedCheckpoint(**read["checkpoint"])
         return cls(**read)
-
-
-def _known(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that the record class has. Raises: TypeError if `data` is not a JSON object."""
-    if not isinstance(data, Mapping):
-        raise TypeError(f"{data!r:.60} where {record.__name__} was expected")
-    return {f.name: data[f.name] for f in fields(record) if f.name in data}
 
 
 def of_domain(records: Sequence[StepRecord], domain: str) -> list[DomainRecord]:
@@ -347,12 +254,10 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         prompts=_prompts(batch),
         truncated_by_domain=dict(Counter(r.domain for r in batch.rollouts if r.truncated)),
         looping_by_domain=dict(Counter(r.domain for r in batch.rollouts if loops(r))),
+        unfinished=len(batch.unfinished),
         quarantined=dict(left_out),
         quarantined_reasons={**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
-        episodes={
-            domain: EpisodesRecord.of(stats, {turn: part for (d, turn), part in trained.turns.items() if d == domain})
-            for domain, stats in batch.episodes.items()
-        },
+        episodes=_episodes(batch, trained),
         skipped=trained.skipped,
         restarted=(*batch.restarted, *targets.restarted),
         stream=StreamRecord(
@@ -383,11 +288,20 @@ def seconds_at_work(
     return {role: round(seconds, 4) for role, seconds in found.items()}
 
 
+def _episodes(batch: RolloutBatch, trained: StepReport) -> dict[str, EpisodesRecord]:
+    """Domain -> record."""
+    return {
+        domain: EpisodesRecord.of(stats, {turn: part for (d, turn), part in trained.turns.items() if d == domain})
+        for domain, stats in batch.episodes.items()
+    }
+
+
 def _prompts(batch: RolloutBatch) -> dict[str, int]:
-    """Domain -> prompts. An episode is one of them, whatever segments it has; the first is of the prompt's domain."""
+    """Domain -> prompts that the step took. An episode is one of them, whatever segments it has; the first is of its domain."""
     episodes: dict[str, str] = {}
-    for rollout in batch.rollouts:
-        episodes.setdefault(rollout.episode, rollout.domain)
+    for rollout in (*batch.rollouts, *batch.unfinished):
+        if rollout.sample_id not in batch.carried_on:
+            episodes.setdefault(rollout.episode, rollout.domain)
     return dict(Counter(episodes.values()) + Counter(q.domain for q in batch.quarantined))
 
 

@@ -6,7 +6,7 @@ rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -175,11 +175,6 @@ class Rollout:
         return tuple(self.response_ids[place] for place in self.trained)
 
 
-def unknown_id(token_ids: Sequence[int], vocab_size: int) -> int | None:
-    """The first id that is no token of a vocabulary of that size."""
-    return next((token for token in token_ids if not 0 <= token < vocab_size), None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
     """One turn of the policy: what the engine sampled after the tokens that it was given."""
@@ -212,6 +207,10 @@ class RolloutBatch:
     """Rollout workers that died since the batch before and were started again."""
     episodes: Mapping[str, EpisodeStats] = field(default_factory=dict)
     """Domain -> what became of its episodes; without domains whose student answers once."""
+    unfinished: tuple[Rollout, ...] = ()
+    """Responses that were cut, and are not in `rollouts`: the next weights carry them on, and a later step trains them."""
+    carried_on: frozenset[str] = frozenset()
+    """Sample ids of the responses, finished or not, that a step before began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from opd.credit.ema import Ema, EmaSpec
 from opd.credit.group import Group, GroupSpec
 from opd.credit.interfaces import Credit
 from opd.evaluation.evaluator import EngineEvaluator
-from opd.interfaces import Sink
+from opd.interfaces import PromptSource, RolloutEngine, Schedule, Sink, TargetLog
 from opd.live.interfaces import Display
 from opd.loop import Parts
 from opd.metrics import MetricsFile
@@ -29,6 +29,7 @@ from opd.prompts import Balance, BalancedPrompts, MixedPrompts, split_samples
 from opd.reward.stream import CREDIT, RewardStream
 from opd.reward.verified import VerifiedRewards
 from opd.rollouts.episodes.drift import DriftOptions
+from opd.rollouts.partial import Cuts
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run_dir import RunPaths
 from opd.schedules import SCHEDULES
@@ -97,12 +98,10 @@ def build(
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
     credit = _credit(config, inputs, shown)
-    bound, timeout_s = max_staleness(config), config.cluster.phase_timeout_s
-    log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say, timeout_s)
-    spec = ScheduleSpec(prompts=prompts, engine=engine, log=log, max_staleness=bound, timeout_s=timeout_s)
+    log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say, config.cluster.phase_timeout_s)
     return Parts(
         prompts=prompts,
-        schedule=SCHEDULES[config.schedule.mode](spec),
+        schedule=_schedule(config, prompts, engine, log),
         engine=engine,
         teachers=pool,
         log=log,
@@ -115,6 +114,20 @@ def build(
         reporter=RunReporter(metrics, paths, shown, sinks),
         rewards=_rewards(config, inputs, credit) if credit else None,
     )
+
+
+def _schedule(config: PipelineConfig, prompts: PromptSource, engine: RolloutEngine, log: TargetLog) -> Schedule:
+    partial = config.schedule.partial_rollout
+    spec = ScheduleSpec(
+        prompts=prompts,
+        engine=engine,
+        log=log,
+        max_staleness=max_staleness(config),
+        timeout_s=config.cluster.phase_timeout_s,
+        cuts=Cuts(at=partial.cut_at, times=partial.cuts) if partial else None,
+        last_step=config.trainer.steps,
+    )
+    return SCHEDULES[config.schedule.mode](spec)
 
 
 def _credit(config: PipelineConfig, inputs: Inputs, shown: Display) -> Credit | None:

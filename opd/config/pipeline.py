@@ -16,6 +16,7 @@ from opd.config.evaluate import EvaluateConfig
 from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
 from opd.config.objectives import AnyObjective, default_objective
+from opd.config.partial import partial_rollout_problem
 from opd.config.sections import (
     CheckpointConfig,
     ClusterConfig,
@@ -120,6 +121,13 @@ class PipelineConfig(Strict):
     @model_validator(mode="after")
     def _payload_holds_what_the_objective_needs(self) -> PipelineConfig:
         problem = self.objective.problem_with(self.teachers.payload)
+        if problem is not None:
+            raise problem
+        return self
+
+    @model_validator(mode="after")
+    def _partial_rollouts_that_fit(self) -> PipelineConfig:
+        problem = partial_rollout_problem(self)
         if problem is not None:
             raise problem
         return self
@@ -358,8 +366,9 @@ def overlaps(config: PipelineConfig) -> bool:
 
 def max_staleness(config: PipelineConfig) -> int:
     """`schedule.max_staleness`, or its default for the mode."""
-    given = config.schedule.max_staleness
-    return (0 if config.schedule.mode == "sync" else 1) if given is None else given
+    given, partial = config.schedule.max_staleness, config.schedule.partial_rollout
+    cuts = partial.cuts if partial else 0
+    return (0 if config.schedule.mode == "sync" else 1 + cuts) if given is None else given
 
 
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}

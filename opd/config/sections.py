@@ -134,6 +134,14 @@ class TrainerConfig(Strict):
         return stage
 
 
+class PartialRolloutConfig(Strict):
+    cut_at: int = Field(..., ge=1)
+    """A response that has so many tokens more and has not ended is cut: the next weights carry it on, and a later step trains
+    it. Fewer than `rollout.max_new_tokens`."""
+    cuts: int = Field(1, ge=1)
+    """Cuts of one response at most; then it is written to its end. Its oldest tokens are trained one push later for each cut."""
+
+
 class ScheduleConfig(Strict):
     mode: Literal["sync", "one_step_off"] = "sync"
     """`sync`: every sample is trained by the very weights that wrote it. `one_step_off`: the responses of the next step are
@@ -141,7 +149,10 @@ class ScheduleConfig(Strict):
     share cores or GPUs with the other roles."""
     max_staleness: int | None = Field(None, ge=0)
     """Pushes that may lie between the writing of a token and its training; the run stops before it trains an older one.
-    Default: 0 with `sync`, 1 with `one_step_off`."""
+    Default: 0 with `sync`, 1 with `one_step_off`, and one more for each of `partial_rollout.cuts`."""
+    partial_rollout: PartialRolloutConfig | None = None
+    """Cut long responses, so that the others do not wait for them. Needs `one_step_off` and an objective that is an exact
+    divergence; episodes are not cut. Default: every response is written to its end."""
     overlap: bool | Literal["auto"] = "auto"
     """Train while teachers still score; the result is the same. `auto` does so where trainer and teachers do not share cores,
     that is if either has GPUs or the teachers are served elsewhere. On the same cores both get slower."""
@@ -153,6 +164,25 @@ class ScheduleConfig(Strict):
                 "max_staleness",
                 "at least 1: `one_step_off` trains on what the weights before wrote; set schedule.mode to sync for 0",
                 {"where": "schedule.max_staleness", "found": "0 with schedule.mode one_step_off"},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cuts_that_the_bound_allows(self) -> ScheduleConfig:
+        if self.partial_rollout is None:
+            return self
+        oldest = 1 + self.partial_rollout.cuts
+        if self.mode == "sync":
+            raise PydanticCustomError(
+                "partial_rollout",
+                "schedule.mode one_step_off as well: with `sync` there are no other weights that could carry a response on",
+                {"where": "schedule.partial_rollout", "found": "a mapping with schedule.mode sync"},
+            )
+        if self.max_staleness is not None and self.max_staleness < oldest:
+            raise PydanticCustomError(
+                "max_staleness",
+                "at least {oldest}: the first tokens of a response that is cut as often as it may be are so old; or fewer cuts",
+                {"oldest": oldest, "where": "schedule.max_staleness", "found": self.max_staleness},
             )
         return self
 

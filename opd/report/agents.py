@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from opd.episodes_record import EpisodesRecord, TurnRecord
 from opd.report.run import RunFiles
-from opd.step_record import EpisodesRecord, StepRecord, TurnRecord
+from opd.step_record import StepRecord
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
 
 if TYPE_CHECKING:  # it needs matplotlib, which those who only read a run do not

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from opd.episodes_record import EpisodesRecord
 from opd.guard.events import RuleRecord
-from opd.step_record import EpisodesRecord, StepRecord
+from opd.step_record import StepRecord
 
 
 def guard_report(points: Sequence[Sequence[StepRecord]]) -> dict[str, Any] | None:

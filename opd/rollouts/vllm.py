@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 from opd import cluster, leftovers
 from opd.buckets import WeightStream
 from opd.cluster import Pending, Worker
-from opd.errors import RunError
 from opd.interfaces import Decoder
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.drift import DriftOptions
@@ -26,10 +24,21 @@ from opd.rollouts.episodes.spec import (
     refuse_many_broken,
 )
 from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.partial import Cuts
 from opd.rollouts.pour import pour
 from opd.rollouts.processes import engine_env
+from opd.rollouts.responses import (
+    WHOLE,
+    begin,
+    carried_on,
+    group_id,
+    refuse_unknown,
+    request_of,
+    sample_ids,
+    seed_of,
+)
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
-from opd.types import Completion, Origin, Prompt, Quarantined, Rollout, RolloutBatch, Span, unknown_id
+from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch
 
 R = TypeVar("R")
 Weights = Callable[[], AbstractContextManager[Path]]
@@ -107,51 +116,54 @@ class VLLMRolloutEngine:
         answers = [worker.submit(VLLMWorker.logprobs, probe) for worker in self._workers]
         cluster.wait(answers, timeout_s=self._spec.start_timeout_s)
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, policy_version: int, cuts: Cuts = WHOLE
+    ) -> RolloutBatch:
         replayed = {domain for domain, drift in self._spec.drift.items() if drift.replay}
         acting = [p for p in prompts if p.domain in self._spec.episodes and p.domain not in replayed]
         answering = [p for p in prompts if p.domain not in self._spec.episodes or p.domain in replayed]
-        batches = [self._respond(answering, step, policy_version), self._act(acting, step, policy_version)]
+        answers, acts = self._respond(answering, step, policy_version, cuts), self._act(acting, step, policy_version)
         restarted, self._restarted = tuple(self._restarted), []
-        return RolloutBatch(
-            rollouts=tuple(r for batch in batches for r in batch.rollouts),
-            quarantined=tuple(q for batch in batches for q in batch.quarantined),
+        return replace(
+            answers,
+            rollouts=answers.rollouts + acts.rollouts,
+            quarantined=answers.quarantined + acts.quarantined,
             restarted=restarted,
-            episodes=batches[1].episodes,
+            episodes=acts.episodes,
         )
 
-    def _respond(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
-        """One response to each prompt."""
-        limit, room = self._spec.max_new_tokens, self._spec.engine.max_model_len
-        sample_ids = _sample_ids(prompts, step)
-        fitting = [(p, s) for p, s in zip(prompts, sample_ids, strict=True) if _fits(p, room)]
+    def _respond(self, prompts: Sequence[Prompt], step: int, policy_version: int, cuts: Cuts) -> RolloutBatch:
+        """One response to each prompt, and the next part of those that were begun."""
+        limit, context = self._spec.max_new_tokens, self._spec.engine.max_model_len
+        fitting = [(p, s) for p, s in zip(prompts, sample_ids(prompts, step), strict=True) if _fits(p, context)]
+        # New ones first: the responses to a prompt are dealt out together.
+        begun = [begin(p, s, step) for p, s in fitting] + [replace(rollout, step=step) for rollout in cuts.begun]
+        left = [min(limit, context - len(r.prompt_ids)) - len(r.response_ids) for r in begun]
+        rooms = [cuts.room(len(r.response_ids), all_of_it) for r, all_of_it in zip(begun, left, strict=True)]
         requests = [
-            GenerateRequest(
-                token_ids=p.token_ids,
-                max_tokens=min(limit, room - len(p.token_ids)),
-                temperature=self._spec.temperature,
-                seed=_seed(self._spec.seed, sample_id),
-            )
-            for p, sample_id in fitting
+            request_of(r, room, self._spec.temperature, self._spec.seed) for r, room in zip(begun, rooms, strict=True)
         ]
         sampled = self._generate(requests, self._spec.n)
-        for sample_id, out in zip((s for _, s in fitting), sampled, strict=True):
-            _refuse_unknown(sample_id, out.token_ids, self._spec.engine.vocab_size)
-        rollouts = []
-        for (p, sample_id), out in zip(fitting, sampled, strict=True):
-            spans = _spans(out.token_ids, self._spec.untrained.get(p.domain, frozenset()), policy_version)
-            rollouts.append(_rollout(p, sample_id, step, out, spans))
+        for rollout, out in zip(begun, sampled, strict=True):
+            refuse_unknown(rollout.sample_id, out.token_ids, self._spec.engine.vocab_size)
+        written: dict[bool, list[Rollout]] = {True: [], False: []}
+        for rollout, out, room, all_of_it in zip(begun, sampled, rooms, left, strict=True):
+            masked = self._spec.untrained.get(rollout.domain, frozenset())
+            done = out.stop_reason == "stop" or room == all_of_it
+            written[done].append(carried_on(rollout, out, masked, policy_version))
         return RolloutBatch(
-            rollouts=tuple(rollouts),
-            quarantined=tuple(_refused(p, room) for p in prompts if not _fits(p, room)),
+            rollouts=tuple(written[True]),
+            quarantined=tuple(_refused(p, context) for p in prompts if not _fits(p, context)),
+            unfinished=tuple(written[False]),
+            carried_on=frozenset(rollout.sample_id for rollout in cuts.begun),
         )
 
     def _act(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
         """One episode for each prompt. Raises: RunError if too many of a domain break."""
         room = self._spec.engine.max_model_len
         requests = [
-            self._in_step(p, Sample(sample_id=sample_id, group=_sample_id(step, p), step=step, domain=p.domain))
-            for p, sample_id in zip(prompts, _sample_ids(prompts, step), strict=True)
+            self._in_step(p, Sample(sample_id=sample_id, group=group_id(step, p), step=step, domain=p.domain))
+            for p, sample_id in zip(prompts, sample_ids(prompts, step), strict=True)
             if _fits(p, room)
         ]
         results = self._play(requests, self._spec.temperature, policy_version)
@@ -165,7 +177,7 @@ class VLLMRolloutEngine:
             refuse_many_broken(domain, found, self._spec.episodes[domain].max_broken)
         rollouts = tuple(r for result in results for r in result.rollouts)
         for rollout in rollouts:
-            _refuse_unknown(rollout.sample_id, rollout.response_ids, self._spec.engine.vocab_size)
+            refuse_unknown(rollout.sample_id, rollout.response_ids, self._spec.engine.vocab_size)
         refused = [_refused(p, room) for p in prompts if not _fits(p, room)]
         refused += [_unplayed(q.prompt, r) for q, r in zip(requests, results, strict=True) if not r.rollouts]
         return RolloutBatch(rollouts=rollouts, quarantined=tuple(refused), episodes=stats)
@@ -211,7 +223,7 @@ class VLLMRolloutEngine:
                 token_ids=p.token_ids,
                 max_tokens=min(limit, room - len(p.token_ids)),
                 temperature=temperature,
-                seed=_seed(self._spec.seed, f"answer/{p.id}#{i}") if temperature else None,
+                seed=seed_of(self._spec.seed, f"answer/{p.id}#{i}") if temperature else None,
             )
             for p, i in asked
             if _fits(p, room) and p.domain not in self._spec.episodes
@@ -336,53 +348,3 @@ def _unplayed(prompt: Prompt, result: EpisodeResult) -> Quarantined:
     """An episode in which the policy took no turn."""
     reason = f"the episode ended before the first turn ({result.stop_reason}) {result.error}".strip()
     return Quarantined(prompt_id=prompt.id, domain=prompt.domain, reason=reason)
-
-
-def _sample_ids(prompts: Sequence[Prompt], step: int) -> list[str]:
-    seen: dict[str, int] = {}
-    ids = []
-    for prompt in prompts:
-        seen[prompt.id] = seen.get(prompt.id, 0) + 1
-        repeat = f"#{seen[prompt.id]}" if seen[prompt.id] > 1 else ""
-        ids.append(_sample_id(step, prompt) + repeat)
-    return ids
-
-
-def _sample_id(step: int, prompt: Prompt) -> str:
-    """The id of the first response to the prompt in a step, which also names the group of all of them."""
-    return f"{step:06d}/{prompt.id}"
-
-
-def _seed(seed: int, sample_id: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{sample_id}".encode()).digest()[:4], "big")
-
-
-def _refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse a token id that the tokenizer does not know, before it gets into the target log. Raises: RunError."""
-    wrong = unknown_id(token_ids, vocab_size)
-    if wrong is not None:
-        raise RunError(
-            f"sample {sample_id}: the rollout engine wrote token id {wrong}, the tokenizer knows 0 to {vocab_size - 1}"
-        )
-
-
-def _rollout(prompt: Prompt, sample_id: str, step: int, out: Generated, spans: tuple[Span, ...]) -> Rollout:
-    return Rollout(
-        sample_id=sample_id,
-        group=_sample_id(step, prompt),
-        episode=sample_id,
-        step=step,
-        domain=prompt.domain,
-        prompt_ids=prompt.token_ids,
-        response_ids=out.token_ids,
-        behaviour_logprobs=out.logprobs,
-        spans=spans,
-        stop_reason=out.stop_reason,
-    )
-
-
-def _spans(token_ids: Sequence[int], masked: frozenset[int], policy_version: int) -> tuple[Span, ...]:
-    """A span for each run of trained tokens and for each run of masked ones."""
-    origins: list[Origin] = ["masked" if token in masked else "policy" for token in token_ids]
-    runs = [(origin, len(list(run))) for origin, run in groupby(origins)] or [("policy", 0)]
-    return tuple(Span(length=length, origin=origin, policy_version=policy_version) for origin, length in runs)

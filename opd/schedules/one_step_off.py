@@ -8,6 +8,9 @@
 So a response is one version behind the weights that are trained on it. At the states that it visits the loss is exact all
 the same, because the trainer computes its own log-probs; only which states are visited lags behind.
 
+With `cuts` a long response is cut, and carried on in the next step's writing, by the weights that are there then. Where it is cut
+depends on its tokens alone. It is trained once, as a whole, in the step after its last part was written.
+
 A resume never needs weights that are gone. Responses are in the log as soon as they are written, and a checkpoint of step k
 carries those of step k+1, which version k-1 wrote. Every later version comes back when its steps are trained again.
 """
@@ -15,11 +18,13 @@ carries those of step k+1, which version k-1 wrote. Every later version comes ba
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from opd.cluster import Background
+from opd.rollouts.partial import Cuts
 from opd.schedules.spec import ScheduleSpec, Writer
-from opd.types import Prompt, RolloutBatch
+from opd.types import Prompt, Rollout, RolloutBatch
 
 
 class OneStepOff:
@@ -39,9 +44,9 @@ class OneStepOff:
         """Take those that were written during the step before, by this process or by one that was killed. Before a run's first
         step there was none: they are written now."""
         batch = self._written.pop(step, None) or self._spec.log.written(step, policy_version - 1, prompts)
-        return batch or self._writer.write(step, policy_version, prompts)
+        return batch or self._writer.write(step, policy_version, prompts, self._cuts(step, ()))
 
-    def begin_next(self, step: int, policy_version: int) -> None:
+    def begin_next(self, step: int, policy_version: int, unfinished: Sequence[Rollout]) -> None:
         """Let the engine write the responses of `step` in a thread, unless the log has them."""
         prompts = self._spec.prompts.take(step)
         known = self._spec.log.written(step, policy_version, prompts)
@@ -50,7 +55,7 @@ class OneStepOff:
             return
 
         def write() -> RolloutBatch:
-            batch = self._writer.write(step, policy_version, prompts)
+            batch = self._writer.write(step, policy_version, prompts, self._cuts(step, unfinished))
             self._spec.log.keep_written(step, policy_version, prompts, batch)
             return batch
 
@@ -66,6 +71,12 @@ class OneStepOff:
     def carried(self, step: int) -> dict[str, bytes]:
         """The files with the responses of the step after `step`: older weights than the checkpoint's wrote them."""
         return self._spec.log.written_files(step + 1)
+
+    def _cuts(self, step: int, begun: Sequence[Rollout]) -> Cuts | None:
+        """Where the responses of `step` are cut, and which ones go on."""
+        cuts = self._spec.cuts
+        last = step == self._spec.last_step
+        return cuts and replace(cuts, begun=tuple(begun), times=0 if last else cuts.times)
 
     def take_busy_s(self) -> float:
         """Seconds of writing since the last call."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opd.interfaces import PromptSource, RolloutEngine, TargetLog
+from opd.rollouts.partial import Cuts
 from opd.types import Prompt, RolloutBatch
 
 
@@ -21,6 +22,10 @@ class ScheduleSpec:
     """Pushes that may lie between the writing of a token and its training."""
     timeout_s: float
     """Deadline for the responses of one step."""
+    cuts: Cuts | None = None
+    """Where a schedule that writes ahead cuts responses; None: nowhere."""
+    last_step: int
+    """What this step trains is written to its end: there is no later one."""
 
 
 class Writer:
@@ -30,11 +35,14 @@ class Writer:
         self._engine = engine
         self._seconds = 0.0
 
-    def write(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
+    def write(
+        self, step: int, policy_version: int, prompts: Sequence[Prompt], cuts: Cuts | None = None
+    ) -> RolloutBatch:
         """The responses of a step, by the weights that the engine holds. Raises: what the engine raises."""
         began = time.monotonic()
+        more = {} if cuts is None else {"cuts": cuts}  # an engine of one's own need not know them
         try:
-            return self._engine.generate(prompts, step=step, policy_version=policy_version)
+            return self._engine.generate(prompts, step=step, policy_version=policy_version, **more)
         finally:
             self._seconds += time.monotonic() - began
 

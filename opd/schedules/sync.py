@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from opd.schedules.spec import ScheduleSpec, Writer
-from opd.types import Prompt, RolloutBatch
+from opd.types import Prompt, Rollout, RolloutBatch
 
 
 class Sync:
@@ -23,7 +23,7 @@ class Sync:
         """Have them written now."""
         return self._writer.write(step, policy_version, prompts)
 
-    def begin_next(self, step: int, policy_version: int) -> None:
+    def begin_next(self, step: int, policy_version: int, unfinished: Sequence[Rollout]) -> None:
         """Begin nothing: the weights that write `step` come from the step before it."""
 
     def finish_writing(self) -> None:

@@ -3,7 +3,7 @@
     targets/step-000012/  rollouts.arrow  worker-0-part-0000.arrow  worker-1-part-0000.arrow  step.json
 
 `rollouts.arrow` has all rollouts of the step in their order, also those that no teacher could score; the parts have what
-teachers said. `step.json` adds which question they answer (step, policy version, prompts), BLAKE3 and size of each file,
+teachers said; `unfinished.arrow`, if it is there, has the responses that were cut. `step.json` adds which question they answer (step, policy version, prompts), BLAKE3 and size of each file,
 who had to score the rollouts, and which prompts were refused. What is written ahead of its step lies beside them
 (`opd.stream.written`).
 """
@@ -28,15 +28,17 @@ from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
 from opd.rollouts.episodes.spec import EpisodeStats
 from opd.run_dir import step_name, step_of
-from opd.stream.rollouts import read_file, write_file
+from opd.stream.rollouts import read_file
 from opd.stream.schema import PartRecord, StreamError
 from opd.stream.targets import Asked, Expected, TargetStream
 from opd.stream.written import (
+    UNFINISHED,
     UNREADABLE,
     WrittenRollouts,
     batch_of,
     beside_rollouts,
     facts_of,
+    files_of,
     question,
     read_whole,
     refuse_other_question,
@@ -91,7 +93,8 @@ class ArrowTargetLog:
 
         def finish() -> None:
             with _making(temporary):
-                write(ROLLOUTS, memoryview(write_file(batch.rollouts)))
+                for name, raw in files_of(batch, ROLLOUTS).items():
+                    write(name, raw)
                 manifest = {**asked, "files": files, **_beside(batch, targets)}
                 (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
                 replace_dir(temporary, final)
@@ -149,7 +152,8 @@ class ArrowTargetLog:
         manifest = json.loads((self._path(step) / MANIFEST).read_text(encoding="utf-8"))
         refuse_other_question(manifest, question(FORMAT, step, policy_version, prompts), MANIFEST)
         raw = {name: read_whole(self._path(step) / name, facts) for name, facts in manifest["files"].items()}
-        batch = batch_of(raw.pop(ROLLOUTS), manifest, self._vocab_size)
+        stored = {name: raw.pop(name) for name in (ROLLOUTS, UNFINISHED) if name in raw}
+        batch = batch_of(stored, ROLLOUTS, manifest, self._vocab_size)
         teachers = {
             domain: {name: Expected(**expected) for name, expected in part.items()}
             for domain, part in manifest["teachers"].items()

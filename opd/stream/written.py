@@ -1,9 +1,9 @@
 """Responses that were written ahead of their step, on disk from the moment they were written.
 
-    targets/written-000013/  written.arrow  written.json
+    targets/written-000013/  written.arrow  unfinished.arrow  written.json
 
-`written.arrow` has the rollouts in their order, `written.json` which question they answer (step, policy version, prompts),
-which prompts were refused, and BLAKE3 and size of the file.
+`written.arrow` has the rollouts in their order, `unfinished.arrow`, if there are any, those that were cut, `written.json` which
+question they answer (step, policy version, prompts), which prompts were refused, and BLAKE3 and size of each file.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from opd.types import Prompt, Quarantined, RolloutBatch
 
 MANIFEST = "written.json"
 ROLLOUTS = "written.arrow"
+UNFINISHED = "unfinished.arrow"
 FORMAT = 2
 """1 had no origin, parent and next of a rollout."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RolloutError)
@@ -43,13 +44,13 @@ class WrittenRollouts:
 
     def keep(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
         """Store a step's rollouts, all or none. Raises: StorageError."""
-        raw = memoryview(write_file(batch.rollouts))
+        files = files_of(batch, ROLLOUTS)
         manifest = {
             **question(FORMAT, step, policy_version, prompts),
             **beside_rollouts(batch),
-            "files": {ROLLOUTS: facts_of(raw)},
+            "files": {name: facts_of(raw) for name, raw in files.items()},
         }
-        self._store(step, {ROLLOUTS: raw, MANIFEST: json.dumps(manifest).encode()})
+        self._store(step, {**files, MANIFEST: json.dumps(manifest).encode()})
 
     def read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch | None:
         """The rollouts as they were stored; None if there are none, or if they are damaged or answer another question."""
@@ -59,21 +60,20 @@ class WrittenRollouts:
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             refuse_other_question(manifest, question(FORMAT, step, policy_version, prompts), MANIFEST)
-            raw = read_whole(path / ROLLOUTS, manifest["files"][ROLLOUTS])
-            return batch_of(raw, manifest, self._vocab_size)
+            raw = {name: read_whole(path / name, facts) for name, facts in manifest["files"].items()}
+            return batch_of(raw, ROLLOUTS, manifest, self._vocab_size)
         except UNREADABLE as error:
             self._say(f"warning: step {step} is rolled out again, what was written ahead cannot be used: {error}")
             return None
 
     def files(self, step: int) -> dict[str, bytes]:
         """Name -> content; empty if nothing is there."""
-        path = self._path(step)
-        return {name: (path / name).read_bytes() for name in (ROLLOUTS, MANIFEST)} if path.exists() else {}
+        return _whole_files(self._path(step))
 
     def bring_back(self, step: int, directory: Path) -> None:
         """Store the files that `files` gave, from a directory that may have them. Raises: StorageError."""
         if (directory / MANIFEST).exists():
-            self._store(step, {name: memoryview((directory / name).read_bytes()) for name in (ROLLOUTS, MANIFEST)})
+            self._store(step, _whole_files(directory))
 
     def drop(self, unwanted: Callable[[int], bool]) -> None:
         """Delete the rollouts of the unwanted steps."""
@@ -99,23 +99,41 @@ class WrittenRollouts:
         return self._root / f"written-{step:06d}"
 
 
+def _whole_files(directory: Path) -> dict[str, bytes]:
+    """Name -> content of those files that are there."""
+    paths = (directory / name for name in (ROLLOUTS, UNFINISHED, MANIFEST))
+    return {path.name: path.read_bytes() for path in paths if path.exists()}
+
+
+def files_of(batch: RolloutBatch, rollouts: str) -> dict[str, memoryview]:
+    """Name -> content of the files of a batch; that of its rollouts is called `rollouts`."""
+    files = {rollouts: memoryview(write_file(batch.rollouts))}
+    return files | ({UNFINISHED: memoryview(write_file(batch.unfinished))} if batch.unfinished else {})
+
+
 def beside_rollouts(batch: RolloutBatch) -> dict[str, Any]:
-    """What a manifest says of a batch beside its file of rollouts. Workers that were started again are not stored."""
+    """What a manifest says of a batch beside its files. Workers that were started again are not stored."""
     return {
         "refused": [asdict(q) for q in batch.quarantined],
         "episodes": {domain: asdict(stats) for domain, stats in batch.episodes.items()},
+        "carried_on": sorted(batch.carried_on),
     }
 
 
-def batch_of(raw: np.ndarray, manifest: Mapping[str, Any], vocab_size: int) -> RolloutBatch:
-    """The batch from its file of rollouts and the manifest that `beside_rollouts` is in.
+def batch_of(
+    raw: Mapping[str, np.ndarray], rollouts: str, manifest: Mapping[str, Any], vocab_size: int
+) -> RolloutBatch:
+    """The batch from its files, of which `rollouts` has the rollouts, and the manifest that `beside_rollouts` is in.
 
     Raises: KeyError, TypeError or RolloutError for what is not as it was written.
     """
+    unfinished = read_file(pa.py_buffer(raw[UNFINISHED]), vocab_size) if UNFINISHED in raw else []
     return RolloutBatch(
-        rollouts=tuple(read_file(pa.py_buffer(raw), vocab_size)),
+        rollouts=tuple(read_file(pa.py_buffer(raw[rollouts]), vocab_size)),
         quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
         episodes={domain: EpisodeStats.from_json(data) for domain, data in manifest.get("episodes", {}).items()},
+        unfinished=tuple(unfinished),
+        carried_on=frozenset(manifest.get("carried_on", ())),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from opd.environments.records import Action, Outcome, Tool
+from opd.episodes_record import EpisodesRecord
 from opd.errors import RunError
 from opd.rollouts.endpoint.episode import play
 from opd.rollouts.endpoint.options import AgentOptions
@@ -23,7 +24,6 @@ from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.step_record import EpisodesRecord
 from opd.types import Prompt, RolloutBatch
 from pipelines.specs import rollout_spec
 from tests.chatml import CHATML, chat_tokenizer

@@ -20,6 +20,8 @@ VALID: dict[str, Any] = {
     "trainer": {"steps": 3, "samples_per_step": 4},
 }
 AHEAD = {"schedule": {"mode": "one_step_off"}}
+CUT = {"cut_at": 16}
+CUTTING: dict[str, Any] = {"schedule": {"mode": "one_step_off", "partial_rollout": CUT}}
 
 
 def config(**sections: Any) -> PipelineConfig:
@@ -34,6 +36,8 @@ def config(**sections: Any) -> PipelineConfig:
         ({"mode": "sync", "max_staleness": 2}, 2),
         ({"mode": "one_step_off"}, 1),
         ({"mode": "one_step_off", "max_staleness": 3}, 3),
+        ({"mode": "one_step_off", "partial_rollout": {"cut_at": 16}}, 2),
+        ({"mode": "one_step_off", "partial_rollout": {"cut_at": 16, "cuts": 3}}, 4),
     ],
 )
 def test_the_bound_follows_from_the_mode_unless_it_is_given(schedule: dict[str, Any], bound: int) -> None:
@@ -47,6 +51,20 @@ def test_the_bound_follows_from_the_mode_unless_it_is_given(schedule: dict[str, 
             {"schedule": {"mode": "one_step_off", "max_staleness": 0}},
             "schedule.max_staleness",
             "set schedule.mode to sync",
+        ),
+        ({"schedule": {"partial_rollout": CUT}}, "schedule.partial_rollout", "schedule.mode one_step_off"),
+        (CUTTING | {"rollout": {"max_new_tokens": 16}}, "schedule.partial_rollout.cut_at", "fewer than 16"),
+        (CUTTING | {"objective": {"kind": "sampled"}}, "schedule.partial_rollout", "an exact divergence"),
+        ({"schedule": AHEAD["schedule"] | {"partial_rollout": {"cut_at": 0}}}, "schedule.partial_rollout.cut_at", "1"),
+        (
+            {"schedule": AHEAD["schedule"] | {"partial_rollout": CUT | {"cuts": 2}, "max_staleness": 2}},
+            "schedule.max_staleness",
+            "at least 3",
+        ),
+        (
+            CUTTING | {"domains": {"math": {"prompts": "math.jsonl", "environment": {"name": "maze"}}}},
+            "schedule.partial_rollout",
+            "episodes are not cut",
         ),
         ({"schedule": {"max_staleness": -1}}, "schedule.max_staleness", "0"),
         ({"schedule": {"mode": "asynch"}}, "schedule.mode", "one_step_off"),

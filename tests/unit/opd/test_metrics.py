@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from opd.episodes_record import EpisodesRecord, TurnRecord
 from opd.metrics import MetricsFile, PhaseClock, steps_and_tokens
-from opd.step_record import DomainRecord, EpisodesRecord, PositionRecord, StepRecord, TurnRecord, _prompts
+from opd.step_record import DomainRecord, PositionRecord, StepRecord, _prompts
 from opd.types import Quarantined, Rollout, RolloutBatch, SavedCheckpoint
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from blake3 import blake3
 
+from opd.episodes_record import EpisodesRecord
 from opd.errors import StorageError
 from opd.guard.events import GuardEvent, GuardStats
 from opd.guard.records import Verdict
 from opd.losses.rule import LogitRule
 from opd.rollouts.episodes.spec import EpisodeStats
 from opd.rollouts.episodes.trace import Audit
-from opd.step_record import EpisodesRecord
 from opd.stream.heads import HeadSource, head_array, head_tensor
 from opd.stream.log import ArrowTargetLog
 from opd.stream.rollouts import read_file, write_file

@@ -1,0 +1,30 @@
+"""What `schedule.partial_rollout` does not go with in the other sections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from opd.config.pipeline import PipelineConfig
+
+
+def partial_rollout_problem(config: PipelineConfig) -> PydanticCustomError | None:
+    """Why responses of this pipeline cannot be cut; None if they can, or are not."""
+    partial, objective = config.schedule.partial_rollout, config.objective
+    where, limit = "schedule.partial_rollout", config.rollout.max_new_tokens
+    if partial is None:
+        return None
+    if partial.cut_at >= limit:
+        where, found = f"{where}.cut_at", f"{partial.cut_at}, with rollout.max_new_tokens {limit}"
+        wanted = f"fewer than {limit}: else no response is ever cut"
+    elif objective.reward is not None or objective.IS_ESTIMATE:
+        found = "objective.reward" if objective.reward is not None else f"objective.kind {objective.kind}"
+        # The mean over the other tries of a step would depend on which of them were short enough to be in it.
+        wanted = "an objective that is an exact divergence, such as reverse_kl, without a reward; or leave partial_rollout out"
+    elif all(domain.environment or domain.agent for domain in config.domains.values()):
+        found, wanted = "domains with episodes only", "a domain whose student answers once: episodes are not cut"
+    else:
+        return None
+    return PydanticCustomError("partial_rollout", "{wanted}", {"wanted": wanted, "where": where, "found": found})

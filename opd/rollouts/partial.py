@@ -1,0 +1,23 @@
+"""Partial rollouts: a long response is cut after so many tokens, and the next weights carry it on (Kimi k1.5, arXiv 2501.12599)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opd.types import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """Where responses are cut, by their tokens alone, so that a resume cuts them in the same places."""
+
+    at: int
+    """A response is cut each time when it has so many tokens more, unless it ends there."""
+    times: int
+    """Cuts of one response at most; then it is written to its end. 0: none is cut."""
+    begun: tuple[Rollout, ...] = ()
+    """Responses that were cut in the step before, to be carried on."""
+
+    def room(self, written: int, left: int) -> int:
+        """Tokens that a response may get now: `written` it has already, `left` it may have further at all."""
+        return left if written >= self.at * self.times else min(self.at, left)

@@ -1,0 +1,92 @@
+"""Responses of a single turn: their ids and seeds, and rollouts that grow by what an engine wrote. Knows no engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from opd.errors import RunError
+from opd.rollouts.partial import Cuts
+from opd.rollouts.worker import Generated, GenerateRequest
+from opd.token_ids import unknown_id
+from opd.types import Origin, Prompt, Rollout, Span
+
+WHOLE = Cuts(at=1, times=0)
+"""Every response is written to its end."""
+
+
+def sample_ids(prompts: Sequence[Prompt], step: int) -> list[str]:
+    """An id for each prompt's response, also where a prompt comes several times."""
+    seen: dict[str, int] = {}
+    ids = []
+    for prompt in prompts:
+        seen[prompt.id] = seen.get(prompt.id, 0) + 1
+        repeat = f"#{seen[prompt.id]}" if seen[prompt.id] > 1 else ""
+        ids.append(group_id(step, prompt) + repeat)
+    return ids
+
+
+def group_id(step: int, prompt: Prompt) -> str:
+    """The id of the first response to the prompt in a step, which also names the group of all of them."""
+    return f"{step:06d}/{prompt.id}"
+
+
+def seed_of(seed: int, sample_id: str) -> int:
+    """The seed of one response."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{sample_id}".encode()).digest()[:4], "big")
+
+
+def refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse a token id that the tokenizer does not know, before it gets into the target log. Raises: RunError."""
+    wrong = unknown_id(token_ids, vocab_size)
+    if wrong is not None:
+        raise RunError(
+            f"sample {sample_id}: the rollout engine wrote token id {wrong}, the tokenizer knows 0 to {vocab_size - 1}"
+        )
+
+
+def begin(prompt: Prompt, sample_id: str, step: int) -> Rollout:
+    """A response without a token yet."""
+    return Rollout(
+        sample_id=sample_id,
+        group=group_id(step, prompt),
+        episode=sample_id,
+        step=step,
+        domain=prompt.domain,
+        prompt_ids=prompt.token_ids,
+        response_ids=(),
+        behaviour_logprobs=(),
+        spans=(),
+        stop_reason="length",
+    )
+
+
+def request_of(begun: Rollout, room: int, temperature: float, seed: int) -> GenerateRequest:
+    """Ask for at most `room` tokens more; `seed` is the run's. The seed of a later part is another one than that of the first."""
+    written = len(begun.response_ids)
+    return GenerateRequest(
+        token_ids=begun.prompt_ids + begun.response_ids,
+        max_tokens=room,
+        temperature=temperature,
+        seed=seed_of(seed, f"{begun.sample_id}+{written}" if written else begun.sample_id),
+    )
+
+
+def carried_on(begun: Rollout, out: Generated, masked: frozenset[int], policy_version: int) -> Rollout:
+    """The response with what the engine wrote after it; `masked`: ids that carry no loss."""
+    return replace(
+        begun,
+        response_ids=begun.response_ids + out.token_ids,
+        behaviour_logprobs=begun.behaviour_logprobs + out.logprobs,
+        spans=begun.spans + _spans(out.token_ids, masked, policy_version),
+        stop_reason=out.stop_reason,
+    )
+
+
+def _spans(token_ids: Sequence[int], masked: frozenset[int], policy_version: int) -> tuple[Span, ...]:
+    """A span for each run of trained tokens and for each run of masked ones."""
+    origins: list[Origin] = ["masked" if token in masked else "policy" for token in token_ids]
+    runs = [(origin, len(list(run))) for origin, run in groupby(origins)] or [("policy", 0)]
+    return tuple(Span(length=length, origin=origin, policy_version=policy_version) for origin, length in runs)
