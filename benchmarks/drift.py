@@ -182,6 +182,11 @@ def merge(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
     return paths
 
 
+def first_on_policy(args: argparse.Namespace) -> str:
+    """The plain arm, if it is asked for; else the first one with a cure."""
+    return next((arm for arm in args.arms if arm != OFF_POLICY), ON_POLICY)
+
+
 def runs(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
     """The arm's run directory; other tasks are other runs."""
     tasks = f"-{args.far}-{args.starts}" if args.far or args.starts else ""
@@ -212,8 +217,8 @@ def within(curve: Sequence[tuple[int, float]], tokens: float) -> float:
 
 
 def off_policy(args: argparse.Namespace, seed: int) -> Result:
-    """The expert plays, the student learns its turns: as many tokens as the plain on-policy run had, at each share."""
-    run = merge(args, ON_POLICY, seed)
+    """The expert plays, the student learns its turns: as many tokens as the first on-policy arm had, at each share."""
+    run = merge(args, first_on_policy(args), seed)
     config = api.load_pipeline(run.pipeline)
     jobs = plan(config, run.root, [OFF_POLICY], SHARES, None)
     found = compute(jobs, print)
@@ -225,7 +230,7 @@ def off_policy(args: argparse.Namespace, seed: int) -> Result:
 
 def references(args: argparse.Namespace) -> dict[str, float]:
     """Success of the base and of the expert, on the exam of the first run."""
-    paths = runs(args, ON_POLICY, args.seeds[0])
+    paths = runs(args, first_on_policy(args), args.seeds[0])
     return {name: fmean(Evaluation.load(paths.exam(name)).accuracy.values()) for name in ("before", "expert")}
 
 

@@ -20,6 +20,8 @@ from opd.errors import ConfigError, RunError
 
 LOCAL = "local"
 """The address that means Ray on this machine, started and stopped by us."""
+ROOM_FOR_SOCKETS = 107 - len("/ray/session_2026-11-24_22-15-05_673087_4194304/sockets/plasma_store")
+"""Longest temporary directory, in bytes: the path of a socket has at most 107, and Ray puts this behind it."""
 
 _watch: Watch | None = None
 """The watch of the session under way. It is a global because a process has one Ray, and so one session at a time."""
@@ -67,7 +69,7 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
 def _connect(config: ClusterConfig, num_workers: int) -> None:
     """Start Ray here, or go to the cluster that there is.
 
-    Raises: ConfigError if there is none; RunError if ours would listen beyond this machine.
+    Raises: ConfigError if there is none, or if ours would have no room for its sockets; RunError if it would listen beyond this machine.
     """
     import ray
 
@@ -82,6 +84,7 @@ def _connect(config: ClusterConfig, num_workers: int) -> None:
                 fix="start it with `ray start --head`, and `ray start --address` on its other machines, or leave the key out",
             ) from None
         return
+    _refuse_long_directory()
     # CPUs are counted in workers, not cores: the phases take turns on the same cores.
     ray.init(
         address=LOCAL,  # without it Ray would join a cluster that this machine is part of
@@ -94,6 +97,18 @@ def _connect(config: ClusterConfig, num_workers: int) -> None:
         _system_config={"prestart_worker_first_driver": False},
     )
     _refuse_open_ports(ray.util.get_node_ip_address())
+
+
+def _refuse_long_directory() -> None:
+    """Raises: ConfigError for a temporary directory in which Ray's sockets cannot lie."""
+    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), None)
+    if name is not None and len(os.fsencode(os.environ[name])) > ROOM_FOR_SOCKETS:
+        raise ConfigError.at(
+            f"environment variable {name}",
+            found=os.environ[name],
+            wanted=f"a path of at most {ROOM_FOR_SOCKETS} bytes: Ray makes sockets below it, whose paths have a limit",
+            fix="set RAY_TMPDIR to a shorter directory, for example RAY_TMPDIR=/tmp",
+        )
 
 
 def _keep_to_this_machine() -> None:

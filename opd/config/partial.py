@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
+    from opd.config.domains import DomainConfig
     from opd.config.pipeline import PipelineConfig
 
 
@@ -23,8 +24,16 @@ def partial_rollout_problem(config: PipelineConfig) -> PydanticCustomError | Non
         found = "objective.reward" if objective.reward is not None else f"objective.kind {objective.kind}"
         # The mean over the other tries of a step would depend on which of them were short enough to be in it.
         wanted = "an objective that is an exact divergence, such as reverse_kl, without a reward; or leave partial_rollout out"
-    elif all(domain.environment or domain.agent for domain in config.domains.values()):
+    elif config.balance.kind == "gap":
+        where, found = "balance", "gap, with schedule.partial_rollout"
+        wanted = "samples or tokens: in the first steps no response can reach its limit yet, which gap takes for the usual share"
+    elif all(_plays(domain) for domain in config.domains.values()):
         found, wanted = "domains with episodes only", "a domain whose student answers once: episodes are not cut"
     else:
         return None
     return PydanticCustomError("partial_rollout", "{wanted}", {"wanted": wanted, "where": where, "found": found})
+
+
+def _plays(domain: DomainConfig) -> bool:
+    """Whether the domain has episodes in training."""
+    return bool(domain.agent or (domain.environment and not domain.environment.replay))

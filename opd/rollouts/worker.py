@@ -99,8 +99,10 @@ class VLLMWorker:
         """A second engine in this process, which holds an expert that writes turns; made when one is asked for."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
-        """Sample (or, at temperature 0, decode greedily) every request. Raises: RunError on NaN log-probs."""
+        """Sample (or, at temperature 0, decode greedily) every request. Caches are empty at the start: what is written must not
+        depend on what was written before, which a resumed run has not seen. Raises: RunError on NaN log-probs."""
         self._wake()
+        reset_prefix_cache(self._llm)
         params = [self._params(r.max_tokens, r.temperature, r.seed) for r in requests]
         prompts: Any = [{"prompt_token_ids": list(r.token_ids)} for r in requests]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)

@@ -9,7 +9,8 @@ So a response is one version behind the weights that are trained on it. At the s
 the same, because the trainer computes its own log-probs; only which states are visited lags behind.
 
 With `cuts` a long response is cut, and carried on in the next step's writing, by the weights that are there then. Where it is cut
-depends on its tokens alone. It is trained once, as a whole, in the step after its last part was written.
+depends on its tokens alone. It is trained once, as a whole, in the step after its last part was written. What the last step
+trains is written to its end.
 
 A resume never needs weights that are gone. Responses are in the log as soon as they are written, and a checkpoint of step k
 carries those of step k+1, which version k-1 wrote. Every later version comes back when its steps are trained again.
@@ -50,7 +51,7 @@ class OneStepOff:
         """Let the engine write the responses of `step` in a thread, unless the log has them."""
         prompts = self._spec.prompts.take(step)
         known = self._spec.log.written(step, policy_version, prompts)
-        if known is not None:
+        if known is not None and known.carried_on == {rollout.sample_id for rollout in unfinished}:
             self._written[step] = known
             return
 

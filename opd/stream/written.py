@@ -27,6 +27,7 @@ from opd.types import Prompt, Quarantined, RolloutBatch
 MANIFEST = "written.json"
 ROLLOUTS = "written.arrow"
 UNFINISHED = "unfinished.arrow"
+FILES = (ROLLOUTS, UNFINISHED, MANIFEST)
 FORMAT = 2
 """1 had no origin, parent and next of a rollout."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RolloutError)
@@ -101,7 +102,7 @@ class WrittenRollouts:
 
 def _whole_files(directory: Path) -> dict[str, bytes]:
     """Name -> content of those files that are there."""
-    paths = (directory / name for name in (ROLLOUTS, UNFINISHED, MANIFEST))
+    paths = (directory / name for name in FILES)
     return {path.name: path.read_bytes() for path in paths if path.exists()}
 
 

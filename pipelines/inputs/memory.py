@@ -333,7 +333,10 @@ def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
 
 
 def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    responses = config.trainer.samples_per_step * max(_written(config, domain) for domain in config.domains.values())
+    partial = config.schedule.partial_rollout
+    waiting = partial.cuts if partial else 0  # the last step trains what waits as well
+    samples = config.trainer.samples_per_step * (1 + waiting)
+    responses = samples * max(_written(config, domain) for domain in config.domains.values())
     per_token = answer_class(config.teachers.payload).token_bytes(
         hidden_size=max((e.info.hidden_size for e in inputs.scorers.values()), default=0),
         itemsize=DTYPE_BYTES[config.teachers.dtype],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
 from typing import Any
 
 from opd.cluster import LOCAL
@@ -40,12 +41,25 @@ def refuse_unfit(config: PipelineConfig) -> None:
         else:
             wanted, fix = WANTED, "add them: docs/python.md"
         raise ConfigError.at(KEY, found=found, wanted=wanted, fix=fix)
+    if config.schedule.partial_rollout and isinstance(engine, type) and not _takes_cuts(engine):
+        raise ConfigError.at(
+            KEY,
+            found=f"{place}, whose generate() has no argument `cuts`",
+            wanted="an engine that cuts responses and carries them on, with schedule.partial_rollout",
+            fix="add it as opd.rollouts.vllm has it, or leave schedule.partial_rollout out",
+        )
 
 
 def _has(engine: type, name: str) -> bool:
     """Whether the class has a method of its own; whoever extends the protocol inherits one that does nothing."""
     found = getattr(engine, name, None)
     return callable(found) and found is not getattr(RolloutEngine, name, None)
+
+
+def _takes_cuts(engine: type[Any]) -> bool:
+    return any(
+        p.name == "cuts" or p.kind is Parameter.VAR_KEYWORD for p in signature(engine.generate).parameters.values()
+    )
 
 
 def refuse_unplaced(config: PipelineConfig) -> None:

@@ -37,7 +37,16 @@ from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
 from pipelines.merging.run import Run
 
-DECIDE_ROLLOUTS = ("seed", "student.*", "domains.*", "balance*", "rollout.*", "schedule.mode", "guard*")
+DECIDE_ROLLOUTS = (
+    "seed",
+    "student.*",
+    "domains.*",
+    "balance*",
+    "rollout.*",
+    "schedule.mode",
+    "schedule.partial_rollout*",
+    "guard*",
+)
 """Keys that decide what the student writes. If one differs, responses that the origin had written ahead are left behind."""
 
 
@@ -99,7 +108,7 @@ def _take_over(
     file = target / checkpoints.MANIFEST
     facts = json.loads(file.read_text(encoding="utf-8"))
     if any(fnmatchcase(key, pattern) for key in changed for pattern in DECIDE_ROLLOUTS):
-        for name in (written.MANIFEST, written.ROLLOUTS):
+        for name in written.FILES:
             (target / name).unlink(missing_ok=True)
             facts["files"].pop(name, None)
     # It takes the place of the linked file, so the origin keeps its own.

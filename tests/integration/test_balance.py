@@ -20,12 +20,16 @@ from safetensors.torch import load_file
 from tests.integration.test_merge import kill_when_logged, records
 
 ROOT = Path(__file__).parents[2]
-SHORT = ("shift", "rotate")
-"""Of the suite `letters`: three or four letters and an end token."""
+SHORT = ("shift", "rotate", "double")
+"""Of the suite `letters`: three to eight letters and an end token."""
+BASE = ("reverse", "sort", "rotate", "shift", "double", "mask", "compare", "walk", "swap")
+"""What the quickstart's base learns: it then solves a part of each task, so that there is something to keep and something to learn."""
 REPEATS = 13
 """A word said so often is ten times as long."""
-SAMPLES = 12
+SAMPLES = 16
 """Of each domain in a step, by weight."""
+ALONE = 0.8
+"""Least headroom that the short domains recover without the long one: else nothing is shown beside it."""
 
 
 def opd(*args: object, cwd: Path) -> None:
@@ -53,18 +57,22 @@ def write_long_prompts(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a base that knows a little of all three tasks, and an expert of each."""
+    """A directory with a base that knows a little of the short tasks, and an expert of each and of the long one."""
     root = tmp_path_factory.mktemp("balance")
-    opd("prompts", "make", "letters", "--output", "prompts", "--domains", ",".join(SHORT), cwd=root)
+    opd("prompts", "make", "letters", "--output", "prompts", "--domains", ",".join(BASE), cwd=root)
     write_long_prompts(root / "prompts")
     size = {"hidden_size": 128, "layers": 4, "heads": 4, "intermediate_size": 344, "max_position_embeddings": 128}
     data = {name: f"prompts/{name}/train.jsonl" for name in (*SHORT, "long")}
     spec = {
         "output_dir": "models",
         "registry": "registry",
-        "base": {"from_scratch": {"tokenizer": "letters", **size}, "data": list(data.values())},
+        "base": {
+            "from_scratch": {"tokenizer": "letters", **size},
+            "data": [f"prompts/{name}/train.jsonl" for name in BASE],
+            "train": {"max_steps": 200, "learning_rate": 3.0e-3},
+        },
         "train": {
-            "max_steps": 120,
+            "max_steps": 110,
             "learning_rate": 2.0e-3,
             "per_device_train_batch_size": 64,
             "warmup_steps": 10,
@@ -114,6 +122,7 @@ def late_share(report: dict[str, Any], of: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_neighbours_of_a_domain_with_ten_times_longer_answers_keep_their_headroom(experts: Path) -> None:
     alone = merged(experts, "alone", SHORT, "samples")
     runs = {kind: merged(experts, kind, [*SHORT, "long"], kind) for kind in ("samples", "tokens")}
@@ -123,11 +132,13 @@ def test_neighbours_of_a_domain_with_ten_times_longer_answers_keep_their_headroo
     }
     shares = {kind: {of: late_share(report, of) for of in ("sample", "token")} for kind, report in runs.items()}
     print(json.dumps({"alone": alone["domains"], "kept": kept, "shares": shares}, indent=2))
+    assert min(alone["domains"][d]["headroom"] for d in SHORT) > ALONE
     answers = runs["samples"]["answers"]
     assert answers["long"]["expert"]["mean_tokens"] > 8 * answers["shift"]["expert"]["mean_tokens"]
     assert min(kept["tokens"].values()) >= 0.8
-    assert shares["samples"]["sample"] == pytest.approx(1 / 3) and shares["samples"]["token"] > 0.7
-    assert shares["tokens"]["sample"] < 0.1 and shares["tokens"]["token"] == pytest.approx(1 / 3, abs=0.1)
+    even = 1 / (1 + len(SHORT))
+    assert shares["samples"]["sample"] == pytest.approx(even) and shares["samples"]["token"] > 0.6
+    assert shares["tokens"]["sample"] < 0.1 and shares["tokens"]["token"] == pytest.approx(even, abs=0.1)
     page = (experts / "tokens" / "report.html").read_text()
     assert "plot-token-share" in page and "plot-sample-share" in page
 

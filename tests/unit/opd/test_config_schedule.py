@@ -54,6 +54,7 @@ def test_the_bound_follows_from_the_mode_unless_it_is_given(schedule: dict[str, 
         ),
         ({"schedule": {"partial_rollout": CUT}}, "schedule.partial_rollout", "schedule.mode one_step_off"),
         (CUTTING | {"rollout": {"max_new_tokens": 16}}, "schedule.partial_rollout.cut_at", "fewer than 16"),
+        (CUTTING | {"balance": "gap"}, "balance", "samples or tokens"),
         (CUTTING | {"objective": {"kind": "sampled"}}, "schedule.partial_rollout", "an exact divergence"),
         ({"schedule": AHEAD["schedule"] | {"partial_rollout": {"cut_at": 0}}}, "schedule.partial_rollout.cut_at", "1"),
         (

@@ -189,7 +189,7 @@ class Events:
 
     def parts(self) -> Parts:
         every: Any = self
-        spec = ScheduleSpec(prompts=every, engine=every, log=every, max_staleness=0, timeout_s=60)
+        spec = ScheduleSpec(prompts=every, engine=every, log=every, max_staleness=0, timeout_s=60, last_step=99)
         return Parts(
             prompts=every, schedule=Sync(spec), engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
             monitors=every, traces=every, checkpoints=every, reporter=every,

@@ -394,10 +394,26 @@ def test_a_response_that_is_cut_is_trained_once_as_a_whole_in_the_next_step(tmp_
     assert all(r.prompts == {"a": 2, "b": 2} for r in merge.records), "each prompt counts where it was taken"
 
 
-def test_nothing_is_cut_for_the_last_step(tmp_path: Path) -> None:
+def test_what_the_last_step_trains_is_written_to_its_end(tmp_path: Path) -> None:
     _, merge = whole(tmp_path, **CUTS)
     assert merge.records[-1].unfinished == 0 < sum(r.unfinished for r in merge.records)
     assert any(len(r.response_ids) == 3 and r.step == STEPS for r in merge.trained.values()), "one that would be cut"
+
+
+def test_what_was_written_ahead_is_written_again_if_other_responses_wait(tmp_path: Path) -> None:
+    _, merge = whole(tmp_path / "a", **CUTS)
+    cut = next(r.step for r in merge.records if r.unfinished)
+    with pytest.raises(Killed):
+        Merge(tmp_path / "b", kill=("record", cut), **CUTS).take_to()
+    schedule = Merge(tmp_path / "b", **CUTS)
+    metrics = MetricsFile(tmp_path / "m")
+    student = Student(schedule)
+    engine = Engine(schedule, student.weights)
+    parts = schedule.parts(student, engine, metrics)
+    engine.version = cut - 1
+    parts.schedule.begin_next(cut + 1, cut - 1, ())
+    parts.schedule.finish_writing()
+    assert schedule.wrote == [cut + 1], "the log has that step with other responses carried on"
 
 
 @pytest.mark.parametrize("balanced", [False, True], ids=["fixed", "balanced"])
