@@ -15,6 +15,7 @@ from opd.config import load_pipeline
 from opd.errors import ConfigError, OpdError, RunDirError, RunError
 from opd.files import blake3_file
 from opd.run_dir import RunPaths
+from opd.stream import written
 from pipelines.merging import run as merging
 from pipelines.merging.branch import branch
 from pipelines.merging.origin import Origin, origin_of
@@ -30,7 +31,7 @@ def with_written(origin: Path) -> None:
     """Give the checkpoint of step 1 responses that were written ahead."""
     directory = origin / "checkpoints" / "step-000001"
     facts = json.loads((directory / "checkpoint.json").read_text())
-    for name in ("written.json", "written.arrow"):
+    for name in written.FILES:
         (directory / name).write_text("{}")
         facts["files"][name] = {"blake3": blake3_file(directory / name), "bytes": 2}
     (directory / "checkpoint.json").write_text(json.dumps(facts))
@@ -52,15 +53,21 @@ def test_a_branch_has_the_steps_before_it_and_leaves_its_origin_alone(interrupte
         merging.resume(root)  # it is a run like any other
 
 
-@pytest.mark.parametrize(("change", "kept"), [("trainer.lr=0.5", True), ("rollout.temperature=0.5", False)])
+AHEAD = "schedule={mode: one_step_off, partial_rollout: {cut_at: 1}}"
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"), [("trainer.lr=0.5", True), ("rollout.temperature=0.5", False), (AHEAD, False)]
+)
 def test_what_was_written_ahead_goes_along_if_it_would_be_written_again(
     change: str, kept: bool, interrupted: Path, tmp_path: Path
 ) -> None:
     with_written(interrupted)
     begin(interrupted, tmp_path / "branch", change)
     path = tmp_path / "branch" / "checkpoints" / "step-000001"
-    assert (path / "written.arrow").exists() == kept
-    assert ("written.arrow" in json.loads((path / "checkpoint.json").read_text())["files"]) == kept
+    listed = json.loads((path / "checkpoint.json").read_text())["files"]
+    assert {name: (path / name).exists() for name in written.FILES} == dict.fromkeys(written.FILES, kept)
+    assert {name: name in listed for name in written.FILES} == dict.fromkeys(written.FILES, kept)
     checkpoints.verify(path)
 
 
