@@ -147,6 +147,7 @@ class VLLMWorker:
         from opd.rollouts.endpoint.episode import play  # its HTTP server is not there where engines are not installed
 
         self._wake()
+        reset_prefix_cache(self._llm)
         for spec in {r.options.guard.digest: r.options.guard for r in requests if r.options.guard is not None}.values():
             shared_guard(spec)  # a judge's model is loaded here, before another thread plays the episodes
 

@@ -140,11 +140,15 @@ def test_two_ranks_equal_one(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     data = alone(tmp_path, pipeline)
     found = {}
     for ranks in (1, 2):
-        data["trainer"] |= {"ranks": ranks, "steps": 3, "adam_epsilon": 1e-3}
+        data["trainer"] |= {"ranks": ranks, "steps": 6, "adam_epsilon": 1e-3}
         run = tmp_path / f"ranks-{ranks}"
         done = opd("merge", write(tmp_path, data), "--run-dir", run, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         found[ranks] = weights(run / "model"), records(run)
+    start = weights(Path(pipeline["student"]["model"]))
+    assert any(not torch.allclose(found[1][0][name], start[name], atol=1e-4) for name in start), (
+        "the policy still waits"
+    )
     for name, tensor in found[1][0].items():
         assert torch.allclose(tensor, found[2][0][name], atol=1e-5), name
     for one, two in zip(found[1][1], found[2][1], strict=True):

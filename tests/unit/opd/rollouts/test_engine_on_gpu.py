@@ -44,6 +44,11 @@ class Engine:
         self.called.append(method)
         return [None]
 
+    def reset_prefix_cache(self) -> bool:
+        assert not self.asleep
+        self.said.append("empty")
+        return True
+
     def wake_up(self) -> None:
         assert self.asleep
         self.asleep = False
@@ -97,8 +102,8 @@ def test_an_engine_sleeps_from_the_last_token_it_wrote_to_the_next_push(platform
         assert one.logprobs([(1, 2)]) == [[-2.0]]
         assert [s.token_ids for s in one.generate([request])] == [(5,)]
     one.generate([request])  # an evaluation comes without a push before it
-    step = ["load", "score", "write", "sleep 1"]
-    assert one._llm.said == [*step, "wake", *step, "wake", "write", "sleep 1"]
+    step = ["load", "score", "empty", "write", "sleep 1"]
+    assert one._llm.said == [*step, "wake", *step, "wake", "empty", "write", "sleep 1"]
 
 
 def test_an_engine_with_a_gpu_of_its_own_never_sleeps(platform: SimpleNamespace) -> None:
@@ -107,4 +112,4 @@ def test_an_engine_with_a_gpu_of_its_own_never_sleeps(platform: SimpleNamespace)
     one = VLLMWorker(dataclasses.replace(OPTIONS, sleep=False), (2,))
     one.generate([GenerateRequest(token_ids=(1,), max_tokens=4, temperature=1.0, seed=0)])
     one.load(Path("new"))
-    assert one._llm.said == ["write", "load"]
+    assert one._llm.said == ["empty", "write", "load"], "what it writes does not depend on what it wrote before"
