@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -73,6 +74,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.llm", fake)
     monkeypatch.setattr(worker, "model_shape", lambda model_dir: {"model_type": "llama"})
+    monkeypatch.setattr(worker, "own_files", nullcontext)
     monkeypatch.setattr(worker, "is_recurrent", lambda model_dir: False)
     monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, vocab_size: None)
     monkeypatch.setattr(worker, "swap_weights", lambda llm, model_dir, whole=True: llm.said.append("load"))
