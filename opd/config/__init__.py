@@ -4,6 +4,7 @@ Needs only pydantic and PyYAML, so `opd --help` and `opd pipelines` never import
 Paths in a pipeline are relative to the directory that `opd` was started in.
 """
 
+from opd.config.partial import most_samples
 from opd.config.pipeline import (
     PipelineConfig,
     extrapolation,
@@ -19,6 +20,7 @@ __all__ = [
     "extrapolation",
     "load_pipeline",
     "max_staleness",
+    "most_samples",
     "overlaps",
     "rounds_of",
     "sync_tolerance",

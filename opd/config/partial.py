@@ -11,6 +11,17 @@ if TYPE_CHECKING:
     from opd.config.pipeline import PipelineConfig
 
 
+def cuts_of(config: PipelineConfig) -> int:
+    """Cuts of one response at most; 0 without `schedule.partial_rollout`."""
+    partial = config.schedule.partial_rollout
+    return partial.cuts if partial else 0
+
+
+def most_samples(config: PipelineConfig) -> int:
+    """Responses that a step trains at most: where some were cut, the last step trains what waits as well."""
+    return config.trainer.samples_per_step * (1 + cuts_of(config))
+
+
 def partial_rollout_problem(config: PipelineConfig) -> PydanticCustomError | None:
     """Why responses of this pipeline cannot be cut; None if they can, or are not."""
     partial, objective = config.schedule.partial_rollout, config.objective

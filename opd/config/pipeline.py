@@ -16,7 +16,7 @@ from opd.config.evaluate import EvaluateConfig
 from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
 from opd.config.objectives import AnyObjective, default_objective
-from opd.config.partial import partial_rollout_problem
+from opd.config.partial import cuts_of, partial_rollout_problem
 from opd.config.sections import (
     CheckpointConfig,
     ClusterConfig,
@@ -366,9 +366,8 @@ def overlaps(config: PipelineConfig) -> bool:
 
 def max_staleness(config: PipelineConfig) -> int:
     """`schedule.max_staleness`, or its default for the mode."""
-    given, partial = config.schedule.max_staleness, config.schedule.partial_rollout
-    cuts = partial.cuts if partial else 0
-    return (0 if config.schedule.mode == "sync" else 1 + cuts) if given is None else given
+    given = config.schedule.max_staleness
+    return (0 if config.schedule.mode == "sync" else 1 + cuts_of(config)) if given is None else given
 
 
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from experts.model_dir import ModelInfo
 from opd.buckets import BUCKET_BYTES
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, most_samples
 from opd.config.domains import DomainConfig
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
 from opd.config.strict import DTYPE_BYTES
@@ -333,10 +333,7 @@ def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
 
 
 def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    partial = config.schedule.partial_rollout
-    waiting = partial.cuts if partial else 0  # the last step trains what waits as well
-    samples = config.trainer.samples_per_step * (1 + waiting)
-    responses = samples * max(_written(config, domain) for domain in config.domains.values())
+    responses = most_samples(config) * max(_written(config, domain) for domain in config.domains.values())
     per_token = answer_class(config.teachers.payload).token_bytes(
         hidden_size=max((e.info.hidden_size for e in inputs.scorers.values()), default=0),
         itemsize=DTYPE_BYTES[config.teachers.dtype],
