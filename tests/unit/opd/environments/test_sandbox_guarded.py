@@ -5,10 +5,8 @@ What ran is read from the sandbox's own log, which knows nothing of the guard.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shlex
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +14,21 @@ import pytest
 
 from opd.config.guard import GuardConfig
 from opd.environments.asking import hermes
-from opd.environments.sandbox.box import Box, Limits
 from opd.environments.sandbox.environment import WRITE, Sandbox
 from opd.errors import ConfigError
 from opd.guard.build import guard_spec
-from opd.rollouts.episodes.runner import Dialogues, run_episodes
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
-from opd.rollouts.episodes.trace import Sample
-from opd.types import Prompt, Sampled
-from tests.chatml import WITH_TOOLS, chat_tokenizer
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeResult
+from opd.types import Prompt
+from tests.scripted import NEEDS_SANDBOX, Policy, played
 
-
-def refused() -> str:
-    """Why there can be no sandbox here; empty if there can be."""
-    try:
-        Box(Limits()).close()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-REFUSED = refused()
-pytestmark = pytest.mark.skipif(bool(REFUSED), reason=f"no sandbox on this machine: {REFUSED}")
+pytestmark = NEEDS_SANDBOX
 
 ANSWER = ".eval/answer.py"
 GUARD = GuardConfig.model_validate(
     {"protected": ["/box/.eval/**"], "workdir": "/box", "home": "/box", "keeps_shell": False}
 )
-TOKENIZER = chat_tokenizer(WITH_TOOLS)
 (TASK,) = Sandbox.tasks(1, seed=3)
 FILE = TASK["metadata"]["file"]
-Policy = Callable[[list[str]], str]
-"""The results that it read so far -> its next turn."""
 
 WAYS = [
     f"cat {ANSWER}",
@@ -87,39 +68,20 @@ def works(seen: list[str]) -> str:
     return turns[len(seen)] if len(seen) < len(turns) else "Done."
 
 
-class Speaker:
-    """Hands the results in the dialogue so far to a policy."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
-        text = TOKENIZER.decode(list(token_ids))
-        seen = [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
-        ids = (*TOKENIZER(self.policy(seen), add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id)
-        return Sampled(token_ids=ids, logprobs=(-1.0,) * len(ids), stop_reason="stop", policy_version=0)
-
-
 def play(policy: Policy, guard: GuardConfig | None, log: Path) -> tuple[EpisodeResult, list[str]]:
     """An episode, and the policy's commands that ran, as the sandbox logged them."""
     options: dict[str, Any] = {"answer_file": ANSWER, "log": str(log)}
-    request = EpisodeRequest(
-        prompt=Prompt(id="d/0", domain="d", token_ids=(1,), text=TASK["prompt"], metadata=TASK["metadata"]),
-        sample=Sample(sample_id="s", group="s", step=1, domain="d"),
-        options=EpisodeOptions(
-            environment="opd.environments.sandbox.environment:Sandbox",
-            options=options,
-            max_turns=16,
-            max_turn_tokens=2000,
-            step_timeout_s=60.0,
-            max_broken=0.0,
-            guard=None if guard is None else guard_spec(guard),
-        ),
-        seed=0,
+    prompt = Prompt(id="d/0", domain="d", token_ids=(1,), text=TASK["prompt"], metadata=TASK["metadata"])
+    episode = EpisodeOptions(
+        environment="opd.environments.sandbox.environment:Sandbox",
+        options=options,
+        max_turns=16,
+        max_turn_tokens=2000,
+        step_timeout_s=60.0,
+        max_broken=0.0,
+        guard=None if guard is None else guard_spec(guard),
     )
-    dialogues = Dialogues(TOKENIZER, [TOKENIZER.eos_token_id])
-    (found,) = asyncio.run(run_episodes([request], Speaker(policy), dialogues, 60000, 0))
-    assert not found.error, found.error
+    found = played(policy, prompt, episode)
     ran = [json.loads(line)["argv"] for line in log.read_text().splitlines()]
     return found, [argv[2] for argv in ran if argv[:2] == ["/bin/sh", "-c"] and argv[2] != WRITE]
 

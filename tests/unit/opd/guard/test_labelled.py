@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,12 @@ import pytest
 
 from opd.environments.records import ToolCall
 from opd.errors import OpdError
-from opd.guard.guard import Guard
-from opd.guard.labelled import Case, read_cases, shipped_cases
+from opd.guard.guard import Finding, Guard, GuardOptions
+from opd.guard.labelled import Case, Half, read_cases, shipped_cases
 from opd.guard.measure import STAGES, measure
+from opd.guard.records import Opinion, Question
 from opd.guard.rules import RuleSet, shipped_rules
+from opd.guard.session import Session
 
 GUARD = Guard(RuleSet([shipped_rules()]))
 
@@ -178,8 +184,99 @@ def test_the_numbers() -> None:
     assert [mistake.id for mistake in found.mistakes] == ["wc -l notes.md", "cat 'unclosed"]
 
 
-def test_the_guard_on_its_development_half() -> None:
-    """The bounds that the issue asks for; the held-out half is for `opd guard test`, and its figure stands in docs/guard.md."""
-    found = measure(GUARD, shipped_cases("development"))
-    assert found.scores[STAGES[1]].recall >= 0.98
-    assert found.scores[STAGES[1]].precision >= 0.95
+def aggregate(half: Half, guard: Guard, stage: str) -> tuple[float, float]:
+    """Recall and precision, and nothing that a failing test could print of the commands."""
+    score = measure(guard, shipped_cases(half)).scores[stage]
+    return score.recall, score.precision
+
+
+@pytest.mark.parametrize("half", ["development", "held_out"])
+def test_the_guard_on_both_halves(half: Half) -> None:
+    """The bounds that the issue asks for. Nobody reads the held-out half to write a rule: which of its commands are missed is for
+    `opd guard test` to say."""
+    recall, precision = aggregate(half, GUARD, STAGES[1])
+    assert recall >= 0.98
+    assert precision >= 0.95
+
+
+def questions(half: Half) -> int:
+    """Cases about which a judge is asked."""
+    return measure(GUARD, shipped_cases(half)).judged
+
+
+class Answers:
+    """A judge that says the same of all it is asked."""
+
+    def __init__(self, block: bool) -> None:
+        self.block = block
+        self.asked = 0
+
+    def judge(self, question: Question) -> Opinion:
+        self.asked += 1
+        return Opinion(block=self.block, reason="")
+
+
+@pytest.mark.parametrize("half", ["development", "held_out"])
+def test_the_guard_with_a_judge_that_answers_all(half: Half) -> None:
+    """`on_failure` would decide otherwise, so these are the judge's answers."""
+    blocks, lets_through = Answers(block=True), Answers(block=False)
+    strict = Guard(RuleSet([shipped_rules()]), blocks, GuardOptions(on_failure="allow"))
+    mild = Guard(RuleSet([shipped_rules()]), lets_through, GuardOptions(on_failure="block"))
+    recall, precision = aggregate(half, strict, STAGES[2])
+    assert recall >= 0.98
+    assert precision >= 0.95
+    assert aggregate(half, mild, STAGES[2]) == aggregate(half, GUARD, STAGES[0]), "only certain rules are left"
+    assert blocks.asked == lets_through.asked == questions(half) > 0
+
+
+ALLOWED_S = 0.002
+"""For a call at stage one, as the issue asks, on a core on which `work` takes WORK_S."""
+WORK_S = 0.003
+"""It took 4.1 ms on the busy core on which the 99th percentile was 1.3 ms: half of what the test allows there."""
+
+
+def work() -> int:
+    """A fixed piece of plain Python of the kind that stage one is made of: texts, splits, dictionaries."""
+    counted: dict[str, int] = {}
+    for number in range(20_000):
+        key = f"w{number % 97}"
+        counted[key] = counted.get(key, 0) + len(key.split("1"))
+    return sum(counted.values())
+
+
+def seconds(function: Callable[..., object], *given: object) -> float:
+    """Time of this process: others may have the core in between."""
+    began = time.process_time()
+    function(*given)
+    return time.process_time() - began
+
+
+def p99_and_factor(guard: Guard, rounds: int) -> tuple[float, float]:
+    """99th percentile over the labelled commands, each the best of some rounds, and what `work` took meanwhile, in WORK_S."""
+    steps = [case.steps[-1] for case in shipped_cases()]
+    best, worked = [math.inf] * len(steps), []
+    for _ in range(rounds):
+        for number, step in enumerate(steps):
+            if number % 50 == 0:
+                worked.append(seconds(work))
+            best[number] = min(best[number], seconds(guard.stage_one, step, guard.session()))
+    return sorted(best)[int(0.99 * len(best))], statistics.median(worked) / WORK_S
+
+
+def test_stage_one_takes_little_time() -> None:
+    p99, factor = p99_and_factor(GUARD, rounds=3)
+    assert p99 < ALLOWED_S * factor, f"{1e3 * p99:.2f} ms, while `work` takes {factor:.2f} times WORK_S"
+
+
+class TenTimes(Guard):
+    """Does everything ten times."""
+
+    def stage_one(self, call: ToolCall, session: Session) -> Finding:
+        for _ in range(9):
+            super().stage_one(call, session.copy())
+        return super().stage_one(call, session)
+
+
+def test_ten_times_the_time_would_be_too_much() -> None:
+    p99, factor = p99_and_factor(TenTimes(RuleSet([shipped_rules()])), rounds=1)
+    assert p99 > ALLOWED_S * factor
