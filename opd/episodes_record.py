@@ -54,7 +54,7 @@ class EpisodesRecord:
     sub_agents: Mapping[str, int] = field(default_factory=dict)
     """Why sub-agents ended -> how many; not there without any. `refused`: calls that started none."""
     by_turn: tuple[TurnRecord, ...] = ()
-    """The first turn, the second, and so on."""
+    """The first turn of a dialogue, the second, and so on, also in the segments after a summary."""
     guard: GuardRecord | None = None
     """What the guard saw; None where none looks on."""
 

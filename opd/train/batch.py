@@ -33,7 +33,7 @@ class MicroBatch:
     place_N: Tensor
     """Place of the token in its response, from 0."""
     turn_N: Tensor
-    """Number of the turn in which it was written, from 0."""
+    """Number of the turn of its dialogue in which it was written, from 0: a segment after a summary goes on."""
     own_N: Tensor
     """Whether the student sampled it, and not an expert in its place."""
     behaviour_N: Tensor
@@ -88,12 +88,14 @@ def micro_batch(
     dtype: torch.dtype,
     baselines: Mapping[str, float] | None = None,
     layout: str = "packed",
+    first_turns: Mapping[str, int] | None = None,
 ) -> MicroBatch:
-    """Tensors for these samples, which the caller ordered by teacher; `dtype` is that of the stream's hidden states.
+    """Tensors for these samples, which the caller ordered by teacher; `dtype` is that of the stream's hidden states,
+    `first_turns` what `opd.train.turns.first_turns` found.
 
     Without samples it is one padding token and no trained token: a rank with nothing to do still has to run in step.
     """
-    rollouts = [scored[0].rollout for scored in samples]
+    rollouts, firsts = [scored[0].rollout for scored in samples], first_turns or {}
     sequences = [[*r.prompt_ids, *r.response_ids] for r in rollouts] or [[0]]
     packed = LAYOUTS[layout](sequences)
     return MicroBatch(
@@ -101,7 +103,9 @@ def micro_batch(
         predict_N=predict_trained(packed, rollouts) if rollouts else torch.zeros(0, dtype=torch.long),
         token_N=torch.tensor([t for r in rollouts for t in r.trained_ids], dtype=torch.long),
         place_N=torch.tensor([place for r in rollouts for place in r.trained], dtype=torch.long),
-        turn_N=torch.tensor([turn for r in rollouts for turn in r.turns], dtype=torch.long),
+        turn_N=torch.tensor(
+            [firsts.get(r.sample_id, 0) + turn for r in rollouts for turn in r.turns], dtype=torch.long
+        ),
         own_N=torch.tensor([own for r in rollouts for own in r.own], dtype=torch.bool),
         behaviour_N=torch.tensor([x for r in rollouts for x in _trained_logprobs(r)], dtype=torch.float32),
         blocks=type(samples[0][0].answer).blocks(samples, dtype, baselines) if samples else (),

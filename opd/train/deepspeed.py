@@ -128,7 +128,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
         lr = self._spec.rate.at(step)
         known: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched(rollouts)}
-        known |= {"first_turns": first_turns(rollouts)} if self._spec.weighs_turns else {}
+        known["first_turns"] = first_turns(rollouts)
         return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, **known)
 
     def _turns_share(self) -> float:

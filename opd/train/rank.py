@@ -49,7 +49,7 @@ class RankWork:
     stale: frozenset[str] = frozenset()
     """Samples that older weights than the trainer's wrote."""
     first_turns: Mapping[str, int] = field(default_factory=dict)
-    """Sample id -> turns of its dialogue in the segments before it, for weights by turn."""
+    """Sample id -> turns of its dialogue in the segments before it; only of samples that have some."""
     watched: frozenset[str] = frozenset()
     """Samples whose loss is reported token by token."""
     policy: PolicyWork | None = None
@@ -64,6 +64,7 @@ class RankWork:
             weights={i: self.weights[i] for i in mine},
             baselines=self.baselines and {i: self.baselines[i] for i in mine if i in self.baselines},
             stale=self.stale.intersection(mine),
+            first_turns={i: self.first_turns[i] for i in mine if i in self.first_turns},
             watched=self.watched.intersection(mine),
             policy=self.policy and self.policy.of(mine),
         )
@@ -131,7 +132,7 @@ class TrainerRank(ZeroEngine):
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
         weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
         if self._options.turn_weights:
-            weight_N = weight_N * self._turn_factors(batch, heads, ids)
+            weight_N = weight_N * self._turn_factors(batch, heads)
         scaled_N = (weight_N * self._options.world_size).to(self._device)
         inputs = (to_device(batch, self._device), heads, scaled_N)
         work, last = step.work.policy, index == len(step.work.micro_batches) - 1
@@ -165,15 +166,15 @@ class TrainerRank(ZeroEngine):
         self._step.comparison.begin(self.local_gradients())
         return batch, heads, torch.zeros_like(weight_N)
 
-    def _turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head], ids: Sequence[str]) -> torch.Tensor:
+    def _turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head]) -> torch.Tensor:
         """[N] what turns make of the weights. If they depend on divergences, all ranks compute these in a pass of its own."""
-        weights, firsts, value_N = self._options.turn_weights, self._step.work.first_turns, None
+        weights, value_N = self._options.turn_weights, None
         if any(domain.divergence for domain in weights.values()):
             ones_N = torch.ones(len(batch.token_N), device=self._device)
             with torch.no_grad():
                 _, stats = self._engine.module(to_device(batch, self._device), heads, ones_N)
             value_N = stats.kl_N.cpu()
-        return turn_factors(batch, weights, [firsts.get(i, 0) for i in ids], value_N)
+        return turn_factors(batch, weights, value_N)
 
     def weight_sum(self) -> float:
         """What the weights of this rank's tokens of the step add up to."""
@@ -299,4 +300,5 @@ class _Step:
         if missing:
             raise RunError(f"step {self.work.step}: no teacher scored {missing[:3]}")
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
-        return micro_batch([samples[i] for i in ids], getattr(torch, self._dtype), self.work.baselines, layout)
+        dtype, work = getattr(torch, self._dtype), self.work
+        return micro_batch([samples[i] for i in ids], dtype, work.baselines, layout, work.first_turns)

@@ -55,21 +55,18 @@ def drift_before(turn_T: Tensor, value_T: Tensor) -> Tensor:
     return (before / (counts.cumsum(0) - counts).clamp(min=1))[turn_T]
 
 
-def turn_factors(
-    batch: MicroBatch, weights: Mapping[str, TurnWeights], firsts: Sequence[int], value_N: Tensor | None
-) -> Tensor:
+def turn_factors(batch: MicroBatch, weights: Mapping[str, TurnWeights], value_N: Tensor | None) -> Tensor:
     """[N] what the turns of a micro-batch make of its tokens' weights; 1 in domains without weights by turn.
 
-    `firsts` has for each row the turns before it in its episode. `value_N` is the objective's value; None if no domain of the
-    batch looks at it.
+    `value_N` is the objective's value; None if no domain of the batch looks at it.
     """
     lengths = list(batch.row_lengths)
     values = torch.zeros(len(batch.turn_N)) if value_N is None else value_N
-    rows = zip(batch.domains, firsts, batch.turn_N.split(lengths), values.split(lengths), strict=True)
+    rows = zip(batch.domains, batch.turn_N.split(lengths), values.split(lengths), strict=True)
     parts = [
-        weights[domain].of(turn_T + first, drift_before(turn_T, value_T))
+        weights[domain].of(turn_T, drift_before(turn_T, value_T))
         if domain in weights
         else torch.ones(len(turn_T), dtype=torch.float64)
-        for domain, first, turn_T, value_T in rows
+        for domain, turn_T, value_T in rows
     ]
     return torch.cat(parts).float() if parts else torch.ones(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +17,17 @@ from opd.losses.chunked import TokenStats
 from opd.losses.rule import IDENTITY
 from opd.stream.heads import Head, HeadSource
 from opd.stream.schema import TargetRow, write_stream
-from opd.train import rank
+from opd.train import deepspeed, rank
 from opd.train.batch import micro_batch
 from opd.train.rank import RankWork
 from opd.train.totals import Totals, mean_gap, row_weights
 from opd.train.turns import TurnWeights, drift_before, first_turns, turn_factors
 from opd.types import Origin, Rollout, Span
-from pipelines.specs import rank_options
+from pipelines.specs import rank_options, trainer_spec
 from tests.rows import make_rollout, make_row
-from tests.unit.opd.train.test_rank import StillEngine, config
+from tests.unit.opd.rollouts.episodes.test_compaction import options, policy
+from tests.unit.opd.rollouts.episodes.test_runner import play, request
+from tests.unit.opd.train.test_rank import FakeRank, StillEngine, Targets, config
 
 WIDTH = 64
 BY_TURN = TurnWeights(decay=0.5, divergence=0.0, floor=0.1)
@@ -76,6 +79,8 @@ def test_a_turn_weighs_by_its_number_and_by_what_came_before() -> None:
     assert BY_DRIFT.of(turn_T, drift_T).tolist() == pytest.approx(
         [1, 1, 0.9 * math.exp(-0.4), 0.81 * math.exp(-0.6), 0.81 * math.exp(-0.6), 0.9**9 * math.exp(-1.08)]
     )
+    value_T = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9, 0.2])
+    assert torch.equal(drift_before(turn_T + 7, value_T), drift_before(turn_T, value_T)), "bit for bit after a summary"
     assert drift_before(torch.tensor([], dtype=torch.long), torch.zeros(0)).tolist() == []
     assert drift_before(torch.tensor([3, 3, 5]), torch.ones(3)).tolist() == [0, 0, 1], "an expert wrote the others"
 
@@ -84,10 +89,11 @@ def test_turns_go_on_in_the_next_segment_of_an_episode() -> None:
     assert first_turns(STEP) == {"d+1": 2}, "a sub-agent begins anew"
     third = episode("d+3", "maze", [1], episode="d", origin="summary", parent="d+1")
     assert first_turns([*STEP, third]) == {"d+1": 2, "d+3": 5}
-    batch = micro_batch([(ROWS["d+1"],), (ROWS["e"],)], torch.float32)
-    found = turn_factors(batch, {"maze": BY_TURN}, [2, 0], None)
+    batch = micro_batch([(ROWS["d+1"],), (ROWS["e"],)], torch.float32, first_turns=first_turns(STEP))
+    assert batch.turn_N.tolist() == [2, 3, 3, 4, 4, 4] + [0] * 9
+    found = turn_factors(batch, {"maze": BY_TURN}, None)
     assert found.tolist() == pytest.approx([0.25, 0.125, 0.125, 0.1, 0.1, 0.1] + [1.0] * 9)
-    assert turn_factors(micro_batch([], torch.float32), {"maze": BY_TURN}, [], None).tolist() == []
+    assert turn_factors(micro_batch([], torch.float32), {"maze": BY_TURN}, None).tolist() == []
 
 
 class Driven:
@@ -123,6 +129,48 @@ class Driven:
             stream = [np.frombuffer(write_stream(mine, "float32"), dtype=np.uint8)] if not place and mine else []
             one.accumulate(place, frozenset(), *stream)
         return one
+
+
+COUNTED = {
+    ("maze", 0): 8, ("maze", 1): 3, ("maze", 2): 4, ("maze", 3): 3, ("maze", 4): 5, ("maze", 5): 1, ("maze", 6): 1,
+    ("code", 0): 1, ("code", 1): 5, ("chat", 0): 12, ("chat", 1): 1,
+}  # fmt: skip
+"""Trained tokens of `STEP` by turn: d+1 goes on at 2, the sub-agent d+2 begins at 0."""
+
+
+@pytest.mark.parametrize("weights", [{}, {"maze": BY_TURN}], ids=["no weights", "weights by turn"])
+def test_the_records_count_on_after_a_summary(weights: dict[str, TurnWeights], tiny_model_dir: Any) -> None:
+    driven, whole = Driven(tiny_model_dir, weights), row_weights(STEP, "token_mean", {})
+    for cut in ([[list(ROWS)]], [[["d+1", "a"], ["b"]], [["e", "d+2"], ["c", "d"]]]):
+        ranks = [driven.rank(index, part, whole) for index, part in enumerate(cut)]
+        found: Counter[tuple[str, int]] = Counter()
+        for one in ranks:
+            found.update({key: stats.tokens for key, stats in one._step.totals.turns.items()})
+        assert found == COUNTED
+
+
+def test_the_driver_tells_each_rank_of_the_turns_before_its_rows(in_process: Any) -> None:
+    in_process.replace = FakeRank
+    spec = trainer_spec(config(ranks=2), 9)
+    assert not spec.weighs_turns
+    third = episode("d+3", "maze", [1], episode="d", origin="summary", parent="d+1")
+    step = [*STEP, third]
+    deepspeed.DeepSpeedTrainer(spec).train_step(1, step, Targets(*(r.sample_id for r in step)))  # type: ignore[arg-type]
+    works = [work for fake in in_process.workers for work, _ in fake.works]
+    assert len(works) == 2
+    for work in works:
+        mine = {i for ids in work.micro_batches for i in ids}
+        assert work.first_turns == {i: first for i, first in {"d+1": 2, "d+3": 5}.items() if i in mine}
+
+
+def test_an_episode_that_was_compacted_counts_its_turns_through() -> None:
+    asked = request(options={"goal": 11}, max_turns=20, compaction=options())
+    (found,), _ = play(asked, policy=policy)
+    firsts = first_turns(found.rollouts)
+    assert firsts == {"s0+1": 7, "s0+2": 11}, "a summary is a turn too"
+    assert [sorted({turn + firsts.get(r.sample_id, 0) for turn in r.turns}) for r in found.rollouts] == [
+        [0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10], [11, 12],
+    ]  # fmt: skip
 
 
 def head() -> Head:
