@@ -9,6 +9,7 @@ The same two dialogues that a rollout has, `opd.rollouts.episodes.dialogue`, mak
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import date
 from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
@@ -24,10 +25,14 @@ if TYPE_CHECKING:
 
 
 class EpisodeEncoder:
-    """Turns episodes into tokens with one tokenizer. Its chat template is proven once, when the first chat comes."""
+    """Turns episodes into tokens with one tokenizer. Its chat template is proven once, when the first chat comes.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    `day` is the date for a chat template that asks for one; None: today.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None) -> None:
         self._tokenizer = tokenizer
+        self._day = day
         self._end: int = tokenizer.eos_token_id
         self._appender: ChatAppender | None = None
 
@@ -37,12 +42,18 @@ class EpisodeEncoder:
         Raises: PromptError for an observation that no rollout accepts or messages that the template refuses; ModelError if
         the template cannot append.
         """
-        ids: list[int] = []
-        learn: list[bool] = []
-        for read, said, learned_too in self._parts(row):
+        prompt, ids, learn = self.split(row)
+        return prompt + ids, [False] * len(prompt) + learn
+
+    def split(self, row: EpisodeRow) -> tuple[list[int], list[int], list[bool]]:
+        """The same in two: ids of what stands before the first turn, ids of what follows, and for each of these whether it is
+        learned. Raises: as `encode`."""
+        (prompt, first, first_too), *parts = self._parts(row)
+        ids, learn = list(first), [first_too] * len(first)
+        for read, said, learned_too in parts:
             ids += read + said
             learn += [False] * len(read) + [learned_too] * len(said)
-        return ids, learn
+        return prompt, ids, learn
 
     def prefixes(self, row: EpisodeRow) -> list[list[int]]:
         """Token ids of what stands before each turn. Raises: as `encode`."""
@@ -82,7 +93,7 @@ class EpisodeEncoder:
         if isinstance(row.prompt, str):
             return PlainDialogue(self._tokenizer, row.tools)
         if self._appender is None:
-            self._appender = ChatAppender(self._tokenizer, [self._end])
+            self._appender = ChatAppender(self._tokenizer, [self._end], self._day)
         return ChatDialogue(self._appender, row.tools)
 
 

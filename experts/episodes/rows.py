@@ -17,12 +17,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from opd.config.prompts import as_prompts_config
+from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.environments.records import Tool
 from opd.errors import PromptError
 from opd.prompts import Messages, find_source
 from opd.prompts.line import BrokenRow, read_row
-from opd.prompts.readers import source_rows
+from opd.prompts.readers import Place, source_rows
 
 Turn = Mapping[str, Any]
 """`role` and `content`, both text; a turn of the assistant may have `weight`, 1 (the default) or 0."""
@@ -49,24 +49,28 @@ def learned(turn: Turn) -> bool:
     return bool(turn.get("weight", 1) == 1)
 
 
-def has_episodes(path: Path) -> bool:
-    """True if the first row of a JSONL file has `messages` and no `completion`; then every row has to. Raises: PromptError."""
-    source = find_source(path)
-    if source.kind != "jsonl":
+def has_episodes(prompts: Path | PromptsConfig) -> bool:
+    """True if the first row of JSONL has `messages` and no `completion`; then every row has to. The first is that which a filter
+    keeps; where a pipeline reads `messages` as another column, they are no episodes. Raises: PromptError."""
+    source, config = find_source(prompts), as_prompts_config(prompts)
+    if source.kind != "jsonl" or "messages" in config.columns.values():
         return False
-    first = next((row for _, row in source_rows(source, as_prompts_config(path))), None)
-    return isinstance(first, dict) and "messages" in first and "completion" not in first
+    first = next((row for _, row in source_rows(source, config) if row is not None), None)
+    completion = config.columns.get("completion", "completion")
+    return isinstance(first, dict) and "messages" in first and completion not in first
 
 
 def read_episodes(path: Path) -> list[EpisodeRow]:
     """Every episode of a JSONL file. Raises: PromptError naming file, line and message."""
-    found = []
-    for place, row in source_rows(find_source(path), as_prompts_config(path)):
-        try:
-            found.append(episode_row(row))
-        except BrokenRow as problem:
-            raise PromptError.at(str(place), found=problem.found, wanted=WANTED, fix=problem.fix) from None
-    return found
+    return [episode_at(place, row) for place, row in source_rows(find_source(path), as_prompts_config(path))]
+
+
+def episode_at(place: Place, row: Any) -> EpisodeRow:
+    """Check the row at a place. Raises: PromptError naming file, line and message."""
+    try:
+        return episode_row(row)
+    except BrokenRow as problem:
+        raise PromptError.at(str(place), found=problem.found, wanted=WANTED, fix=problem.fix) from None
 
 
 def episode_row(row: Any) -> EpisodeRow:

@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from experts.adapter import whole_model
+from experts.episodes.rows import has_episodes
 from opd.config import PipelineConfig
 from opd.errors import PromptError
 from opd.files import replace_dir
-from opd.prompts import MixedPrompts, PromptTable, open_rows, split_samples
+from opd.prompts import MixedPrompts, PromptTable, Rows, open_rows, split_samples
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, Rollout, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
+from pipelines.baselines.episodes import FileEpisode, read_file_episodes
 from pipelines.inputs.prompts import prompts_of
 from pipelines.inputs.read import Inputs
 from pipelines.specs import imitation_spec, lora_options
@@ -40,8 +42,8 @@ CHUNK = 4096
 Author = Callable[[Sequence[Prompt]], list[Rollout]]
 """Prompts -> a response or an episode to each, but for episodes that broke before their first turn."""
 
-Completions = dict[str, tuple[int, ...]]
-"""Prompt id -> the answer in its prompts file as token ids, with the end token."""
+Completions = dict[str, tuple[int, ...] | FileEpisode]
+"""Prompt id -> the answer in its prompts file as token ids, with the end token; or the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,31 +137,55 @@ def _by_prompt(
 
 @contextmanager
 def file_author(config: PipelineConfig, completions: Completions) -> Iterator[Author]:
-    """The prompts' own completions, as long as there is room for them."""
+    """The prompts' own completions or episodes, as long as there is room for them."""
     room = config.rollout.max_model_len
-    yield lambda prompts: [
-        Rollout.to_score(p.id, p.token_ids, completions[p.id][: room - len(p.token_ids)], p.domain) for p in prompts
-    ]
+
+    def written(prompt: Prompt) -> Rollout:
+        own = completions[prompt.id]
+        if isinstance(own, FileEpisode):
+            return own.as_rollout(prompt, room)
+        return Rollout.to_score(prompt.id, prompt.token_ids, own[: room - len(prompt.token_ids)], prompt.domain)
+
+    yield lambda prompts: [written(prompt) for prompt in prompts]
 
 
 def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
-    """The completion of every training prompt. Raises: PromptError."""
-    from experts.sft import IGNORED, encode_line
+    """The completion of every training prompt; where the file has episodes, the episode of every one that leaves room for a
+    response.
 
+    Raises: PromptError; ModelError for a chat template that cannot append the turns of an episode.
+    """
+    from experts.episodes.encode import EpisodeEncoder
+
+    encoder = EpisodeEncoder(inputs.tokenizer, inputs.template_date)
     completions: Completions = {}
     for domain, prompts in inputs.prompts.items():
-        rows = open_rows(prompts_of(domain, config.domains[domain], inputs.registered_prompts(domain)))
-        for index, prompt in zip(prompts.indices, prompts, strict=True):
-            line = rows[int(index)]
-            if line.completion is None:
-                raise PromptError.at(
-                    f"{rows.label}: prompt {prompt.id}",
-                    found="no completion",
-                    wanted="the column `completion` in every line: mixed_sft learns it",
-                    fix="add it, or compare with off_policy, which needs only prompts",
-                )
-            labels = encode_line(inputs.tokenizer, line)["labels"]
-            completions[prompt.id] = tuple(i for i in labels if i != IGNORED)
+        source = prompts_of(domain, config.domains[domain], inputs.registered_prompts(domain))
+        rows = open_rows(source)
+        if rows[0].completion is None and has_episodes(source):
+            fitting = _with_room(prompts, config)
+            completions |= read_file_episodes(source, fitting, encoder, config.rollout.max_model_len)
+        else:
+            completions |= _single_turns(rows, prompts, inputs.tokenizer)
+    return completions
+
+
+def _single_turns(rows: Rows, prompts: PromptTable, tokenizer: Any) -> dict[str, tuple[int, ...]]:
+    """The completion of every prompt. Raises: PromptError."""
+    from experts.sft import IGNORED, encode_line
+
+    completions = {}
+    for index, prompt in zip(prompts.indices, prompts, strict=True):
+        line = rows[int(index)]
+        if line.completion is None:
+            raise PromptError.at(
+                f"{rows.label}: prompt {prompt.id}",
+                found="no completion",
+                wanted="the column `completion` in every line, or a whole episode in `messages`: mixed_sft learns it",
+                fix="add it, or compare with off_policy, which needs only prompts",
+            )
+        labels = encode_line(tokenizer, line)["labels"]
+        completions[prompt.id] = tuple(i for i in labels if i != IGNORED)
     return completions
 
 

@@ -23,6 +23,7 @@ from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.run_dir import RunPaths
 from pipelines.baselines.bound import bound, drop_other_merge, outdated, refuse_other_inputs
 from pipelines.baselines.engine import rollout_engine
+from pipelines.baselines.episodes import cut_notice
 from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
 from pipelines.baselines.jobs import TRAINED_METHODS, BaselineJob
 from pipelines.baselines.mergekit import environment, merge_weights
@@ -222,6 +223,8 @@ def _imitate(job: BaselineJob, inputs: Inputs, completions: Completions, tell: C
         if job.method == "mixed_sft"
         else experts_author(job.config, inputs, job.model.with_name(".tmp-expert"))
     )
+    if job.method == "mixed_sft" and (notice := cut_notice(completions.values(), job.config.rollout.max_model_len)):
+        tell(notice)
     tokens = train_off_policy(job.config, inputs, author, job.budget, job.model, tell)
     with rollout_engine(job.config, inputs) as engine:
         engine.load(job.model)

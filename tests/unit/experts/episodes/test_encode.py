@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from experts.sft import IGNORED, collate, encode_lines
 from experts.suites.letters import build_tokenizer
 from opd.environments.records import Action, Outcome, Tool
 from opd.errors import ModelError, PromptError
-from opd.prompts import PromptLine
+from opd.prompts import PromptLine, encode_prompt
 from opd.types import Rollout
 from tests.chatml import CHATML, LAST_ONLY, WITH_TOOLS, chat_tokenizer
 from tests.spoken import spoken
@@ -137,6 +138,27 @@ def test_a_conversation_without_a_prompt_is_openais_format() -> None:
     assert tokenizer.decode(ids) == whole
     assert tokenizer.decode([i for i, learn in zip(ids, learned, strict=True) if learn]) == "3<|im_end|>"
     assert not row.asks
+
+
+def test_the_prompt_and_what_follows_it() -> None:
+    tokenizer = build_tokenizer()
+    row = episode_row({"prompt": "maze\n", "messages": messages("b3:", [("N", ("b2:",)), ("S", ())], [0, 1])})
+    encoder = EpisodeEncoder(tokenizer)
+    prompt, ids, learned = encoder.split(row)
+    assert [prompt] == encoder.prefixes(row)[:1]
+    assert (tokenizer.decode(prompt), tokenizer.decode(ids)) == ("maze\nb3:", "N<eos>b2:S<eos>")
+    assert learned == [False] * len("N.b2:") + [True] * len("S.")
+    assert encoder.encode(row) == (prompt + ids, [False] * len(prompt) + learned)
+
+
+def test_a_template_that_asks_for_a_date_gets_the_merges() -> None:
+    dated = "{{ '<|im_start|>system\n' + strftime_now('%Y-%m-%d') + '<|im_end|>\n' }}" + CHATML
+    tokenizer = chat_tokenizer(dated)
+    prompt = [{"role": "user", "content": "a"}]
+    row = episode_row({"prompt": prompt, "messages": messages("", [("b", ())])})
+    found, _, _ = EpisodeEncoder(tokenizer, date(2020, 1, 2)).split(row)
+    assert tuple(found) == encode_prompt(tokenizer, prompt, date(2020, 1, 2))
+    assert "2020-01-02" in tokenizer.decode(found)
 
 
 def test_a_template_that_cannot_append_and_an_observation_nobody_can_read_are_refused() -> None:

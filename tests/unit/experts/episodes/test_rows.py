@@ -12,6 +12,7 @@ from experts.episodes.rows import has_episodes, learned, read_episodes
 from experts.registry import Registry
 from experts.spec import ExpertsSpec
 from experts.train import train_experts
+from opd.config.prompts import FilterConfig, PromptsConfig
 from opd.errors import PromptError
 from opd.settings import validate
 
@@ -37,6 +38,16 @@ def test_an_episode_is_split_into_observations_and_turns(tmp_path: Path) -> None
 def test_rows_with_a_completion_are_prompts_whatever_else_they_have(tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b", "messages": [SAYS]}
     assert not has_episodes(write(tmp_path / "p.jsonl", row))
+
+
+def test_a_pipeline_says_which_rows_and_columns_are_meant(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "a", "kind": 1}, {"prompt": "a", "kind": 2, "messages": [SAYS]})
+    assert not has_episodes(path)
+    assert has_episodes(PromptsConfig(path=path, filter=FilterConfig(column="kind", equals=2)))
+    whole = write(tmp_path / "q.jsonl", {"prompt": "a", "said": "b", "messages": [SAYS]})
+    assert has_episodes(PromptsConfig(path=whole))
+    assert not has_episodes(PromptsConfig(path=whole, columns={"completion": "said"}))
+    assert not has_episodes(PromptsConfig(path=whole, columns={"prompt": "messages"})), "the conversation is the prompt"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""Mixed SFT on whole episodes: rows of a prompts file with `messages`, as the tokens of a rollout of the same turns.
+
+prompts file ─ the rows that are trained on ─→ EpisodeEncoder, that of experts' training ─→ FileEpisode ─→ Rollout
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experts.episodes.rows import episode_at
+from opd.config.prompts import PromptsConfig, as_prompts_config
+from opd.errors import PromptError
+from opd.prompts import PromptTable, find_source
+from opd.prompts.readers import Place, source_rows
+from opd.types import Prompt, Rollout, Span
+
+if TYPE_CHECKING:
+    from experts.episodes.encode import EpisodeEncoder
+
+EPISODE = ("messages", "tools")
+"""Columns of an episode. The prompt is the merge's, which may have another name in the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEpisode:
+    """An episode of a prompts file in tokens."""
+
+    prompt_ids: tuple[int, ...]
+    """[P] what stands before the first turn: the prompt, tools, a first observation."""
+    response_ids: tuple[int, ...]
+    """[R] turns and observations, up to the end token of the last turn."""
+    learned: tuple[bool, ...]
+    """[R] True for the turns of weight 1, their end tokens included."""
+
+    def fits(self, room: int) -> bool:
+        """True if a context of `room` tokens holds the whole episode."""
+        return len(self.prompt_ids) + len(self.response_ids) <= room
+
+    def as_rollout(self, prompt: Prompt, room: int) -> Rollout:
+        """The episode's first `room` tokens in the shape of a rollout: only what is learned is trained."""
+        left = max(0, room - len(self.prompt_ids))
+        known = Rollout.to_score(prompt.id, self.prompt_ids, self.response_ids[:left], prompt.domain)
+        spans = tuple(
+            Span(length=len(list(run)), origin="policy" if learned else "environment", policy_version=0)
+            for learned, run in groupby(self.learned[:left])
+        )
+        return replace(known, spans=spans, stop_reason="done" if self.fits(room) else "context")
+
+
+def read_file_episodes(
+    source: Path | PromptsConfig, prompts: PromptTable, encoder: EpisodeEncoder, room: int
+) -> dict[str, FileEpisode]:
+    """Prompt id -> episode, for all of `prompts`; rows of other prompts are not looked at. `room`: tokens of the context.
+
+    Raises: PromptError for a broken row, or one whose learned turns all lie beyond `room`; ModelError for a chat template
+    that cannot append.
+    """
+    wanted = {prompts.rows.number(int(index)): place for place, index in enumerate(prompts.indices)}
+    found = {}
+    for number, (place, row) in enumerate(source_rows(find_source(source), as_prompts_config(source))):
+        if number in wanted:
+            prompt = prompts[wanted[number]]
+            found[prompt.id] = _episode(place, row, prompt, encoder)
+            if not found[prompt.id].as_rollout(prompt, room).num_trained:
+                raise _nothing_to_learn(place, found[prompt.id], room)
+    return found
+
+
+def cut_notice(written: Iterable[object], room: int) -> str:
+    """A sentence about the episodes that `room` tokens do not hold; empty if there are none."""
+    fitting = [episode.fits(room) for episode in written if isinstance(episode, FileEpisode)]
+    if all(fitting):
+        return ""
+    cut = len(fitting) - sum(fitting)
+    return f"{cut} of {len(fitting)} episodes are longer than rollout.max_model_len = {room} and are cut there"
+
+
+def _episode(place: Place, row: dict[str, Any], prompt: Prompt, encoder: EpisodeEncoder) -> FileEpisode:
+    """The episode of one row, after the prompt as the merge reads it. Raises: PromptError, ModelError."""
+    told = {"prompt": prompt.text} | {name: row[name] for name in EPISODE if name in row}
+    prompt_ids, response_ids, learned = encoder.split(episode_at(place, told))
+    return FileEpisode(prompt_ids=tuple(prompt_ids), response_ids=tuple(response_ids), learned=tuple(learned))
+
+
+def _nothing_to_learn(place: Place, episode: FileEpisode, room: int) -> PromptError:
+    first = len(episode.prompt_ids) + episode.learned.index(True) + 1
+    return PromptError.at(
+        str(place),
+        found=f"an episode whose first learned token is its {first:,}th",
+        wanted=f"one within rollout.max_model_len = {room}: mixed_sft trains on as much of an episode as fits",
+        fix="raise rollout.max_model_len, or delete this line",
+    )
