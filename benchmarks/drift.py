@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.budget import train_within
 from benchmarks.machine import machine
 from experts.episodes.rows import read_episodes
 from experts.spec import ExpertsSpec
@@ -30,17 +30,13 @@ from experts.suites import agents, write_suite
 from experts.train import train_experts
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text
-from opd.metrics import MetricsFile
+from opd.metrics import MetricsFile, trained_tokens
 from opd.run_dir import RunPaths
-from opd.step_record import StepRecord
 from pipelines import api
 from pipelines.baselines.comparison import SeedMean
 from pipelines.baselines.jobs import plan
 from pipelines.baselines.run import compute
 from pipelines.environments import write_prefixes
-from pipelines.interrupts import Interrupted, Interrupts
-from pipelines.merging import rounds
-from pipelines.merging.surroundings import Surroundings
 
 OFF_POLICY, ON_POLICY = "off_policy", "on_policy"
 SHARES = (0.25, 0.5, 1.0)
@@ -144,38 +140,12 @@ def far_tasks(source: Path, moves: int, count: int) -> Path:
     return file
 
 
-class Budget:
-    """A sink that asks the merge to leave once it has trained on enough tokens."""
-
-    def __init__(self, tokens: int, done: int) -> None:
-        self.interrupts = Interrupts()
-        self.left = tokens - done
-
-    def step(self, record: StepRecord) -> None:
-        self.left -= trained(record)
-        if self.left <= 0:
-            self.interrupts.number = 2  # as Ctrl-C would
-
-    @contextmanager
-    def listening(self) -> Iterator[Interrupts]:
-        yield self.interrupts
-
-
 def merge(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
     """The arm's run directory, with a merge that ended at the budget."""
     paths = runs(args, arm, seed)
     if paths.report.exists():
         return paths
-    records = MetricsFile(paths.metrics).read() if paths.metrics.exists() else []
-    budget = Budget(args.tokens, sum(trained(record) for record in records))
-    around = Surroundings(signals=budget.listening, sinks=(budget,))
-    try:
-        if not paths.root.exists():
-            rounds.begin(api.load_pipeline(pipeline(args, arm, seed)), paths.root, print).carry_out(around)
-        elif budget.left > 0:
-            rounds.reopen(paths.root, None, [], "latest", print).carry_out(around)
-    except Interrupted as end:
-        print(end)
+    train_within(args.tokens, api.load_pipeline(pipeline(args, arm, seed)), paths)
     if not paths.report.exists():
         done = MetricsFile(paths.metrics).read()[-1].step
         api.resume(paths.root, overrides=[f"trainer.steps={done}"], tell=print)
@@ -193,17 +163,12 @@ def runs(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
     return RunPaths(args.work / "runs" / f"{arm}-{seed}{tasks}")
 
 
-def trained(record: StepRecord) -> int:
-    """Trained tokens of a step."""
-    return sum(domain.tokens for domain in record.domains.values())
-
-
 def on_policy(args: argparse.Namespace, arm: str, seed: int) -> Result:
     """Success by trained tokens of a merge."""
     paths = merge(args, arm, seed)
     sums = {0: 0}
     for record in MetricsFile(paths.metrics).read():
-        sums[record.step] = sums[record.step - 1] + trained(record)
+        sums[record.step] = sums[record.step - 1] + trained_tokens(record)
     exams = {step: Evaluation.load(file) for step, file in paths.exams_by_step().items()}
     exams |= {0: Evaluation.load(paths.exam("before")), max(sums): Evaluation.load(paths.exam("after"))}
     curve = [(sums[step], fmean(found.accuracy.values())) for step, found in sorted(exams.items())]

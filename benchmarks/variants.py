@@ -1,6 +1,6 @@
 """One pipeline in several variants: a merge for each variant and seed, all on the same questions; JSON and a table.
 
-`benchmarks.extrapolate` and `benchmarks.objectives` say which variants. A run directory that is finished is read, one that is not
+`benchmarks.extrapolate`, `benchmarks.objectives` and `benchmarks.rewards` say which variants. A run directory that is finished is read, one that is not
 is resumed, so a comparison that was interrupted goes on with the same command.
 """
 
@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,9 @@ from benchmarks.machine import machine
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.report.intervals import Estimate, difference
 from opd.run_dir import EXAMS, RunPaths
+from pipelines.baselines.comparison import mean_headroom
 from pipelines.catalog import find
+from pipelines.merging.results import trained
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ("reverse", "double")
@@ -50,10 +52,13 @@ class Outcome:
     seed: int
     accuracy: dict[str, dict[str, float]]
     """before, expert, after -> domain -> share of right answers."""
+    intervals: dict[str, dict[str, tuple[float, float]]]
+    """The same keys -> ends of its 95 % interval."""
     mean_headroom: float | None
     above: list[str]
     """Domains in which the merged model is above the expert by more than the 95 % interval of the difference."""
     tokens: int
+    """Response tokens that were trained on."""
     wall_s: float
 
 
@@ -66,9 +71,13 @@ class Place:
     pipeline: Path
     runs: Path
 
+    def run(self, variant: str, seed: int) -> RunPaths:
+        """The run directory of a variant."""
+        return RunPaths(self.runs / f"{variant.replace(' ', '-')}-{seed}")
+
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """The options that both comparisons have."""
+    """The options that all comparisons have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add(
@@ -95,13 +104,11 @@ def compare(args: argparse.Namespace, variants: Sequence[Variant], title: str) -
     """Merge every variant with every seed, show the table, and write the JSON."""
     facts = machine(os.cpu_count() or 1, "torch", "transformers", "deepspeed", "ray")
     outcomes: list[Outcome] = []
-    with _place(args) as place:
+    with place(args, _tiny) as where:
         for seed in args.seeds:
             for variant in variants:
-                outcomes.append(_merge(place, variant, seed, args.set))
-                print(
-                    f"{variant.name}, seed {seed}: mean headroom {_shown(outcomes[-1].mean_headroom)}", file=sys.stderr
-                )
+                outcomes.append(merge(where, variant, seed, args.set))
+                tell(outcomes[-1])
                 if args.json:
                     data = {
                         "machine": facts,
@@ -113,32 +120,39 @@ def compare(args: argparse.Namespace, variants: Sequence[Variant], title: str) -
     _show(outcomes, f"{title}, on {args.questions} questions")
 
 
+def tell(outcome: Outcome) -> None:
+    """One line about it."""
+    headroom = _shown(outcome.mean_headroom)
+    print(f"{outcome.variant}, seed {outcome.seed}: mean headroom {headroom}", file=sys.stderr, flush=True)
+
+
 @contextmanager
-def _place(args: argparse.Namespace) -> Iterator[Place]:
-    """A folder with the pipeline that all variants share."""
+def place(args: argparse.Namespace, tiny: Callable[[Path], dict[str, Any]]) -> Iterator[Place]:
+    """A folder with the pipeline that all variants share; `tiny` makes that of `--quick` and what it names."""
     if args.quick:
         with tempfile.TemporaryDirectory(prefix="opd-variants-") as scratch:
-            folder = Path(scratch)
-            yield _written(folder, folder / "runs", _tiny(folder), args)
+            cwd = Path(scratch)
+            runs, data = cwd / "runs", tiny(cwd)
+            yield Place(cwd, written(data, runs / "pipeline.yaml", args), runs)
     else:
-        data = yaml.safe_load(find(args.pipeline).read_text(encoding="utf-8"))
-        yield _written(Path.cwd(), args.folder.absolute(), data, args)
+        runs, data = args.folder.absolute(), yaml.safe_load(find(args.pipeline).read_text(encoding="utf-8"))
+        yield Place(Path.cwd(), written(data, runs / "pipeline.yaml", args), runs)
 
 
-def _written(cwd: Path, runs: Path, data: dict[str, Any], args: argparse.Namespace) -> Place:
+def written(data: dict[str, Any], file: Path, args: argparse.Namespace) -> Path:
+    """Write a pipeline with the questions that are asked for."""
     if args.questions == "validation":
         for domain in data["domains"].values():
             verifier = domain.get("eval", {}).get("verifier", "exact_match")
             domain["eval"] = {"holdout": args.holdout, "verifier": verifier}
-    runs.mkdir(parents=True, exist_ok=True)
-    file = runs / "pipeline.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-    return Place(cwd, file, runs)
+    return file
 
 
 def _tiny(folder: Path) -> dict[str, Any]:
     """A base and two experts of two steps each, and their pipeline."""
-    _opd(
+    opd(
         folder / "prompts.log", folder, "prompts", "make", "letters", "--output", "prompts", "--domains", ",".join(TINY)
     )
     size = {"hidden_size": 64, "layers": 2, "heads": 2, "intermediate_size": 128, "max_position_embeddings": 64}
@@ -151,7 +165,7 @@ def _tiny(folder: Path) -> dict[str, Any]:
         "experts": {name: {"domain": name, "data": file} for name, file in data.items()},
     }
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
-    _opd(folder / "experts.log", folder, "experts", "train", "spec.yaml")
+    opd(folder / "experts.log", folder, "experts", "train", "spec.yaml")
     domains = {
         name: {"prompts": file, "eval": {"prompts": f"prompts/{name}/eval.jsonl"}} for name, file in data.items()
     }
@@ -167,30 +181,49 @@ def _tiny(folder: Path) -> dict[str, Any]:
     }
 
 
-def _merge(place: Place, variant: Variant, seed: int, common: Sequence[str]) -> Outcome:
+def merge(where: Place, variant: Variant, seed: int, common: Sequence[str]) -> Outcome:
     """Carry out one merge, or the rest of it, and read what it came to."""
-    name = f"{variant.name.replace(' ', '-')}-{seed}"
-    paths = RunPaths(place.runs / name)
-    if not paths.report.exists():
-        settings = [word for one in (f"seed={seed}", *common, *variant.settings) for word in ("--set", one)]
-        given = (
-            ["--resume", str(paths.root)]
-            if paths.is_run
-            else [str(place.pipeline), "--run-dir", str(paths.root), *settings]
-        )
-        _opd(place.runs / f"{name}.log", place.cwd, "merge", *given)
-    report = json.loads(paths.report.read_text(encoding="utf-8"))
-    exams = {exam: Evaluation.load(paths.exam(exam)) for exam in EXAMS}
-    after, expert = exams["after"].scores, exams["expert"].scores
+    paths = where.run(variant.name, seed)
+    carry_out(where, paths, [str(where.pipeline), *given(seed, common, variant.settings)])
+    return outcome(paths, variant, seed)
+
+
+def given(seed: int, *settings: Sequence[str]) -> list[str]:
+    """Options of `opd merge`."""
+    return [word for one in (f"seed={seed}", *(key for some in settings for key in some)) for word in ("--set", one)]
+
+
+def carry_out(where: Place, paths: RunPaths, begin: Sequence[str]) -> None:
+    """Take a merge to its end; one that is not there yet begins with these words of `opd merge`."""
+    if paths.report.exists():
+        return
+    words = ["--resume", str(paths.root)] if paths.is_run else [*begin, "--run-dir", str(paths.root)]
+    opd(where.runs / f"{paths.root.name}.log", where.cwd, "merge", *words)
+
+
+def outcome(paths: RunPaths, variant: Variant, seed: int) -> Outcome:
+    """What a finished merge came to."""
+    exams = {exam: Evaluation.load(paths.exam(exam)).scores for exam in EXAMS}
+    wall_s = json.loads(paths.report.read_text(encoding="utf-8"))["wall_s"]
+    return measured(variant, seed, exams, trained(paths.metrics)[1], wall_s)
+
+
+def measured(
+    variant: Variant, seed: int, exams: Mapping[str, Mapping[str, DomainScore]], tokens: int, wall_s: float
+) -> Outcome:
+    """The outcome with these exams: before, expert, after -> domain -> score."""
+    accuracy = {exam: {domain: score.accuracy for domain, score in found.items()} for exam, found in exams.items()}
+    after, expert = exams["after"], exams["expert"]
     return Outcome(
         variant=variant.name,
         settings=variant.settings,
         seed=seed,
-        accuracy={exam: found.accuracy for exam, found in exams.items()},
-        mean_headroom=report["mean_headroom"],
+        accuracy=accuracy,
+        intervals={exam: {d: (score.low, score.high) for d, score in found.items()} for exam, found in exams.items()},
+        mean_headroom=mean_headroom(accuracy["before"], accuracy["after"], accuracy["expert"]),
         above=[d for d in after if d in expert and difference(_estimate(after[d]), _estimate(expert[d])).low > 0],
-        tokens=report["response_tokens"],
-        wall_s=report["wall_s"],
+        tokens=tokens,
+        wall_s=wall_s,
     )
 
 
@@ -198,7 +231,7 @@ def _estimate(score: DomainScore) -> Estimate:
     return Estimate(score.accuracy, score.low, score.high)
 
 
-def _opd(log: Path, cwd: Path, *command: str) -> None:
+def opd(log: Path, cwd: Path, *command: str) -> None:
     """Run a command of `opd`. Raises: SystemExit with the end of its output if it fails."""
     with log.open("a") as output:
         done = subprocess.run(

@@ -9,7 +9,7 @@ Results that exist are not computed again: after an interruption the same comman
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from math import sqrt
@@ -57,8 +57,13 @@ class SeedMean:
     def overlaps(self, other: SeedMean) -> bool:
         return self.low <= other.high and other.low <= self.high
 
+    def __format__(self, form: str) -> str:
+        form = form or ".3f"
+        interval = f" ± {format(self.high - self.mean, form)}" if len(self.by_seed) > 1 else ""
+        return format(self.mean, form) + interval
+
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ± {self.high - self.mean:.3f}" if len(self.by_seed) > 1 else f"{self.mean:.3f}"
+        return format(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +196,10 @@ def table(seeds: Sequence[_OneSeed]) -> list[ComparisonRow]:
 
 def _row(group: Sequence[tuple[_OneSeed, BaselineResult]]) -> ComparisonRow:
     results = [result for _, result in group]
-    gains = [_mean_headroom(seed, result) for seed, result in group]
+    gains = [
+        mean_headroom(seed.before.accuracy, {d: s.accuracy for d, s in result.scores.items()}, seed.expert.accuracy)
+        for seed, result in group
+    ]
     tokens = [result.tokens for result in results if result.tokens is not None]
     return ComparisonRow(
         method=results[0].method,
@@ -203,9 +211,9 @@ def _row(group: Sequence[tuple[_OneSeed, BaselineResult]]) -> ComparisonRow:
     )
 
 
-def _mean_headroom(seed: _OneSeed, result: BaselineResult) -> float | None:
-    before, expert = seed.before.accuracy, seed.expert.accuracy
-    shares = [headroom(before[d], score.accuracy, expert[d]) for d, score in result.scores.items()]
+def mean_headroom(before: Mapping[str, float], after: Mapping[str, float], expert: Mapping[str, float]) -> float | None:
+    """Mean headroom over the domains of `after` where the expert is better than the student; None if there is none."""
+    shares = [headroom(before[domain], accuracy, expert.get(domain)) for domain, accuracy in after.items()]
     known = [share for share in shares if share is not None]
     return fmean(known) if known else None
 

@@ -14,7 +14,7 @@ from opd.errors import PromptError, RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import DomainScore, Evaluation
 from pipelines.baselines import comparison as comparing
-from pipelines.baselines.comparison import SeedMean, compare
+from pipelines.baselines.comparison import SeedMean, compare, mean_headroom
 from pipelines.baselines.jobs import BaselineJob
 
 
@@ -29,7 +29,14 @@ def test_an_interval_is_students_t() -> None:
     assert found.high - found.mean == pytest.approx(4.303 * 0.0013**0.5 / 3**0.5, rel=1e-3)
     assert found.mean - found.low == pytest.approx(found.high - found.mean)
     assert str(found) == "0.930 ± 0.090"
-    assert str(SeedMean.of([0.25])) == "0.250"
+    assert str(SeedMean.of([0.25])) == f"{SeedMean.of([0.25])}" == "0.250"
+    assert f"{SeedMean.of([900, 1100]):,.0f}" == "1,000 ± 1,271"
+
+
+def test_the_mean_headroom_is_over_domains_with_a_better_expert() -> None:
+    before, expert = {"a": 0.2, "b": 0.5, "c": 0.5}, {"a": 0.6, "b": 0.5}
+    assert mean_headroom(before, {"a": 0.3, "b": 0.9, "c": 0.9}, expert) == pytest.approx(0.25)
+    assert mean_headroom(before, {"b": 0.9, "c": 0.9}, expert) is None
 
 
 def test_intervals_that_touch_overlap() -> None:
