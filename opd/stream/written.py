@@ -114,11 +114,11 @@ def files_of(batch: RolloutBatch, rollouts: str) -> dict[str, memoryview]:
 
 def beside_rollouts(batch: RolloutBatch) -> dict[str, Any]:
     """What a manifest says of a batch beside its files. Workers that were started again are not stored."""
-    return {
+    found: dict[str, Any] = {
         "refused": [asdict(q) for q in batch.quarantined],
         "episodes": {domain: asdict(stats) for domain, stats in batch.episodes.items()},
-        "carried_on": sorted(batch.carried_on),
     }
+    return found | ({"carried_on": sorted(batch.carried_on)} if batch.carried_on else {})
 
 
 def batch_of(
