@@ -20,8 +20,6 @@ from opd.errors import ConfigError, RunError
 
 LOCAL = "local"
 """The address that means Ray on this machine, started and stopped by us."""
-ROOM_FOR_SOCKETS = 107 - len("/ray/session_2026-11-24_22-15-05_673087_4194304/sockets/plasma_store")
-"""Longest temporary directory, in bytes: the path of a socket has at most 107, and Ray puts this behind it."""
 
 _watch: Watch | None = None
 """The watch of the session under way. It is a global because a process has one Ray, and so one session at a time."""
@@ -99,14 +97,19 @@ def _connect(config: ClusterConfig, num_workers: int) -> None:
     _refuse_open_ports(ray.util.get_node_ip_address())
 
 
+def room_for_sockets() -> int:
+    """Longest temporary directory, in bytes: the path of a socket has at most 107, and Ray puts its session behind the directory."""
+    return 107 - len(f"/ray/session_2026-11-24_22-15-05_673087_{os.getpid()}/sockets/plasma_store")
+
+
 def _refuse_long_directory() -> None:
     """Raises: ConfigError for a temporary directory in which Ray's sockets cannot lie."""
-    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), None)
-    if name is not None and len(os.fsencode(os.environ[name])) > ROOM_FOR_SOCKETS:
+    name, room = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), None), room_for_sockets()
+    if name is not None and len(os.fsencode(os.environ[name])) > room:
         raise ConfigError.at(
             f"environment variable {name}",
             found=os.environ[name],
-            wanted=f"a path of at most {ROOM_FOR_SOCKETS} bytes: Ray makes sockets below it, whose paths have a limit",
+            wanted=f"a path of at most {room} bytes: Ray makes sockets below it, whose paths have a limit",
             fix="set RAY_TMPDIR to a shorter directory, for example RAY_TMPDIR=/tmp",
         )
 

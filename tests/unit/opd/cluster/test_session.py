@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opd.cluster.session import ROOM_FOR_SOCKETS, _refuse_long_directory
+from opd.cluster.session import _refuse_long_directory, room_for_sockets
 from opd.errors import ConfigError
 
 
@@ -15,10 +15,12 @@ def test_a_temporary_directory_without_room_for_rays_sockets_is_refused(
     for known in ("TMPDIR", "RAY_TMPDIR"):
         monkeypatch.delenv(known, raising=False)
     _refuse_long_directory()
-    monkeypatch.setenv(name, "/" + "x" * (ROOM_FOR_SOCKETS - 1))
+    monkeypatch.setenv(name, "/" + "x" * (room_for_sockets() - 1))
     _refuse_long_directory()
-    monkeypatch.setenv(name, "/" + "x" * ROOM_FOR_SOCKETS)
-    with pytest.raises(ConfigError, match=f"environment variable {name}(.|\n)*at most 39 bytes(.|\n)*RAY_TMPDIR=/tmp"):
+    monkeypatch.setenv(name, "/" + "x" * room_for_sockets())
+    with pytest.raises(
+        ConfigError, match=f"environment variable {name}(.|\n)*at most {room_for_sockets()} bytes(.|\n)*RAY_TMPDIR=/tmp"
+    ):
         _refuse_long_directory()
 
 
