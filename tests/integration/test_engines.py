@@ -275,8 +275,9 @@ def test_teachers_score_each_row_with_its_own_expert(tmp_path: Path, make_model_
 def test_equal_teacher_and_zero_rate_change_nothing(tmp_path: Path, make_model_dir: Make) -> None:
     """Teacher = student: loss below 1e-4, weights stay. Another teacher at learning rate 0: bit-identical after 3 steps."""
     student, expert = make_model_dir(tmp_path / "s", seed=0), make_model_dir(tmp_path / "e", seed=1)
-    # The usual epsilon of 1e-8 would turn rounding noise in the gradient into full steps of size lr.
-    cfg = config(student, lr=1e-2, adam_epsilon=1e-3)
+    # The usual epsilon of 1e-8 would turn rounding noise in the gradient into full steps of size lr; with this one a weight moves by
+    # its gradient at most. How large the noise is depends on the processor.
+    cfg = config(student, lr=1e-3, adam_epsilon=1e-3)
     trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": student, "right": student})
     before = weights(trainer, tmp_path / "before")
     rows = rollouts()
@@ -286,7 +287,7 @@ def test_equal_teacher_and_zero_rate_change_nothing(tmp_path: Path, make_model_d
         assert report.grad_norm < 1e-4
     after = weights(trainer, tmp_path / "after")
     for name, weight in before.items():
-        assert torch.allclose(weight, after[name], rtol=0, atol=1e-6), name
+        assert torch.allclose(weight, after[name], rtol=0, atol=1e-5), name
     stop(trainer, pool)
 
     still = config(student, lr=0.0, weight_decay=0.1)
@@ -449,14 +450,13 @@ def test_a_teacher_with_broken_weights_is_quarantined_up_to_a_budget(tmp_path: P
 
     from opd.errors import RunError
 
-    good, bad = make_model_dir(tmp_path / "good", seed=1), make_model_dir(tmp_path / "bad", seed=2)
+    student, good, bad = (make_model_dir(tmp_path / name, seed=i) for i, name in enumerate(("student", "good", "bad")))
     file = bad / "model.safetensors"
     state = load_file(file)
     state["model.norm.weight"][:] = float("nan")
     save_file(state, file, metadata={"format": "pt"})
-    tolerant = config(good).model_copy(
-        update={"teachers": config(good).teachers.model_copy(update={"max_quarantined": 0.5})}
-    )
+    cfg = config(student, lr=1e-3, adam_epsilon=1e-3)
+    tolerant = cfg.model_copy(update={"teachers": cfg.teachers.model_copy(update={"max_quarantined": 0.5})})
     rows = rollouts()
     reports, after = [], []
     for given in (rows, [r for r in rows if r.domain == "left"]):
@@ -467,14 +467,14 @@ def test_a_teacher_with_broken_weights_is_quarantined_up_to_a_budget(tmp_path: P
             assert set(targets.quarantined) == {r.sample_id for r in given if r.domain == "right"}
         after.append(weights(trainer, tmp_path / f"after-{len(after)}"))
         stop(pool, trainer)
-    assert all(set(report.domains) == {"left"} for report in reports)
+    assert all(set(report.domains) == {"left"} and report.loss > 0.01 for report in reports)
     # As if the rest had never been asked: the mean is over what was scored, and so is the norm that is clipped.
     for with_broken, without in zip(reports[:2], reports[2:4], strict=True):
         assert with_broken.loss == pytest.approx(without.loss, rel=1e-5)
         assert with_broken.grad_norm == pytest.approx(without.grad_norm, rel=1e-4)
     for name, weight in after[0].items():
         assert torch.allclose(weight, after[1][name], rtol=0, atol=1e-6), name
-    strict = start_pool(config(good), {"left": good, "right": bad})
+    strict = start_pool(cfg, {"left": good, "right": bad})
     with pytest.raises(RunError, match=r"8 of 16 responses could not be scored.*max_quarantined is 0.001"):
         strict.score(rows).collect()
     stop(strict)
