@@ -7,6 +7,7 @@ shared memory or NCCL, on one machine.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -28,8 +29,9 @@ ENGINE_ENV = {
 }
 """Environment of the process that owns an engine."""
 LOG_LINES = 30
-SHARED = "/dev/shm/psm_"
-"""Beginning of the names that Python gives to shared memory."""
+SHARED = re.compile(r"/dev/shm/(psm_.*|vllm_dist_.*-cpushm_\d+)")
+"""Shared memory by the names that Python gives it, and that vLLM's sums over processes have: on x86 only its build for AVX-512 has
+such sums, so other processors never show the second kind."""
 
 
 def engine_env(size: int) -> dict[str, str]:
@@ -82,7 +84,7 @@ def take_names_away() -> None:
     maps = Path("/proc/self/maps")
     for line in maps.read_text().splitlines() if maps.exists() else ():
         name = line.split()[-1]
-        if name.startswith(SHARED):
+        if SHARED.fullmatch(name):
             Path(name).unlink(missing_ok=True)
 
 

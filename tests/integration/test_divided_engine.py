@@ -72,9 +72,8 @@ def gone(process: psutil.Process) -> bool:
 
 
 def left_in_memory() -> set[Path]:
-    """Shared memory of vLLM's message queues. That of its sums over processes (`cpushm`) was seen to stay behind when an engine ends, so it
-    is left out for now; why it stays is not known."""
-    return {path for path in SHARED_MEMORY.iterdir() if path.name.startswith("psm_")}
+    """Shared memory of vLLM's message queues and of its sums over processes."""
+    return {path for path in SHARED_MEMORY.iterdir() if path.name.startswith("psm_") or "cpushm" in path.name}
 
 
 def folder_of(owner: psutil.Process) -> Path:
