@@ -1,4 +1,4 @@
-"""What `schedule.partial_rollout` does not go with in the other sections."""
+"""What `schedule.partial_rollout` means for a step, and what it does not go with in the other sections."""
 
 from __future__ import annotations
 
