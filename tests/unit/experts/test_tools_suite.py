@@ -12,8 +12,8 @@ import pytest
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import episode_row, read_episodes
 from experts.spec import find_spec, load_spec
-from experts.suites import DOMAINS, write_suite
-from experts.suites.tools import make_rows
+from experts.suites import write_suite
+from experts.suites.tools import DOMAINS, make_rows
 from opd.config import load_pipeline
 from opd.environments import ENVIRONMENTS, find
 from opd.environments.records import Action
@@ -23,7 +23,7 @@ from pipelines.catalog import find as find_pipeline
 from tests.chatml import CHATML, WITH_TOOLS, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
 from tests.spoken import spoken
 
-TOOLS = list(DOMAINS["tools"])
+TOOLS = list(DOMAINS)
 
 
 def said(row: Mapping[str, Any]) -> list[str]:
@@ -62,7 +62,7 @@ def test_every_turn_of_weight_1_is_the_solvers_and_mistakes_are_in_the_episodes(
             assert (turn["content"] == made.solve().text) == (turn["weight"] == 1)
             outcome = made.step(Action(text=turn["content"], calls=tagged_calls(turn["content"], made.tools)))
             wrong, total = wrong + (turn["weight"] == 0), total + 1
-        assert 1 <= len(turns) <= DOMAINS["tools"][domain].max_turns  # type: ignore[attr-defined]
+        assert 1 <= len(turns) <= DOMAINS[domain].max_turns
         won += outcome.reward == 1
     assert 0.1 < wrong / total < 0.3 and won > 50
 
