@@ -62,7 +62,7 @@ def test_the_json_has_each_group_of_tasks_for_all_three(run_dir: Path) -> None:
 
 @pytest.mark.usefixtures("no_plots")
 def test_old_files_are_shown_as_before(run_dir: Path) -> None:
-    text, page = written(add_exams(run_dir, old=("before", "after", "expert")))
+    _, page = written(add_exams(run_dir, old=("before", "after", "expert")))
     found = json.loads((run_dir / "report.json").read_text())
     assert "by_length" not in found and length_rows(found) == []
     assert "agent-exams" in page.ids() and "by-length" not in page.ids()
