@@ -89,8 +89,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """The report from all files of a run directory; for a merge that goes on, the report so far.
 
     It has the keys of `build_report`, the intervals of `_add_intervals` if the evaluations' files are there, `curves` if there
-    are records, `episodes` of agents, `by_length`, `guard`, `evaluations`, `models`, `baselines`, `command` and `lineage` if the files have them,
-    `alarms` of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
+    are records, `episodes` of agents, `by_length`, `guard`, `evaluations`, `models`, `baselines`, `command` and `lineage` if the
+    files have them, `alarms` of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
     """
     before, expert, after = _accuracies(run)
     report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
