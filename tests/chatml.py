@@ -1,4 +1,4 @@
-"""A character-level tokenizer with the chat templates that a test needs: what they do to a dialogue is the point."""
+"""Tokenizers with the chat templates that a test needs: what they do to a dialogue is the point."""
 
 from __future__ import annotations
 
