@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, sync_tolerance
+from opd.config import PipelineConfig, overlaps, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import RolloutConfig, TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
@@ -108,7 +108,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
         queue_bytes=config.teachers.queue,
         tolerance=sync_tolerance(config),
         gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config),
+        roles=roles_at_once(config, training=True),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
     )
@@ -122,7 +122,7 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
         rate=replace(rate, peak=rate.peak * baseline.lr_ratio),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config),
+        roles=roles_at_once(config, training=True),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
     )
@@ -251,6 +251,7 @@ def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
         max_quarantined=teachers.max_quarantined,
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
+        early_bytes=teachers.queue if overlaps(config) else None,
     )
 
 

@@ -12,6 +12,7 @@ from opd.config.balance import BalanceConfig, SamplesBalance
 from opd.config.devices import devices_problem
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
 from opd.config.drift import refuse_contradictions
+from opd.config.early import score_early_problem
 from opd.config.evaluate import EvaluateConfig
 from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
@@ -126,8 +127,8 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _partial_rollouts_that_fit(self) -> PipelineConfig:
-        problem = partial_rollout_problem(self)
+    def _schedule_that_fits(self) -> PipelineConfig:
+        problem = partial_rollout_problem(self) or score_early_problem(self)
         if problem is not None:
             raise problem
         return self

@@ -147,7 +147,7 @@ class _Agent:
         end = await self.play()
         rewards = self._world.rewards
         reward = math.fsum(rewards) if rewards else None
-        return EpisodeResult(
+        found = EpisodeResult(
             rollouts=tuple(self._trace.rollouts(self._request.sample, end.reason, reward)),
             stop_reason=end.reason,
             reward=reward,
@@ -159,6 +159,9 @@ class _Agent:
             sub_agents=dict(self._delegation.ends),
             sub_agent_error=self._delegation.error,
         )
+        if self._request.told is not None:
+            self._request.told(found)
+        return found
 
     async def play(self) -> EpisodeEnd:
         """Why it ended. Raises: as `run`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Self, get_args
@@ -81,6 +81,8 @@ class EpisodeRequest:
     """The expert that writes some of the turns; None: the policy writes all."""
     masked_by_domain: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """The same for what sub-agents write and the experts of another domain score."""
+    told: Callable[[EpisodeResult], None] | None = None
+    """Within a worker: who gets the result as soon as the episode has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
