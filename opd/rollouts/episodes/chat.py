@@ -282,7 +282,10 @@ def numbered(messages: Sequence[Message]) -> list[Message]:
     """The messages, with the results of a turn's calls numbered as `call_id` numbers the calls: templates may ask for ids, and a
     client's own would give other tokens than an environment's."""
     places = count()
-    return [m | {"tool_call_id": call_id(next(places))} if m["role"] == "tool" else m for m in map(dict, messages)]
+    return [
+        {**message, "tool_call_id": call_id(next(places))} if message["role"] == "tool" else message
+        for message in messages
+    ]
 
 
 def call_id(place: int) -> str:

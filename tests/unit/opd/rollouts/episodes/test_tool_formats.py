@@ -149,10 +149,8 @@ def test_what_is_written_is_read_back(name: str) -> None:
     for number in (1, 2):
         for values in VALUES:
             calls = (ToolCall(name="run", arguments=values), ONE)[:number]
-            assert form.read(form.write(calls), TOOLS) == Written(
-                calls, "" if number == 1 else form.read(form.write(calls), TOOLS).text
-            )
-            assert not form.read(form.write(calls), TOOLS).text.strip()
+            found = form.read(form.write(calls), TOOLS)
+            assert found.calls == calls and not found.text.strip()
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

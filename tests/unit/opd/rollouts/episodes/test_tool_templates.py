@@ -10,8 +10,8 @@ from opd.rollouts.episodes.chat import CALLING, ChatAppender
 from opd.rollouts.episodes.dialogue import ChatDialogue
 from opd.rollouts.episodes.tool_formats import TOOL_FORMATS, tool_format
 from opd.rollouts.episodes.tool_formats.records import BadCall
-from tests.chatml import CHATML, chat_tokenizer
-from tests.tool_templates import FAMILIES, LLAMA3, ODD, WITH_TOOLS, Family
+from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
+from tests.tool_templates import FAMILIES, LLAMA3, ODD, Family
 
 ADD = Tool(
     name="add",
