@@ -44,8 +44,8 @@ class Dialogue(Protocol):
 class ChatMessages:
     """Through the student's chat template."""
 
-    def __init__(self, appender: ChatAppender, tokenizer: TurnTokenizer, stops: frozenset[int]) -> None:
-        self._appender, self._tokenizer, self._stops = appender, tokenizer, stops
+    def __init__(self, appender: ChatAppender, stops: frozenset[int]) -> None:
+        self._appender, self._stops = appender, stops
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         from jinja2 import TemplateError

@@ -30,7 +30,7 @@ def dialogue(template: str | None, specials: Sequence[str] = ()) -> tuple[Dialog
     if template is None:
         return PlainMessages(tokenizer), tokenizer
     stop = tokenizer.eos_token_id
-    return ChatMessages(ChatAppender(tokenizer, [stop]), tokenizer, frozenset({stop})), tokenizer
+    return ChatMessages(ChatAppender(tokenizer, [stop]), frozenset({stop})), tokenizer
 
 
 def test_a_whole_history_where_the_template_knows_tools() -> None:
