@@ -386,6 +386,9 @@ class Decoder(Protocol):
 class TurnTokenizer(Tokenizer, Decoder, Protocol):
     """The part of a Hugging Face tokenizer that dialogues need."""
 
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+
 
 class Sink(Protocol):
     """A place for the numbers of each step."""

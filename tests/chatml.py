@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,15 @@ def bpe_tokenizer() -> Any:
     return _wrapped(backend, CHATML)
 
 
-def chat_tokenizer(template: str | None = CHATML) -> Any:
-    """One token a printable character, ChatML's special tokens, and this template."""
+def chat_tokenizer(template: str | None = CHATML, more: Sequence[str] = ()) -> Any:
+    """One token a printable character, ChatML's special tokens, and this template; `more` special tokens that have no role."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {token: i for i, token in enumerate([*SPECIALS, *string.printable])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(SPECIALS)
+    backend.add_special_tokens([*SPECIALS, *more])
     return _wrapped(backend, template)
 
 

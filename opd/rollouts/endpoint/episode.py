@@ -187,7 +187,7 @@ def _dialogue(dialogues: Dialogues, options: AgentOptions) -> Dialogue:
     """How the student reads messages. Raises: ModelError if its chat template cannot append."""
     if not options.through_template(dialogues.tokenizer):
         return PlainMessages(dialogues.tokenizer)
-    return ChatMessages(dialogues.appender(options.template_date), dialogues.tokenizer, dialogues.stops)
+    return ChatMessages(dialogues.appender(options), dialogues.stops)
 
 
 def _told(session: Session) -> list[str]:
