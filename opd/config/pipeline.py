@@ -157,10 +157,11 @@ class PipelineConfig(Strict):
         if not beyond:
             return self
         problem = self.objective.problem_with_extrapolation(self.teachers.payload)
-        if problem is None and isinstance(self.teachers, OpenAITeachers):
+        if problem is None and isinstance(self.teachers, OpenAITeachers) and not trainer_has_start(self):
             problem = PydanticCustomError(
                 "extrapolate",
-                "1, or another teachers.engine: the student as the merge begins scores every response, and has no server",
+                "1, another teachers.engine, or student.lora: the student as the merge begins scores every response, and has "
+                "no server",
                 {"with": "teachers.engine openai"},
             )
         if problem is not None:
@@ -284,6 +285,12 @@ def extrapolation(config: PipelineConfig, domain: str) -> float:
     """How far beyond its experts a domain's student is trained: `extrapolate` of the domain, else of the objective."""
     own = config.domains[domain].extrapolate
     return config.objective.extrapolate if own is None else own
+
+
+def trainer_has_start(config: PipelineConfig) -> bool:
+    """Whether the trainer says what the student as the merge begins would, so that no teacher has to: LoRA leaves its weights
+    as they are. Not under a baseline, which has to be known before the trainer computes anything."""
+    return config.student.lora is not None and not config.objective.wants_baseline
 
 
 def _refused_beyond(config: PipelineConfig, domain: str, beside: str, wanted: str) -> PydanticCustomError:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -30,6 +30,7 @@ from opd.losses.logits import pad, token_logprobs, upcast
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 from opd.losses.policy_gradient import PolicyGradient
 from opd.losses.rule import IDENTITY, LogitRule
+from opd.stream.heads import OWN_HEAD, Head
 
 SLICE_VALUES = 1 << 18
 """Values of a [rows, V] slice that the elementwise part works on at a time on a CPU; a GPU takes the whole chunk."""
@@ -132,18 +133,35 @@ class LossHead(nn.Module):
         self.weight = weight_V_D
         self._loss = loss
 
-    def forward(self, hidden_N_D: Tensor, tokens: Tokens | Tensor, teachers: Sequence[Block] = ()) -> Any:
+    def forward(
+        self,
+        hidden_N_D: Tensor,
+        tokens: Tokens | Tensor,
+        teachers: Sequence[Block] = (),
+        heads: Mapping[str, Head] | None = None,
+    ) -> Any:
         """sum_n weight_n f(p_n), and the policy gradient's sum if tokens have advantages, as a scalar with gradients for hidden
         states and head; and `TokenStats`.
 
-        `teachers` cover the N tokens in order. Ids in place of `Tokens`: their log-probs [N] instead.
+        `teachers` cover the N tokens in order, `heads` are those that they still need, but for the student's own. Ids in place of
+        `Tokens`: their log-probs [N] instead.
         Computes in float32, in float64 if the student's hidden states are float64.
         Raises: ValueError if hidden states and head differ in width.
         """
-        loss = self._loss
-        head_v_D = self.weight[: loss.vocab_size]  # rows beyond it are padding and have no probability
         if isinstance(tokens, Tensor):
-            return token_logprobs(hidden_N_D, head_v_D, tokens, loss.rule)
+            return token_logprobs(hidden_N_D, self._cut(), tokens, self._loss.rule)
+        # Under ZeRO-3 the student's own head is whole here and nowhere else.
+        known = {**(heads or {}), OWN_HEAD: Head(self.weight.detach(), self._loss.rule)}
+        return self._with_gradients(hidden_N_D, tokens, [block.with_heads(known) for block in teachers])
+
+    def _cut(self) -> Tensor:
+        """[v, D] the rows of the head that have a probability; those beyond are padding."""
+        return self.weight[: self._loss.vocab_size]
+
+    def _with_gradients(
+        self, hidden_N_D: Tensor, tokens: Tokens, teachers: Sequence[Block]
+    ) -> tuple[Tensor, TokenStats]:
+        loss, head_v_D = self._loss, self._cut()
         _check(loss, hidden_N_D, self.weight, teachers, tokens)
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
         known = TokenStats if tokens.advantage_N is None else RewardedStats
