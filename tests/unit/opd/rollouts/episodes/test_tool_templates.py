@@ -89,9 +89,7 @@ def test_what_a_student_is_told_is_what_is_read(parser: str) -> None:
     _, _, example = told.partition(":\n")
     named = Tool(name="NAME", description="", parameters={"properties": {"ARGUMENT": {"type": "string"}}})
     found = tool_format(parser).read(example, [named])
-    assert found.calls and all(
-        call == ToolCall(name="NAME", arguments={"ARGUMENT": "VALUE"}) for call in found.calls
-    )
+    assert found.calls and all(call == ToolCall(name="NAME", arguments={"ARGUMENT": "VALUE"}) for call in found.calls)
     assert CALLING.format(tools="", told=told).endswith(told)
 
 
