@@ -289,7 +289,7 @@ class Babbler:
 
 @pytest.mark.parametrize(
     ("make", "changed"),
-    [(bpe_tokenizer, 100), (build_tokenizer, 0), pytest.param(smollm2_tokenizer, 100, marks=pytest.mark.slow)],
+    [(bpe_tokenizer, 100), (build_tokenizer, 0), pytest.param(smollm2_tokenizer, 50, marks=pytest.mark.slow)],
     ids=["bpe", "quickstart", "smollm2"],
 )
 @pytest.mark.parametrize("text", ["count:", [{"role": "user", "content": "Count."}]], ids=["text", "chat"])
