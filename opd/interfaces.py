@@ -383,13 +383,6 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
-class TurnTokenizer(Tokenizer, Decoder, Protocol):
-    """The part of a Hugging Face tokenizer that dialogues need."""
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
-
-
 class Sink(Protocol):
     """A place for the numbers of each step."""
 

@@ -10,10 +10,10 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
-from opd.interfaces import TurnTokenizer
 from opd.prompts.encode import encode_text
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender, call_id, harmless, special_texts, without_tool_role
+from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import plain_calls
 
 

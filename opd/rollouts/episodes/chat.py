@@ -19,8 +19,8 @@ from typing import Any
 
 from opd.environments.records import Tool, ToolCall
 from opd.errors import ModelError
-from opd.interfaces import TurnTokenizer
 from opd.prompts.encode import encode_text, render_prompt
+from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats import AUTO, FALLBACK, TOOL_FORMATS, tool_format
 from opd.rollouts.episodes.tool_formats.records import BadCall, ToolFormat, Written
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
-from opd.interfaces import TurnTokenizer
 from opd.prompts.encode import encode_text
 from opd.prompts.line import Messages
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
+from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import checked_calls, plain_calls
 from opd.text import is_control
 

@@ -22,13 +22,14 @@ from opd.config.context import PLACE
 from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.guard.build import shared_guard
 from opd.guard.watch import Looked, Watch
-from opd.interfaces import TokenEngine, TurnTokenizer
+from opd.interfaces import TokenEngine
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.compaction import Compactor
 from opd.rollouts.episodes.delegation import Delegation, in_order
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
 from opd.rollouts.episodes.turns import Answer, Opening
