@@ -121,10 +121,13 @@ def check_environments(
         student = config.student
         appender = ChatAppender(tokenizer, stop_token_ids, student.template_date, student.tool_call_parser)
     for name, domain in config.domains.items():
+        section = domain.environment
+        if section is None or not (tools[name] or section.sub_agents):
+            continue
         chat = None if isinstance(prompts[name][0].text, str) else appender
-        if domain.environment is not None and domain.environment.sub_agents:
-            check_sub_agents(name, domain.environment, tools, chat)
-        if domain.environment is not None and (tools[name] or domain.environment.sub_agents) and chat is not None:
+        if section.sub_agents:
+            check_sub_agents(name, section, tools, chat)
+        if chat is not None:
             _ = chat.format  # raises if nobody reads the calls
 
 

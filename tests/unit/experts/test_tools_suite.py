@@ -18,10 +18,9 @@ from opd.config import load_pipeline
 from opd.environments import ENVIRONMENTS, find
 from opd.environments.records import Action
 from opd.prompts import read_prompt_lines
-from opd.rollouts.episodes.tools import tagged_calls
 from pipelines.catalog import find as find_pipeline
 from tests.chatml import CHATML, WITH_TOOLS, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
-from tests.spoken import spoken
+from tests.spoken import spoken, tagged_calls
 
 TOOLS = list(DOMAINS)
 

@@ -11,7 +11,7 @@ from opd.environments.boxes import BOXES, DONE, THINGS, Boxes
 from opd.environments.lookup import CITIES, FIELDS, NAMES, PEOPLE, Lookup
 from opd.environments.records import Action, Outcome, ToolCall
 from opd.errors import ConfigError, PromptError
-from opd.rollouts.episodes.tools import tagged_calls
+from tests.spoken import tagged_calls
 
 KINDS: list[Any] = [Lookup, Boxes]
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from opd.environments.records import Tool, ToolCall
-from opd.rollouts.episodes.tool_formats.hermes import Hermes
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.tool_formats.schema import problem_with
-from opd.rollouts.episodes.tools import checked_calls, plain_calls
+from opd.rollouts.episodes.tools import plain_calls
+from tests.spoken import tagged_calls
 
 ADD = Tool(
     name="add",
@@ -25,10 +24,6 @@ TOOLS = (ADD, RUN, STOP)
 
 def tagged(inside: str) -> str:
     return f"<tool_call>{inside}</tool_call>"
-
-
-def tagged_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
-    return checked_calls(Hermes().read(text, tools).calls, tools)
 
 
 def test_calls_between_tags_are_read_in_order() -> None:
