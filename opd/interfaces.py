@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from torch import Tensor
 
     from opd.buckets import WeightStream
+    from opd.early import Early
     from opd.losses.objective import Slope, StudentChunk
     from opd.losses.rule import LogitRule
     from opd.prompts.line import Messages
@@ -49,9 +50,12 @@ class PromptSource(Protocol):
 
 
 class RolloutEngine(Protocol):
-    def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int, cuts: Cuts = ...) -> RolloutBatch:
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, policy_version: int, cuts: Cuts = ..., early: Early | None = ...
+    ) -> RolloutBatch:
         """Sample one response per prompt. Prompts that do not fit come back as quarantined. A schedule may call this in a thread,
-        and no other method until it has returned. `cuts` comes only with `schedule.partial_rollout`."""
+        and no other method until it has returned. `cuts` comes only with `schedule.partial_rollout`; `early`, which is told what came
+        of each prompt as soon as that is whole, only with `schedule.score_early`."""
         ...
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
@@ -60,10 +64,7 @@ class RolloutEngine(Protocol):
         ...
 
     def load(
-        self,
-        model_dir: Path,
-        again: Callable[[], AbstractContextManager[Path]] | None = None,
-        base: Path | None = None,
+        self, model_dir: Path, again: Callable[[], AbstractContextManager[Path]] | None = None, base: Path | None = None
     ) -> None:
         """Hold the weights of this Hugging Face directory in every worker, caches reset. Where it goes away, `again` makes one with
         the same weights for a worker that died. With `base` it has some weights alone; the others are `base`'s, of the same model."""
@@ -164,7 +165,7 @@ class Schedule(Protocol):
     max_staleness: int
     """Pushes that may lie between the writing of a token and its training; the loop refuses rows that are older."""
 
-    def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
+    def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt], early: Early | None) -> RolloutBatch:
         """The responses of the step that comes now; `policy_version` is that of the weights it trains."""
         ...
 
@@ -302,7 +303,6 @@ class Scorer(Protocol):
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         """Target rows in batches. A response that cannot be scored gets no row but an entry in `broken`: id -> reason.
-
         A scorer that reads ahead has loaded the teacher when this returns: `prefetch` may follow before the first batch.
         """
         ...
@@ -381,10 +381,6 @@ class Decoder(Protocol):
     """The one method of a tokenizer that makes token ids readable."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
-
-
-class TurnTokenizer(Tokenizer, Decoder, Protocol):
-    """The part of a Hugging Face tokenizer that dialogues need."""
 
 
 class Sink(Protocol):

@@ -6,7 +6,8 @@
                                              expert)             └──▶ target log ──▶ (a resume trains from it)
 
 The schedule says when the student writes (`opd.schedules`): `sync` has every sample trained by the very weights that wrote
-it, `one_step_off` has the next step's written meanwhile, and teachers begin with it while the weights are pushed. Scored rows stream to the trainer, which with `overlap` begins
+it, `one_step_off` has the next step's written meanwhile, and teachers begin with it while the weights are pushed. With `score_early`
+they score what is written while the rest of the step still is. Scored rows stream to the trainer, which with `overlap` begins
 before the last teacher is done; without, these two take turns on the same cores. Either way it is the same arithmetic.
 Prompts and seeds are functions of (seed, step); with `balance`, prompts also depend on the records of steps before. The
 only state of a run is the trainer's weights and optimiser, the step, the policy version, what was written ahead, and, with
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from opd.early import Early
 from opd.interfaces import (
     Checkpoints,
     Evaluator,
@@ -66,6 +68,8 @@ class Parts:
     reporter: Reporter
     rewards: Rewards | None = None
     """What is trained on beside the divergence; None without `objective.reward`."""
+    early: Callable[[Sequence[Prompt], int], Early] | None = None
+    """Has teachers score the prompts of a step as they are answered; None: once all are (`schedule.score_early`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,20 +160,21 @@ def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -
     with clock("rollout"):
         prompts = parts.prompts.take(step)
         logged = parts.log.replay(step, version, prompts)
-        batch = logged[0] if logged else _written(parts, step, version, prompts)
+        early = parts.early(prompts, step) if parts.early and not logged else None
+        batch = logged[0] if logged else _written(parts, step, version, prompts, early)
         refuse_stale(batch.rollouts, version, parts.schedule.max_staleness)
         stale = stale_samples(batch.rollouts, version)
     if logged:
         return _Scored(batch=batch, targets=logged[1], stale=stale, replayed=True)
     with clock("score"):
-        targets = parts.teachers.score(batch.rollouts)
+        targets = early.stream(batch.rollouts) if early else parts.teachers.score(batch.rollouts)
         parts.log.record(step, version, prompts, batch, targets)
     return _Scored(batch=batch, targets=targets, stale=stale, replayed=False)
 
 
-def _written(parts: Parts, step: int, version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
+def _written(parts: Parts, step: int, version: int, prompts: Sequence[Prompt], early: Early | None) -> RolloutBatch:
     """What the student wrote for the step, with its rewards."""
-    batch = parts.schedule.rollouts(step, version, prompts)
+    batch = parts.schedule.rollouts(step, version, prompts, early)
     return batch if parts.rewards is None else parts.rewards.judged(batch, prompts)
 
 

@@ -261,8 +261,8 @@ class WeightedTeacher:
 
     teacher: Teacher
     weight: float
-    """Share of this teacher in the domain's objective; the weights of a domain add up to 1. The start student's is negative
-    where the target lies beyond the experts."""
+    """Share of this teacher in the domain's objective; with the start student's, which is negative where the target lies
+    beyond the experts, the weights of a domain add up to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

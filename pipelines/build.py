@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from opd.credit.critic import CriticCredit
 from opd.credit.ema import Ema, EmaSpec
 from opd.credit.group import Group, GroupSpec
 from opd.credit.interfaces import Credit
+from opd.early import Early
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import PromptSource, RolloutEngine, Schedule, Sink, TargetLog
 from opd.live.interfaces import Display
@@ -39,6 +41,7 @@ from opd.sync import SYNCS
 from opd.sync.proof import ProvenSync, SyncSpec, probe_sequences
 from opd.traces.keeping import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
+from opd.types import Prompt
 from pipelines.inputs.drift import drift_options
 from pipelines.inputs.own_engine import users_engine
 from pipelines.inputs.read import Inputs
@@ -113,7 +116,14 @@ def build(
         checkpoints=_checkpoints(config, paths, SavesBeside(trainer, credit, CREDIT) if credit else trainer, identity),
         reporter=RunReporter(metrics, paths, shown, sinks),
         rewards=_rewards(config, inputs, credit) if credit else None,
+        early=_early(config, pool),
     )
+
+
+def _early(config: PipelineConfig, pool: AnyPool) -> Callable[[Sequence[Prompt], int], Early] | None:
+    """What begins the scoring of a step that is being written; None where teachers wait for all of it."""
+    size = config.schedule.score_early
+    return partial(pool.early, size=size) if size is not None and isinstance(pool, Pool) else None
 
 
 def _schedule(config: PipelineConfig, prompts: PromptSource, engine: RolloutEngine, log: TargetLog) -> Schedule:

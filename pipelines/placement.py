@@ -13,7 +13,7 @@ from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.placement import RolePlacement
 from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError
-from opd.rollouts import vllm
+from opd.rollouts import engines
 from opd.train.ranks import rank_name
 from teachers import pool
 
@@ -26,7 +26,7 @@ def beside_the_driver(config: PipelineConfig) -> frozenset[str]:
     rank 0 to the rollout engines. A push over the network would need none of them there."""
     if config.sync.kind != "shared_memory":
         return frozenset()
-    return frozenset({rank_name("trainer", 0), *map(vllm.worker_name, range(config.rollout.workers))})
+    return frozenset({rank_name("trainer", 0), *map(engines.worker_name, range(config.rollout.workers))})
 
 
 def groups_of(config: PipelineConfig, keys: Collection[str] = EVERY) -> list[Group]:
@@ -37,7 +37,7 @@ def groups_of(config: PipelineConfig, keys: Collection[str] = EVERY) -> list[Gro
             ROLLOUT,
             place.rollout,
             rollout_devices(config.cluster, config.rollout),
-            [vllm.worker_name(i) for i in range(config.rollout.workers)],
+            [engines.worker_name(i) for i in range(config.rollout.workers)],
             config.rollout.tensor_parallel_size,
         ),
         (
@@ -85,7 +85,7 @@ def reserve_places(
 def place_rollouts(config: PipelineConfig) -> None:
     """Have places for the rollout workers of a command that trains nothing. They are on this machine, because a model may lie in
     its temporary directory. Raises: ConfigError, RunError."""
-    _place_role(config, ROLLOUT, [vllm.worker_name(i) for i in range(config.rollout.workers)])
+    _place_role(config, ROLLOUT, [engines.worker_name(i) for i in range(config.rollout.workers)])
 
 
 def place_teachers(config: PipelineConfig) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, sync_tolerance
+from opd.config import PipelineConfig, overlaps, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import RolloutConfig, TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
@@ -24,9 +24,11 @@ from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
+from opd.train.start import StartTeacher
 from opd.train.turns import TurnWeights
 from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
+from pipelines.inputs.routes import START, asked_by_trainer
 from teachers.flight.client import FlightSpec
 from teachers.nobody import NobodySpec
 from teachers.pool import PoolSpec
@@ -108,7 +110,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
         queue_bytes=config.teachers.queue,
         tolerance=sync_tolerance(config),
         gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config),
+        roles=roles_at_once(config, training=True),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
     )
@@ -122,7 +124,7 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
         rate=replace(rate, peak=rate.peak * baseline.lr_ratio),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config),
+        roles=roles_at_once(config, training=True),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
     )
@@ -181,6 +183,7 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         head_memory_bytes=trainer.head_memory,
         turn_weights=turn_weights(config),
         lora=lora_options(config),
+        start=start_teacher(config),
         timeout_s=config.cluster.phase_timeout_s,
         lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
     )
@@ -199,6 +202,12 @@ def lora_options(config: PipelineConfig) -> LoraOptions | None:
         return None
     targets = lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
     return LoraOptions(r=lora.r, alpha=lora.alpha, targets=targets, seed=config.seed)
+
+
+def start_teacher(config: PipelineConfig) -> StartTeacher | None:
+    """How trainer ranks ask the student as the merge begins; None if they do not."""
+    weights = asked_by_trainer(config)
+    return StartTeacher(name=START, weights=weights, payload=config.teachers.payload) if weights else None
 
 
 def learning_rate(trainer: TrainerConfig) -> LearningRate:
@@ -251,6 +260,7 @@ def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
         max_quarantined=teachers.max_quarantined,
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
+        early_bytes=teachers.queue if overlaps(config) else None,
     )
 
 

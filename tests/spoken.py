@@ -6,10 +6,18 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opd.environments.records import Tool, ToolCall
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.tool_formats.hermes import Hermes
+from opd.rollouts.episodes.tools import checked_calls
 from opd.rollouts.episodes.trace import Sample
 from opd.types import Prompt, Sampled
+
+
+def tagged_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+    """The calls of a turn in Hermes' form, each checked against its tool."""
+    return checked_calls(Hermes().read(text, tools).calls, tools)
 
 
 class Speaker:

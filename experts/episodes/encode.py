@@ -19,6 +19,7 @@ from opd.errors import PromptError
 from opd.prompts.encode import encode_text
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
+from opd.rollouts.episodes.tool_formats import AUTO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 class EpisodeEncoder:
     """Turns episodes into tokens with one tokenizer. Its chat template is proven once, when the first chat comes.
 
-    `day` is the date for a chat template that asks for one; None: today.
+    `day` is the date for a chat template that asks for one; None: today. `parser` is the name of the format of tool calls.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None, parser: str = AUTO) -> None:
         self._tokenizer = tokenizer
         self._day = day
+        self._parser = parser
         self._end: int = tokenizer.eos_token_id
         self._appender: ChatAppender | None = None
 
@@ -93,7 +95,7 @@ class EpisodeEncoder:
         if isinstance(row.prompt, str):
             return PlainDialogue(self._tokenizer, row.tools)
         if self._appender is None:
-            self._appender = ChatAppender(self._tokenizer, [self._end], self._day)
+            self._appender = ChatAppender(self._tokenizer, [self._end], self._day, self._parser)
         return ChatDialogue(self._appender, row.tools)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experts.suites import agents, letters, reasoning, rewards
+from experts.suites import agents, letters, reasoning, rewards, tools
 from opd.errors import ConfigError
 from opd.files import atomic_write_text
 from opd.near import did_you_mean
@@ -23,12 +23,14 @@ SUITES: dict[str, Callable[[str, int, int], Rows]] = {
     "letters": letters.make_rows,
     "reasoning": reasoning.make_rows,
     "rewards": rewards.make_rows,
+    "tools": tools.make_rows,
 }
 DOMAINS: dict[str, Mapping[str, object]] = {
     "agents": agents.DOMAINS,
     "letters": letters.DOMAINS,
     "reasoning": reasoning.DOMAINS,
     "rewards": rewards.DOMAINS,
+    "tools": tools.DOMAINS,
 }
 
 

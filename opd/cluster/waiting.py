@@ -42,9 +42,13 @@ def wait(pending: Sequence[Pending[R]], *, timeout_s: float) -> list[R]:
     return [_answer(one) for one in pending]
 
 
-def first(pending: Sequence[Pending[Any]], *, timeout_s: float) -> int:
-    """Wait until one answer has come, and return its index. Raises: what `wait` raises."""
-    ready = _next_of(pending, pending, time.monotonic() + timeout_s, timeout_s)
+def first(pending: Sequence[Pending[Any]], *, timeout_s: float, since: float | None = None) -> int:
+    """Wait until one answer has come, and return its index. The deadline counts from `since` (`time.monotonic`), else from now.
+
+    Raises: what `wait` raises.
+    """
+    began = time.monotonic() if since is None else since
+    ready = _next_of(pending, pending, began + timeout_s, timeout_s)
     _answer(ready)
     return list(pending).index(ready)
 

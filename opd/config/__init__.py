@@ -13,6 +13,7 @@ from opd.config.pipeline import (
     overlaps,
     rounds_of,
     sync_tolerance,
+    trainer_has_start,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "overlaps",
     "rounds_of",
     "sync_tolerance",
+    "trainer_has_start",
 ]

@@ -44,6 +44,20 @@ class StudentConfig(Strict):
     template_date: date | None = None
     """The day, as 2026-11-20, that a chat template which asks for today's date is given in every prompt of training and
     exams; default: the day on which the run begins, which is recorded here. Other templates leave it unused."""
+    tool_call_parser: Literal[
+        "auto",
+        "hermes",
+        "qwen3_json",
+        "llama3_json",
+        "llama4_json",
+        "mistral",
+        "pythonic",
+        "llama4_pythonic",
+        "qwen3_xml",
+        "qwen3_coder",
+    ] = "auto"
+    """How the student writes calls of tools in episodes, by the names of vLLM's `--tool-call-parser`; see docs/agents.md. `auto`: as
+    its chat template writes them; `hermes` where that knows no tools."""
 
 
 class ExpertConfig(Strict):

@@ -48,7 +48,8 @@ class ObjectiveConfig(Strict):
     docs/objectives.md#with-a-reward. Default: no reward is trained on."""
     extrapolate: float = Field(1.0, ge=1)
     """Beyond the experts: above 1 the student is trained toward expert^extrapolate * start^(1 - extrapolate), normalised at
-    each token, where `start` is the student as the merge begins. It scores every response too. 1: toward the experts."""
+    each token, where `start` is the student as the merge begins. It scores every response too (a LoRA student's in the
+    trainer). 1: toward the experts."""
 
     @property
     def weighting(self) -> str:

@@ -12,6 +12,7 @@ from opd.config.balance import BalanceConfig, SamplesBalance
 from opd.config.devices import devices_problem
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
 from opd.config.drift import refuse_contradictions
+from opd.config.early import score_early_problem
 from opd.config.evaluate import EvaluateConfig
 from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
@@ -126,8 +127,8 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _partial_rollouts_that_fit(self) -> PipelineConfig:
-        problem = partial_rollout_problem(self)
+    def _schedule_that_fits(self) -> PipelineConfig:
+        problem = partial_rollout_problem(self) or score_early_problem(self)
         if problem is not None:
             raise problem
         return self
@@ -156,10 +157,11 @@ class PipelineConfig(Strict):
         if not beyond:
             return self
         problem = self.objective.problem_with_extrapolation(self.teachers.payload)
-        if problem is None and isinstance(self.teachers, OpenAITeachers):
+        if problem is None and isinstance(self.teachers, OpenAITeachers) and not trainer_has_start(self):
             problem = PydanticCustomError(
                 "extrapolate",
-                "1, or another teachers.engine: the student as the merge begins scores every response, and has no server",
+                "1, another teachers.engine, or student.lora: the student as the merge begins scores every response, and has "
+                "no server",
                 {"with": "teachers.engine openai"},
             )
         if problem is not None:
@@ -283,6 +285,12 @@ def extrapolation(config: PipelineConfig, domain: str) -> float:
     """How far beyond its experts a domain's student is trained: `extrapolate` of the domain, else of the objective."""
     own = config.domains[domain].extrapolate
     return config.objective.extrapolate if own is None else own
+
+
+def trainer_has_start(config: PipelineConfig) -> bool:
+    """Whether the trainer says what the student as the merge begins would, so that no teacher has to: LoRA leaves its weights
+    as they are. Not under a baseline, which has to be known before the trainer computes anything."""
+    return config.student.lora is not None and not config.objective.wants_baseline
 
 
 def _refused_beyond(config: PipelineConfig, domain: str, beside: str, wanted: str) -> PydanticCustomError:

@@ -153,6 +153,10 @@ class ScheduleConfig(Strict):
     partial_rollout: PartialRolloutConfig | None = None
     """Cut long responses, so that the others do not wait for them. Needs `one_step_off` and an objective that is an exact
     divergence; episodes are not cut. Default: every response is written to its end."""
+    score_early: int | None = Field(None, ge=1)
+    """Teachers score so many responses or episodes of a domain as soon as these are written, while others still are; which ones go
+    together follows from the prompts. Needs `sync`. For teachers that do not share cores or GPUs with the rollout engine. Default:
+    they begin when all of the step is written."""
     overlap: bool | Literal["auto"] = "auto"
     """Train while teachers still score; the result is the same. `auto` does so where trainer and teachers do not share cores,
     that is if either has GPUs or the teachers are served elsewhere. On the same cores both get slower."""
@@ -164,6 +168,16 @@ class ScheduleConfig(Strict):
                 "max_staleness",
                 "at least 1: `one_step_off` trains on what the weights before wrote; set schedule.mode to sync for 0",
                 {"where": "schedule.max_staleness", "found": "0 with schedule.mode one_step_off"},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scored_early_only_in_its_own_step(self) -> ScheduleConfig:
+        if self.score_early is not None and self.mode != "sync":
+            raise PydanticCustomError(
+                "score_early",
+                "schedule.mode sync as well, or nothing: what is written ahead is scored once its step begins",
+                {"where": "schedule.score_early", "found": f"{self.score_early} with schedule.mode {self.mode}"},
             )
         return self
 

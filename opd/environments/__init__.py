@@ -14,6 +14,8 @@ from opd.near import did_you_mean
 
 ENVIRONMENTS = {
     "calculator": "opd.environments.calculator:Calculator",
+    "lookup": "opd.environments.lookup:Lookup",
+    "boxes": "opd.environments.boxes:Boxes",
     "retry": "opd.environments.retry:Retry",
     "maze": "opd.environments.maze:Maze",
     "hanoi": "opd.environments.hanoi:Hanoi",

@@ -64,5 +64,5 @@ class BaselineResult:
     def from_json(cls, data: Mapping[str, Any]) -> BaselineResult:
         """Make the result from the parsed JSON of its file."""
         assert data["format"] == FORMAT, f"baseline of format {data['format']}"
-        scores = {domain: DomainScore(**score) for domain, score in data["scores"].items()}
+        scores = {domain: DomainScore.from_json(score) for domain, score in data["scores"].items()}
         return cls(**{key: value for key, value in data.items() if key != "format"} | {"scores": scores})

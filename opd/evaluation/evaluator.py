@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from opd.config.evaluate import EvaluateConfig
+from opd.evaluation.lengths import by_length, right_moves
 from opd.evaluation.scores import Answer, DomainScore, Evaluation
 from opd.evaluation.statistics import interval, pass_at, standard_error
 from opd.evaluation.verifiers.reward import score_of
@@ -71,7 +72,7 @@ class EngineEvaluator:
                 )
         return Evaluation(
             model=model,
-            scores={domain: self._score(judged) for domain, judged in answers.items()},
+            scores={domain: self._score(chosen[domain], judged) for domain, judged in answers.items()},
             answers=tuple(answer for judged in answers.values() for answer in _kept(judged, n)),
         )
 
@@ -99,12 +100,14 @@ class EngineEvaluator:
             invalid_calls=episode.invalid_calls if episode is not None else 0,
         )
 
-    def _score(self, answers: Sequence[Answer]) -> DomainScore:
+    def _score(self, exam: DomainExam, answers: Sequence[Answer]) -> DomainScore:
         """The score of one domain; the answers to a question lie side by side."""
         n = self._settings.n
         scores = [[a.score for a in answers[i : i + n]] for i in range(0, len(answers), n)]
         low, high = interval(scores)
         turns = [a.turns for a in answers if a.turns is not None]
+        moves = {prompt.id: right_moves(prompt.metadata) for prompt in exam.prompts} if turns else {}
+        asked = [moves.get(answer.prompt_id) for answer in answers[::n]]
         return DomainScore(
             accuracy=fmean(a.score for a in answers),
             stderr=standard_error(scores),
@@ -118,6 +121,7 @@ class EngineEvaluator:
             failed=sum(bool(a.error) for a in answers),
             turns=fmean(turns) if turns else None,
             invalid_calls=sum(a.invalid_calls for a in answers),
+            by_length=by_length(list(zip(asked, scores, strict=True))),
         )
 
 

@@ -14,6 +14,23 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LengthScore:
+    """One model on a domain's tasks of a like length, counted in moves of the task's own solution."""
+
+    fewest: int
+    """Right moves of the shortest task that belongs here."""
+    most: int | None
+    """Those of the longest; None: no limit."""
+    questions: int
+    accuracy: float
+    """Mean score of these tasks, 0..1."""
+    low: float
+    """Lower end of the 95 % interval, 0..1."""
+    high: float
+    """Upper end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DomainScore:
     """One model on one domain."""
 
@@ -40,6 +57,14 @@ class DomainScore:
     """Mean turns of an episode; None in a domain without an environment."""
     invalid_calls: int = 0
     """Turns with a tool call that could not be made as it was written."""
+    by_length: tuple[LengthScore, ...] = ()
+    """Episodes by right moves of the task, the shortest first; empty where tasks do not say how many, or an older release
+    wrote the file."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DomainScore:
+        """Make the score from its part of a parsed file. Raises: TypeError if that has another form."""
+        return cls(**{**data, "by_length": tuple(LengthScore(**part) for part in data.get("by_length", ()))})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +136,7 @@ class Evaluation:
         assert data["format"] == FORMAT, f"evaluation file of format {data['format']}"
         return cls(
             model=data["model"],
-            scores={domain: DomainScore(**score) for domain, score in data["scores"].items()},
+            scores={domain: DomainScore.from_json(score) for domain, score in data["scores"].items()},
             answers=tuple(Answer(**answer) for answer in data["answers"]),
             step=data.get("step"),
             tokens=data.get("tokens"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -30,6 +30,7 @@ from opd.losses.logits import pad, token_logprobs, upcast
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 from opd.losses.policy_gradient import PolicyGradient
 from opd.losses.rule import IDENTITY, LogitRule
+from opd.stream.heads import OWN_HEAD, Head
 
 SLICE_VALUES = 1 << 18
 """Values of a [rows, V] slice that the elementwise part works on at a time on a CPU; a GPU takes the whole chunk."""
@@ -132,18 +133,24 @@ class LossHead(nn.Module):
         self.weight = weight_V_D
         self._loss = loss
 
-    def forward(self, hidden_N_D: Tensor, tokens: Tokens | Tensor, teachers: Sequence[Block] = ()) -> Any:
+    def forward(
+        self,
+        hidden_N_D: Tensor,
+        tokens: Tokens | Tensor,
+        teachers: Sequence[Block] = (),
+        heads: Mapping[str, Head] | None = None,
+    ) -> Any:
         """sum_n weight_n f(p_n), and the policy gradient's sum if tokens have advantages, as a scalar with gradients for hidden
         states and head; and `TokenStats`.
 
-        `teachers` cover the N tokens in order. Ids in place of `Tokens`: their log-probs [N] instead.
-        Computes in float32, in float64 if the student's hidden states are float64.
+        `teachers` cover the N tokens in order, `heads` are those that they still need, but for the student's own. Ids in place of
+        `Tokens`: their log-probs [N] instead. Computes in float32, in float64 if the student's hidden states are float64.
         Raises: ValueError if hidden states and head differ in width.
         """
-        loss = self._loss
-        head_v_D = self.weight[: loss.vocab_size]  # rows beyond it are padding and have no probability
+        loss, head_v_D = self._loss, self._cut()
         if isinstance(tokens, Tensor):
             return token_logprobs(hidden_N_D, head_v_D, tokens, loss.rule)
+        teachers = [block.with_heads(self._known(heads)) for block in teachers]
         _check(loss, hidden_N_D, self.weight, teachers, tokens)
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
         known = TokenStats if tokens.advantage_N is None else RewardedStats
@@ -153,24 +160,41 @@ class LossHead(nn.Module):
             for block, part, span in _spans(teachers, loss.chunk):
                 h_C_D = hidden_N_D[span]
                 raw_C_V = h_C_D @ head_v_D.T
-                given = block.given(part, loss.vocab_size)
-                elementwise = (
-                    _padded_and_compiled if loss.compiled and given.compiles and _can_compile() else _elementwise
-                )
+                given, values_of = _elementwise_part(loss, block, part)
                 for rows in _slices(raw_C_V, loss.chunk):
                     where = slice(span.start + rows.start, span.start + rows.stop)
                     # The gradient by the student's raw products takes their place.
-                    values, raw_C_V[rows] = elementwise(loss, raw_C_V[rows], given.rows(rows), tokens.some(where, acc))
+                    values, raw_C_V[rows] = values_of(loss, raw_C_V[rows], given.rows(rows), tokens.some(where, acc))
                     for column, value in zip(stats, values, strict=True):
                         if value is not None:
                             column[where] = value.to(acc)
                 del given  # the teacher's logits make room for what the products need
                 gradients.add(span, raw_C_V, h_C_D, head_v_D)
                 del raw_C_V  # before the next chunk's are made
-            value = _weighted_sum(stats[0], tokens.weight_N)
-            if tokens.policy_weight_N is not None:
-                value += _weighted_sum(stats[-2], tokens.policy_weight_N)
+            value = _total(stats, tokens)
         return _WithGradients.apply(hidden_N_D, self.weight, value, gradients), known(*stats)
+
+    def _cut(self) -> Tensor:
+        """[v, D] the rows of the head that have a probability; those beyond are padding."""
+        return self.weight[: self._loss.vocab_size]
+
+    def _known(self, heads: Mapping[str, Head] | None) -> dict[str, Head]:
+        """These heads, and the student's own: under ZeRO-3 it is whole here and nowhere else."""
+        return {**(heads or {}), OWN_HEAD: Head(self.weight.detach(), self._loss.rule)}
+
+
+def _elementwise_part(loss: Loss, block: Block, part: slice) -> tuple[Given, Any]:
+    """What a part of a block gives, and the function that makes values and gradients of it."""
+    given = block.given(part, loss.vocab_size)
+    return given, _padded_and_compiled if loss.compiled and given.compiles and _can_compile() else _elementwise
+
+
+def _total(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:
+    """The divergence's weighted sum, and the policy gradient's."""
+    value = _weighted_sum(stats[0], tokens.weight_N)
+    if tokens.policy_weight_N is not None:
+        value += _weighted_sum(stats[-2], tokens.policy_weight_N)
+    return value
 
 
 def _weighted_sum(value_N: Tensor, weight_N: Tensor) -> Tensor:

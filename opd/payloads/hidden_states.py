@@ -35,7 +35,8 @@ class HiddenStates(Answer):
     SENDS_HEADS: ClassVar[bool] = True
 
     head: str
-    """BLAKE3 of the teacher's output head; the matrix itself travels once, apart from the rows."""
+    """BLAKE3 of the teacher's output head; the matrix itself travels once, apart from the rows. `OWN_HEAD` in rows that do not
+    travel because the trainer makes them."""
     hidden_size: int
     """D"""
     hidden: memoryview | bytes
@@ -172,8 +173,8 @@ class TeacherBlock(Block):
         return ((self.hidden_N_E, self.head_V_E),)
 
     def logits(self, part: slice, vocab_size: int) -> Tensor:
-        """[C, V] in the hidden states' type."""
-        return self.rule.apply(self.hidden_N_E[part] @ self.head_V_E[:vocab_size].T)
+        """[C, V] in the head's type. It is that of the stream's hidden states, unless the head is the student's own."""
+        return self.rule.apply(self.hidden_N_E[part].to(self.head_V_E.dtype) @ self.head_V_E[:vocab_size].T)
 
     def given(self, part: slice, vocab_size: int) -> Logits:
         return Logits(self.logits(part, vocab_size))

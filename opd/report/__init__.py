@@ -5,7 +5,7 @@ from __future__ import annotations
 from opd.report.gate import Gate
 from opd.report.run import RunFiles, read_run
 from opd.report.summary import build_report, full_report, headroom
-from opd.report.tables import agent_rows, baseline_rows, domain_rows, markdown_table, round_rows
+from opd.report.tables import agent_rows, baseline_rows, domain_rows, length_rows, markdown_table, round_rows
 from opd.report.write import write_report
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "domain_rows",
     "full_report",
     "headroom",
+    "length_rows",
     "markdown_table",
     "read_run",
     "round_rows",

@@ -11,6 +11,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
 from opd.report.drawing import COLOURS, WIDTH, Plot, domain_style, plot, thousands
+from opd.report.exams import moves
 
 LONGEST_NAME = 32
 """Characters of a name beside an axis."""
@@ -72,6 +73,26 @@ def headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None) -> P
         + (" Bars are 95 % intervals." if any(d.get("headroom_interval") for d in known.values()) else "")
         + ("" if gate is None else " The dashed line is the gate."),
     )
+
+
+def by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -> Plot:
+    """Points with intervals against the length of the task: student before, merged and expert, of those that took the exam."""
+    shown = [(key, label) for key, label in BARS if any(group[key] is not None for group in groups)]
+
+    def draw(axes: Axes) -> None:
+        for slot, (key, _) in enumerate(shown):
+            colour = COLOURS[BAR_COLOURS[key]]
+            known = [(at + (slot - 1) * 0.12, group) for at, group in enumerate(groups) if group[key] is not None]
+            axes.plot([at for at, _ in known], [group[key] for _, group in known], "o-", color=colour, markersize=4.5)
+            for at, group in known:
+                axes.plot([at, at], group[f"{key}_interval"], color=colour, linewidth=2.5, alpha=0.45)
+        axes.set_xticks(range(len(groups)), [f"{moves(group)}\n{group['questions']} tasks" for group in groups])
+        axes.set_xlim(-0.5, len(groups) - 0.5)
+        axes.set_ylim(-0.02, 1.02)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set(xlabel="right moves of the task", ylabel="success")
+
+    return plot(name, title, draw, legend=tuple((BAR_COLOURS[key], label) for key, label in shown))
 
 
 def _marks(axes: Axes, gate: float | None) -> None:

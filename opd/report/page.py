@@ -13,10 +13,11 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from opd.evaluation.evaluator import MERGED
-from opd.evaluation.scores import Answer, Evaluation
+from opd.evaluation.scores import Answer
 from opd.report import figures
 from opd.report.agents import LEVELS, agent_plots, shown_episodes
 from opd.report.drawing import DASHES, SERIES, Plot, thousands
+from opd.report.exams import agent_exams, latest, moves
 from opd.report.rewards import reward_plots
 from opd.report.run import RunFiles
 from opd.report.stale import stale_matrix
@@ -30,6 +31,7 @@ OPTIONAL = (
     "gate",
     "answers",
     "baselines",
+    "by_length",
     "mean_headroom_interval",
     "command",
     "curves",
@@ -90,6 +92,7 @@ def render(report: Mapping[str, Any], run: RunFiles) -> str:
         "percent": percent,
         "interval": percent_interval,
         "duration": duration,
+        "moves": moves,
         "shortened": shortened,
         "thousands": thousands,
     }
@@ -109,6 +112,7 @@ def render(report: Mapping[str, Any], run: RunFiles) -> str:
         baselines=[{**b, "name": baseline_name(b)} for b in report.get("baselines", ())],
         samples=_samples(run),
         cached=_cached(run),
+        agent_exams=agent_exams(run),
         experts=_experts(run, report),
         episodes=episodes,
         left_out=left_out,
@@ -176,7 +180,17 @@ def _plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[Plot]]:
         "matrix": [_matrix_plot(run)] if run.matrix else [],
         "baselines": _baseline_plots(report),
         "guard": _guard_plot(report),
+        "by_length": _length_plots(report),
     }
+
+
+def _length_plots(report: Mapping[str, Any]) -> list[Plot]:
+    """Success against the length of the task, for each domain that has tasks of more than one length."""
+    return [
+        figures.by_length(f"by-length-{number}", visible(domain), groups)
+        for number, (domain, groups) in enumerate(report.get("by_length", {}).items())
+        if len(groups) > 1
+    ]
 
 
 def _guard_plot(report: Mapping[str, Any]) -> list[Plot]:
@@ -341,7 +355,7 @@ def _samples(run: RunFiles) -> list[dict[str, Any]]:
     """The same prompts answered by student, merged model and expert: the first few of each domain."""
     models = [
         {answer.prompt_id: answer for answer in evaluation.answers} if evaluation else {}
-        for evaluation in (run.before, run.after or _latest(run), run.expert)
+        for evaluation in (run.before, latest(run), run.expert)
     ]
     ids: dict[str, list[Answer]] = {}
     for answer in models[1].values():
@@ -351,10 +365,6 @@ def _samples(run: RunFiles) -> list[dict[str, Any]]:
         {"domain": a.domain, "prompt": a.prompt, "answer": a.answer, "cells": [m.get(a.prompt_id) for m in models]}
         for a in chosen
     ]
-
-
-def _latest(run: RunFiles) -> Evaluation | None:
-    return run.during[max(run.during)] if run.during else None
 
 
 def _experts(run: RunFiles, report: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from opd.lineage import LINEAGE, sentences
 from opd.metrics import trained_tokens
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
+from opd.report.exams import answers, latest, success_by_length
 from opd.report.guard import guard_report
 from opd.report.intervals import Estimate, difference, headroom_interval, mean
 from opd.report.rewards import reward_curves
@@ -88,15 +89,15 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """The report from all files of a run directory; for a merge that goes on, the report so far.
 
     It has the keys of `build_report`, the intervals of `_add_intervals` if the evaluations' files are there, `curves` if there
-    are records, `episodes` of agents, `guard`, `evaluations`, `models`, `baselines`, `command` and `lineage` if the files have them,
-    `alarms` of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
+    are records, `episodes` of agents, `by_length`, `guard`, `evaluations`, `models`, `baselines`, `command` and `lineage` if the
+    files have them, `alarms` of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
     """
     before, expert, after = _accuracies(run)
     report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
     _add_regressions(report)
-    latest = run.after or _last(run.during)
-    if run.before and latest and (run.expert or run.without_teachers):
-        _add_intervals(report, run.before, run.expert, latest)
+    merged = latest(run)
+    if run.before and merged and (run.expert or run.without_teachers):
+        _add_intervals(report, run.before, run.expert, merged)
     if run.records:
         report["curves"] = curves(run.records)
         report["truncated"] = _truncated(run.records)
@@ -110,7 +111,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["evaluations"] = points
     lengths = {name: found for name in EXAMS if (found := getattr(run, name))}
     if lengths:
-        report["answers"] = _answers(lengths)
+        report["answers"] = answers(lengths)
+    report |= success_by_length(run)
     if run.baselines:
         rows = [_baseline_row(group, run) for group in _by_method(run.baselines)]
         report["baselines"] = sorted(rows, key=lambda row: -(row["mean_headroom"] or 0.0))
@@ -204,10 +206,6 @@ def _accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict
         after = next((point["accuracy"] for point in reversed(_evaluations(run)) if point["step"]), {})
     compared = before if run.without_teachers else expert
     return before, expert, {d: value for d, value in after.items() if d in before and d in compared}
-
-
-def _last(during: Mapping[int, Evaluation]) -> Evaluation | None:
-    return during[max(during)] if during else None
 
 
 def _add_regressions(report: dict[str, Any]) -> None:
@@ -346,20 +344,6 @@ def _mean_interval(before: Evaluation, expert: Evaluation, scores: Mapping[str, 
     ]
     known = [share for share in shares if share is not None]
     return mean(known) if known and len(known) == len(shares) else None
-
-
-def _answers(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[str, float]]]:
-    """Domain -> model -> questions, mean_tokens, truncated, and `failed` verifiers."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, evaluation in evaluations.items():
-        for domain, score in evaluation.scores.items():
-            found.setdefault(domain, {})[name] = {
-                "questions": score.questions,
-                "mean_tokens": score.mean_tokens,
-                "truncated": score.truncated,
-                "failed": score.failed,
-            }
-    return found
 
 
 def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]]:

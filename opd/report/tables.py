@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from opd.report.exams import moves
+
 
 def domain_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
     """Domain, student before, expert, merged, headroom recovered: one row a domain and a last one with the means."""
@@ -81,6 +83,26 @@ def _agent_row(row: Mapping[str, Any]) -> tuple[str, ...]:
         str(row["broken"]),
         f"{max(gaps):.1e}" if gaps else "-",
     )
+
+
+def length_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Domain, right moves of the task, tasks, and the success of student before, expert and merged with its 95 % interval:
+    one row for each group of tasks; none if no task says its moves."""
+    return [
+        (
+            domain,
+            moves(group),
+            str(group["questions"]),
+            *(success_text(group[key], group[f"{key}_interval"]) for key in ("before", "expert", "after")),
+        )
+        for domain, groups in report.get("by_length", {}).items()
+        for group in groups
+    ]
+
+
+def success_text(value: float | None, interval: Sequence[float] | None) -> str:
+    """0.5 and its interval -> `0.50 (0.40 to 0.60)`; None -> a dash."""
+    return "-" if value is None or interval is None else f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -5,6 +5,7 @@ What is done beside the weights is in `inside`, and is called in all processes o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,12 @@ def reset_prefix_cache(llm: Any) -> None:
     """Forget what the weights before computed. Raises: RunError if vLLM would not."""
     if not llm.reset_prefix_cache():
         raise RunError("vLLM refused to reset its prefix cache: requests were still running")
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Weights on their way into an engine."""
+
+    swap: StreamedSwap
+    base: Path | None
+    """Directory with the weights that do not come; None if all do."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from pathlib import Path
 from typing import TypeVar
 
-from opd import cluster, leftovers
-from opd.buckets import WeightStream
+from opd import cluster
 from opd.cluster import Pending, Worker
+from opd.early import Early
 from opd.interfaces import Decoder
 from opd.rollouts.endpoint.options import AgentOptions
+from opd.rollouts.engines import Engines, Telling, worker_name
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.episodes.spec import (
     LIMITS,
@@ -25,7 +23,6 @@ from opd.rollouts.episodes.spec import (
 )
 from opd.rollouts.episodes.trace import Sample
 from opd.rollouts.partial import Cuts
-from opd.rollouts.pour import pour
 from opd.rollouts.processes import engine_env
 from opd.rollouts.responses import (
     WHOLE,
@@ -41,8 +38,6 @@ from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMW
 from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch
 
 R = TypeVar("R")
-Weights = Callable[[], AbstractContextManager[Path]]
-"""Gives the weights that the engines hold as a Hugging Face directory, which exists within the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +78,7 @@ class RolloutSpec:
     """Deadline of every other call."""
 
 
-class VLLMRolloutEngine:
+class VLLMRolloutEngine(Engines):
     """Implements `opd.interfaces.RolloutEngine`."""
 
     def __init__(self, spec: RolloutSpec, tokenizer: Decoder) -> None:
@@ -104,25 +99,26 @@ class VLLMRolloutEngine:
         def spawn(index: int) -> Worker[VLLMWorker]:
             return cluster.spawn(VLLMWorker, options, spec.stop_token_ids, name=worker_name(index), env=env, gpus=gpus)
 
-        self._spawn = spawn
-        self._workers = [spawn(index) for index in range(spec.workers)]
-        self._restarted: list[str] = []
-        """Workers that were started again since the last rollouts."""
-        self._hold_files(lambda: nullcontext(model_dir))
-
-    def wait_ready(self) -> None:
-        """Block until every engine is up. Raises: RunError past the deadline."""
-        probe = [[0, 0]]  # two tokens of one sequence: the smallest request there is
-        answers = [worker.submit(VLLMWorker.logprobs, probe) for worker in self._workers]
-        cluster.wait(answers, timeout_s=self._spec.start_timeout_s)
+        super().__init__(spawn, spec.workers, model_dir, (spec.start_timeout_s, spec.timeout_s))
 
     def generate(
-        self, prompts: Sequence[Prompt], *, step: int, policy_version: int, cuts: Cuts = WHOLE
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        policy_version: int,
+        cuts: Cuts = WHOLE,
+        early: Early | None = None,
     ) -> RolloutBatch:
         replayed = {domain for domain, drift in self._spec.drift.items() if drift.replay}
         acting = [p for p in prompts if p.domain in self._spec.episodes and p.domain not in replayed]
         answering = [p for p in prompts if p.domain not in self._spec.episodes or p.domain in replayed]
-        answers, acts = self._respond(answering, step, policy_version, cuts), self._act(acting, step, policy_version)
+        if early is not None:
+            for prompt, sample_id in zip(prompts, sample_ids(prompts, step), strict=True):
+                if not _fits(prompt, self._spec.engine.max_model_len):
+                    early.written(sample_id, ())
+        answers = self._respond(answering, step, policy_version, cuts, early)
+        acts = self._act(acting, step, policy_version, early)
         restarted, self._restarted = tuple(self._restarted), []
         return replace(
             answers,
@@ -132,7 +128,9 @@ class VLLMRolloutEngine:
             episodes=acts.episodes,
         )
 
-    def _respond(self, prompts: Sequence[Prompt], step: int, policy_version: int, cuts: Cuts) -> RolloutBatch:
+    def _respond(
+        self, prompts: Sequence[Prompt], step: int, policy_version: int, cuts: Cuts, early: Early | None
+    ) -> RolloutBatch:
         """One response to each prompt, and the next part of those that were begun."""
         limit, context = self._spec.max_new_tokens, self._spec.engine.max_model_len
         fitting = [(p, s) for p, s in zip(prompts, sample_ids(prompts, step), strict=True) if _fits(p, context)]
@@ -143,14 +141,16 @@ class VLLMRolloutEngine:
         requests = [
             request_of(r, room, self._spec.temperature, self._spec.seed) for r, room in zip(begun, rooms, strict=True)
         ]
-        sampled = self._generate(requests, self._spec.n)
-        for rollout, out in zip(begun, sampled, strict=True):
+
+        def grown(place: int, out: Generated) -> Rollout:
+            rollout = begun[place]
             refuse_unknown(rollout.sample_id, out.token_ids, self._spec.engine.vocab_size)
+            return carried_on(rollout, out, self._spec.untrained.get(rollout.domain, frozenset()), policy_version)
+
+        sampled = self._generate(requests, self._spec.n, _teller(early, begun, lambda place, out: (grown(place, out),)))
         written: dict[bool, list[Rollout]] = {True: [], False: []}
-        for rollout, out, room, all_of_it in zip(begun, sampled, rooms, left, strict=True):
-            masked = self._spec.untrained.get(rollout.domain, frozenset())
-            done = out.stop_reason == "stop" or room == all_of_it
-            written[done].append(carried_on(rollout, out, masked, policy_version))
+        for place, (out, room, all_of_it) in enumerate(zip(sampled, rooms, left, strict=True)):
+            written[out.stop_reason == "stop" or room == all_of_it].append(grown(place, out))
         return RolloutBatch(
             rollouts=tuple(written[True]),
             quarantined=tuple(_refused(p, context) for p in prompts if not _fits(p, context)),
@@ -158,7 +158,7 @@ class VLLMRolloutEngine:
             carried_on=frozenset(rollout.sample_id for rollout in cuts.begun),
         )
 
-    def _act(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
+    def _act(self, prompts: Sequence[Prompt], step: int, policy_version: int, early: Early | None) -> RolloutBatch:
         """One episode for each prompt. Raises: RunError if too many of a domain break."""
         room = self._spec.engine.max_model_len
         requests = [
@@ -166,7 +166,14 @@ class VLLMRolloutEngine:
             for p, sample_id in zip(prompts, sample_ids(prompts, step), strict=True)
             if _fits(p, room)
         ]
-        results = self._play(requests, self._spec.temperature, policy_version)
+
+        def known(_: int, result: EpisodeResult) -> tuple[Rollout, ...]:
+            for rollout in result.rollouts:
+                refuse_unknown(rollout.sample_id, rollout.response_ids, self._spec.engine.vocab_size)
+            return result.rollouts
+
+        telling = _teller(early, [request.sample for request in requests], known)
+        results = self._play(requests, self._spec.temperature, policy_version, telling)
         stats = {
             domain: EpisodeStats.of(
                 result for request, result in zip(requests, results, strict=True) if request.prompt.domain == domain
@@ -175,9 +182,7 @@ class VLLMRolloutEngine:
         }
         for domain, found in stats.items():
             refuse_many_broken(domain, found, self._spec.episodes[domain].max_broken)
-        rollouts = tuple(r for result in results for r in result.rollouts)
-        for rollout in rollouts:
-            refuse_unknown(rollout.sample_id, rollout.response_ids, self._spec.engine.vocab_size)
+        rollouts = tuple(r for place, result in enumerate(results) for r in known(place, result))
         refused = [_refused(p, room) for p in prompts if not _fits(p, room)]
         refused += [_unplayed(q.prompt, r) for q, r in zip(requests, results, strict=True) if not r.rollouts]
         return RolloutBatch(rollouts=rollouts, quarantined=tuple(refused), episodes=stats)
@@ -203,16 +208,25 @@ class VLLMRolloutEngine:
         )
 
     def _play(
-        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int = 0
+        self,
+        requests: Sequence[EpisodeRequest],
+        temperature: float,
+        policy_version: int = 0,
+        telling: Telling[EpisodeResult] | None = None,
     ) -> list[EpisodeResult]:
         """Deal episodes out as `_generate` deals out requests."""
         num = len(self._workers)
         if not requests:
             return []
-        parts = self._call(
-            lambda worker, i: worker.submit(VLLMWorker.episodes, requests[i::num], temperature, policy_version)
-        )
-        return [parts[i % num][i // num] for i in range(len(requests))]
+        dealt = [list(range(index, len(requests), num)) for index in range(num)]
+
+        def all_of_them(worker: Worker[VLLMWorker], index: int) -> Pending[list[EpisodeResult]]:
+            return worker.submit(VLLMWorker.episodes, requests[index::num], temperature, policy_version)
+
+        def as_they_end(worker: Worker[VLLMWorker], index: int, groups: list[int]) -> Pending[None]:
+            return worker.submit(VLLMWorker.begin_episodes, requests[index::num], temperature, policy_version, groups)
+
+        return self._dealt(dealt, all_of_them, as_they_end, telling)
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
         limit, room = self._spec.max_answer_tokens, self._spec.engine.max_model_len
@@ -247,37 +261,6 @@ class VLLMRolloutEngine:
         turns = [replace(r, options=replace(r.options, max_turn_tokens=limit)) for r in requests]
         return self._play(turns, temperature)
 
-    def load(self, model_dir: Path, again: Weights | None = None, base: Path | None = None) -> None:
-        base = base and base.absolute()
-        self._hold_files(lambda: nullcontext(model_dir), base)
-        self._call(lambda worker, _: worker.submit(VLLMWorker.load, model_dir.absolute(), base))
-        if again:
-            self._hold_files(again, base)
-
-    def _hold_files(self, weights: Weights, base: Path | None = None) -> None:
-        """From now on a worker that is started again gets these weights; those of `base`, if that is not None, where they are
-        not all."""
-
-        def restore(worker: Worker[VLLMWorker]) -> None:
-            with weights() as model_dir:
-                loaded = worker.submit(VLLMWorker.load, model_dir.absolute(), base)
-                loaded.result(timeout_s=self._spec.start_timeout_s)
-
-        self._restore = restore
-
-    def receive(self, send: Callable[[], WeightStream]) -> None:
-        def restore(worker: Worker[VLLMWorker]) -> None:
-            pour([worker], send(), timeout_s=self._spec.start_timeout_s)
-            worker.submit(VLLMWorker.finish_stream).result(timeout_s=self._spec.timeout_s)
-
-        self._restore = restore
-        pour(self._workers, send(), timeout_s=self._spec.timeout_s)
-        # Here those that died meanwhile are noticed, and get a stream of their own.
-        self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
-
-    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        return self._call(lambda worker, _: worker.submit(VLLMWorker.logprobs, token_ids))
-
     def _completion(self, prompt: Prompt, sampled: Generated | None) -> Completion:
         ids = sampled.token_ids if sampled else ()
         return Completion(
@@ -287,40 +270,34 @@ class VLLMRolloutEngine:
             truncated=sampled is not None and sampled.stop_reason == "length",
         )
 
-    def _generate(self, requests: Sequence[GenerateRequest], n: int) -> list[Generated]:
+    def _generate(
+        self, requests: Sequence[GenerateRequest], n: int, telling: Telling[Generated] | None = None
+    ) -> list[Generated]:
         """Deal out round-robin, `n` at a time, so workers get equal domain mixes, and put the answers back in order."""
         num = len(self._workers)
         dealt = [[i for i in range(len(requests)) if i // n % num == index] for index in range(num)]
-        parts = self._call(lambda worker, i: worker.submit(VLLMWorker.generate, [requests[j] for j in dealt[i]]))
-        answers = dict(zip(chain(*dealt), chain(*parts), strict=True))
-        return [answers[i] for i in range(len(requests))]
 
-    def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
-        """The answers of all workers; `ask` calls one of them, and gets its index too.
+        def all_of_them(worker: Worker[VLLMWorker], index: int) -> Pending[list[Generated]]:
+            return worker.submit(VLLMWorker.generate, [requests[j] for j in dealt[index]])
 
-        A worker that dies is started again, once a call. The programs of its agents are ended, the new worker gets the weights
-        that the others hold and does its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait` raises.
-        """
-        pending = [ask(worker, index) for index, worker in enumerate(self._workers)]
-        restarted: set[int] = set()
-        while True:
-            try:
-                return cluster.wait(pending, timeout_s=self._spec.timeout_s)
-            except cluster.WorkerDied as error:
-                if error.worker not in self._workers or self._workers.index(error.worker) in restarted:
-                    raise
-                index = self._workers.index(error.worker)
-                restarted.add(index)
-                self._restarted.append(worker_name(index))
-                leftovers.end_abandoned()
-                worker = self._workers[index] = self._spawn(index)
-                self._restore(worker)
-                pending[index] = ask(worker, index)
+        def as_they_end(worker: Worker[VLLMWorker], index: int, groups: list[int]) -> Pending[None]:
+            return worker.submit(VLLMWorker.begin_generate, [requests[j] for j in dealt[index]], groups)
+
+        return self._dealt(dealt, all_of_them, as_they_end, telling)
 
 
-def worker_name(index: int) -> str:
-    """What errors call a worker, and what a place is reserved for."""
-    return f"rollout worker {index}"
+def _teller(
+    early: Early | None, asked: Sequence[Rollout] | Sequence[Sample], rollouts: Callable[[int, R], Sequence[Rollout]]
+) -> Telling[R] | None:
+    """Who is told what came of each of these; None if nobody is."""
+    if early is None:
+        return None
+    hears = early
+
+    def tell(place: int, answer: R) -> None:
+        hears.written(asked[place].sample_id, rollouts(place, answer))
+
+    return Telling([hears.group_of[one.sample_id] for one in asked], tell)
 
 
 def _fits(prompt: Prompt, room: int) -> bool:

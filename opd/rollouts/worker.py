@@ -10,9 +10,10 @@ happening. `repairs` has those of single families.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,6 +22,7 @@ from opd.buckets import Bucket
 from opd.errors import RunError
 from opd.guard.build import shared_guard
 from opd.imports import import_lightly
+from opd.rollouts.early import Part, in_groups, sampled
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
@@ -28,7 +30,7 @@ from opd.rollouts.inside import EXTENSION
 from opd.rollouts.own_files import own_files
 from opd.rollouts.processes import bind_processes, explained
 from opd.rollouts.repairs import RESTARTED, is_recurrent
-from opd.rollouts.swap import StreamedSwap, reset_prefix_cache, swap_weights
+from opd.rollouts.swap import Incoming, StreamedSwap, reset_prefix_cache, swap_weights
 from opd.types import TurnStop
 
 SMALL_BLOCK = 32
@@ -93,10 +95,12 @@ class VLLMWorker:
         self._asleep = False
         self._base: Path | None = options.model_dir
         """Directory whose weights the engine holds, except those that a load with `base` replaced; None if not known."""
-        self._stream: _Stream | None = None
+        self._stream: Incoming | None = None
         """Weights that are coming in."""
         self._expert: VLLMWorker | None = None
         """A second engine in this process, which holds an expert that writes turns; made when one is asked for."""
+        self._parts: Iterator[Part] = iter(())
+        """What is being written."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Sample (or, at temperature 0, decode greedily) every request. Caches are empty at the start: what is written must not
@@ -109,19 +113,43 @@ class VLLMWorker:
         self._sleep()
         return [_generated(output.outputs[0]) for output in outputs]
 
+    def begin_generate(self, requests: Sequence[GenerateRequest], groups: Sequence[int]) -> None:
+        """The same, but `next_part` gives what is done while others are written, whole groups at a time. `groups`: by request."""
+        self._parts = in_groups(self._sampled(requests), groups)
+
+    def _sampled(self, requests: Sequence[GenerateRequest]) -> Iterator[Part]:
+        self._wake()
+        reset_prefix_cache(self._llm)
+        asked = [(r.token_ids, self._final(self._params(r.max_tokens, r.temperature, r.seed))) for r in requests]
+        yield from sampled(self._llm.llm_engine, asked, _generated)
+        self._sleep()
+
     def episodes(
         self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
     ) -> list[EpisodeResult]:
         """Play every episode to its end, all turns in one batch; those that an expert guides in a batch for each expert, which is
         loaded once. Raises: RunError; ModelError if the chat template cannot append."""
+        found = dict(chain.from_iterable(self._played(requests, temperature, policy_version)))
+        return [found[place] for place in range(len(requests))]
+
+    def begin_episodes(
+        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int, groups: Sequence[int]
+    ) -> None:
+        """The same, but `next_part` gives what has ended while others are played, whole groups at a time. `groups`: by request."""
+        self._parts = in_groups(self._played(requests, temperature, policy_version), groups)
+
+    def next_part(self) -> Part | None:
+        """Go on with what was begun until a group is done: its places among the requests, and answers; None after the last."""
+        return next(self._parts, None)
+
+    def _played(self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int) -> Iterator[Part]:
+        """Episodes as they end."""
         guides = [None if request.guide is None else request.guide.model_dir for request in requests]
-        found: dict[int, EpisodeResult] = {}
         for guide in dict.fromkeys(guides):
             mine = [place for place, other in enumerate(guides) if other == guide]
             expert = None if guide is None else self._holding(guide)
-            played = self._play([requests[place] for place in mine], temperature, policy_version, expert)
-            found |= dict(zip(mine, played, strict=True))
-        return [found[place] for place in range(len(requests))]
+            for part in self._play([requests[place] for place in mine], temperature, policy_version, expert):
+                yield [(mine[place], result) for place, result in part]
 
     def _holding(self, model_dir: Path) -> VLLMWorker:
         """The engine beside the student's, with these weights and empty caches: what it writes must not depend on what it
@@ -140,10 +168,8 @@ class VLLMWorker:
         temperature: float,
         policy_version: int,
         expert: VLLMWorker | None,
-    ) -> list[EpisodeResult]:
-        """Episodes with one expert beside the policy, or none."""
-        from vllm.sampling_params import RequestOutputKind
-
+    ) -> Iterator[Part]:
+        """Episodes with one expert beside the policy, or none, as they end."""
         from opd.rollouts.endpoint.episode import play  # its HTTP server is not there where engines are not installed
 
         self._wake()
@@ -152,17 +178,19 @@ class VLLMWorker:
             shared_guard(spec)  # a judge's model is loaded here, before another thread plays the episodes
 
         def params(max_tokens: int, seed: int) -> Any:
-            made = self._params(max_tokens, temperature, seed if temperature else None)
-            made.output_kind = RequestOutputKind.FINAL_ONLY
-            return made
+            return self._final(self._params(max_tokens, temperature, seed if temperature else None))
 
         context = self._options.max_model_len
         sampling = Sampling(params=params, read=_generated, context=context, policy_version=policy_version)
         engine = BatchEngine(self._llm.llm_engine, sampling)
         beside = None if expert is None else engine.beside(expert._llm.llm_engine)
-        results = engine.drive(lambda: play(requests, engine, self._dialogues, context, policy_version, beside))
+
+        def told(place: int, found: EpisodeResult) -> None:
+            engine.tell((place, found))
+
+        asked = [dataclasses.replace(r, told=partial(told, place)) for place, r in enumerate(requests)]
+        yield from engine.steps(lambda: play(asked, engine, self._dialogues, context, policy_version, beside))
         self._sleep()
-        return results
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, at temperature 1."""
@@ -202,7 +230,7 @@ class VLLMWorker:
             self.load(model_dir)
         self._wake()
         self._base = None  # until all weights are there
-        self._stream = _Stream(StreamedSwap(self._llm, whole=whole), None if whole else model_dir)
+        self._stream = Incoming(StreamedSwap(self._llm, whole=whole), None if whole else model_dir)
 
     def take_bucket(self, bucket: Bucket) -> None:
         """Some of the weights."""
@@ -244,6 +272,14 @@ class VLLMWorker:
             skip_clone=True,  # made for this request alone, so vLLM need not copy it
         )
 
+    @staticmethod
+    def _final(params: Any) -> Any:
+        """Nothing is told of a response before its end."""
+        from vllm.sampling_params import RequestOutputKind
+
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        return params
+
     @cached_property
     def _dialogues(self) -> Dialogues:
         """With the student's tokenizer, which episodes need and nothing else here."""
@@ -262,15 +298,6 @@ class VLLMWorker:
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """Weights on their way into an engine."""
-
-    swap: StreamedSwap
-    base: Path | None
-    """Directory with the weights that do not come; None if all do."""
 
 
 def model_shape(model_dir: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from opd.cluster import Background
+from opd.early import Early
 from opd.rollouts.partial import Cuts
 from opd.schedules.spec import ScheduleSpec, Writer
 from opd.types import Prompt, Rollout, RolloutBatch
@@ -41,9 +42,11 @@ class OneStepOff:
         self._writing: tuple[int, Background[RolloutBatch]] | None = None
         self._written: dict[int, RolloutBatch] = {}
 
-    def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
+    def rollouts(
+        self, step: int, policy_version: int, prompts: Sequence[Prompt], early: Early | None = None
+    ) -> RolloutBatch:
         """Take those that were written during the step before, by this process or by one that was killed. Before a run's first
-        step there was none: they are written now."""
+        step there was none: they are written now. The pipeline keeps `early` away: here they come all at once."""
         batch = self._written.pop(step, None) or self._spec.log.written(step, policy_version - 1, prompts)
         return batch or self._writer.write(step, policy_version, prompts, self._cuts(step, ()))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from opd.early import Early
 from opd.interfaces import PromptSource, RolloutEngine, TargetLog
 from opd.rollouts.partial import Cuts
 from opd.types import Prompt, RolloutBatch
@@ -36,11 +38,17 @@ class Writer:
         self._seconds = 0.0
 
     def write(
-        self, step: int, policy_version: int, prompts: Sequence[Prompt], cuts: Cuts | None = None
+        self,
+        step: int,
+        policy_version: int,
+        prompts: Sequence[Prompt],
+        cuts: Cuts | None = None,
+        early: Early | None = None,
     ) -> RolloutBatch:
         """The responses of a step, by the weights that the engine holds. Raises: what the engine raises."""
         began = time.monotonic()
-        more = {} if cuts is None else {"cuts": cuts}  # an engine of one's own need not know them
+        # An engine of one's own need not know them.
+        more: dict[str, Any] = {k: v for k, v in (("cuts", cuts), ("early", early)) if v is not None}
         try:
             return self._engine.generate(prompts, step=step, policy_version=policy_version, **more)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from opd.early import Early
 from opd.schedules.spec import ScheduleSpec, Writer
 from opd.types import Prompt, Rollout, RolloutBatch
 
@@ -19,9 +20,11 @@ class Sync:
         self.max_staleness = spec.max_staleness
         self._writer = Writer(spec.engine)
 
-    def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
+    def rollouts(
+        self, step: int, policy_version: int, prompts: Sequence[Prompt], early: Early | None = None
+    ) -> RolloutBatch:
         """Have them written now."""
-        return self._writer.write(step, policy_version, prompts)
+        return self._writer.write(step, policy_version, prompts, early=early)
 
     def begin_next(self, step: int, policy_version: int, unfinished: Sequence[Rollout]) -> None:
         """Begin nothing: the weights that write `step` come from the step before it."""

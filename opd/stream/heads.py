@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from opd.interfaces import HeadHandle
 
 
+OWN_HEAD = "own"
+"""In place of a content hash: the student's own output head, which the trainer has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """An output head and what its architecture does to the logits."""

@@ -47,9 +47,9 @@ from opd.types import Prompt, Rollout, RolloutBatch
 
 MANIFEST = "step.json"
 ROLLOUTS = "rollouts.arrow"
-FORMAT = 4
+FORMAT = 5
 """1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts; 3 had no origin, parent
-and next of a rollout."""
+and next of a rollout; 4 could hold rows of a start student that the trainer asks today."""
 
 
 class ArrowTargetLog:

@@ -69,7 +69,8 @@ class TargetRow:
     teacher: str
     """Name of the expert that scored the row."""
     weight: float = 1.0
-    """Share of this teacher among those of the row's domain; a sample has one row for each, and they add up to 1."""
+    """Share of this teacher among those of the row's domain; a sample has one row for each, and they add up to 1. Where the
+    trainer asks the start student (`opd.train.start`), its row is not among those that come."""
     answer: Answer
     """What the teacher says of the trained tokens; its class is the payload's."""
 

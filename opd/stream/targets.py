@@ -73,8 +73,10 @@ class TargetStream:
         *,
         heads: Mapping[str, HeadSource],
         restarted: Sequence[str] = (),
+        busy_s: Callable[[], float] | None = None,
     ) -> None:
-        """`source` gives handles to parts as they are scored, and may add to `restarted`."""
+        """`source` gives handles to parts as they are scored, and may add to `restarted`. `busy_s` says how long teachers were at
+        work, if that is not the time from now to the last part."""
         self.asked = asked
         self.heads = heads
         """Content hash -> head, for every head that the rows name. A rank fetches what it needs and does not hold."""
@@ -85,10 +87,11 @@ class TargetStream:
         self.arrived = False
         """All parts came, and no row is missing."""
         self.busy_s = 0.0
-        """Seconds from the question to the last part."""
+        """Seconds in which teachers scored: those from the question to the last part, or without their pauses if they began before."""
         self.num_parts = 0
         self.nbytes = 0
-        self._asked_at = time.monotonic()
+        began = time.monotonic()
+        self._busy_s = busy_s or (lambda: time.monotonic() - began)
         self._source = source
         self._sent = {r.sample_id: r for r in asked.rollouts}
         self._missing = {(r.sample_id, name) for r in asked.rollouts for name in asked.teachers[r.domain]}
@@ -147,7 +150,7 @@ class TargetStream:
         handle = next(self._source, None)
         if handle is None:
             self._check_whole()
-            self.busy_s = time.monotonic() - self._asked_at
+            self.busy_s = self._busy_s()
             self._show(None, None)
             self.arrived = True
             return None

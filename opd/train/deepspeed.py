@@ -79,7 +79,9 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             targets.settle()
             return skipped
         plan = self.plan(rollouts)
-        self._begin(replace(whole, baselines=self._baselines(targets)), plan, targets)
+        start = self._spec.rank.start
+        rounds = start.rounds(plan, rollouts) if start else frozenset()
+        self._begin(replace(whole, baselines=self._baselines(targets), start_rounds=rounds), plan, targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         scored_share = partial(_scored_share, rollouts, whole.weights)
         trains = self._accumulate_all(feed, len(plan[0]), targets, scored_share)

@@ -4,6 +4,7 @@
     plain_weights    the tensors of the model as if there were no adapters, and what each is made of
     changed_weights  those of them that training changes: what an engine that holds the rest has to be told
     fold             the adapters into the weights, where nothing is sharded
+    without_adapters the model as it was, for as long as it is asked
 
 PEFT computes; what an adapter adds to a weight is said in `opd.lora`.
 """
@@ -11,7 +12,8 @@ PEFT computes; what an adapter adds to a weight is said in `opd.lora`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,23 @@ def fold(lm: Any) -> None:
     for name, module in list(lm.named_modules()):
         if hasattr(module, "base_layer"):
             setattr(lm.get_submodule(_parent(name)), name.rpartition(".")[2], module.base_layer)
+
+
+@contextmanager
+def without_adapters(lm: Any) -> Iterator[None]:
+    """Within, a model that `adapt` has changed computes as if it had not."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [module for module in lm.modules() if isinstance(module, BaseTunerLayer)]
+    assert layers, "a model without adapters"
+    # PEFT's own switch would also take `requires_grad` off the adapters, which DeepSpeed has to find as it was.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def lora_size(lm: Any) -> LoraSize:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,18 +19,19 @@ from opd.devices import to_device
 from opd.errors import RunError
 from opd.lora import tensor_name
 from opd.losses.policy_gradient import PolicyGradient
-from opd.stream.heads import Head, HeadSource
+from opd.stream.heads import OWN_HEAD, Head, HeadSource
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import MicroBatch, gather_samples, micro_batch
 from opd.train.export import Sending, gathered
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
 from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy
+from opd.train.start import StartTeacher
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
 from opd.train.turns import TurnWeights, turn_factors
 from opd.train.zero import ModelOptions, ZeroEngine
-from opd.types import DomainStats, PositionStats, TurnStats
+from opd.types import DomainStats, PositionStats, Rollout, TurnStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ class RankWork:
     """Samples whose loss is reported token by token."""
     policy: PolicyWork | None = None
     """The policy gradient; None without a reward."""
+    start_rounds: frozenset[int] = frozenset()
+    """Micro-batches for which all ranks ask the start student."""
 
     def of(self, part: Sequence[Sequence[str]]) -> RankWork:
         """One rank's part, from that of the whole step: these micro-batches, with what belongs to their samples."""
@@ -98,6 +101,8 @@ class RankOptions(ModelOptions):
     """Domain -> how much its turns weigh, for domains whose turns do not all weigh the same."""
     lora: LoraOptions | None = None
     """What is trained beside the student's own weights, which then stay as they are; None: the weights themselves."""
+    start: StartTeacher | None = None
+    """How the student as the merge begins is asked; None if it is no teacher, or one like the others. Needs `lora`."""
 
 
 class TrainerRank(ZeroEngine):
@@ -125,10 +130,12 @@ class TrainerRank(ZeroEngine):
         step = self._step
         step.receive(parts)
         ids = [i for i in step.work.micro_batches[index] if i not in left_out]
+        if index in step.work.start_rounds:
+            self._ask_start(ids)
         batch = step.micro_batch(ids, self._layout)
         # Each once: a head that several blocks share would be fetched again where others drove it out.
         needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
-        heads = {key: self._head(step.heads[key]) for key in needed}
+        heads = {key: self._head(step.heads[key]) for key in needed if key != OWN_HEAD}
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
         weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
         if self._options.turn_weights:
@@ -149,6 +156,13 @@ class TrainerRank(ZeroEngine):
         step.totals.keep(batch, stats, {place: i for place, i in enumerate(ids) if i in step.work.watched})
         if rewarded:
             step.policy_totals.add(batch, rewarded[1], stats)
+
+    def _ask_start(self, ids: Sequence[str]) -> None:
+        """Add what the student as the merge begins says of these samples to what other teachers sent."""
+        start, step = self._options.start, self._step
+        assert start is not None
+        step.add(start.rows(self._engine.module, step.rollouts(ids), self._layout, step.dtype, self._device))
+        self._give_back()
 
     def _scaled(self, rewarded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What `PolicyWork.tokens` gave, on this device and with weights as in the loss."""
@@ -279,7 +293,7 @@ class _Step:
         self.comparison = Comparison()
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
-        self._dtype = "float32"
+        self.dtype = torch.float32
         """That of the parts that came."""
 
     def receive(self, parts: Sequence[np.ndarray]) -> None:
@@ -288,17 +302,29 @@ class _Step:
 
         for part in parts:
             stream = read_stream(pa.py_buffer(part), self._vocab_size)
-            self._dtype = stream.dtype
-            for row in stream.rows:
-                sample_id = row.rollout.sample_id
-                assert sample_id in self._mine, f"{sample_id} is of another rank"
-                self._rows[sample_id].append(row)
+            self.dtype = getattr(torch, stream.dtype)
+            self.add(stream.rows)
+
+    def add(self, rows: Iterable[TargetRow]) -> None:
+        """Keep these rows in the same way."""
+        for row in rows:
+            sample_id = row.rollout.sample_id
+            assert sample_id in self._mine, f"{sample_id} is of another rank"
+            self._rows[sample_id].append(row)
+
+    def rollouts(self, ids: Sequence[str]) -> list[Rollout]:
+        """The rollouts of these samples. Raises: as `micro_batch`."""
+        self._refuse_missing(ids)
+        return [self._rows[sample_id][0].rollout for sample_id in ids]
 
     def micro_batch(self, ids: Sequence[str], layout: str = "packed") -> MicroBatch:
         """The tensors of these samples, which are forgotten. Raises: RunError if rows of theirs are missing."""
+        self._refuse_missing(ids)
+        samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
+        work = self.work
+        return micro_batch([samples[i] for i in ids], self.dtype, work.baselines, layout, work.first_turns)
+
+    def _refuse_missing(self, ids: Sequence[str]) -> None:
         missing = sorted(set(ids) - set(self._rows))
         if missing:
             raise RunError(f"step {self.work.step}: no teacher scored {missing[:3]}")
-        samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
-        dtype, work = getattr(torch, self._dtype), self.work
-        return micro_batch([samples[i] for i in ids], dtype, work.baselines, layout, work.first_turns)

@@ -35,9 +35,8 @@ class Student(nn.Module):
         """The micro-batch's share of the loss, and per-token numbers. `policy`, with a reward: advantage_N, and the tokens'
         weight_N in the policy gradient."""
         hidden_N_D = self.hidden(batch.packed)[batch.predict_N]
-        blocks = [block.with_heads(heads) for block in batch.blocks]
         tokens = Tokens(batch.token_N, weight_N, batch.behaviour_N, *policy)
-        value, stats = self.loss_head(hidden_N_D, tokens, blocks)
+        value, stats = self.loss_head(hidden_N_D, tokens, batch.blocks, heads)
         return value, stats
 
     def hidden(self, packed: Packed) -> Tensor:

@@ -157,7 +157,7 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
     """
     from experts.episodes.encode import EpisodeEncoder
 
-    encoder = EpisodeEncoder(inputs.tokenizer, inputs.template_date)
+    encoder = EpisodeEncoder(inputs.tokenizer, inputs.template_date, config.student.tool_call_parser)
     completions: Completions = {}
     for domain, prompts in inputs.prompts.items():
         source = prompts_of(domain, config.domains[domain], inputs.registered_prompts(domain))

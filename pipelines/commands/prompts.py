@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="Look at a pipeline's prompts, or m
 )
 def make(
     suite: Annotated[
-        str, typer.Argument(help="letters, agents, rewards or reasoning.", autocompletion=completion.suites)
+        str, typer.Argument(help="letters, agents, rewards, tools or reasoning.", autocompletion=completion.suites)
     ],
     output: Annotated[Path, typer.Option(help="Directory; gets DOMAIN/train.jsonl and DOMAIN/eval.jsonl.")],
     domains: Annotated[str | None, typer.Option(help="Comma-separated; default: all of the suite.")] = None,

@@ -16,6 +16,7 @@ app = typer.Typer()
 DOMAIN_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
 BASELINE_COLUMNS = ("method", "share", "response tokens", "seeds", "headroom recovered", "out of date")
 AGENT_COLUMNS = ("domain", "episodes", "turns", "reward", "with loss", "forks", "turns lost", "broken", "gap of a turn")
+LENGTH_COLUMNS = ("domain", "right moves", "tasks", "student before", "expert", "merged")
 ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what was left")
 
 
@@ -65,24 +66,28 @@ def report(
 
 def print_report(found: dict[str, Any]) -> None:
     """Print a merge's report as tables, and say which results are out of date."""
-    from opd.report import agent_rows, baseline_rows, domain_rows, round_rows
+    from opd.report import agent_rows, baseline_rows, domain_rows, length_rows, round_rows
 
     print_table(found["name"], DOMAIN_COLUMNS, domain_rows(found))
     if "rounds" in found:
         print_table("rounds", ROUND_COLUMNS, round_rows(found))
     if rows := agent_rows(found):
         print_table("agents", AGENT_COLUMNS, rows)
+    if rows := length_rows(found):
+        print_table("success by the length of the task (95 % interval)", LENGTH_COLUMNS, rows)
     if rows := baseline_rows(found):
         print_table("beside other ways to merge", BASELINE_COLUMNS, rows)
     _say_what_is_missing(found)
 
 
 def _print_markdown(found: dict[str, Any]) -> None:
-    from opd.report import agent_rows, baseline_rows, domain_rows, markdown_table
+    from opd.report import agent_rows, baseline_rows, domain_rows, length_rows, markdown_table
 
     say(markdown_table(DOMAIN_COLUMNS, domain_rows(found)), err=False)
     if rows := agent_rows(found):
         say("\n" + markdown_table(AGENT_COLUMNS, rows), err=False)
+    if rows := length_rows(found):
+        say("\n" + markdown_table(LENGTH_COLUMNS, rows), err=False)
     if rows := baseline_rows(found):
         say("\n" + markdown_table(BASELINE_COLUMNS, rows), err=False)
     _say_what_is_missing(found)

@@ -21,7 +21,7 @@ from pipelines.catalog import find
 from pipelines.evaluation.lm_eval import lm_eval_models
 from pipelines.evaluation.matrix import Matrix, evaluate_matrix
 from pipelines.evaluation.models import Tell, evaluate_models, with_all_domains
-from pipelines.evaluation.tables import matrix_rows, score_columns, score_rows, side_by_side_rows
+from pipelines.evaluation.tables import length_rows, matrix_rows, score_columns, score_rows, side_by_side_rows
 from pipelines.merging.changes import refused_keys
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
@@ -144,8 +144,19 @@ def _as_json(
 
 def _tables(found: Mapping[str, Evaluation], side_by_side: bool) -> list[Table]:
     if side_by_side and found:
-        return [("accuracy (95 % interval)", ("domain", *found), side_by_side_rows(found))]
-    return [(name, score_columns(one), score_rows(one)) for name, one in found.items()]
+        return [("accuracy (95 % interval)", ("domain", *found), side_by_side_rows(found)), *_length_tables(found)]
+    return [
+        table
+        for name, one in found.items()
+        for table in ((name, score_columns(one), score_rows(one)), *_length_tables({name: one}))
+    ]
+
+
+def _length_tables(found: Mapping[str, Evaluation]) -> list[Table]:
+    """The table of agents' success by the length of their tasks; none where no task says its moves."""
+    rows = length_rows(found)
+    columns = ("domain", "right moves", "tasks", *found)
+    return [("success by the length of the task (95 % interval)", columns, rows)] if rows else []
 
 
 def _public_tables(public: Mapping[str, TaskScores]) -> list[Table]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from opd.evaluation.evaluator import BEFORE
+from opd.evaluation.lengths import beside
 from opd.evaluation.scores import Evaluation
 from pipelines.evaluation.matrix import Matrix
 
@@ -59,6 +60,23 @@ def side_by_side_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]
         for domain in first.scores
     ]
     return [*rows, ("mean", *(f"{fmean(m.accuracy.values()):.3f}" for m in models.values()))]
+
+
+def length_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:
+    """Domain, right moves of the task, tasks, then each model's success on them with the 95 % interval; no row for a domain
+    whose tasks do not say their moves."""
+    return [
+        (
+            row.domain,
+            row.moves,
+            str(row.questions),
+            *(
+                f"{s.accuracy:.3f} ({s.low:.2f} to {s.high:.2f})" if (s := row.scores.get(name)) else "-"
+                for name in models
+            ),
+        )
+        for row in beside(models)
+    ]
 
 
 def matrix_rows(matrix: Matrix) -> list[tuple[str, ...]]:

@@ -56,6 +56,7 @@ def _environment_options(
         step_timeout_s=environment.step_timeout_s,
         max_broken=environment.max_broken,
         template_date=config.student.template_date,
+        tool_call_parser=config.student.tool_call_parser,
         compaction=_compaction(config, environment.context),
         guard=guard_of_domain(config, domain, judged),
         sub_agents=sub_agents_options(config, name, environment),
@@ -80,6 +81,7 @@ def _agent_options(config: PipelineConfig, domain: DomainConfig, judged: Path | 
         max_turn_tokens=config.rollout.max_new_tokens,
         max_broken=agent.max_broken,
         template_date=config.student.template_date,
+        tool_call_parser=config.student.tool_call_parser,
         guard=guard_of_domain(config, domain, judged),
     )
 
@@ -101,7 +103,8 @@ def check_environments(
     the chat template where a domain's prompts are messages or an agent's program sends some. Sub-agents have to fit their
     environments and prompts.
 
-    Raises: ConfigError; ModelError if the template cannot append.
+    Raises: ConfigError; ModelError if the template cannot append, or if an environment has tools and the student's calls cannot
+    be read.
     """
     episodes = episode_options(config)
     tools: dict[str, list[str]] = {}
@@ -115,11 +118,17 @@ def check_environments(
     check_guards({name: options.guard for name, options in episodes.items() if options.guard is not None}, tools)
     appender = None
     if any(_needs_template(options, prompts[name], tokenizer) for name, options in episodes.items()):
-        appender = ChatAppender(tokenizer, stop_token_ids, config.student.template_date)
+        student = config.student
+        appender = ChatAppender(tokenizer, stop_token_ids, student.template_date, student.tool_call_parser)
     for name, domain in config.domains.items():
-        if domain.environment is not None and domain.environment.sub_agents:
-            chat = None if isinstance(prompts[name][0].text, str) else appender
-            check_sub_agents(name, domain.environment, tools, chat)
+        section = domain.environment
+        if section is None or not (tools[name] or section.sub_agents):
+            continue
+        chat = None if isinstance(prompts[name][0].text, str) else appender
+        if section.sub_agents:
+            check_sub_agents(name, section, tools, chat)
+        if chat is not None:
+            _ = chat.format  # raises if nobody reads the calls
 
 
 def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:

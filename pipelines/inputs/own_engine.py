@@ -41,7 +41,14 @@ def refuse_unfit(config: PipelineConfig) -> None:
         else:
             wanted, fix = WANTED, "add them: docs/python.md"
         raise ConfigError.at(KEY, found=found, wanted=wanted, fix=fix)
-    if config.schedule.partial_rollout and isinstance(engine, type) and not _takes_cuts(engine):
+    if config.schedule.score_early and isinstance(engine, type) and not _takes(engine, "early"):
+        raise ConfigError.at(
+            KEY,
+            found=f"{place}, whose generate() has no argument `early`",
+            wanted="an engine that tells what came of each prompt as soon as that is whole, with schedule.score_early",
+            fix="add it as opd.interfaces.RolloutEngine has it, or leave schedule.score_early out",
+        )
+    if config.schedule.partial_rollout and isinstance(engine, type) and not _takes(engine, "cuts"):
         raise ConfigError.at(
             KEY,
             found=f"{place}, whose generate() has no argument `cuts`",
@@ -56,9 +63,10 @@ def _has(engine: type, name: str) -> bool:
     return callable(found) and found is not getattr(RolloutEngine, name, None)
 
 
-def _takes_cuts(engine: type[Any]) -> bool:
+def _takes(engine: type[Any], name: str) -> bool:
+    """Whether `generate` has this argument."""
     return any(
-        p.name == "cuts" or p.kind is Parameter.VAR_KEYWORD for p in signature(engine.generate).parameters.values()
+        p.name == name or p.kind is Parameter.VAR_KEYWORD for p in signature(engine.generate).parameters.values()
     )
 
 

@@ -59,7 +59,8 @@ class Inputs:
 
     student: ModelInfo
     scorers: dict[str, Expert]
-    """Name -> everyone who scores a domain: experts, and the start student if a domain's target lies beyond its experts."""
+    """Name -> every teacher who scores a domain: experts, and the start student if a domain's target lies beyond its experts
+    and the trainer does not ask it."""
     routes: dict[str, tuple[WeightedTeacher, ...]]
     """Domain -> its experts, the heaviest first; their weights add up to 1."""
     scoring: dict[str, tuple[WeightedTeacher, ...]]

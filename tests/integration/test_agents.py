@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from opd.evaluation.scores import Evaluation
+from opd.evaluation.scores import DomainScore, Evaluation
 from opd.run_dir import RunPaths
 from opd.stream.rollouts import read_file
 from opd.traces.record import read_traces
@@ -46,8 +46,8 @@ class Corridor:
 
 def agent_pipeline(root: Path, pipeline: dict[str, Any]) -> Path:
     (root / "world.py").write_text(WORLD)
-    for name, lengths in (("right", range(1, 7)), ("right-eval", (2, 3))):
-        rows = [{"prompt": f"go {name[-1]}{n}", "metadata": {"length": n}} for n in lengths]
+    for name, lengths in (("right", range(1, 7)), ("right-eval", (2, 3, 4))):
+        rows = [{"prompt": f"go {name[-1]}{n}", "metadata": {"length": n, "moves": n}} for n in lengths]
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     domain = pipeline["domains"]["right-domain"]
     domain["environment"] = {"name": "world:Corridor", "options": {"sign": "-"}, "max_turns": 4, "max_tokens": 24}
@@ -99,6 +99,14 @@ def test_a_merge_with_an_agent_domain(tmp_path: Path, pipeline: dict[str, Any]) 
         assert record["logprob_gap"] < 1e-3 and record["probe_gap"] < 1e-3
     after = Evaluation.load(whole / "evaluation" / "after.json").scores["right-domain"]
     assert after.turns is not None and after.turns > 1 and after.failed == 0
+    groups = json.loads((whole / "report.json").read_text())["by_length"]["right-domain"]
+    assert [(group["fewest"], group["most"], group["questions"]) for group in groups] == [(1, 3, 2), (4, 7, 1)]
+    assert [group["after"] for group in groups] == [part.accuracy for part in after.by_length]
+    assert all(group["before"] is not None and group["expert"] is not None for group in groups)
+    asked = opd("evaluate", whole, "--json", cwd=tmp_path)
+    assert asked.returncode == 0, asked.stderr
+    (model,) = json.loads(asked.stdout)["models"].values()
+    assert DomainScore.from_json(model["scores"]["right-domain"]).by_length == after.by_length
 
     kept = RunPaths(whole).traces_by_step()
     assert list(kept) == [1, 2, 3]

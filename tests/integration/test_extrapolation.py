@@ -77,6 +77,16 @@ def write(root: Path, pipeline: dict[str, Any]) -> None:
 
 
 def test_a_merge_beyond_its_experts(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    check_first_step(tmp_path, pipeline, {("left-domain", "start student"): -0.5})
+
+
+def test_a_lora_student_needs_no_teacher_to_go_beyond_them(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    pipeline["student"]["lora"] = {"r": 4, "alpha": 8}
+    check_first_step(tmp_path, pipeline, {})
+
+
+def check_first_step(tmp_path: Path, pipeline: dict[str, Any], itself: dict[tuple[str, str], float]) -> None:
+    """The rows that were logged, beside those of experts `itself`, and the loss that was made of them."""
     write(tmp_path, pipeline)
     assert "cached from" not in merge(tmp_path, "first")
 
@@ -85,8 +95,8 @@ def test_a_merge_beyond_its_experts(tmp_path: Path, pipeline: dict[str, Any]) ->
     weights = {(r.rollout.domain, r.teacher): r.weight for r in rows}
     assert weights == {
         ("left-domain", "left"): 1.5,
-        ("left-domain", "start student"): -0.5,
         ("right-domain", "right"): 1.0,
+        **itself,
     }
     samples = {row.rollout.sample_id: row for row in rows}
     models = {"student": pipeline["student"]["model"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
 from opd.train.deepspeed import DeepSpeedTrainer
+from opd.types import Teacher, WeightedTeacher
+from pipelines.specs import pool_spec, trainer_spec
+from teachers.pool import Pool
 from tests.integration.test_engines import (
     PROBE,
+    VOCABULARY,
     config,
     mean_gap,
     plain_logprobs,
@@ -89,6 +94,51 @@ def test_two_ranks_equal_one_and_a_checkpoint_goes_on_bit_for_bit(
     theirs = weights(trainer, tmp_path / "theirs")
     assert all(torch.equal(theirs[name], weight) for name, weight in ours.items())
     stop(trainer, pool)
+
+
+def beyond_config(student: Path, payload: str, **trainer: Any) -> PipelineConfig:
+    """Two responses to a prompt; one of the two domains has a target beyond its expert."""
+    data = lora_config(student, **trainer).model_dump(exclude_defaults=True)
+    data["domains"] = {"left": {"extrapolate": 1.5}, "right": {}}
+    data["rollout"] |= {"n": 2}
+    data["teachers"] = {"payload": payload}
+    data["objective"] = {"kind": "sampled" if payload == "sampled_logprobs" else "reverse_kl"}
+    return PipelineConfig.model_validate(data)
+
+
+@pytest.mark.parametrize("payload", ["hidden_states", pytest.param("sampled_logprobs", marks=pytest.mark.slow)])
+def test_ranks_that_ask_the_start_student_are_told_what_a_teacher_says(
+    ray: None, tmp_path: Path, make_model_dir: Make, payload: str
+) -> None:
+    """Steps with its rows from a scoring worker, and steps whose ranks run the student without its adapters, give the same weights."""
+    student, expert = make_model_dir(tmp_path / "s"), make_model_dir(tmp_path / "e", seed=1)
+    made = rollouts(48)
+    # The next but one is of the same domain.
+    rows = [replace(r, prompt_ids=made[i - i % 4 + i % 2].prompt_ids) for i, r in enumerate(made)]
+    mine = WeightedTeacher(teacher=Teacher(name="expert", model_dir=expert), weight=1.5)
+    itself = WeightedTeacher(teacher=Teacher(name="start student", model_dir=student), weight=-0.5)
+    reports, after = {}, {}
+    for left, ranks, tokens in (((mine, itself), 1, 100_000), ((mine,), 1, 100_000), ((mine,), 2, 64)):
+        cfg = beyond_config(student, payload, ranks=ranks, micro_batch_tokens=tokens)
+        pool = Pool(pool_spec(cfg, VOCABULARY), {"left": left, "right": (replace(mine, weight=1.0),)})
+        pool.wait_ready()
+        spec = trainer_spec(cfg, VOCABULARY)
+        assert spec.rank.start is not None
+        trainer = DeepSpeedTrainer(spec if len(left) == 1 else replace(spec, rank=replace(spec.rank, start=None)))
+        trainer.wait_ready()
+        assert trainer.layout.layout == "shared"
+        key = (len(left), ranks)
+        reports[key] = [trainer.train_step(step, rows, pool.score(rows)) for step in (1, 2, 3)]
+        after[key] = weights(trainer, tmp_path / f"{len(left)}-{ranks}")
+        stop(trainer, pool)
+    wanted, start = after.pop((2, 1)), load_file(student / "model.safetensors")
+    assert any((wanted[name] - start[name]).abs().max() > 1e-3 for name in wanted)
+    by_teacher = reports.pop((2, 1))
+    for key, found in after.items():
+        for a, b in zip(by_teacher, reports[key], strict=True):
+            assert b.loss == pytest.approx(a.loss, rel=1e-5), key
+            assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-4), key
+        assert all(torch.allclose(found[name], weight, rtol=0, atol=1e-5) for name, weight in wanted.items()), key
 
 
 def pushes_and_exports(
@@ -182,9 +232,12 @@ def test_with_recomputed_activations_and_in_bfloat16(ray: None, tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_merge_of_a_lora_student_killed_and_resumed(tmp_path: Path, pipeline: dict[str, Any]) -> None:
-    """The whole command: the weights of the run that was not killed, bit for bit, and the adapter beside them."""
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_merge_of_a_lora_student_killed_and_resumed(tmp_path: Path, pipeline: dict[str, Any], factor: float) -> None:
+    """The whole command: the weights of the run that was not killed, bit for bit, and the adapter beside them. With a target
+    beyond the experts the log has only what these said."""
     pipeline["student"]["lora"] = LORA | {"export": "adapter"}
+    pipeline["domains"]["left-domain"]["extrapolate"] = factor
     pipeline["trainer"]["lr"] = 2e-2
     file, whole, broken = write(tmp_path, pipeline), tmp_path / "whole", tmp_path / "broken"
     done = opd("merge", file, "--run-dir", whole, cwd=tmp_path)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 import yaml
 
 from experts.registry import Registry
+from opd.files import blake3_file
+from tests.chaos import Merge, end, frozen, left, place_of_its_own, read_title, remaining
 from tests.integration.test_agents import WORLD
 from tests.integration.test_merge import ROOT, judge_vowels, opd, records, write
 
@@ -131,6 +135,61 @@ def test_an_expert_killed_and_resumed_is_the_same_bit_for_bit(
     assert any("replayed" in r for r in mine)
     manifest = Registry(tmp_path / "registry").get("right")
     assert manifest.training is not None and manifest.training["method"] == method
+
+
+def kill_a_rank(merge: Merge, title: str, methods: Collection[str], step: int) -> None:
+    """Kill the newest process with that title while it is in one of these methods, in this step."""
+    shown, deadline, looked = {f"{title}.{method}" for method in methods}, time.monotonic() + 300, 0.0
+    while merge.driver.poll() is None and time.monotonic() < deadline:
+        if time.monotonic() > looked + 1.0:
+            merge.look()
+            looked = time.monotonic()
+        at_work = [process.pid for process in merge.seen if read_title(process.pid) in shown]
+        if merge.records == step - 1 and at_work:
+            with frozen([merge.driver.pid, at_work[-1]]):
+                if merge.records == step - 1 and read_title(at_work[-1]) in shown:
+                    os.kill(at_work[-1], signal.SIGKILL)
+                    return
+        time.sleep(0.0005)
+    raise AssertionError(f"{title}: the moment did not come; {merge.errors.read_text()}")
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    """What a checkpoint holds of policy and critic."""
+    return {str(f.relative_to(directory)): blake3_file(f) for f in directory.rglob("*") if f.suffix == ".safetensors"}
+
+
+@pytest.mark.slow  # two runs, of which one starts its workers three times
+@pytest.mark.timeout(1200)
+def test_ranks_of_critic_and_policy_are_killed_and_the_run_goes_on_to_the_same_weights(
+    tmp_path: Path, pipeline: dict[str, Any]
+) -> None:
+    """Each time one step lies between the checkpoint and the fault, and is trained again from the log."""
+    data = alone(tmp_path, pipeline)
+    data["trainer"] |= {"ranks": 2, "steps": 6}
+    file, whole = write(tmp_path, data), tmp_path / "whole"
+    done = opd("merge", file, "--run-dir", whole, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with place_of_its_own() as place:  # its path is short: Ray's sockets lie below it
+        for module in tmp_path.glob("*.py"):
+            shutil.copy(module, place)
+        run = place / "run"
+        merge = Merge([file, "--run-dir", run], run, place)
+        try:
+            kill_a_rank(merge, "ray::CriticRank", ("values", "update"), step=4)
+            kill_a_rank(merge, "ray::TrainerRank", ("accumulate", "finish_step"), step=6)
+            assert merge.wait(300) == 0, merge.errors.read_text()
+            assert not remaining(merge) and not left([merge], place)
+        finally:
+            end(merge)
+        said, found, expected = merge.errors.read_text(), records(run), records(whole)
+        assert said.count("starting all workers again") == 2 and "critic rank" in said and "trainer rank" in said
+        assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6] and any("replayed" in r for r in found)
+        assert [(r["reward"], r["grad_norm"]) for r in found] == [(r["reward"], r["grad_norm"]) for r in expected]
+        assert any(r["reward"]["weight"] == 1 for r in found), "the policy trained"
+        last = Path("checkpoints", "step-000006")
+        assert len(hashes(whole / last)) == 4 and hashes(run / last) == hashes(whole / last)
+        assert blake3_file(run / "model" / "model.safetensors") == blake3_file(whole / "model" / "model.safetensors")
 
 
 @pytest.mark.slow  # two runs

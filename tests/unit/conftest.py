@@ -33,7 +33,7 @@ class InProcess:
     def wait(self, pending: Sequence[Answered], *, timeout_s: float) -> list[Any]:
         return [one.result(timeout_s=timeout_s) for one in pending]
 
-    def first(self, pending: Sequence[Answered], *, timeout_s: float) -> int:
+    def first(self, pending: Sequence[Answered], *, timeout_s: float, since: float | None = None) -> int:
         pending[0].result(timeout_s=timeout_s)
         return 0
 

@@ -1,5 +1,5 @@
-"""`make agents` and `make rl` go on after an interruption: make itself runs, `opd` is a script that notes its words and writes what
-the command would."""
+"""`make agents`, `make rl` and `make smollm2-tools` go on after an interruption: make itself runs, `opd` is a script that notes its
+words and writes what the command would."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ case "$1 $2" in
         mkdir -p "$5/$domain"; : > "$5/$domain/train.jsonl"; : > "$5/$domain/eval.jsonl"
         test "$domain" != "$KILLED_IN" || exit 130
     done;;
+    "models from-gguf") mkdir -p "$5";;
     "experts train") test "$KILLED_IN" != experts || exit 130;;
     "merge --resume") : > "$3/report.json";;
     "merge "*) mkdir -p "$4"; test "$KILLED_IN" != merge || exit 130; : > "$4/report.json";;
 esac
 """
-RUNS = {"agents": "runs/agents", "rl": "runs/rewards/merged"}
-SUITES = {"agents": "agents", "rl": "rewards"}
+RUNS = {"agents": "runs/agents", "rl": "runs/rewards/merged", "smollm2-tools": "runs/smollm2-tools"}
+SUITES = {"agents": "agents", "rl": "rewards", "smollm2-tools": "tools"}
+MERGES = {"agents": "agents", "rl": "rewards", "smollm2-tools": "smollm2-tools"}
+FIRST = {"smollm2-tools": ["models from-gguf"]}
+"""What a target needs before its prompts."""
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
@@ -34,18 +38,21 @@ def test_what_is_finished_is_kept_and_an_interrupted_target_goes_on(target: str,
     suite, run = SUITES[target], RUNS[target]
     script = tmp_path / "opd"
     script.write_text(OPD.replace("{domains}", " ".join(DOMAINS[suite])))
-    script.chmod(0o755)
+    installs = tmp_path / "pip"
+    installs.write_text("#!/bin/sh\n")
+    for program in (script, installs):
+        program.chmod(0o755)
 
     def called(killed_in: str = "") -> list[str]:
         (tmp_path / "called").unlink(missing_ok=True)
         # -o setup: there is nothing to install
-        command = ["make", "-s", "-f", str(ROOT / "Makefile"), "-o", "setup", target, "OPD=./opd"]
+        command = ["make", "-s", "-f", str(ROOT / "Makefile"), "-o", "setup", target, "BIN=.", "OPD=./opd"]
         done = subprocess.run(command, cwd=tmp_path, env={"KILLED_IN": killed_in, "PATH": "/usr/bin:/bin"}, timeout=60)
         assert bool(done.returncode) == bool(killed_in)
         return [" ".join(line.split()[:2]) for line in (tmp_path / "called").read_text().splitlines()]
 
-    merge = f"merge {suite}"
-    assert called(list(DOMAINS[suite])[1]) == ["prompts make"]
+    merge = f"merge {MERGES[target]}"
+    assert called(list(DOMAINS[suite])[1]) == [*FIRST.get(target, ()), "prompts make"]
     assert called("experts") == ["prompts make", "experts train"], "prompts that are not all there are made again"
     assert called("merge") == ["experts train", merge]
     (tmp_path / run / "checkpoint").touch()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
-from opd.interfaces import TurnTokenizer
 from opd.prompts.encode import encode_text
 from opd.rollouts.endpoint.messages import Call, Message
-from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts, without_tool_role
-from opd.rollouts.episodes.tools import CLOSE, OPEN, plain_calls, without_calls, written_calls
+from opd.rollouts.episodes.chat import ChatAppender, call_id, harmless, special_texts, without_tool_role
+from opd.rollouts.episodes.tokenizer import TurnTokenizer
+from opd.rollouts.episodes.tools import plain_calls
 
 
 class Unreadable(Exception):
@@ -43,15 +44,14 @@ class Dialogue(Protocol):
 class ChatMessages:
     """Through the student's chat template."""
 
-    def __init__(self, appender: ChatAppender, tokenizer: TurnTokenizer, stops: frozenset[int]) -> None:
-        self._appender, self._tokenizer, self._stops = appender, tokenizer, stops
+    def __init__(self, appender: ChatAppender, stops: frozenset[int]) -> None:
+        self._appender, self._stops = appender, stops
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         from jinja2 import TemplateError
 
-        told = self._in_template(messages)
         try:
-            return self._appender.first([self._appender.safe(message) for message in told], tools)
+            return self._appender.first(self._in_template(messages), tools)
         except (TemplateError, ValueError, TypeError) as error:
             raise Unreadable(str(error)) from None
 
@@ -65,19 +65,27 @@ class ChatMessages:
             raise Unreadable(str(error)) from None
 
     def text(self, turn: Sequence[int]) -> str:
-        return self._tokenizer.decode(turn, skip_special_tokens=True)
+        return self._appender.text(turn)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
-        found = written_calls(text) if tools else ()
-        return (without_calls(text) if found else text), _named(found)
+        found = self._appender.read(text, tools)
+        return found.text, _named(found.calls)
 
     def _in_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """A whole conversation in roles that the template knows: some have no tools."""
-        told = [message.for_template() for message in messages]
+        """A whole conversation as the template takes it: some know no tools, some one call in a turn."""
+        told = [self._appender.safe(message.for_template()) for message in with_own_ids(messages)]
         if self._appender.tools_in_template:
-            return told
-        runs = groupby(map(_with_calls_in_text, told), key=lambda message: message["role"] == "tool")
+            return told if self._appender.parallel else _one_by_one(told)
+        runs = groupby(map(self._with_calls_in_text, told), key=lambda message: message["role"] == "tool")
         return [message for are_results, run in runs for message in (without_tool_role([*run]) if are_results else run)]
+
+    def _with_calls_in_text(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its calls as the policy writes them."""
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        if not functions:
+            return message
+        written = self._appender.format.write([ToolCall(**function) for function in functions])
+        return {"role": message["role"], "content": f"{message['content']}\n{written}".lstrip("\n")}
 
 
 class PlainMessages:
@@ -111,8 +119,33 @@ def _named(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
     return tuple(Call(id=secrets.token_hex(5)[:9], name=call.name, arguments=call.arguments) for call in calls)
 
 
-def _with_calls_in_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its calls as the policy writes them."""
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    calls = [f"{OPEN}\n{json.dumps(function)}\n{CLOSE}" for function in functions]
-    return {"role": message["role"], "content": "\n".join([message["content"], *calls]).lstrip("\n")}
+def with_own_ids(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with calls numbered in each turn, and results with the numbers of their calls, whatever ids a client gave."""
+    found: list[Message] = []
+    ids: dict[str, str] = {}
+    for message in messages:
+        if message.calls:
+            ids = {call.id: call_id(place) for place, call in enumerate(message.calls)}
+            calls = tuple(replace(call, id=call_id(place)) for place, call in enumerate(message.calls))
+            message = replace(message, calls=calls)
+        elif message.role == "tool":
+            message = replace(message, answers=ids.get(message.answers, message.answers))
+        found.append(message)
+    return found
+
+
+def _one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns with several calls as several turns with one, each followed by its result."""
+    found: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "tool":
+            found += waiting
+            calls = message.get("tool_calls", [])
+            waiting = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+            found.append(message | {"tool_calls": calls[:1]} if calls else message)
+            continue
+        if found and found[-1]["role"] == "tool" and waiting:
+            found.append(waiting.pop(0))
+        found.append(message)
+    return found + waiting

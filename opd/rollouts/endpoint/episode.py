@@ -94,7 +94,7 @@ class _Agent:
         except EpisodeEnd as wrong:
             end = wrong
         session = self._session
-        return EpisodeResult(
+        found = EpisodeResult(
             rollouts=tuple(self._trace.rollouts(self._request.sample, end.reason, reward)),
             stop_reason=end.reason,
             reward=reward,
@@ -104,6 +104,9 @@ class _Agent:
             text="\n".join([*session.said, *_told(session)]),
             guard=None if self._watch is None else self._watch.stats,
         )
+        if self._request.told is not None:
+            self._request.told(found)
+        return found
 
     async def _program(self, endpoint: Endpoint) -> Ran:
         """Raises: EpisodeEnd if the program cannot be started, RunError if the engine fails meanwhile."""
@@ -184,7 +187,7 @@ def _dialogue(dialogues: Dialogues, options: AgentOptions) -> Dialogue:
     """How the student reads messages. Raises: ModelError if its chat template cannot append."""
     if not options.through_template(dialogues.tokenizer):
         return PlainMessages(dialogues.tokenizer)
-    return ChatMessages(dialogues.appender(options.template_date), dialogues.tokenizer, dialogues.stops)
+    return ChatMessages(dialogues.appender(options), dialogues.stops)
 
 
 def _told(session: Session) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from opd.config.verifiers import VerifierConfig
 from opd.guard.build import GuardSpec
+from opd.rollouts.episodes.tool_formats import AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class AgentOptions:
     """Largest share of a step's episodes that may break; one always may."""
     template_date: date | None = None
     """The day for a chat template that asks for a date."""
+    tool_call_parser: str = AUTO
+    """How the student writes calls of tools, by a name of `opd.rollouts.episodes.tool_formats`."""
     guard: GuardSpec | None = None
     """What checks the policy's calls before the program gets them; None: nothing."""
 

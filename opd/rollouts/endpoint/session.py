@@ -35,7 +35,7 @@ from opd.rollouts.endpoint.dialogue import Dialogue, Unreadable
 from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, refused
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
 from opd.rollouts.episodes.runner import seed_of
-from opd.rollouts.episodes.tools import BadCall
+from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Audit, Segment, Trace
 from opd.types import Sampled
 
@@ -251,7 +251,7 @@ class Session:
             if messages[number - 1].role == "assistant" and places and all(m.role != "assistant" for m in new):
                 place = next((one for one in places if one.last), places[-1])
                 before = place.segment.ids[: place.end]
-                told = _woven(new, place.dummies)
+                told = _woven(_in_order(new, messages[number - 1].calls), place.dummies)
                 with suppress(Unreadable):  # then all of it is rendered anew, which the trace counts as a fork
                     return [*before, *self._dialogue.after(before[place.begin :], told, request.tools)], place.turns
         try:
@@ -365,6 +365,14 @@ def _results(calls: Sequence[Call], dummies: Sequence[str | None]) -> list[Messa
     """What the session itself answers to blocked calls."""
     blocked = ((call, text) for call, text in zip(calls, dummies, strict=False) if text is not None)
     return [Message(role="tool", text=text, answers=call.id) for call, text in blocked]
+
+
+def _in_order(new: Sequence[Message], calls: Sequence[Call]) -> Sequence[Message]:
+    """The messages after a reply, with the results in the order of its calls: templates tell results apart by place."""
+    places = {call.id: place for place, call in enumerate(calls)}
+    results = (message for message in new if message.role == "tool")
+    ordered = iter(sorted(results, key=lambda message: places.get(message.answers, len(places))))
+    return [next(ordered) if message.role == "tool" else message for message in new]
 
 
 def _woven(new: Sequence[Message], dummies: Sequence[str | None]) -> Sequence[Message]:

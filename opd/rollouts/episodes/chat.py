@@ -11,20 +11,24 @@ comes. So the template at hand is tried on probes first, and one that cannot app
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from functools import partial
+from itertools import count, groupby
 from typing import Any
 
-from opd.environments.records import Tool
+from opd.environments.records import Tool, ToolCall
 from opd.errors import ModelError
-from opd.interfaces import TurnTokenizer
 from opd.prompts.encode import encode_text, render_prompt
-from opd.rollouts.episodes.tools import BadCall, tagged_calls
+from opd.rollouts.episodes.tokenizer import TurnTokenizer
+from opd.rollouts.episodes.tool_formats import AUTO, FALLBACK, TOOL_FORMATS, tool_format
+from opd.rollouts.episodes.tool_formats.records import BadCall, ToolFormat, Written
 
 Message = Mapping[str, Any]
 REPLY = "I see 7."
 """A turn of the assistant in probes; it must not occur in any template."""
 _USER, _SYSTEM = {"role": "user", "content": "What is it?"}, {"role": "system", "content": "Be short."}
+_GO_ON = {"role": "user", "content": "Go on."}
 _REPLIED = {"role": "assistant", "content": REPLY}
 _HISTORIES: tuple[tuple[Message, ...], ...] = (
     (_USER,),
@@ -34,22 +38,23 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = (
 _PROBE = Tool(
     name="look_up",
     description="Look up a word.",
-    parameters={"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    parameters={"type": "object", "properties": {"word": {"type": "string"}, "line": {"type": "integer"}}},
 )
+_ASKED: tuple[Mapping[str, Any], ...] = ({"word": "it"}, {"line": 7})
+"""Arguments of calls in probes. Some templates write texts without the quotes that their models write, and numbers right."""
 CALLING = """You can call these functions:
 <tools>
 {tools}
 </tools>
-To call one, write a JSON object with its name and its arguments between tags; you may write several:
-<tool_call>
-{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
-</tool_call>"""
+{told}"""
 """What the system message says of tools, where the chat template does not."""
 
 
 def special_texts(tokenizer: TurnTokenizer) -> list[str]:
     """The texts that the tokenizer reads as one special token, the longest first."""
-    found = {tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.all_special_ids}
+    # Those that have no role such as end or padding are not in `all_special_ids`: Llama's headers, Mistral's [TOOL_CALLS].
+    added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    found = {tokenizer.decode([i], skip_special_tokens=False) for i in {*tokenizer.all_special_ids, *added}}
     return sorted(found - {""}, key=lambda text: (-len(text), text))
 
 
@@ -75,8 +80,11 @@ def harmless_inside(value: Any, specials: Sequence[str]) -> Any:
 class ChatAppender:
     """Renders the first prompt of a dialogue and what follows each turn, with one student's own chat template."""
 
-    def __init__(self, tokenizer: TurnTokenizer, stop_token_ids: Sequence[int], day: date | None = None) -> None:
-        """Prove that the template can append. `day` is for a template that asks for a date.
+    def __init__(
+        self, tokenizer: TurnTokenizer, stop_token_ids: Sequence[int], day: date | None = None, parser: str = AUTO
+    ) -> None:
+        """Prove that the template can append. `day` is for a template that asks for a date; `parser` is the name of the format of
+        tool calls, `auto` that in which the template writes them.
 
         Raises: ModelError with what the template does instead.
         """
@@ -88,14 +96,23 @@ class ChatAppender:
         """The end token that the template writes after a turn of the assistant."""
         self._histories = [history for history in _HISTORIES if self._takes(history)]
         self._prove()
-        self.tools_in_template = self._template_has_tools()
-        """Whether the template knows tools; else they stand in the system message, and results in a user's."""
+        self.parallel = self._works(lambda: self._render([*_HISTORIES[0], _calling(*_ASKED)], [_PROBE]))
+        """Whether the template takes more than one call in a turn."""
+        self._tools_stay = self._works(lambda: self._following(_HISTORIES[0], [_GO_ON], [_PROBE]))
+        """Whether the template leaves the tools where they are when a message follows; some move them to the last one."""
+        self._odd_call = ""
+        """How the template writes a call, if no format reads it."""
+        self._format, self.tools_in_template = self._find_format(parser)
+        """Whether the template tells of tools as the format has it; else they stand in the system message, and results in a
+        user's."""
+        self._kept = {} if self._format is None else kept_marks(tokenizer, self._format.marks)
 
     def first(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Token ids of the messages that come before the first turn. Raises: what the template raises."""
         given = [dict(message) for message in messages]
         if tools and not self.tools_in_template:
-            told = CALLING.format(tools="\n".join(json.dumps(tool.schema()) for tool in tools))
+            listed = "\n".join(json.dumps(tool.schema()) for tool in tools)
+            told = CALLING.format(tools=listed, told=self.format.told)
             given = _with_system(given, told) if self._takes(_HISTORIES[1]) else _with_preface(given, told)
             tools = ()
         return encode_text(self._tokenizer, self._render(given, tools=tools))
@@ -107,11 +124,38 @@ class ChatAppender:
         Messages of the role `tool` come first among them, one for each call of the turn. Special tokens in their texts are
         broken up: what an environment says is text. Raises: what the template raises.
         """
-        safe = [self.safe(dict(message) | {"content": str(message["content"])}) for message in messages]
+        safe = [self.safe(dict(message) | {"content": str(message["content"])}) for message in numbered(messages)]
         if not self.tools_in_template:
-            safe, tools = without_tool_role(safe), ()
+            safe = without_tool_role(safe)
+        if not self.tools_in_template or not self._tools_stay:
+            tools = ()
         text = self._following(_HISTORIES[0], safe, tools)
         return encode_text(self._tokenizer, text[len(self._closer) :] if ended else text)
+
+    @property
+    def format(self) -> ToolFormat:
+        """How the student writes calls. Raises: ModelError if its template writes them in a form that nobody reads."""
+        if self._format is None:
+            raise ModelError.at(
+                "the student's chat template",
+                found=f"it lists tools, and writes a call as {self._odd_call!r:.200}",
+                wanted=f"calls in one of the forms {', '.join(TOOL_FORMATS)}",
+                fix="set student.tool_call_parser to one of them, such as hermes: then the system message lists the tools and "
+                "says how to call them; or take a student whose calls can be read",
+            )
+        return self._format
+
+    def read(self, text: str, tools: Sequence[Tool]) -> Written:
+        """The calls of a turn, whatever they ask for; without tools all of it is text. Raises: BadCall, ModelError."""
+        return self.format.read(text, tools) if tools else Written((), text)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What the policy wrote: without special tokens, but for those that mark calls."""
+        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+        if self._kept.keys().isdisjoint(token_ids):
+            return decode(token_ids)
+        runs = groupby(token_ids, key=self._kept.get)
+        return "".join(decode(list(run)) if mark is None else mark * len(list(run)) for mark, run in runs)
 
     def harmless(self, text: str) -> str:
         """The text with a blank inside of whatever would be read as a special token."""
@@ -127,11 +171,15 @@ class ChatAppender:
         return render_prompt(self._tokenizer, [dict(m) for m in messages], self._day, **variables)
 
     def _takes(self, history: Sequence[Message]) -> bool:
+        return self._works(lambda: self._render(history))
+
+    def _works(self, rendered: Callable[[], str]) -> bool:
+        """Whether the template gives a text."""
         from jinja2 import TemplateError
 
         try:
-            return bool(self._render(history))
-        except (TemplateError, ValueError, TypeError):
+            return bool(rendered())
+        except (TemplateError, ValueError, TypeError, KeyError):  # an error of ours about the template is a ValueError
             return False
 
     def _following(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
@@ -140,7 +188,8 @@ class ChatAppender:
         Raises: ModelError if what came before the turn is not what the engine saw.
         """
         called = sum(message["role"] == "tool" for message in new)
-        start, rest = self._turn_and_rest(history, _calling(called) if called else _REPLIED, new, tools)
+        turn = _calling(*_ASKED[:1] * (called if self.parallel else 1)) if called else _REPLIED
+        start, rest = self._turn_and_rest(history, turn, new, tools)
         if not called:
             if not rest.startswith(REPLY):
                 raise self._cannot("writes something between the assistant's header and its turn", start, rest)
@@ -161,7 +210,7 @@ class ChatAppender:
         """Try the template with several histories and further messages. Raises: ModelError."""
         if _HISTORIES[0] not in self._histories:
             raise self._cannot("refuses a message of a user", "", "")
-        new = [{"role": "user", "content": "Go on."}]
+        new = [_GO_ON]
         rest = self._following(_HISTORIES[0], new)
         self._closer = next((stop for stop in self._stops if stop and rest.startswith(stop)), "")
         if not self._closer:
@@ -178,22 +227,46 @@ class ChatAppender:
         if [token for piece in pieces for token in encode_text(self._tokenizer, piece)] != whole:
             raise self._cannot("gives other tokens if a message is tokenised alone", pieces[0], pieces[1])
 
-    def _template_has_tools(self) -> bool:
-        """True if the template lists tools, has calls between tags as our parser reads them, and shows their results, after
-        any history in the same words."""
+    def _find_format(self, parser: str) -> tuple[ToolFormat | None, bool]:
+        """The format of calls, and whether the template tells of tools and results in it. None: nobody reads its calls."""
+        turns = self._called() if self._works(self._listed) else []
+        if parser != AUTO:
+            form = tool_format(parser)
+            return form, _fits(form, turns) and self._works(self._results)
+        found = next((form for form in TOOL_FORMATS.values() if _fits(form, turns, alone=True)), None)
+        if found is not None:
+            return found, self._works(self._results)
+        self._odd_call = next((turn for turn in turns if _PROBE.name in turn), "")
+        return (None if self._odd_call else tool_format(FALLBACK)), False
+
+    def _listed(self) -> str:
+        """Raises: ValueError if the template leaves out the tools."""
+        texts = [self._render(history, [_PROBE]) for history in self._histories]
+        if not all(_PROBE.name in text for text in texts):
+            raise ValueError("a template without tools")
+        return texts[0]
+
+    def _called(self) -> list[str]:
+        """A turn with each of the probe's calls, as the template writes it before a result; none if it takes no results."""
         from jinja2 import TemplateError
 
-        tools, told = [_PROBE], ("result 42", "result 43")
-        new = [{"role": "tool", "name": _PROBE.name, "content": text} for text in told]
+        result = numbered([{"role": "tool", "name": _PROBE.name, "content": "result"}])
         try:
-            if not all(_PROBE.name in self._render(history, tools) for history in self._histories):
-                return False
-            found = {self._following(history, new, tools) for history in self._histories}
-            _, rest = self._turn_and_rest(_HISTORIES[0], _calling(2), new, tools)
-            read = tagged_calls(rest.partition(self._closer)[0], tools)
-        except (TemplateError, ModelError, BadCall, ValueError, TypeError, KeyError):
-            return False
-        return len(found) == 1 and all(text in next(iter(found)) for text in told) and len(read) == 2
+            rests = [self._turn_and_rest(_HISTORIES[0], _calling(asked), result, [_PROBE])[1] for asked in _ASKED]
+        except (TemplateError, ValueError, TypeError, KeyError):
+            return []
+        return [rest.partition(self._closer)[0] for rest in rests]
+
+    def _results(self) -> str:
+        """What the template writes after a turn with two calls. Raises: ValueError if that is another text after another
+        history, or lacks the results."""
+        told = ("result 42", "result 43")
+        new = numbered([{"role": "tool", "name": _PROBE.name, "content": text} for text in told])
+        tools = [_PROBE] if self._tools_stay else []
+        found = {self._following(history, new, tools) for history in self._histories}
+        if len(found) > 1 or not all(text in next(iter(found)) for text in told):
+            raise ValueError("a template that does not show results")
+        return found.pop()
 
     def _cannot(self, what: str, before: str, after: str) -> ModelError:
         return ModelError.at(
@@ -205,10 +278,48 @@ class ChatAppender:
         )
 
 
-def _calling(calls: int) -> Message:
-    """A turn of the assistant that calls the probe's tool so many times."""
-    call = {"type": "function", "function": {"name": _PROBE.name, "arguments": {"word": "it"}}}
-    return {"role": "assistant", "content": "", "tool_calls": [call] * calls}
+def numbered(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with the results of a turn's calls numbered as `call_id` numbers the calls: templates may ask for ids, and a
+    client's own would give other tokens than an environment's."""
+    places = count()
+    return [
+        {**message, "tool_call_id": call_id(next(places))} if message["role"] == "tool" else message
+        for message in messages
+    ]
+
+
+def call_id(place: int) -> str:
+    """Nine letters and digits, as the strictest chat templates want them."""
+    return f"call{place:05d}"
+
+
+def kept_marks(tokenizer: TurnTokenizer, marks: Sequence[str]) -> dict[int, str]:
+    """Id -> text of those marks that are special tokens of the tokenizer, so that a text without special tokens lacks them."""
+    known = {tokenizer.decode([i], skip_special_tokens=False): i for i in tokenizer.added_tokens_decoder}
+    ids = {known[mark]: mark for mark in marks if mark in known}
+    return {i: mark for i, mark in ids.items() if not tokenizer.decode([i], skip_special_tokens=True)}
+
+
+def _fits(form: ToolFormat, turns: Sequence[str], *, alone: bool = False) -> bool:
+    """Whether a format reads one of the probe's turns; `alone`: with nothing around the call but a block for thoughts."""
+    for turn, asked in zip(turns, _ASKED, strict=False):
+        try:
+            found = form.read(turn, [_PROBE])
+        except BadCall:
+            continue
+        around = found.text.replace("<think>", "").replace("</think>", "").strip() if alone else ""
+        if found.calls == (ToolCall(name=_PROBE.name, arguments=asked),) and not around:
+            return True
+    return False
+
+
+def _calling(*asked: Mapping[str, Any]) -> Message:
+    """A turn of the assistant that calls the probe's tool, once for each of the arguments."""
+    calls = [
+        {"id": call_id(i), "type": "function", "function": {"name": _PROBE.name, "arguments": dict(one)}}
+        for i, one in enumerate(asked)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _with_preface(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from opd.config.sub_agents import ANSWER, TASK
 from opd.environments.records import Outcome, Tool, ToolCall
 from opd.rollouts.episodes.spec import BROKEN, EpisodeEnd, EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import REFUSED, SubAgentOptions
-from opd.rollouts.episodes.tools import BadCall
+from opd.rollouts.episodes.tool_formats.records import BadCall
 
 if TYPE_CHECKING:
     from opd.prompts.line import Messages

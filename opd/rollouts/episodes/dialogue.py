@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
-from opd.interfaces import TurnTokenizer
 from opd.prompts.encode import encode_text
 from opd.prompts.line import Messages
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
-from opd.rollouts.episodes.tools import plain_calls, tagged_calls
+from opd.rollouts.episodes.tokenizer import TurnTokenizer
+from opd.rollouts.episodes.tools import checked_calls, plain_calls
 from opd.text import is_control
 
 Observation = str | tuple[str, ...]
@@ -31,6 +31,10 @@ class Dialogue(Protocol):
     def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
         """Token ids of the prompt, the first observation and a note of ours, up to where the policy writes. Raises:
         BadObservation, and what a chat template raises."""
+        ...
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What a turn says, without special tokens but for those that mark calls."""
         ...
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
@@ -56,6 +60,9 @@ class PlainDialogue:
         if not isinstance(observation, str):
             raise BadObservation("messages after a prompt that is text")
         return encode_text(self._tokenizer, prompt + self._safe(observation, note))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return plain_calls(text, self._tools)
@@ -97,8 +104,11 @@ class ChatDialogue:
         elif text:
             messages.append({"role": "user", "content": self._safe(text)})
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._appender.text(token_ids)
+
     def calls(self, text: str) -> tuple[ToolCall, ...]:
-        return tagged_calls(text, self._tools) if self._tools else ()
+        return checked_calls(self._appender.read(text, self._tools).calls, self._tools)
 
     def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
         texts = (observation,) if isinstance(observation, str) else observation

@@ -22,13 +22,15 @@ from opd.config.context import PLACE
 from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.guard.build import shared_guard
 from opd.guard.watch import Looked, Watch
-from opd.interfaces import TokenEngine, TurnTokenizer
+from opd.interfaces import TokenEngine
+from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.compaction import Compactor
 from opd.rollouts.episodes.delegation import Delegation, in_order
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
-from opd.rollouts.episodes.tools import BadCall
+from opd.rollouts.episodes.tokenizer import TurnTokenizer
+from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
 from opd.rollouts.episodes.turns import Answer, Opening
 from opd.rollouts.episodes.worlds import CallersEnvironment, NoEnvironment, OwnEnvironment, World
@@ -48,19 +50,20 @@ class Dialogues:
     def __init__(self, tokenizer: TurnTokenizer, stop_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stops = frozenset(stop_token_ids)
-        self._appenders: dict[date | None, ChatAppender] = {}
+        self._appenders: dict[tuple[date | None, str], ChatAppender] = {}
 
     def make(self, request: EpisodeRequest, tools: Sequence[Tool]) -> Dialogue:
         """The dialogue that fits the request's prompt. Raises: ModelError if the template cannot append."""
         if isinstance(request.prompt.text, str):
             return PlainDialogue(self.tokenizer, tools)
-        return ChatDialogue(self.appender(request.options.template_date), tools)
+        return ChatDialogue(self.appender(request.options), tools)
 
-    def appender(self, day: date | None) -> ChatAppender:
-        """The student's chat template, with this day for one that asks. Raises: ModelError if it cannot append."""
-        if day not in self._appenders:
-            self._appenders[day] = ChatAppender(self.tokenizer, sorted(self.stops), day)
-        return self._appenders[day]
+    def appender(self, options: EpisodeOptions | AgentOptions) -> ChatAppender:
+        """The student's chat template, as these options want it. Raises: ModelError if it cannot append."""
+        wanted = options.template_date, options.tool_call_parser
+        if wanted not in self._appenders:
+            self._appenders[wanted] = ChatAppender(self.tokenizer, sorted(self.stops), *wanted)
+        return self._appenders[wanted]
 
     def clean(self, text: str) -> str:
         """What the policy wrote, as text that another dialogue can begin with."""
@@ -147,7 +150,7 @@ class _Agent:
         end = await self.play()
         rewards = self._world.rewards
         reward = math.fsum(rewards) if rewards else None
-        return EpisodeResult(
+        found = EpisodeResult(
             rollouts=tuple(self._trace.rollouts(self._request.sample, end.reason, reward)),
             stop_reason=end.reason,
             reward=reward,
@@ -159,6 +162,9 @@ class _Agent:
             sub_agents=dict(self._delegation.ends),
             sub_agent_error=self._delegation.error,
         )
+        if self._request.told is not None:
+            self._request.told(found)
+        return found
 
     async def play(self) -> EpisodeEnd:
         """Why it ended. Raises: as `run`."""
@@ -239,7 +245,7 @@ class _Agent:
             return segment
         segment.append(answer.ids(opening.dialogue, compaction.prompt))
         said = await self._sample(segment, compaction.max_tokens, "summary", self._compactor.done)
-        summary = readable(self._decoded(said))
+        summary = readable(opening.dialogue.text(said.token_ids))
         self._said.append(f"summary: {summary}")
         kept = self._compactor.cut(compaction.keep_last)
         return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], "summary", segment)
@@ -271,7 +277,7 @@ class _Agent:
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
             self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
         self._turns += 1
-        self._text = text = self._decoded(sampled)
+        self._text = text = dialogue.text(sampled.token_ids)
         self._said.append(f"{who}: {text}")
         try:
             calls = dialogue.calls(text)
@@ -337,9 +343,6 @@ class _Agent:
         self._said += [f"{call.name}: {line}" for line in agent._said]
         inner = agent._delegation
         return self._delegation.answer(call, EpisodeEnd(end.reason, agent._told(end.error)), agent._text, inner)
-
-    def _decoded(self, sampled: Sampled) -> str:
-        return self._site.dialogues.tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
 
 
 def watch_of(request: EpisodeRequest) -> Watch | None:

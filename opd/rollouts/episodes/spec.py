@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Self, get_args
@@ -16,6 +16,7 @@ from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.drift import Guide
 from opd.rollouts.episodes.sub_agents import REFUSED, SubAgentsOptions
+from opd.rollouts.episodes.tool_formats import AUTO
 from opd.rollouts.episodes.trace import Audit, Sample
 from opd.types import Broken, Prompt, Rollout, StopReason
 
@@ -55,6 +56,8 @@ class EpisodeOptions:
     """Largest share of a step's episodes that may break; one always may."""
     template_date: date | None = None
     """The day for a chat template that asks for a date."""
+    tool_call_parser: str = AUTO
+    """How the student writes calls of tools, by a name of `opd.rollouts.episodes.tool_formats`."""
     compaction: CompactionOptions | None = None
     """What is done about an episode that grows too long; None: it ends where the context does."""
     guard: GuardSpec | None = None
@@ -81,6 +84,8 @@ class EpisodeRequest:
     """The expert that writes some of the turns; None: the policy writes all."""
     masked_by_domain: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """The same for what sub-agents write and the experts of another domain score."""
+    told: Callable[[EpisodeResult], None] | None = None
+    """Within a worker: who gets the result as soon as the episode has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

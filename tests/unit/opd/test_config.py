@@ -250,6 +250,15 @@ def test_a_target_beyond_the_experts_that_cannot_be_computed_is_refused(keys: An
         {"objective": {"kind": "sampled", "extrapolate": 1.25}, "teachers": {"payload": "sampled_logprobs"}},
         {"objective": {"kind": "sampled", "extrapolate": 1.25, "advantage_clip": 5}},
         {
+            "objective": {"kind": "sampled", "extrapolate": 1.25},
+            "student": {"model": "s", "lora": {}},
+            "teachers": {
+                "engine": "openai",
+                "payload": "sampled_logprobs",
+                "servers": {"math": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}},
+            },
+        },
+        {
             "objective": {"extrapolate": 1.25},
             "rounds": [{}, {"experts": {"m": {"model": "m2", "domain": "math"}}}],
         },

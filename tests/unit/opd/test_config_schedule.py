@@ -23,6 +23,14 @@ AHEAD = {"schedule": {"mode": "one_step_off"}}
 CUT = {"cut_at": 16}
 CUTTING: dict[str, Any] = {"schedule": {"mode": "one_step_off", "partial_rollout": CUT}}
 
+EARLY = {"schedule": {"score_early": 4}}
+ELSEWHERE = {"engine": "flight", "address": "grpc://localhost:1"}
+REWARDED = {
+    "prompts": "math.jsonl",
+    "eval": {"prompts": "e.jsonl", "verifier": {"kind": "exact_match"}},
+    "reward": True,
+}
+
 
 def config(**sections: Any) -> PipelineConfig:
     return validate(PipelineConfig, VALID | sections, "p.yaml")
@@ -67,6 +75,19 @@ def test_the_bound_follows_from_the_mode_unless_it_is_given(schedule: dict[str, 
             "schedule.partial_rollout",
             "episodes are not cut",
         ),
+        ({"schedule": {"score_early": 0}}, "schedule.score_early", "1"),
+        ({"schedule": AHEAD["schedule"] | {"score_early": 4}}, "schedule.score_early", "schedule.mode sync as well"),
+        (EARLY | {"teachers": ELSEWHERE}, "schedule.score_early", "is asked once a step"),
+        (
+            EARLY | {"objective": {"reward": {}}, "rollout": {"n": 2}, "domains": {"math": REWARDED}},
+            "schedule.score_early",
+            "which is judged later",
+        ),
+        (
+            EARLY | {"rollout": {"sleep": True}, "cluster": {"rollout_gpus": 0.4}},
+            "schedule.score_early",
+            "rollout.sleep false",
+        ),
         ({"schedule": {"max_staleness": -1}}, "schedule.max_staleness", "0"),
         ({"schedule": {"mode": "asynch"}}, "schedule.mode", "one_step_off"),
         (AHEAD | {"rollout": {"sleep": True}, "cluster": {"rollout_gpus": 0.4}}, "rollout.sleep", "cannot take turns"),
@@ -90,12 +111,20 @@ def test_what_cannot_be_kept_is_refused(sections: dict[str, Any], where: str, sa
             AHEAD | {"cluster": {"trainer_gpus": 1}, "teachers": {"engine": "flight", "address": "grpc://localhost:1"}},
             1,
         ),
+        (EARLY, 2),
+        (EARLY | {"cluster": {"rollout_gpus": 1}}, 1),
+        (EARLY | {"cluster": {"teacher_gpus": 1}}, 1),
     ],
 )
 def test_engine_and_trainer_share_the_cores_if_they_compute_at_the_same_time(
     sections: dict[str, Any], roles: int
 ) -> None:
     assert roles_at_once(config(**sections)) == roles
+
+
+def test_a_trainer_has_the_cores_of_those_who_wait_for_it() -> None:
+    assert roles_at_once(config(**EARLY), training=True) == 1
+    assert roles_at_once(config(**AHEAD), training=True) == 2
 
 
 def test_threads_are_the_cores_over_roles_and_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_every_environment_is_listed_with_its_tools() -> None:
     assert "shell, write_file" in told and "calculate" in told
 
 
-@pytest.mark.parametrize("name", ["maze", "calculator", "sandbox", "retry"])
+@pytest.mark.parametrize("name", ["maze", "calculator", "lookup", "boxes", "sandbox", "retry"])
 def test_tasks_are_a_prompts_file(name: str, tmp_path: Path) -> None:
     output = tmp_path / "new" / "tasks.jsonl"
     code, told = opd("tasks", name, "--n", "7", "--seed", "3", "--output", str(output))

@@ -9,7 +9,7 @@ import pytest
 
 from experts.rl.spec import ReinforceSpec, load_training
 from experts.spec import find_spec, load_spec
-from experts.suites import DOMAINS, agents, rewards
+from experts.suites import DOMAINS, agents, rewards, tools
 from opd.config import load_pipeline
 from opd.config.domains import RegisteredExperts
 from opd.config.verifiers import PythonConfig
@@ -19,7 +19,11 @@ from pipelines.reinforce import pipeline_of
 MAKEFILE = Path(__file__).parents[3] / "Makefile"
 
 
-@pytest.mark.parametrize(("name", "suite"), [("quickstart", "letters"), ("agents", "agents"), ("smollm2", "reasoning")])
+SUITES = {"quickstart": "letters", "agents": "agents", "smollm2": "reasoning", "smollm2-tools": "tools"}
+EPISODES = {"agents": agents.DOMAINS, "tools": tools.DOMAINS}
+
+
+@pytest.mark.parametrize(("name", "suite"), SUITES.items())
 def test_a_pipeline_merges_the_experts_that_its_spec_trains_on_the_prompts_that_its_suite_makes(name: str, suite: str):
     config, spec = load_pipeline(find(name)), load_spec(find_spec(f"{name}-experts"))
 
@@ -32,9 +36,12 @@ def test_a_pipeline_merges_the_experts_that_its_spec_trains_on_the_prompts_that_
         assert domain in DOMAINS[suite]
         assert merged.prompts == spec.experts[domain].data == Path(f"prompts/{suite}/{domain}/train.jsonl")
         assert merged.eval is not None
-        if suite == "agents":
+        if suite in EPISODES:
             assert merged.environment is not None
-            assert (merged.environment.name, merged.environment.max_turns) == (domain, agents.DOMAINS[domain].max_turns)
+            assert (merged.environment.name, merged.environment.max_turns) == (
+                domain,
+                EPISODES[suite][domain].max_turns,
+            )
         assert merged.eval.prompts == Path(f"prompts/{suite}/{domain}/eval.jsonl")
 
 
@@ -44,10 +51,11 @@ def test_make_smollm2_writes_the_prompts_of_its_pipeline():
     assert named[1].split(",") == list(load_pipeline(find("smollm2")).domains)
 
 
-def test_make_agents_holds_out_no_more_tasks_than_come_once():
-    asked = re.search(r"prompts make agents .*--eval (\d+)", MAKEFILE.read_text())
+@pytest.mark.parametrize("suite", EPISODES)
+def test_make_holds_out_no_more_tasks_than_come_once(suite: str):
+    asked = re.search(rf"prompts make {suite} .*--eval (\d+)", MAKEFILE.read_text())
     assert asked
-    assert int(asked[1]) <= min(domain.held_out for domain in agents.DOMAINS.values())
+    assert int(asked[1]) <= min(domain.held_out for domain in EPISODES[suite].values())
 
 
 def test_the_suite_of_rewards_ships_a_spec_and_the_merge_of_its_experts():

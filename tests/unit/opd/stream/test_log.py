@@ -195,7 +195,7 @@ def flip(data: bytes) -> bytes:
         ("step.json", None, "step.json"),
         ("step.json", lambda data: data[:-5], "cannot be used"),
         ("step.json", lambda _: b"[]", "cannot be used"),
-        ("step.json", lambda data: data.replace(b'"format": 4', b'"format": 3'), "format is 3, wanted 4"),
+        ("step.json", lambda data: data.replace(b'"format": 5', b'"format": 4'), "format is 4, wanted 5"),
         ("step.json", lambda data: data.replace(b'"weight": 1.0', b'"weight": 0.5'), "another weight or head"),
         ("step.json", lambda data: data.replace(b'"t": {', b'"s": {'), "not asked for"),
         ("rollouts.arrow", flip, "rollouts.arrow: its bytes were changed"),

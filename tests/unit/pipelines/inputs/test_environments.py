@@ -14,6 +14,7 @@ from opd.errors import ConfigError, ModelError, PromptError
 from opd.rollouts.episodes.spec import EpisodeOptions
 from pipelines.inputs.environments import episode_options
 from pipelines.inputs.read import read_inputs
+from tests.tool_templates import ODD
 
 WORLD = """
 from opd.environments.records import Outcome, Tool
@@ -37,6 +38,9 @@ class Slow(Maze):
 
 class Odd(Maze):
     tools = ["look"]
+
+class Looking(Maze):
+    tools = (Tool(name="look", description="Look around."),)
 
 class NoTools:
     close = Maze.close
@@ -139,6 +143,32 @@ def test_a_chat_template_that_cannot_append_is_refused_where_prompts_are_message
     domain["prompts"] = rows(acting.root / "chat.jsonl", [[{"role": "user", "content": f"go {n}"}] for n in range(3)])
     with pytest.raises(ModelError, match="the student's chat template"):
         read_inputs(load_pipeline(acting.write()))
+
+
+def test_calls_that_nobody_reads_are_refused_where_an_environment_has_tools(acting: Any) -> None:
+    template = acting.root / acting.data["student"]["model"] / "chat_template.jinja"
+    end = json.loads((template.parent / "tokenizer_config.json").read_text())["eos_token"]
+    template.write_text(ODD.replace("<|im_end|>", end))
+    acting.data["rollout"]["max_model_len"] = 400
+    domain = acting.data["domains"]["reverse"]
+    domain.pop("eval")
+    domain["prompts"] = rows(acting.root / "chat.jsonl", [[{"role": "user", "content": f"go {n}"}] for n in range(3)])
+    read_inputs(load_pipeline(acting.write()))  # without tools it serves
+    domain["environment"]["name"] = "mazes:Looking"
+    with pytest.raises(ModelError, match=r"student\.tool_call_parser") as caught:
+        read_inputs(load_pipeline(acting.write()))
+    assert "@look_up" in str(caught.value)
+    acting.data["student"]["tool_call_parser"] = "pythonic"
+    config = load_pipeline(acting.write())
+    (options,) = episode_options(config).values()
+    assert options.tool_call_parser == "pythonic" and read_inputs(config)
+
+
+def test_a_parser_that_nobody_knows(acting: Any) -> None:
+    acting.data["student"]["tool_call_parser"] = "deepseek_v3"
+    with pytest.raises(ConfigError, match=r"student\.tool_call_parser") as caught:
+        load_pipeline(acting.write())
+    assert "llama3_json" in str(caught.value)
 
 
 def test_tasks_with_one_text_differ_by_their_metadata(acting: Any) -> None:

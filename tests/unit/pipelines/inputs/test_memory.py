@@ -198,6 +198,15 @@ def test_the_start_student_is_one_more_teacher_where_the_target_lies_beyond_the_
     assert lines((config, read_inputs(config)))["teachers: weights"] == without["teachers: weights"]
 
 
+def test_a_start_student_that_the_trainer_asks_is_in_memory_once(world: Any) -> None:
+    world.data["student"]["lora"] = {"r": 4}
+    config = load_pipeline(world.write())
+    without = lines((config, read_inputs(config)))
+    world.data["objective"] = {"extrapolate": 1.25}
+    config = load_pipeline(world.write())
+    assert lines((config, read_inputs(config))) == without
+
+
 def test_heads_stay_within_theirs(given: Any) -> None:
     head, what = VOCABULARY * WIDTH * 4, "trainer: teachers' output heads"
     for budget, kept in ((1, head), (10 * head, 2 * head)):

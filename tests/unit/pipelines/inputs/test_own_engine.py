@@ -28,6 +28,8 @@ class Whole(WithoutReceive):
     def receive(self, send): ...
 class Cutting(Whole):
     def generate(self, prompts, *, step, policy_version, cuts=None): ...
+class Telling(Whole):
+    def generate(self, prompts, *, step, policy_version, early=None): ...
 class Inherited(RolloutEngine):
     def wait_ready(self): ...
 class Nothing:
@@ -70,6 +72,13 @@ def test_an_engine_that_cuts_nothing_has_no_partial_rollouts(pipeline: Any) -> N
         refuse_at_once(pipeline("Whole", **cut))
     refuse_at_once(pipeline("Cutting", **cut))
     refuse_at_once(pipeline("Whole"))
+
+
+def test_an_engine_that_tells_nothing_is_not_scored_early(pipeline: Any) -> None:
+    early: dict[str, Any] = {"schedule": {"score_early": 4}}
+    with pytest.raises(ConfigError, match=r"generate\(\) has no argument `early`"):
+        refuse_at_once(pipeline("Cutting", **early))
+    refuse_at_once(pipeline("Telling", **early))
 
 
 @pytest.mark.parametrize(("engine", "last"), [("Nothing", ", wait_ready()"), ("Inherited", "")])

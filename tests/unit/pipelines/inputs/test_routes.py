@@ -15,7 +15,7 @@ from opd.losses import OBJECTIVES
 from opd.settings import validate
 from opd.types import Teacher
 from pipelines.inputs.read import read_inputs
-from pipelines.inputs.routes import Expert, route_domains
+from pipelines.inputs.routes import Expert, asked_by_trainer, route_domains
 
 EXPERTS = {"algebra": "math", "proofs": "math2", "code": "code"}
 """Expert -> its own domain."""
@@ -235,3 +235,18 @@ def test_a_domain_has_its_own_factor(world: Any) -> None:
     del world.data["objective"]
     world.data["domains"]["upper"]["extrapolate"] = 2
     assert scored(world) == {"reverse": [("rev", 1)], "upper": [("up", 2), ("start student", -1)]}
+
+
+def test_a_lora_student_is_asked_by_the_trainer_and_not_by_a_teacher(world: Any) -> None:
+    world.data["objective"] = {"extrapolate": 1.25}
+    world.data["domains"]["reverse"]["extrapolate"] = 1
+    world.data["student"]["lora"] = {"r": 4}
+    assert scored(world) == {"reverse": [("rev", 1)], "upper": [("up", 1.25)]}
+    config = load_pipeline(world.write())
+    assert asked_by_trainer(config) == {"upper": -0.25}
+    assert set(read_inputs(config).scorers) == {"rev", "up"}
+    # A baseline is known before anything is trained.
+    world.data["objective"] |= {"kind": "sampled", "baseline": "leave_one_out"}
+    world.data["teachers"] = {"payload": "sampled_logprobs"}
+    assert scored(world)["upper"] == [("up", 1.25), ("start student", -0.25)]
+    assert asked_by_trainer(load_pipeline(world.write())) == {}

@@ -98,6 +98,18 @@ def test_bytes_of_a_step(shipped: dict[str, Plan]) -> None:
     assert sent["target rows"] == pytest.approx(sent["rollouts"] + tokens / 8 * 3584 * 2)
 
 
+def test_a_start_student_that_the_ranks_ask_is_their_work_and_not_the_teachers() -> None:
+    lora = "student.lora.r=16"
+    without = plan("merge-7b", "8-gpus", [lora])
+    asked = plan("merge-7b", "8-gpus", [lora, "objective.extrapolate=1.25"])
+    scored = plan("merge-7b", "8-gpus", ["objective.extrapolate=1.25"])
+    assert seconds(asked)["score"] == seconds(without)["score"] < seconds(scored)["score"]
+    assert seconds(without)["train"] < seconds(asked)["train"]
+    before, after = ({one.what: one.nbytes for one in made.traffic} for made in (without, asked))
+    assert after.pop("gathered weights") == 1.5 * before.pop("gathered weights") and after == before
+    assert asked.memory == without.memory
+
+
 def test_seconds_follow_rates() -> None:
     """Each rate moves the phases that use it, and no others."""
     before = seconds(plan("merge-7b", "8-gpus"))

@@ -19,7 +19,7 @@ from opd.errors import RunError
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session, Terms
-from opd.rollouts.episodes.tools import BadCall
+from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Trace
 from opd.types import Sampled
 

@@ -292,6 +292,28 @@ def test_a_call_that_cannot_be_read_stays_text() -> None:
     in_a_loop(work)
 
 
+def test_results_are_put_in_the_order_of_their_calls() -> None:
+    async def work() -> None:
+        asked: list[str] = []
+
+        def policy(before: str, seed: int) -> str:
+            asked.append(before)
+            return "Done." if "second" in before else CALL + CALL
+
+        async with serving(policy) as (served, _):
+            chat: Chat = [{"role": "user", "content": "2+3?"}]
+            reply = await ask_openai(served, chat, stream=False, tools=[OPENAI_TOOL])
+            reply.pop("finish")
+            one, two = (call["id"] for call in reply["tool_calls"])
+            results = [("second", two), ("first", one), ("another", "unknown")]
+            chat += [reply, *({"role": "tool", "tool_call_id": name, "content": text} for text, name in results)]
+            await ask_openai(served, chat, stream=False, tools=[OPENAI_TOOL])
+            places = [asked[-1].index(text) for text in ("first", "second", "another")]
+            assert places == sorted(places) and not served.session.audit.forks
+
+    in_a_loop(work)
+
+
 def test_other_tools_are_another_conversation() -> None:
     async def work() -> None:
         async with serving(echo) as (served, _):

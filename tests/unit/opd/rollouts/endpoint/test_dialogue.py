@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from opd.environments.records import Tool
 from opd.rollouts.endpoint.dialogue import ChatMessages, Dialogue, PlainMessages, Unreadable
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender
-from opd.rollouts.episodes.tools import BadCall
+from opd.rollouts.episodes.tool_formats.records import BadCall
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
+from tests.tool_templates import FAMILIES, Family
 
 ADD = Tool(name="add", description="Add.", parameters={"type": "object", "properties": {"a": {"type": "integer"}}})
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -23,12 +25,12 @@ HISTORY = (
 )
 
 
-def dialogue(template: str | None) -> tuple[Dialogue, Any]:
-    tokenizer = chat_tokenizer(template)
+def dialogue(template: str | None, specials: Sequence[str] = ()) -> tuple[Dialogue, Any]:
+    tokenizer = chat_tokenizer(template, specials)
     if template is None:
         return PlainMessages(tokenizer), tokenizer
     stop = tokenizer.eos_token_id
-    return ChatMessages(ChatAppender(tokenizer, [stop]), tokenizer, frozenset({stop})), tokenizer
+    return ChatMessages(ChatAppender(tokenizer, [stop]), frozenset({stop})), tokenizer
 
 
 def test_a_whole_history_where_the_template_knows_tools() -> None:
@@ -107,3 +109,53 @@ def test_calls_in_plain_text() -> None:
     back = Message(role="assistant", calls=(call,))
     assert tokenizer.decode(found.whole([Message(role="user", text="1+1 "), back], [])) == '1+1 add {"a": 1}'
     assert found.whole([Message(role="user")], []) == []
+
+
+def two_calls(*ids: str, order: tuple[int, ...] = (0, 1)) -> tuple[Message, ...]:
+    """A history with two calls in a turn, under a client's ids, and their results in this order."""
+    calls = tuple(Call(id=one, name="add", arguments={"a": place}) for place, one in enumerate(ids))
+    results = tuple(Message(role="tool", text=f"result {place}", answers=ids[place]) for place in order)
+    return (Message(role="user", text="2+1?"), Message(role="assistant", calls=calls), *results)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_whole_history_in_every_format(family: Family) -> None:
+    """Whatever ids a client gives; and a template that takes one call in a turn gets a turn for each."""
+    found, tokenizer = dialogue(family.template, family.specials)
+    text = tokenizer.decode(found.whole(two_calls("abc", "a longer id"), [ADD]))
+    assert text == tokenizer.decode(found.whole(two_calls("1", "2"), [ADD]))
+    places = [text.index(part) for part in ("result 0", "result 1")]
+    assert places == sorted(places)
+    calls = text.count("add(") + text.count('"name": "add", "p') + text.count("add[ARGS]") + text.count("=add>")
+    calls += text.count('"name": "add", "arguments": {"a":') + text.count('{"arguments": {"a":')
+    assert calls == 2, text
+
+
+def test_one_call_in_a_turn_has_its_result_before_the_next() -> None:
+    family = FAMILIES["llama3"]
+    found, tokenizer = dialogue(family.template, family.specials)
+    text = tokenizer.decode(found.whole(two_calls("x", "y"), [ADD]))
+    places = [text.index(part) for part in ('{"a": 0}', "result 0", '{"a": 1}', "result 1")]
+    assert places == sorted(places)
+    missing = two_calls("x", "y")[:-1]
+    assert tokenizer.decode(found.whole(missing, [ADD])).count("parameters") == text.count("parameters")
+
+
+def test_a_result_keeps_the_number_of_its_call() -> None:
+    family = FAMILIES["mistral_ids"]
+    found, tokenizer = dialogue(family.template, family.specials)
+    text = tokenizer.decode(found.whole(two_calls("x", "y", order=(1, 0)), [ADD]))
+    assert '"result 1", "call_id": "call00001"' in text and '"result 0", "call_id": "call00000"' in text
+
+
+def test_a_client_reads_marks_of_a_call_that_cannot_be_read_as_text() -> None:
+    family = FAMILIES["mistral"]
+    found, tokenizer = dialogue(family.template, family.specials)
+    ids = tokenizer(family.broken)["input_ids"]
+    assert found.text(ids) == family.broken
+    history = (
+        Message(role="user", text="2+1?"),
+        Message(role="assistant", text=family.broken),
+        Message(role="user", text="?"),
+    )
+    assert "[ TOOL_CALLS]add[ ARGS]" in tokenizer.decode(found.whole(history, [ADD]))

@@ -23,6 +23,7 @@ from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeRe
 from opd.rollouts.episodes.trace import Sample
 from opd.types import Prompt, Sampled
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
+from tests.tool_templates import FAMILIES, Family
 
 CONTEXT = 4000
 Policy = Callable[[str], str]
@@ -177,9 +178,13 @@ def white(place: str) -> EpisodeRequest:
 
 
 def run(
-    *requests: EpisodeRequest, policy: Policy = counts, template: str | None = CHATML, step_s: float = 0.0
+    *requests: EpisodeRequest,
+    policy: Policy = counts,
+    template: str | None = CHATML,
+    step_s: float = 0.0,
+    specials: Sequence[str] = (),
 ) -> tuple[list[EpisodeResult], Speaker]:
-    tokenizer = chat_tokenizer(template)
+    tokenizer = chat_tokenizer(template, specials)
     speaker = Speaker(policy, tokenizer, step_s)
     dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
     return asyncio.run(play(requests, speaker, dialogues, CONTEXT, 2)), speaker
@@ -210,6 +215,39 @@ def test_the_same_tools_in_white_and_in_black(code: str, tool: Any, template: st
     (found,), _ = run(program, policy=adds, template=template)
     (wanted,), _ = run(white("Adding"), policy=adds, template=template)
     assert found.error == "" and found.rollouts == wanted.rollouts and found.audit.turns == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("code", [OPENAI, ANTHROPIC])
+def test_every_format_of_calls_is_the_same_in_white_and_in_black(family: Family, code: str, tmp_path: Path) -> None:
+    def policy(text: str) -> str:
+        return "3" if len(re.findall(r"\d+", text.rpartition("Count.")[2])) > 1 else family.turn
+
+    tool = ADD.schema()
+    if code is ANTHROPIC:
+        tool = {"name": "add", "description": "Add.", "input_schema": PARAMETERS}
+    how: Any = {"policy": policy, "template": family.template, "specials": family.specials}
+    (found,), _ = run(agent(with_stock_client(code, False, {"tools": [tool]}), tmp_path), **how)
+    (wanted,), speaker = run(white("Adding"), **how)
+    assert found.error == wanted.error == "" and found.rollouts == wanted.rollouts and found.audit.turns == 2
+    (rollout,) = found.rollouts
+    sampled = [i for i, mask in zip(rollout.response_ids, rollout.loss_mask, strict=True) if mask]
+    tokens = speaker.tokenizer(family.turn, add_special_tokens=False)["input_ids"]
+    assert sampled[: len(tokens)] == tokens, "the very tokens that were sampled carry the loss"
+    assert found.invalid_calls == wanted.invalid_calls == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_call_that_cannot_be_read_is_counted_in_every_format(family: Family, tmp_path: Path) -> None:
+    how: Any = {"template": family.template, "specials": family.specials}
+    code = (
+        BARE
+        + f"said = ask([{{'role': 'user', 'content': 'Count.'}}], tools=[{ADD.schema()}])\nprint(json.dumps({{'answer': said['content']}}))\n"
+    )
+    (found,), _ = run(agent(code, tmp_path), policy=lambda text: family.broken, **how)
+    assert found.invalid_calls == 1 and found.error == ""
+    (wanted,), _ = run(white("Adding"), policy=lambda text: "3" if "cannot be made" in text else family.broken, **how)
+    assert (wanted.invalid_calls, wanted.reward, wanted.error) == (1, 0.75, "")
 
 
 def test_a_student_without_a_chat_template(tmp_path: Path) -> None:

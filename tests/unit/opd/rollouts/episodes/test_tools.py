@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from opd.environments.records import Tool, ToolCall
-from opd.rollouts.episodes.tools import BadCall, plain_calls, problem_with, tagged_calls
+from opd.rollouts.episodes.tool_formats.records import BadCall
+from opd.rollouts.episodes.tool_formats.schema import problem_with
+from opd.rollouts.episodes.tools import plain_calls
+from tests.spoken import tagged_calls
 
 ADD = Tool(
     name="add",

@@ -1,0 +1,32 @@
+"""Tasks with tools for a real instruct model, small enough that SmolLM2-135M-Instruct learns them from some hundreds of episodes.
+
+    calculator   Work out 595-901*309.                  calculate(expression)           2 turns
+    lookup       What is the city of the boss of Ann?   look_up(name, field)            2 or 3 turns
+    boxes        Now: cup: red ... Wanted: cup: blue    move(thing, box)                2 or 3 turns
+
+Prompts are chat messages. A tool answers a wrong call with an error or a result that does not help, and a wrong answer with a
+hint, and the agent may go on. A row is a task with an episode of the environment's solver, as in `experts.suites.agents`; in a
+fifth of the turns it does something of another task, so the episodes show how mistakes are mended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experts.episodes.play import Play
+from experts.suites.agents import AgentDomain, play_games
+
+MISTAKES = 0.2
+
+DOMAINS: dict[str, AgentDomain] = {
+    "calculator": AgentDomain(options={"form": "chat", "terms": 3, "digits": 3}, max_turns=6),
+    "lookup": AgentDomain(options={"hops": 2}, max_turns=6, tasks=1000, held_out=100),
+    "boxes": AgentDomain(options={"things": 3, "moves": 2}, max_turns=6),
+}
+"""Each domain has the name of its environment."""
+
+
+def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """`count` rows, the same for the same arguments; their prompts differ until all tasks of the domain are there."""
+    chosen = DOMAINS[domain]
+    return play_games(domain, chosen, count, Play(mistakes=MISTAKES, max_turns=chosen.max_turns, seed=seed))

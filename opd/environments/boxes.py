@@ -1,0 +1,125 @@
+"""Things in boxes, to be moved by a tool until each is where it should be.
+
+    task     The key is in the red box, the coin in the blue box. Put the key in the green box ...
+    calls    move key to green -> key: green, coin: blue
+    answer   Done.
+
+A turn without a call says that all is done. If it is not, that costs one of a few tries. A wrong move can be mended by another.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from opd.config.strict import Strict
+from opd.environments.asking import Asking, Judged, hermes
+from opd.environments.game import DRAWS_PER_ROW, Row
+from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.errors import PromptError
+from opd.settings import validate
+from opd.unique import take_unique
+
+THINGS = ("book", "coin", "cup", "key", "pen", "ring")
+BOXES = ("blue", "green", "red", "white")
+DONE = "Done."
+MOVE = Tool(
+    name="move",
+    description="Move one thing to a box.",
+    parameters={
+        "type": "object",
+        "properties": {"thing": {"type": "string"}, "box": {"type": "string", "enum": list(BOXES)}},
+        "required": ["thing", "box"],
+    },
+)
+Places = dict[str, str]
+"""Thing -> the box that it is in, in the order in which they are told."""
+
+
+class BoxesOptions(Strict):
+    things: int = Field(3, ge=1, le=len(THINGS))
+    """Things of a task; at least one of them is in the wrong box."""
+    moves: int = Field(2, ge=1, le=len(THINGS))
+    """Things that are in the wrong box, at most."""
+
+
+class Boxes(Asking):
+    """Move things until each is in the right box, and say when that is done."""
+
+    name = "boxes"
+    Options = BoxesOptions
+    tools = (MOVE,)
+
+    def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
+        """Begin. Raises: PromptError for metadata without places, or with other things before and after."""
+        self._places, self._wanted = (_places(metadata, key) for key in ("start", "goal"))
+        if not self._places or self._places.keys() != self._wanted.keys():
+            raise _not_ours(f"things {', '.join(self._places)} and {', '.join(self._wanted)}")
+        return self._begin()
+
+    def step(self, action: Action) -> Outcome:
+        """Make the moves, or judge whether all is done."""
+        if not action.calls:
+            return self._answered(action.text)
+        return Outcome(observation=tuple(self._moved(call) for call in action.calls))
+
+    def judge(self, text: str) -> Judged:
+        return Judged(self._places == self._wanted, f"That is not done yet. {_told(self._places)}")
+
+    def solve(self) -> Action:
+        """Move the first thing that is in the wrong box, whoever put it there; say so if there is none."""
+        wrong = next((thing for thing, box in self._wanted.items() if self._places[thing] != box), None)
+        if wrong is None:
+            return Action(text=DONE)
+        arguments = {"thing": wrong, "box": self._wanted[wrong]}
+        return Action(text=hermes(MOVE.name, arguments), calls=(ToolCall(name=MOVE.name, arguments=arguments),))
+
+    @classmethod
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+        """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
+        chosen = validate(BoxesOptions, options, "environment boxes")
+        return take_unique(_drawn(random.Random(f"boxes/{seed}"), chosen, n * DRAWS_PER_ROW), n, "environment boxes")
+
+    def _moved(self, call: ToolCall) -> str:
+        thing, box = str(call.arguments["thing"]), str(call.arguments["box"])
+        if thing not in self._places:
+            return f"error: there is no {thing}. {_told(self._places)}"
+        self._places[thing] = box
+        return _told(self._places)
+
+
+def _told(places: Mapping[str, str]) -> str:
+    return ", ".join(f"{thing}: {box}" for thing, box in places.items())
+
+
+def _places(metadata: Mapping[str, Any], key: str) -> Places:
+    """Raises: PromptError."""
+    found = metadata.get(key)
+    if not isinstance(found, Mapping) or any(box not in BOXES for box in found.values()):
+        raise _not_ours(f"{key} = {found!r:.60}")
+    return dict(found)
+
+
+def _not_ours(found: str) -> PromptError:
+    return PromptError.at(
+        "environment boxes: metadata",
+        found=found,
+        wanted=f"the same things in `start` and `goal`, each in one of the boxes {', '.join(BOXES)}",
+        fix="make the prompts with `opd environments tasks boxes`",
+    )
+
+
+def _drawn(rng: random.Random, options: BoxesOptions, limit: int) -> Iterator[Row]:
+    for _ in range(limit):
+        goal = {thing: rng.choice(BOXES) for thing in rng.sample(THINGS, options.things)}
+        wrong = rng.sample(sorted(goal), rng.randint(1, min(options.moves, options.things)))
+        start = goal | {thing: rng.choice([box for box in BOXES if box != goal[thing]]) for thing in wrong}
+        asked = f"Now: {_told(start)}. Wanted: {_told(goal)}. Move what is in the wrong box, then answer {DONE}"
+        yield {
+            "prompt": [{"role": "user", "content": asked}],
+            "answer": _told(goal),
+            "metadata": {"start": start, "goal": goal, "moves": len(wrong) + 1},
+        }

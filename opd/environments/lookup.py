@@ -1,0 +1,141 @@
+"""Facts that only a tool knows: who is whose boss, who lives where. A question takes one look-up after the other.
+
+    question   What is the city of the boss of Ann?
+    calls      boss of Ann -> Tom      city of Tom -> Oslo
+    answer     Oslo
+
+An answer is a turn without a call; its last word counts. A wrong one costs one of a few tries, a wrong look-up a turn.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from opd.config.strict import Strict
+from opd.environments.asking import Asking, Judged, hermes
+from opd.environments.game import DRAWS_PER_ROW, Row
+from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.errors import PromptError
+from opd.settings import validate
+from opd.unique import take_unique
+
+_NAMES = (
+    "Adam Alan Alice Amy Anna Ben Bill Bob Carl Chris Clara Dan David Diana Edward Emily Emma Eric Eva Frank Fred George Grace "
+    "Harry Helen Henry Ian Jack James Jane Jim John Julia Karl Kate Kevin Laura Leo Linda Lisa Lucy Mark Martin Mary Mike "
+    "Nancy Nick Oliver Oscar Paul Peter Ralph Rose Ruth Sam Sarah Simon Susan Tom Victor"
+)
+_CITIES = "Athens Berlin Boston Cairo Chicago Dallas Delhi Dublin London Madrid Milan Moscow Oslo Paris Rome Tokyo"
+NAMES, CITIES = tuple(_NAMES.split()), tuple(_CITIES.split())
+PEOPLE = ("boss", "doctor", "friend")
+"""Fields whose value is another person, so that a question can go on from there."""
+FIELDS = (*PEOPLE, "city", "room")
+LISTED = 24
+"""People of a task's table; look-ups of any other name find nobody."""
+LOOK_UP = Tool(
+    name="look_up",
+    description="Look up one fact about one person.",
+    parameters={
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "field": {"type": "string", "enum": list(FIELDS)}},
+        "required": ["name", "field"],
+    },
+)
+Table = dict[str, dict[str, str]]
+"""Name -> field -> value."""
+
+
+class LookupOptions(Strict):
+    hops: int = Field(2, ge=1, le=4)
+    """Look-ups that a question takes at most, each of what the one before it gave."""
+
+
+class Lookup(Asking):
+    """Answer questions about people by looking up one fact after the other."""
+
+    name = "lookup"
+    Options = LookupOptions
+    tools = (LOOK_UP,)
+
+    def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
+        """Begin. Raises: PromptError for metadata whose question cannot be answered from its table."""
+        try:
+            self._table: Table = {str(name): dict(facts) for name, facts in metadata["table"].items()}
+            self._steps = _steps(self._table, str(metadata["start"]), metadata["path"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PromptError.at(
+                "environment lookup: metadata",
+                found=f"{type(error).__name__}: {error}",
+                wanted="`start`, `path` and a `table` in which the path can be followed",
+                fix="make the prompts with `opd environments tasks lookup`",
+            ) from None
+        self._seen: set[tuple[str, str]] = set()
+        return self._begin()
+
+    def step(self, action: Action) -> Outcome:
+        """Look up what was asked, or judge the answer."""
+        if not action.calls:
+            return self._answered(action.text)
+        return Outcome(observation=tuple(self._looked_up(call) for call in action.calls))
+
+    def judge(self, text: str) -> Judged:
+        words = re.findall(r"\w+", text)
+        right = bool(words) and words[-1].casefold() == self._steps[-1][2].casefold()
+        return Judged(right, "That is not right. Look up every step of the question, then answer.")
+
+    def solve(self) -> Action:
+        """Look up the first step that was not seen yet; answer once the last one was."""
+        missing = next(((name, field) for name, field, _ in self._steps if (name, field) not in self._seen), None)
+        if missing is None:
+            return Action(text=self._steps[-1][2])
+        arguments = dict(zip(("name", "field"), missing, strict=True))
+        call = ToolCall(name=LOOK_UP.name, arguments=arguments)
+        return Action(text=hermes(call.name, arguments), calls=(call,))
+
+    @classmethod
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+        """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
+        chosen = validate(LookupOptions, options, "environment lookup")
+        drawn = _drawn(random.Random(f"lookup/{seed}"), chosen, n * DRAWS_PER_ROW)
+        return take_unique(drawn, n, "environment lookup")
+
+    def _looked_up(self, call: ToolCall) -> str:
+        name, field = str(call.arguments["name"]), str(call.arguments["field"])
+        if name not in self._table:
+            return f"error: there is nobody called {name}"
+        self._seen.add((name, field))
+        return self._table[name][field]
+
+
+def _steps(table: Table, start: str, path: list[str]) -> list[tuple[str, str, str]]:
+    """Name, field and value of every look-up. Raises: KeyError for a name or field that the table lacks, ValueError for no path."""
+    found, name = list[tuple[str, str, str]](), start
+    for field in path:
+        found.append((name, field, str(table[name][field])))
+        name = found[-1][2]
+    if not found:
+        raise ValueError("a path without a step")
+    return found
+
+
+def _drawn(rng: random.Random, options: LookupOptions, limit: int) -> Iterator[Row]:
+    for _ in range(limit):
+        listed = rng.sample(NAMES, LISTED)
+        table = {name: _facts(rng, [other for other in listed if other != name]) for name in listed}
+        path = [*rng.choices(PEOPLE, k=rng.randint(1, options.hops) - 1), rng.choice(FIELDS)]
+        asked = "".join(f"the {field} of " for field in reversed(path))
+        word = "Who" if path[-1] in PEOPLE else "What"
+        yield {
+            "prompt": [{"role": "user", "content": f"{word} is {asked}{listed[0]}? Answer with the result only."}],
+            "answer": _steps(table, listed[0], path)[-1][2],
+            "metadata": {"start": listed[0], "path": path, "table": table, "moves": len(path) + 1},
+        }
+
+
+def _facts(rng: random.Random, others: list[str]) -> dict[str, str]:
+    people = {field: rng.choice(others) for field in PEOPLE}
+    return people | {"city": rng.choice(CITIES), "room": str(rng.randint(10, 99))}

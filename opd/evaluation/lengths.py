@@ -1,0 +1,81 @@
+"""Success by the length of the task: how it falls where more moves in a row have to be right.
+
+The length is that of the task's own solution (`metadata.moves`), not of the episode: a model that is lost plays on and on, so the
+turns that it takes say how good it is, and not how hard the task was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from opd.evaluation.scores import Evaluation, LengthScore
+from opd.evaluation.statistics import interval
+
+BUCKETS: tuple[tuple[int, int | None], ...] = ((1, 3), (4, 7), (8, 14), (15, None))
+"""Fewest and most right moves of a group of tasks, both included; None: no limit. Fixed, so that runs can be compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRow:
+    """Tasks of a like length in one domain, and how models did on them."""
+
+    domain: str
+    fewest: int
+    most: int | None
+    questions: int
+    scores: Mapping[str, LengthScore]
+    """Model -> its score; not there for a model whose file has none."""
+
+    @property
+    def moves(self) -> str:
+        """The group in words."""
+        return span(self.fewest, self.most)
+
+
+def right_moves(metadata: Mapping[str, Any]) -> int | None:
+    """Moves of the task's solution; None if its row has no such number."""
+    moves = metadata.get("moves")
+    return moves if type(moves) is int and moves > 0 else None
+
+
+def by_length(scored: Sequence[tuple[int | None, Sequence[float]]]) -> tuple[LengthScore, ...]:
+    """The scores of the groups that have a task, the shortest first. `scored`: right moves of a task (None: unknown, it is in
+    no group) and the scores of its answers, 0..1."""
+    found = []
+    for fewest, most in BUCKETS:
+        mine = [s for moves, s in scored if moves is not None and fewest <= moves and (most is None or moves <= most)]
+        if mine:
+            low, high = interval(mine)
+            accuracy = fmean(map(fmean, mine))
+            found.append(
+                LengthScore(fewest=fewest, most=most, questions=len(mine), accuracy=accuracy, low=low, high=high)
+            )
+    return tuple(found)
+
+
+def beside(models: Mapping[str, Evaluation]) -> list[LengthRow]:
+    """A row for each domain and group of tasks that any of the models has a score for: name -> evaluation."""
+    parts: dict[str, dict[tuple[int, int | None], dict[str, LengthScore]]] = {}
+    for name, evaluation in models.items():
+        for domain, score in evaluation.scores.items():
+            for one in score.by_length:
+                parts.setdefault(domain, {}).setdefault((one.fewest, one.most), {})[name] = one
+    return [
+        LengthRow(
+            domain=domain,
+            fewest=fewest,
+            most=most,
+            questions=max(one.questions for one in scores.values()),
+            scores=scores,
+        )
+        for domain, groups in parts.items()
+        for (fewest, most), scores in sorted(groups.items(), key=lambda group: group[0][0])
+    ]
+
+
+def span(fewest: int, most: int | None) -> str:
+    """A group in words: `4-7`, `15 and more`."""
+    return f"{fewest} and more" if most is None else f"{fewest}-{most}"

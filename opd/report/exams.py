@@ -1,0 +1,87 @@
+"""What exams say beside the accuracy of a domain: how long answers were, how episodes went, and success by the length of the task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opd.evaluation.lengths import beside, span
+from opd.evaluation.scores import DomainScore, Evaluation
+from opd.report.run import RunFiles
+
+MODELS = {"before": "student before", "after": "merged", "expert": "expert"}
+"""Key of a model in report.json -> its name on the page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentExam:
+    """One model on one domain of agents."""
+
+    domain: str
+    model: str
+    """Its name, for people."""
+    score: DomainScore
+
+
+def latest(run: RunFiles) -> Evaluation | None:
+    """The exam of the merged model: that at the end, else the last so far."""
+    return run.after or (run.during[max(run.during)] if run.during else None)
+
+
+def answers(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[str, float]]]:
+    """Domain -> model -> questions, mean_tokens, truncated, and `failed` verifiers; of episodes also turns and invalid_calls."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, evaluation in evaluations.items():
+        for domain, score in evaluation.scores.items():
+            played = {} if score.turns is None else {"turns": score.turns, "invalid_calls": score.invalid_calls}
+            found.setdefault(domain, {})[name] = {
+                "questions": score.questions,
+                "mean_tokens": score.mean_tokens,
+                "truncated": score.truncated,
+                "failed": score.failed,
+                **played,
+            }
+    return found
+
+
+def success_by_length(run: RunFiles) -> dict[str, Any]:
+    """`by_length`: domain -> groups of tasks, the shortest first; nothing if no exam has such groups.
+
+    A group has fewest and most right moves (null: no limit), questions, and for `before`, `after` and `expert` the accuracy
+    and `..._interval`, null where the model's file does not say it.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in beside(_known(run)):
+        group: dict[str, Any] = {"fewest": row.fewest, "most": row.most, "questions": row.questions}
+        for key in MODELS:
+            score = row.scores.get(key)
+            group |= {
+                key: None if score is None else score.accuracy,
+                f"{key}_interval": None if score is None else [score.low, score.high],
+            }
+        found.setdefault(row.domain, []).append(group)
+    return {"by_length": found} if found else {}
+
+
+def agent_exams(run: RunFiles) -> list[AgentExam]:
+    """A row for each domain of agents and each model that took its exam."""
+    known = _known(run)
+    domains = dict.fromkeys(d for e in known.values() for d, score in e.scores.items() if score.turns is not None)
+    return [
+        AgentExam(domain=domain, model=MODELS[key], score=evaluation.scores[domain])
+        for domain in domains
+        for key, evaluation in known.items()
+        if domain in evaluation.scores
+    ]
+
+
+def moves(group: Mapping[str, Any]) -> str:
+    """The name of a group of `success_by_length`."""
+    return span(group["fewest"], group["most"])
+
+
+def _known(run: RunFiles) -> dict[str, Evaluation]:
+    """The exams that there are, by key of `MODELS`, in its order."""
+    exams = {"before": run.before, "after": latest(run), "expert": run.expert}
+    return {key: found for key, found in exams.items() if found is not None}

@@ -1,0 +1,181 @@
+"""The processes that hold rollout engines: started, given weights, asked together, and started again when one dies."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from opd import cluster, leftovers
+from opd.buckets import WeightStream
+from opd.cluster import Pending, Worker
+from opd.rollouts.early import Part
+from opd.rollouts.pour import pour
+from opd.rollouts.worker import VLLMWorker
+
+R = TypeVar("R")
+Weights = Callable[[], AbstractContextManager[Path]]
+"""Gives the weights that the engines hold as a Hugging Face directory, which exists within the context."""
+AHEAD = 2
+"""Parts that a worker is asked for before the first of them is taken, so that its engine never waits for the driver."""
+
+
+class Telling(NamedTuple, Generic[R]):
+    """Who gets answers before the last one is there."""
+
+    groups: list[int]
+    """The group of each request: those of one group are told together, as far as one worker has them."""
+    tell: Callable[[int, R], None]
+    """Takes a request's place, and its answer."""
+
+
+class Engines:
+    """All rollout workers of a merge, which hold the same weights."""
+
+    def __init__(
+        self, spawn: Callable[[int], Worker[VLLMWorker]], num: int, model_dir: Path, deadlines: tuple[float, float]
+    ) -> None:
+        """`spawn` starts the worker of an index with the weights of `model_dir`; the `deadlines` are those for a worker's start and
+        for every other call, seconds."""
+        self._spawn = spawn
+        self._start_timeout_s, self._timeout_s = deadlines
+        self._workers = [spawn(index) for index in range(num)]
+        self._restarted: list[str] = []
+        """Workers that were started again since the last rollouts."""
+        self._hold_files(lambda: nullcontext(model_dir))
+
+    def wait_ready(self) -> None:
+        """Block until every engine is up. Raises: RunError past the deadline."""
+        probe = [[0, 0]]  # two tokens of one sequence: the smallest request there is
+        answers = [worker.submit(VLLMWorker.logprobs, probe) for worker in self._workers]
+        cluster.wait(answers, timeout_s=self._start_timeout_s)
+
+    def load(self, model_dir: Path, again: Weights | None = None, base: Path | None = None) -> None:
+        base = base and base.absolute()
+        self._hold_files(lambda: nullcontext(model_dir), base)
+        self._call(lambda worker, _: worker.submit(VLLMWorker.load, model_dir.absolute(), base))
+        if again:
+            self._hold_files(again, base)
+
+    def _hold_files(self, weights: Weights, base: Path | None = None) -> None:
+        """From now on a worker that is started again gets these weights; those of `base`, if that is not None, where they are
+        not all."""
+
+        def restore(worker: Worker[VLLMWorker]) -> None:
+            with weights() as model_dir:
+                loaded = worker.submit(VLLMWorker.load, model_dir.absolute(), base)
+                loaded.result(timeout_s=self._start_timeout_s)
+
+        self._restore = restore
+
+    def receive(self, send: Callable[[], WeightStream]) -> None:
+        def restore(worker: Worker[VLLMWorker]) -> None:
+            pour([worker], send(), timeout_s=self._start_timeout_s)
+            worker.submit(VLLMWorker.finish_stream).result(timeout_s=self._timeout_s)
+
+        self._restore = restore
+        pour(self._workers, send(), timeout_s=self._timeout_s)
+        # Here those that died meanwhile are noticed, and get a stream of their own.
+        self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        return self._call(lambda worker, _: worker.submit(VLLMWorker.logprobs, token_ids))
+
+    def _dealt(
+        self,
+        dealt: Sequence[Sequence[int]],
+        all_of_them: Callable[[Worker[VLLMWorker], int], Pending[list[R]]],
+        as_they_end: Callable[[Worker[VLLMWorker], int, list[int]], Pending[None]],
+        telling: Telling[R] | None,
+    ) -> list[R]:
+        """The answers to requests that are `dealt` out, in the order of the requests. With `telling` somebody gets each before others
+        are there; without, they come together."""
+        if telling is None:
+            parts = self._call(all_of_them)
+            found = dict(zip(chain(*dealt), chain(*parts), strict=True))
+        else:
+
+            def begin(index: int) -> None:
+                as_they_end(self._workers[index], index, [telling.groups[place] for place in dealt[index]])
+
+            found, again = {}, partial(self._again, set())
+            for index, place, answer in as_they_come(self._workers, begin, again, self._timeout_s):
+                found[dealt[index][place]] = answer
+                telling.tell(dealt[index][place], answer)
+        return [found[place] for place in range(len(found))]
+
+    def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
+        """The answers of all workers; `ask` calls one of them, and gets its index too.
+
+        A worker that dies is started again, once a call. The programs of its agents are ended, the new worker gets the weights
+        that the others hold and does its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait` raises.
+        """
+        pending = [ask(worker, index) for index, worker in enumerate(self._workers)]
+        restarted: set[int] = set()
+        while True:
+            try:
+                return cluster.wait(pending, timeout_s=self._timeout_s)
+            except cluster.WorkerDied as error:
+                index = self._again(restarted, error)
+                pending[index] = ask(self._workers[index], index)
+
+    def _again(self, restarted: set[int], error: cluster.WorkerDied) -> int:
+        """Start a worker anew that died, and give it the weights that the others hold. `restarted`: those of the same call. Returns
+        its index. Raises: `error` if it is none of these engines, or died a second time."""
+        if error.worker not in self._workers or self._workers.index(error.worker) in restarted:
+            raise error
+        index = self._workers.index(error.worker)
+        restarted.add(index)
+        self._restarted.append(worker_name(index))
+        leftovers.end_abandoned()
+        self._workers[index] = self._spawn(index)
+        self._restore(self._workers[index])
+        return index
+
+
+def as_they_come(
+    workers: Sequence[Worker[VLLMWorker]],
+    begin: Callable[[int], object],
+    again: Callable[[cluster.WorkerDied], int],
+    timeout_s: float,
+) -> Iterator[tuple[int, int, Any]]:
+    """Each answer of all workers once, with the worker's index and its place among what that one was asked.
+
+    `begin` has a worker begin; `again` starts one anew that died, and returns its index. That one writes all of its part again,
+    because the last bits of a response depend on the batch; what it had given already is left out.
+    Raises: what `again` and `opd.cluster.first` raise.
+    """
+
+    def ask(index: int) -> deque[Pending[Part | None]]:
+        begin(index)
+        return deque(workers[index].submit(VLLMWorker.next_part) for _ in range(AHEAD))
+
+    asked, given = [ask(index) for index in range(len(workers))], [set[int]() for _ in workers]
+    since = time.monotonic()
+    while any(asked):
+        busy = [index for index, answers in enumerate(asked) if answers]
+        try:
+            index = busy[cluster.first([asked[i][0] for i in busy], timeout_s=timeout_s, since=since)]
+        except cluster.WorkerDied as error:
+            index = again(error)
+            asked[index], since = ask(index), time.monotonic()
+            continue
+        part = cluster.fetch(asked[index].popleft().handle)
+        if part is None:
+            asked[index].clear()
+            continue
+        asked[index].append(workers[index].submit(VLLMWorker.next_part))
+        for place, answer in part:
+            if place not in given[index]:
+                given[index].add(place)
+                yield index, place, answer
+
+
+def worker_name(index: int) -> str:
+    """What errors call a worker, and what a place is reserved for."""
+    return f"rollout worker {index}"

@@ -1,0 +1,37 @@
+"""How models write tool calls, by the names of vLLM's `--tool-call-parser`.
+
+vLLM's own parsers are made for a server that never refuses: half a call is text for them, and nobody learns that it was meant as
+a call. They also bring torch, which a check before any compute must not wait for. So these are written anew, stricter;
+`tests/integration/test_tool_formats.py` compares both on calls that are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from opd.rollouts.episodes.tool_formats.hermes import Hermes
+from opd.rollouts.episodes.tool_formats.llama3_json import Llama3Json
+from opd.rollouts.episodes.tool_formats.mistral import Mistral
+from opd.rollouts.episodes.tool_formats.pythonic import Pythonic
+from opd.rollouts.episodes.tool_formats.qwen3_xml import Qwen3Xml
+from opd.rollouts.episodes.tool_formats.records import ToolFormat
+
+AUTO = "auto"
+"""Not a format: the one in which the chat template writes calls."""
+FALLBACK = "hermes"
+"""The format that a student is told whose chat template knows no tools."""
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": Hermes(),
+    "llama3_json": Llama3Json(),
+    "mistral": Mistral(),
+    "pythonic": Pythonic(),
+    "llama4_pythonic": Pythonic("<|python_start|>", "<|python_end|>"),
+    "qwen3_xml": Qwen3Xml(),
+}
+ALIASES: Mapping[str, str] = {"qwen3_json": "hermes", "llama4_json": "llama3_json", "qwen3_coder": "qwen3_xml"}
+"""Names of vLLM's for the same formats."""
+
+
+def tool_format(name: str) -> ToolFormat:
+    """The format of this name."""
+    return TOOL_FORMATS[ALIASES.get(name, name)]

@@ -1,0 +1,74 @@
+"""The student as the merge begins as one more teacher, whom a rank asks by itself: the student with its adapters switched off.
+
+LoRA leaves the student's own weights as they are, and the ranks hold them anyway. So no scoring worker loads them, none of their
+rows travels or is logged, and their output head is the student's own. What is said becomes a row like that of any teacher
+before the tensors of a micro-batch are made, so that nothing behind it knows the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from opd.devices import to_device
+from opd.layouts import LAYOUTS, Packed, predict_trained
+from opd.payloads.answer import Answer
+from opd.payloads.hidden_states import HiddenStates
+from opd.payloads.sampled_logprobs import SampledLogprobs
+from opd.stream.heads import OWN_HEAD
+from opd.stream.schema import TargetRow
+from opd.train.lora import without_adapters
+from opd.train.student import Student
+from opd.types import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartTeacher:
+    """How the ranks of a LoRA student ask it; plain values, so they cross process boundaries."""
+
+    name: str
+    """The teacher's name in rows."""
+    weights: Mapping[str, float]
+    """Domain -> its weight there, below 0; only domains whose target lies beyond their experts."""
+    payload: str
+    """The kind of answer that the other teachers give."""
+
+    def rounds(self, plan: Sequence[Sequence[Sequence[str]]], rollouts: Sequence[Rollout]) -> frozenset[int]:
+        """Which of the plan's micro-batches have, on any rank, a sample of these domains: ranks ask together or not at all."""
+        asked = {r.sample_id for r in rollouts if r.domain in self.weights}
+        return frozenset(index for part in plan for index, ids in enumerate(part) if asked.intersection(ids))
+
+    def rows(
+        self, student: Student, rollouts: Sequence[Rollout], layout: str, dtype: torch.dtype, device: torch.device
+    ) -> list[TargetRow]:
+        """A row for each rollout of these domains. All ranks have to call it at the same time, since they gather weights together: one
+        that has no such rollout computes a padding token. `dtype` is that of the other teachers' states."""
+        mine = [r for r in rollouts if r.domain in self.weights]
+        packed = to_device(LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in mine] or [[0]]), device)
+        with torch.no_grad(), without_adapters(student.lm):
+            answers = _ANSWERS[self.payload](student, packed, mine, dtype)
+        return [
+            TargetRow(rollout=rollout, teacher=self.name, weight=self.weights[rollout.domain], answer=answer)
+            for rollout, answer in zip(mine, answers, strict=True)
+        ]
+
+
+def _states(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:
+    hidden_N_D = student.hidden(packed)[predict_trained(packed, rollouts)].to("cpu", dtype)
+    return [HiddenStates.of(part_n_D, OWN_HEAD) for part_n_D in hidden_N_D.split([r.num_trained for r in rollouts])]
+
+
+def _logprobs(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:
+    token_N = torch.tensor([token for r in rollouts for token in r.trained_ids], dtype=torch.long)
+    predict_N = predict_trained(packed, rollouts)
+    logprob_N = student.logprobs(packed, predict_N, token_N.to(packed.input_ids_B_T.device)).cpu()
+    return [SampledLogprobs(part_n.tolist()) for part_n in logprob_N.split([r.num_trained for r in rollouts])]
+
+
+_ANSWERS: Mapping[str, Callable[[Student, Packed, Sequence[Rollout], torch.dtype], list[Answer]]] = {
+    "hidden_states": _states,
+    "sampled_logprobs": _logprobs,
+}
+"""Payload -> function; a target beyond the experts can be made of no other."""

@@ -1,0 +1,118 @@
+"""Chat templates that write tool calls as families of models do, and turns as these models write them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.chatml import WITH_TOOLS, chat_tokenizer
+
+_LISTED = (
+    "{% if tools %}{{ '<|im_start|>tools\n' }}{% for t in tools %}{{ t | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endif %}"
+)
+_END = "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
+def _template(call: str, before: str = "", between: str = "", after: str = "") -> str:
+    """ChatML in which each call `c` is written so, the calls of a turn with these texts around and between."""
+    calls = f"{before}{{% for c in m.tool_calls %}}{call}{{% if not loop.last %}}{between}{{% endif %}}{{% endfor %}}{after}"
+    shown = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    return f"{_LISTED}{shown}{{% if m.tool_calls %}}{calls}{{% endif %}}{_END}"
+
+
+_ONE_ONLY = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+LLAMA3 = _template(
+    """{{ '{"name": "' + c.function.name + '", "parameters": ' + (c.function.arguments | tojson) + '}' }}""", _ONE_ONLY
+)
+"""As Llama 3.1's: one call in a turn."""
+MISTRAL = _template("{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + (c.function.arguments | tojson) }}")
+"""As that of Mistral's models since tokenizer v11."""
+MISTRAL_IDS = """\
+{% set users = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages %}\
+{% if m.role == 'user' %}{% if tools and m == users[-1] %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}\
+{% endif %}{{ '[INST]' + m.content + '[/INST]' }}{% elif m.role == 'system' %}{{ '[SYSTEM]' + m.content + '[/SYSTEM]' }}\
+{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}\
+{{ '[TOOL_RESULTS]{"content": "' + m.content + '", "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}\
+{% elif m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}{% if c.id | length != 9 %}\
+{{ raise_exception('ids have nine letters') }}{% endif %}\
+{{ (c.function | tojson)[:-1] + ', "id": "' + c.id + '"}' + ('' if loop.last else ', ') }}{% endfor %}{{ ']<|im_end|>' }}\
+{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"""
+"""As that of Mistral's older models: calls with ids, and the tools before the user's last message, wherever that is."""
+PYTHONIC = _template(
+    "{{ c.function.name + '(' }}{% for k, v in c.function.arguments.items() %}{{ k ~ '=' ~ v }}"
+    "{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ')' }}",
+    "{{ '[' }}",
+    "{{ ', ' }}",
+    "{{ ']' }}",
+)
+"""As Llama 3.2's in vLLM's examples: texts have lost their quotes."""
+LLAMA4 = PYTHONIC.replace("k ~ '=' ~ v", "k ~ '=\"' ~ v ~ '\"'").replace("'['", "'<|python_start|>['").replace("']'", "']<|python_end|>'")  # fmt: skip
+"""As Llama 4's: everything in quotes, numbers too."""
+QWEN3_CODER = _template(
+    "{{ '<tool_call>\n<function=' + c.function.name + '>\n' }}{% for k, v in c.function.arguments.items() %}"
+    "{{ '<parameter=' ~ k ~ '>\n' ~ (v if v is string else v | string) ~ '\n</parameter>\n' }}{% endfor %}"
+    "{{ '</function>\n</tool_call>' }}"
+)
+ODD = _template("{{ '@' + c.function.name + ' ' + (c.function.arguments | tojson) }}")
+"""As nobody's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family of models."""
+
+    parser: str
+    """The format that it writes."""
+    template: str
+    specials: tuple[str, ...] = ()
+    """Its own special tokens, which have no role such as end or padding."""
+    turn: str
+    """A turn with `add(a=1)` and `add(a=2)`."""
+    broken: str
+    """A turn with a call that cannot be read."""
+
+    def tokenizer(self) -> Any:
+        return chat_tokenizer(self.template, self.specials)
+
+
+_HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
+_XML = "<tool_call>\n<function=add>\n<parameter=a>\n%d\n</parameter>\n</function>\n</tool_call>"
+_LLAMA = '{"name": "add", "parameters": {"a": %d}}'
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(
+        parser="hermes", template=WITH_TOOLS, turn=f"Two: {_HERMES % 1}\n{_HERMES % 2}", broken=(_HERMES % 1)[:-1]
+    ),
+    "llama3": Family(
+        parser="llama3_json",
+        template=LLAMA3,
+        specials=("<|python_tag|>", "<|eom_id|>"),
+        turn=f"<|python_tag|>{_LLAMA % 1}; {_LLAMA % 2}",
+        broken="<|python_tag|>print(1)",
+    ),
+    "mistral": Family(
+        parser="mistral",
+        template=MISTRAL,
+        specials=("[TOOL_CALLS]", "[ARGS]"),
+        turn='Two: [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}',
+        broken='[TOOL_CALLS]add[ARGS]{"a": 1',
+    ),
+    "mistral_ids": Family(
+        parser="mistral",
+        template=MISTRAL_IDS,
+        specials=("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[INST]", "[/INST]"),
+        turn='[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "aB3dE6gH9"}, {"name": "add", "arguments": {"a": 2}}]',
+        broken='[TOOL_CALLS] [{"name": "add"',
+    ),
+    "llama3.2": Family(parser="pythonic", template=PYTHONIC, turn="[add(a=1), add(a=2)]", broken="[add(a=1), add(a=2)"),
+    "llama4": Family(
+        parser="llama4_pythonic",
+        template=LLAMA4,
+        specials=("<|python_start|>", "<|python_end|>"),
+        turn="<|python_start|>[add(a=1), add(a=2)]<|python_end|>",
+        broken="<|python_start|>add(a=1)<|python_end|>",
+    ),
+    "qwen3_coder": Family(
+        parser="qwen3_xml", template=QWEN3_CODER, turn=f"Two: {_XML % 1}\n{_XML % 2}", broken=_XML[:-9] % 1
+    ),
+}
