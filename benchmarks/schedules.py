@@ -3,8 +3,8 @@
     python benchmarks/schedules.py --json schedules.json
 
 A base and two experts are trained on letter tasks. Then the same merge runs in both schedules and with two seeds, in turn.
-In every run the rollout engine has one half of the machine's cores, teachers and trainer the other half, and OpenMP is held
-to as many threads: so both schedules have the same machine, and only one of them uses both halves at a time.
+In every run the rollout engine has one half of the machine's cores, teachers and trainer the other half, and each as many
+threads: so both schedules have the same machine, and only one of them uses both halves at a time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from machine import machine
 ROOT = Path(__file__).resolve().parents[1]
 DOMAINS = ("reverse", "double")
 MODES = ("sync", "one_step_off")
+LOG_LINES = 20
+"""Of a command that fails."""
 ENGINE, OTHERS = ("ray::VLLMWorker",), ("ray::TrainerRank", "ray::TeacherWorker")
 """Titles of the worker processes, by the half of the cores that they get."""
 
@@ -54,14 +56,15 @@ class Run:
 
 def opd(*args: object, cwd: Path, halves: tuple[list[int], list[int]] | None = None) -> None:
     """Run a command; with `halves` its workers are kept to their cores."""
-    limit = {"OMP_THREAD_LIMIT": str(len(halves[0]))} if halves else {}
-    process = psutil.Popen(
-        [sys.executable, "-m", "cli", *map(str, args)],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | limit,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    log = cwd / "log.txt"
+    with log.open("w") as out:
+        process = psutil.Popen(
+            [sys.executable, "-m", "cli", *map(str, args)],
+            cwd=cwd,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
     while process.poll() is None:
         if halves:
             for worker in process.children(recursive=True):
@@ -69,7 +72,8 @@ def opd(*args: object, cwd: Path, halves: tuple[list[int], list[int]] | None = N
                     keep(worker, halves)
         time.sleep(1)
     if process.returncode:
-        raise SystemExit(f"opd {args[0]} ended with {process.returncode}: run it by hand in {cwd}")
+        last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+        raise SystemExit(f"opd {args[0]} ended with {process.returncode}:\n{last}")
 
 
 def keep(worker: psutil.Process, halves: tuple[list[int], list[int]]) -> None:
@@ -113,6 +117,8 @@ def merge(root: Path, mode: str, seed: int, args: argparse.Namespace, halves: tu
         "trainer": {"ranks": 1, "steps": args.steps, "samples_per_step": args.samples, "lr": 5.0e-4, "warmup_steps": 5},
         "schedule": {"mode": mode},
         "checkpoint": {"every": 1000},
+        # As many threads as cores. OMP_THREAD_LIMIT would not do: vLLM's kernels leave out what threads that are not there should do.
+        "cluster": {"placement": {role: {"cpus": len(halves[0])} for role in ("rollout", "teachers", "trainer")}},
     }
     (root / f"{name}.yaml").write_text(yaml.safe_dump(pipeline))
     opd("merge", f"{name}.yaml", "--run-dir", name, cwd=root, halves=halves)
