@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOMAINS = ("reverse", "double")
 MODES = ("sync", "one_step_off")
 LOG_LINES = 20
-"""Of a command that fails."""
+"""Last lines of a command that fails, which are shown."""
 ENGINE, OTHERS = ("ray::VLLMWorker",), ("ray::TrainerRank", "ray::TeacherWorker")
 """Titles of the worker processes, by the half of the cores that they get."""
 
@@ -117,10 +117,11 @@ def merge(root: Path, mode: str, seed: int, args: argparse.Namespace, halves: tu
         "trainer": {"ranks": 1, "steps": args.steps, "samples_per_step": args.samples, "lr": 5.0e-4, "warmup_steps": 5},
         "schedule": {"mode": mode},
         "checkpoint": {"every": 1000},
-        # As many threads as cores. OMP_THREAD_LIMIT would not do: vLLM's kernels leave out what threads that are not there should do.
-        "cluster": {"placement": {role: {"cpus": len(halves[0])} for role in ("rollout", "teachers", "trainer")}},
     }
     (root / f"{name}.yaml").write_text(yaml.safe_dump(pipeline))
+    # A role has as many threads as the driver has cores, in `one_step_off` half as many. OMP_THREAD_LIMIT would not do: vLLM's
+    # kernels leave out what the threads that are not there should do, and return NaN.
+    os.sched_setaffinity(0, halves[0] if mode == "sync" else [*halves[0], *halves[1]])
     opd("merge", f"{name}.yaml", "--run-dir", name, cwd=root, halves=halves)
     records = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
     report = json.loads((root / name / "report.json").read_text())
