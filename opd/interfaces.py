@@ -303,6 +303,7 @@ class Scorer(Protocol):
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         """Target rows in batches. A response that cannot be scored gets no row but an entry in `broken`: id -> reason.
+
         A scorer that reads ahead has loaded the teacher when this returns: `prefetch` may follow before the first batch.
         """
         ...

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from opd.config.strict import Strict
-from opd.environments.records import Action, Outcome, Tool
+from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.errors import ConfigError
 
 
@@ -44,6 +44,16 @@ class Asking(ABC):
     def judge(self, text: str) -> Judged:
         """Whether the answer is right."""
 
+    def step(self, action: Action) -> Outcome:
+        """Carry out the calls, or judge the answer if there are none."""
+        if not action.calls:
+            return self._answered(action.text)
+        return Outcome(observation=tuple(map(self.called, action.calls)))
+
+    def called(self, call: ToolCall) -> str:
+        """What a tool says. An environment with tools has its own; a call of any other tool does not come here."""
+        raise NotImplementedError(f"environment {self.name} has no tool {call.name}")
+
     def close(self) -> None:  # noqa: B027 those that hold something have their own
         """Nothing is held."""
 
@@ -68,3 +78,8 @@ class Asking(ABC):
 def hermes(tool: str, arguments: Mapping[str, Any]) -> str:
     """A tool call as a model with a chat template writes it."""
     return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': dict(arguments)})}\n</tool_call>"
+
+
+def calling(tool: str, arguments: Mapping[str, Any]) -> Action:
+    """A turn with this one call."""
+    return Action(text=hermes(tool, arguments), calls=(ToolCall(name=tool, arguments=arguments),))

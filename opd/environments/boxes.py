@@ -16,12 +16,10 @@ from typing import Any
 from pydantic import Field
 
 from opd.config.strict import Strict
-from opd.environments.asking import Asking, Judged, hermes
-from opd.environments.game import DRAWS_PER_ROW, Row
-from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.environments.asking import Asking, Judged, calling
+from opd.environments.game import Row, draw_tasks
+from opd.environments.records import Action, Tool, ToolCall
 from opd.errors import PromptError
-from opd.settings import validate
-from opd.unique import take_unique
 
 THINGS = ("book", "coin", "cup", "key", "pen", "ring")
 BOXES = ("blue", "green", "red", "white")
@@ -60,12 +58,6 @@ class Boxes(Asking):
             raise _not_ours(f"things {', '.join(self._places)} and {', '.join(self._wanted)}")
         return self._begin()
 
-    def step(self, action: Action) -> Outcome:
-        """Make the moves, or judge whether all is done."""
-        if not action.calls:
-            return self._answered(action.text)
-        return Outcome(observation=tuple(self._moved(call) for call in action.calls))
-
     def judge(self, text: str) -> Judged:
         return Judged(self._places == self._wanted, f"That is not done yet. {_told(self._places)}")
 
@@ -74,16 +66,15 @@ class Boxes(Asking):
         wrong = next((thing for thing, box in self._wanted.items() if self._places[thing] != box), None)
         if wrong is None:
             return Action(text=DONE)
-        arguments = {"thing": wrong, "box": self._wanted[wrong]}
-        return Action(text=hermes(MOVE.name, arguments), calls=(ToolCall(name=MOVE.name, arguments=arguments),))
+        return calling(MOVE.name, {"thing": wrong, "box": self._wanted[wrong]})
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
         """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        chosen = validate(BoxesOptions, options, "environment boxes")
-        return take_unique(_drawn(random.Random(f"boxes/{seed}"), chosen, n * DRAWS_PER_ROW), n, "environment boxes")
+        return draw_tasks(cls.name, (BoxesOptions, options), _drawn, n, seed)
 
-    def _moved(self, call: ToolCall) -> str:
+    def called(self, call: ToolCall) -> str:
+        """Move a thing, and tell where everything is."""
         thing, box = str(call.arguments["thing"]), str(call.arguments["box"])
         if thing not in self._places:
             return f"error: there is no {thing}. {_told(self._places)}"

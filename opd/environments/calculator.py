@@ -16,12 +16,10 @@ from typing import Any
 from pydantic import Field
 
 from opd.environments.asking import Asking, Judged, hermes
-from opd.environments.game import DRAWS_PER_ROW, FormOptions, Row
-from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.environments.game import FormOptions, Row, draw_tasks
+from opd.environments.records import Action, Tool, ToolCall
 from opd.errors import PromptError
 from opd.evaluation.verifiers.numeric import last_number
-from opd.settings import validate
-from opd.unique import take_unique
 
 LONGEST = 200
 """Characters of an expression: what is nested deeper than this allows is refused before it is parsed."""
@@ -74,15 +72,11 @@ class Calculator(Asking):
         self._seen: list[str] = []
         return self._begin()
 
-    def step(self, action: Action) -> Outcome:
-        """Work out what was asked, or judge the answer."""
-        if not action.calls:
-            return self._answered(action.text)
-        results = tuple(worked_out(str(call.arguments["expression"])) for call in action.calls)
-        self._seen += results
-        if self._task["form"] == "characters":
-            results = tuple(f"{result}=" for result in results)
-        return Outcome(observation=results)
+    def called(self, call: ToolCall) -> str:
+        """Work out what was asked."""
+        result = worked_out(str(call.arguments["expression"]))
+        self._seen.append(result)
+        return f"{result}=" if self._task["form"] == "characters" else result
 
     def judge(self, text: str) -> Judged:
         right = self._result is not None and last_number(text) == self._result
@@ -101,9 +95,7 @@ class Calculator(Asking):
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
         """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        chosen = validate(CalculatorOptions, options, "environment calculator")
-        drawn = _drawn(random.Random(f"calculator/{seed}"), chosen, n * DRAWS_PER_ROW)
-        return take_unique(drawn, n, "environment calculator")
+        return draw_tasks(cls.name, (CalculatorOptions, options), _drawn, n, seed)
 
 
 def worked_out(expression: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, Literal, TypedDict, TypeVar
 
 from pydantic import Field
@@ -25,6 +25,7 @@ from opd.settings import validate
 from opd.unique import take_unique
 
 State = TypeVar("State")
+Chosen = TypeVar("Chosen", bound=Strict)
 DRAWS_PER_ROW = 50
 MOST_MOVES = 1000
 """Bound of every solution. No game here needs as many."""
@@ -52,6 +53,23 @@ class GameOptions(FormOptions):
     """Only tasks whose solution has at least as many moves."""
     max_moves: int = Field(MOST_MOVES, ge=1)
     """Only tasks whose solution has at most as many moves."""
+
+
+def draw_tasks(
+    name: str,
+    options: tuple[type[Chosen], Mapping[str, Any]],
+    draw: Callable[[random.Random, Chosen, int], Iterator[Row]],
+    n: int,
+    seed: int,
+) -> list[Row]:
+    """`n` rows of an environment with different prompts, the same for the same arguments. `options`: their class, and what was given.
+
+    `draw` gives rows of a generator and options, at most so many. Raises: ConfigError for options that do not fit, or if there are
+    fewer such tasks.
+    """
+    where = f"environment {name}"
+    chosen = validate(options[0], options[1], where)
+    return take_unique(draw(random.Random(f"{name}/{seed}"), chosen, n * DRAWS_PER_ROW), n, where)
 
 
 class Game(ABC, Generic[State]):
@@ -156,9 +174,7 @@ class Game(ABC, Generic[State]):
 
         Raises: ConfigError for options that do not fit, or if there are fewer such tasks.
         """
-        where = f"environment {cls.name}"
-        chosen = validate(cls.Options, options, where)
-        return take_unique(cls._drawn(random.Random(f"{cls.name}/{seed}"), chosen, n * DRAWS_PER_ROW), n, where)
+        return draw_tasks(cls.name, (cls.Options, options), cls._drawn, n, seed)
 
     @classmethod
     def _drawn(cls, rng: random.Random, options: GameOptions, limit: int) -> Iterator[Row]:

@@ -17,12 +17,10 @@ from typing import Any
 from pydantic import Field
 
 from opd.config.strict import Strict
-from opd.environments.asking import Asking, Judged, hermes
-from opd.environments.game import DRAWS_PER_ROW, Row
-from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.environments.asking import Asking, Judged, calling
+from opd.environments.game import Row, draw_tasks
+from opd.environments.records import Action, Tool, ToolCall
 from opd.errors import PromptError
-from opd.settings import validate
-from opd.unique import take_unique
 
 _NAMES = (
     "Adam Alan Alice Amy Anna Ben Bill Bob Carl Chris Clara Dan David Diana Edward Emily Emma Eric Eva Frank Fred George Grace "
@@ -76,12 +74,6 @@ class Lookup(Asking):
         self._seen: set[tuple[str, str]] = set()
         return self._begin()
 
-    def step(self, action: Action) -> Outcome:
-        """Look up what was asked, or judge the answer."""
-        if not action.calls:
-            return self._answered(action.text)
-        return Outcome(observation=tuple(self._looked_up(call) for call in action.calls))
-
     def judge(self, text: str) -> Judged:
         words = re.findall(r"\w+", text)
         right = bool(words) and words[-1].casefold() == self._steps[-1][2].casefold()
@@ -92,18 +84,15 @@ class Lookup(Asking):
         missing = next(((name, field) for name, field, _ in self._steps if (name, field) not in self._seen), None)
         if missing is None:
             return Action(text=self._steps[-1][2])
-        arguments = dict(zip(("name", "field"), missing, strict=True))
-        call = ToolCall(name=LOOK_UP.name, arguments=arguments)
-        return Action(text=hermes(call.name, arguments), calls=(call,))
+        return calling(LOOK_UP.name, dict(zip(("name", "field"), missing, strict=True)))
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
         """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        chosen = validate(LookupOptions, options, "environment lookup")
-        drawn = _drawn(random.Random(f"lookup/{seed}"), chosen, n * DRAWS_PER_ROW)
-        return take_unique(drawn, n, "environment lookup")
+        return draw_tasks(cls.name, (LookupOptions, options), _drawn, n, seed)
 
-    def _looked_up(self, call: ToolCall) -> str:
+    def called(self, call: ToolCall) -> str:
+        """Look up a fact."""
         name, field = str(call.arguments["name"]), str(call.arguments["field"])
         if name not in self._table:
             return f"error: there is nobody called {name}"

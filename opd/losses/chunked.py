@@ -150,7 +150,7 @@ class LossHead(nn.Module):
         loss, head_v_D = self._loss, self._cut()
         if isinstance(tokens, Tensor):
             return token_logprobs(hidden_N_D, head_v_D, tokens, loss.rule)
-        teachers = [block.with_heads(self._known(heads)) for block in teachers]
+        teachers = self._with_heads(teachers, heads or {})
         _check(loss, hidden_N_D, self.weight, teachers, tokens)
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
         known = TokenStats if tokens.advantage_N is None else RewardedStats
@@ -178,9 +178,10 @@ class LossHead(nn.Module):
         """[v, D] the rows of the head that have a probability; those beyond are padding."""
         return self.weight[: self._loss.vocab_size]
 
-    def _known(self, heads: Mapping[str, Head] | None) -> dict[str, Head]:
-        """These heads, and the student's own: under ZeRO-3 it is whole here and nowhere else."""
-        return {**(heads or {}), OWN_HEAD: Head(self.weight.detach(), self._loss.rule)}
+    def _with_heads(self, teachers: Sequence[Block], heads: Mapping[str, Head]) -> list[Block]:
+        """The blocks with these heads, and the student's own: under ZeRO-3 it is whole here and nowhere else."""
+        known = {**heads, OWN_HEAD: Head(self.weight.detach(), self._loss.rule)}
+        return [block.with_heads(known) for block in teachers]
 
 
 def _elementwise_part(loss: Loss, block: Block, part: slice) -> tuple[Given, Any]:

@@ -14,6 +14,16 @@ from opd.named import users
 KEY = "rollout.engine"
 METHODS = (*(name for name in vars(RolloutEngine) if not name.startswith("_")), "wait_ready")
 """What a pipeline calls of an engine."""
+ARGUMENTS = (
+    (
+        "score_early",
+        "early",
+        "an engine that tells what came of each prompt as soon as that is whole",
+        "opd.interfaces.RolloutEngine",
+    ),
+    ("partial_rollout", "cuts", "an engine that cuts responses and carries them on", "opd.rollouts.vllm"),
+)
+"""Key of `schedule`, the argument of `generate` that it needs, what an engine with it does, and where one stands."""
 WANTED = "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()"
 
 
@@ -41,20 +51,14 @@ def refuse_unfit(config: PipelineConfig) -> None:
         else:
             wanted, fix = WANTED, "add them: docs/python.md"
         raise ConfigError.at(KEY, found=found, wanted=wanted, fix=fix)
-    if config.schedule.score_early and isinstance(engine, type) and not _takes(engine, "early"):
-        raise ConfigError.at(
-            KEY,
-            found=f"{place}, whose generate() has no argument `early`",
-            wanted="an engine that tells what came of each prompt as soon as that is whole, with schedule.score_early",
-            fix="add it as opd.interfaces.RolloutEngine has it, or leave schedule.score_early out",
-        )
-    if config.schedule.partial_rollout and isinstance(engine, type) and not _takes(engine, "cuts"):
-        raise ConfigError.at(
-            KEY,
-            found=f"{place}, whose generate() has no argument `cuts`",
-            wanted="an engine that cuts responses and carries them on, with schedule.partial_rollout",
-            fix="add it as opd.rollouts.vllm has it, or leave schedule.partial_rollout out",
-        )
+    for key, argument, wanted, example in ARGUMENTS:
+        if getattr(config.schedule, key) and isinstance(engine, type) and not _takes(engine, argument):
+            raise ConfigError.at(
+                KEY,
+                found=f"{place}, whose generate() has no argument `{argument}`",
+                wanted=f"{wanted}, with schedule.{key}",
+                fix=f"add it as {example} has it, or leave schedule.{key} out",
+            )
 
 
 def _has(engine: type, name: str) -> bool:

@@ -17,15 +17,14 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Strict
-from opd.environments.asking import hermes
-from opd.environments.game import DRAWS_PER_ROW, Row
+from opd.environments.asking import calling
+from opd.environments.game import Row, draw_tasks
 from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.environments.sandbox.box import Box, Limits, Ran
 from opd.environments.sandbox.problems import PROBLEMS, Problem
 from opd.errors import PromptError
 from opd.settings import validate
 from opd.text import readable
-from opd.unique import take_unique
 
 TEXT = {"type": "string"}
 SHELL = Tool(
@@ -136,16 +135,12 @@ class Sandbox:
         """Write the right function; say so once it is there."""
         if self._read() == self._task["fixed"]:
             return Action(text="The function is mended.")
-        arguments = {"path": self._task["file"], "content": self._task["fixed"]}
-        call = ToolCall(name="write_file", arguments=arguments)
-        return Action(text=hermes(call.name, arguments), calls=(call,))
+        return calling("write_file", {"path": self._task["file"], "content": self._task["fixed"]})
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
         """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        chosen = validate(SandboxOptions, options, "environment sandbox")
-        drawn = _drawn(random.Random(f"sandbox/{seed}"), chosen, n * DRAWS_PER_ROW)
-        return take_unique(drawn, n, "environment sandbox")
+        return draw_tasks("sandbox", (SandboxOptions, options), _drawn, n, seed)
 
     def _called(self, call: ToolCall) -> str:
         if call.name == "shell":

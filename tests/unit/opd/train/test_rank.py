@@ -31,6 +31,7 @@ from opd.train.rank import RankResult, RankWork
 from opd.train.totals import Totals
 from opd.types import DomainStats, PositionStats, Rollout
 from pipelines.specs import rank_options, trainer_spec
+from tests.engines import Still
 from tests.rows import changed, make_rollout, make_row, spans_of
 from tests.unit.conftest import InProcessWorker
 
@@ -190,7 +191,7 @@ def take_step(made: rank.TrainerRank, work: RankWork, heads: list[HeadSource], *
     return made.finish_step(1.0)
 
 
-class StillEngine:
+class StillEngine(Still):
     """A student on one rank without DeepSpeed, that never takes its step."""
 
     def __init__(self, model_dir: Path) -> None:
@@ -206,16 +207,6 @@ class StillEngine:
     def __call__(self, batch: Any, heads: dict[str, Any], weight_N: torch.Tensor) -> Any:
         self.seen.append({key: float(head.weight_V_D.mean()) for key, head in heads.items()})
         return self.student(batch, heads, weight_N)
-
-    def set_gradient_accumulation_boundary(self, last: bool) -> None: ...
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def step(self) -> None: ...
-
-    def get_global_grad_norm(self) -> float:
-        return 1.0
 
 
 HEAD_BYTES = 76 * 2 * 4

@@ -29,6 +29,7 @@ from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.student import Student
 from opd.types import Rollout
 from pipelines.specs import rank_options, trainer_spec
+from tests.engines import Still
 from tests.rows import make_rollout
 from tests.unit.opd.train.test_rank import FakeRank, Optimizer, Targets
 
@@ -102,7 +103,7 @@ def source(model_dir: Path, dtype: str = "float32") -> HeadSource:
     return HeadSource(key=head_key(head, IDENTITY), rule=IDENTITY, handle=cluster.Stored(head_array(head)))
 
 
-class Engine:
+class Engine(Still):
     """A LoRA student that was trained for a while, without DeepSpeed; it never takes its step."""
 
     def __init__(self, options: RankOptions) -> None:
@@ -121,16 +122,6 @@ class Engine:
     def __call__(self, batch: Any, heads: dict[str, Any], weight_N: torch.Tensor) -> Any:
         self.heads.append(set(heads))
         return self.module(batch, heads, weight_N)
-
-    def set_gradient_accumulation_boundary(self, last: bool) -> None: ...
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def step(self) -> None: ...
-
-    def get_global_grad_norm(self) -> float:
-        return 1.0
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
