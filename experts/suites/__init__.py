@@ -50,22 +50,25 @@ def write_suite(
         raise ConfigError.at(
             "rows", found=f"train {train}, eval {eval}", wanted="at least 1 of each", fix="for example 2000 and 200"
         )
-    return {
-        domain: _write_domain(SUITES[suite](domain, train + eval, seed), eval, out / domain)
-        for domain in domains or DOMAINS[suite]
-    }
+    rows = {domain: SUITES[suite](domain, train + eval, seed) for domain in domains or DOMAINS[suite]}
+    for domain, mine in rows.items():
+        _check_apart(domain, mine, eval)
+    return {domain: _write_domain(mine, eval, out / domain) for domain, mine in rows.items()}
 
 
-def _write_domain(rows: Rows, eval: int, directory: Path) -> dict[str, Path]:
+def _check_apart(domain: str, rows: Rows, eval: int) -> None:
     asked = [json.dumps(row["prompt"]) for row in rows]
     both = len(set(asked[:eval]) & set(asked[eval:]))
     if both:
         raise ConfigError.at(
-            f"domain {directory.name}",
+            f"domain {domain}",
             found=f"{both} prompts on both sides: there are only {len(set(asked))} different ones",
             wanted=f"{eval} held-out prompts that no training row has",
             fix="ask for fewer of them",
         )
+
+
+def _write_domain(rows: Rows, eval: int, directory: Path) -> dict[str, Path]:
     paths = {"train": directory / "train.jsonl", "eval": directory / "eval.jsonl"}
     _write_jsonl(paths["train"], rows[eval:])
     _write_jsonl(paths["eval"], rows[:eval])
