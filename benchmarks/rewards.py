@@ -2,6 +2,7 @@
 
     python -m benchmarks.rewards --seeds 0 1 2 --folder runs/rewards-ways --json rewards.json        after `make rl`
     python -m benchmarks.rewards --quick                             two steps of every arm: does everything run?
+    python -m benchmarks.rewards --arms opd-beyond                   this one, and `opd`, by which the others are measured
 
 All arms start from the same base. Four are merges of `rewards`: distillation alone, with the reward beside it, beyond the experts, and
 both. One learns from rewards alone, `rewards-at-once`, until it has trained on as many tokens as the experts' trainings and the
@@ -71,6 +72,8 @@ MERGES = (
 )
 AT_ONCE = Variant("rewards at once", ())
 BASELINES = ("off_policy", "linear", "task_arithmetic", "ties")
+ARMS = (*(one.name.replace(" ", "-") for one in (*MERGES, AT_ONCE)), *BASELINES)
+"""What `--arms` chooses from."""
 MARGIN = 1.1
 """`rewards at once` may take so many times the steps that it is expected to need: its responses may be shorter than the experts'."""
 TINY = ("between", "number")
@@ -102,11 +105,19 @@ def tokens_per_step(experts: Records, samples: int) -> float:
 
 
 def of_one_seed(args: argparse.Namespace, where: Place, seed: int, experts: Records) -> Iterator[Outcome]:
-    """Every arm with one seed."""
+    """Every arm that is asked for with one seed, and `opd`, which has the exams of base and experts."""
     for variant in MERGES:
-        yield merge(where, variant, seed, args.set)
-    yield at_once(args, where, seed, experts)
-    yield from baselines(where, seed, first=seed == args.seeds[0])
+        if variant == OPD or variant.name.replace(" ", "-") in args.arms:
+            yield merge(where, variant, seed, args.set)
+    if AT_ONCE.name.replace(" ", "-") in args.arms:
+        yield at_once(args, where, seed, experts)
+    yield from baselines(where, seed, wanted(args.arms, first=seed == args.seeds[0]))
+
+
+def wanted(arms: Sequence[str], first: bool) -> list[str]:
+    """The baselines that are asked for; merges of weights, which no seed changes, with the first seed only."""
+    asked = [name for name in BASELINES if name in arms]
+    return [name for name in asked if first or name not in WEIGHT_METHODS or WEIGHT_METHODS[name].random]
 
 
 def at_once(args: argparse.Namespace, where: Place, seed: int, experts: Records) -> Outcome:
@@ -145,10 +156,9 @@ def references(where: Place, seed: int) -> dict[str, dict[str, DomainScore]]:
     return {exam: Evaluation.load(run.exam(exam)).scores for exam in ("before", "expert")}
 
 
-def baselines(where: Place, seed: int, first: bool) -> Iterator[Outcome]:
-    """Other ways to use the same experts; merges of weights, which no seed changes, with the first seed only."""
+def baselines(where: Place, seed: int, methods: Sequence[str]) -> Iterator[Outcome]:
+    """Other ways to use the same experts."""
     run = where.run(OPD.name, seed)
-    methods = [name for name in BASELINES if first or name not in WEIGHT_METHODS or WEIGHT_METHODS[name].random]
     for found in compute(plan(open_run(run.root), run.root, methods, None, None), print):
         exams = references(where, seed) | {"after": found.scores}
         yield measured(Variant(found.method, ()), seed, exams, found.tokens or 0, found.wall_s)
@@ -229,6 +239,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = arguments("Ways from experts by reinforcement to one model.")
     parser.set_defaults(pipeline="rewards", questions="exam", folder=Path("runs/rewards-ways"))
     parser.add_argument("--experts", default="rewards-experts", help="the spec that trained the experts")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     args = parser.parse_args(words)
     if len(set(args.seeds)) < len(args.seeds) or len(args.seeds) > MAX_SEEDS:
         parser.error(f"--seeds: each once, at most {MAX_SEEDS}")

@@ -259,16 +259,29 @@ def test_all_at_once_that_needs_all_its_steps_is_taken_as_it_is(
 
 
 @pytest.mark.parametrize(("first", "named"), [(True, [*rewards.BASELINES]), (False, ["off_policy"])])
-def test_merges_of_weights_are_made_with_the_first_seed_only(
-    first: bool, named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_merges_of_weights_are_made_with_the_first_seed_only(first: bool, named: list[str]) -> None:
+    assert rewards.wanted(rewards.ARMS, first) == named
+    assert rewards.wanted(["opd", "ties"], first) == (["ties"] if first else [])
+
+
+def test_arms_that_nobody_asked_for_are_left_out_but_for_the_one_that_the_others_are_measured_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = place_in(tmp_path)
-    write_run(where.run("opd", 1), {"a": 0.6}, 0.01)
-    asked: list[str] = []
-    monkeypatch.setattr(rewards, "open_run", lambda root: None)
-    monkeypatch.setattr(rewards, "plan", lambda config, root, methods, shares, seed: asked.extend(methods))
-    monkeypatch.setattr(rewards, "compute", lambda jobs, say: [])
-    assert list(rewards.baselines(where, 1, first)) == [] and asked == named
+    made: list[object] = []
+    monkeypatch.setattr(rewards, "merge", lambda where, variant, *_: made.append(variant.name))
+    monkeypatch.setattr(rewards, "at_once", lambda *_: made.append("at once"))
+    monkeypatch.setattr(rewards, "baselines", lambda where, seed, methods: made.append(methods) or ())
+    asked = {
+        "opd-beyond": ["opd", "opd beyond", []],
+        "rewards-at-once": ["opd", "at once", []],
+        "ties": ["opd", ["ties"]],
+    }
+    for arm, wanted in asked.items():
+        made.clear()
+        list(rewards.of_one_seed(rewards.parsed(["--arms", arm]), place_in(tmp_path), 0, EXPERTS))
+        assert made == wanted
+    with pytest.raises(SystemExit):
+        rewards.parsed(["--arms", "opd beyond"])
 
 
 def test_seeds_that_have_no_interval_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
