@@ -57,7 +57,7 @@ def answers(cfg: PipelineConfig, experts: Mapping[str, Teacher], rows_of: RowsOf
         stop(pool)
 
 
-@pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs"])
+@pytest.mark.parametrize("payload", ["hidden_states", pytest.param("sampled_logprobs", marks=pytest.mark.slow)])
 def test_layers_on_disk_change_no_bit(
     payload: str, experts: dict[str, Teacher], tmp_path: Path, rows_of: RowsOf
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_merge_beyond_its_experts(tmp_path: Path, pipeline: dict[str, Any]) ->
     check_first_step(tmp_path, pipeline, {("left-domain", "start student"): -0.5})
 
 
+@pytest.mark.slow  # test_lora.py has such a student in the engines
 def test_a_lora_student_needs_no_teacher_to_go_beyond_them(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     pipeline["student"]["lora"] = {"r": 4, "alpha": 8}
     check_first_step(tmp_path, pipeline, {})

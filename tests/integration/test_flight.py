@@ -92,10 +92,6 @@ def test_a_merge_with_served_teachers_is_the_same_merge(
     ours, theirs = ((tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("local", "remote"))
     assert ours == theirs
 
-    refused = merge(file, tmp_path / "refused")
-    assert refused.returncode == 1
-    assert f"failed: teachers at {address}: wrong or missing token" in refused.stderr
-
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors

@@ -181,7 +181,7 @@ def pushes_and_exports(
     ("kind", "tie", "targets"),
     [
         ("shared_memory", True, "all-linear"),
-        ("network", True, "all-linear"),
+        pytest.param("network", True, "all-linear", marks=pytest.mark.slow),
         pytest.param("shared_memory", False, ["q_proj", "down_proj"], marks=pytest.mark.slow),
     ],
     ids=["tied, all", "over the network", "untied, two"],

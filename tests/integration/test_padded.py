@@ -112,7 +112,7 @@ def assert_says_what_it_drew(engine: VLLMRolloutEngine, model_dir: Path, tempera
     return sum(len(r.response_ids) for r in rollouts)
 
 
-@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_no_padding_row_is_sampled(
     ray: None, tmp_path: Path, make_padded: Callable[..., Path], tiny_tokenizer: Any, tie: bool
 ) -> None:

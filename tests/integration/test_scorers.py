@@ -193,7 +193,10 @@ def test_vllm_leaves_padding_rows_out(tmp_path: Path, make_model_dir: Make, ray:
     stop(pool)
 
 
-@pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs", "top_k"])
+@pytest.mark.parametrize(
+    "payload",
+    ["hidden_states", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sampled_logprobs", "top_k"))],
+)
 def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
     tmp_path: Path, make_model_dir: Make, ray: None, payload: str
 ) -> None:

@@ -165,7 +165,7 @@ def cases(make_model_dir: Any, make_mixture_dir: Any, tmp_path_factory: pytest.T
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_share_is_what_the_whole_would_have_given(ranks: int, cases: list[dict[str, Any]], tmp_path: Path) -> None:
     cases = cases if ranks > 1 else cases[:3:2]
     ranks_of(ranks, cases, tmp_path)
