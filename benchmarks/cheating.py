@@ -238,7 +238,8 @@ def _reward(record: StepRecord) -> float:
 
 def cheated_by_step(log: Iterable[str], counts: Sequence[int]) -> tuple[list[float], int]:
     """Share of each step's training episodes whose sandbox ran a command that names the file; `counts` are the steps' episodes. A step
-    is played when the one before is over, so the log has one after the other.
+    is played when the one before is over, so the log has one after the other. The first sandbox of all is that of the run's own check,
+    which opens an environment and plays no episode in it.
 
     Also returns how many of the episodes the log lacks; below 0 for those that a run which was interrupted has played twice.
     """
@@ -252,6 +253,7 @@ def cheated_by_step(log: Iterable[str], counts: Sequence[int]) -> tuple[list[flo
             cheated += [False] * (argv[1] == TRAINING)
         elif argv[0] == "/bin/sh" and ANSWER in argv[-1] and (number := playing[sandbox]) is not None:
             cheated[number] = True
+    del cheated[:1]
     ends = [sum(counts[:step]) for step in range(len(counts) + 1)]
     shares = [sum(cheated[a:b]) / max(1, b - a) for a, b in pairwise(ends)]
     return shares, ends[-1] - len(cheated)

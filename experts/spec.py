@@ -74,9 +74,15 @@ class BaseSpec(Strict):
     from_scratch: FromScratch | None = None
     """A new model, written to OUTPUT_DIR/base."""
     data: tuple[Path, ...] = ()
-    """Prompt files with completions or episodes that a new model is first trained on, mixed; without them it stays random."""
+    """Prompt files with completions or episodes that the base is first trained on, mixed, and written to OUTPUT_DIR/base. Without
+    them `model` is the base as it is, and a new model stays random."""
     train: TrainSettings | None = None
     """Settings of that training; those that are left out are as in the spec's `train`."""
+
+    @property
+    def made(self) -> bool:
+        """Whether the base is yet to be made: a new model, or the first training of one that is there."""
+        return self.from_scratch is not None or bool(self.data)
 
     @model_validator(mode="after")
     def _one_origin(self) -> BaseSpec:
@@ -85,8 +91,9 @@ class BaseSpec(Strict):
             raise PydanticCustomError(
                 "origin", "exactly one of `model` and `from_scratch`", {"found": " and ".join(given) or "neither"}
             )
-        if self.model and self.data:
-            raise PydanticCustomError("origin", "`data` only with `from_scratch`", {"found": "`model` and `data`"})
+        if bool(self.data) != (self.train is not None):
+            found = "`data` alone" if self.data else "`train` alone"
+            raise PydanticCustomError("origin", "`data` and `train` together, or neither", {"found": found})
         return self
 
 
@@ -108,7 +115,7 @@ class FromBase(Strict):
     """What every method needs: one base, and where its experts go."""
 
     output_dir: Path
-    """Directory for one subdirectory per expert, and `base` for a new model."""
+    """Directory for one subdirectory per expert, and `base` for a base that is made or trained first."""
     seed: int = Field(0, ge=0)
     base: BaseSpec
     registry: Path | None = None
@@ -117,13 +124,13 @@ class FromBase(Strict):
     @property
     def base_dir(self) -> Path:
         """Where the base is, or will be."""
-        return self.base.model or self.output_dir / BASE
+        return self.output_dir / BASE if self.base.made or not self.base.model else self.base.model
 
     @model_validator(mode="after")
     def _base_is_no_expert(self) -> Self:
-        if self.base.from_scratch and BASE in getattr(self, "experts", ()):
+        if self.base.made and BASE in getattr(self, "experts", ()):
             raise PydanticCustomError(
-                "base_name", "an expert name other than `base`, which is the new model's directory", {"found": BASE}
+                "base_name", "an expert name other than `base`, which is the base's directory", {"found": BASE}
             )
         return self
 

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 from experts.episodes.rows import EpisodeRow, has_episodes, read_episodes
 from experts.model_dir import inspect_model
 from experts.registry import RECORD, Registry, training_record
-from experts.spec import BASE, ExpertsSpec, FromBase, FromScratch, TrainSettings
+from experts.spec import BASE, BaseSpec, ExpertsSpec, FromBase, FromScratch, TrainSettings
 from opd.errors import ConfigError, PromptError, RegistryError
 from opd.files import atomic_write_text, replace_dir
 from opd.processor import slow_bf16
 from opd.prompts import PromptLine, find_source, read_prompt_lines
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RESULT = "result"
@@ -94,13 +95,13 @@ def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
 
 def base_of(spec: FromBase) -> TrainingJob:
     """The base that the experts start from: one to make, or one that is there. Raises: PromptError, ModelError."""
-    if spec.base.from_scratch is None:
-        record: TrainingRecord = {"weights": inspect_model(spec.base_dir).weight_files}
-        return TrainingJob(name=BASE, directory=spec.base_dir, lines=(), train=None, record=record, given=True)
+    given: TrainingRecord = {"weights": inspect_model(spec.base.model).weight_files} if spec.base.model else {}
+    if not spec.base.made:
+        return TrainingJob(name=BASE, directory=spec.base_dir, lines=(), train=None, record=given, given=True)
     lines, hashes = _read(spec.base.data)
-    train = spec.base.train if spec.base.data else None
-    record = {"seed": spec.seed, "data": hashes} | spec.base.model_dump(mode="json", include={"from_scratch", "train"})
-    return TrainingJob(name=BASE, directory=spec.base_dir, lines=lines, train=train, record=record)
+    how = spec.base.model_dump(mode="json", include={"from_scratch", "train"})
+    record = {**given, "seed": spec.seed, "data": hashes, **how}
+    return TrainingJob(name=BASE, directory=spec.base_dir, lines=lines, train=spec.base.train, record=record)
 
 
 def _expert_jobs(spec: ExpertsSpec, base: TrainingRecord) -> list[TrainingJob]:
@@ -177,33 +178,47 @@ def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
         return
     from transformers import set_seed
 
-    assert spec.base.from_scratch is not None
     set_seed(spec.seed)
-    model, tokenizer = _new_model(spec.base.from_scratch)
+    model, tokenizer, stored = _start_of(spec.base)
     if job.train:
         _fit(model, tokenizer, job, job.train, spec.seed, progress)
-    _save(model, tokenizer, job)
+    _save(model.to(stored), tokenizer, job)
+
+
+def _start_of(base: BaseSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
+    """The model that the base's own training starts from, and the type in which it is stored."""
+    if base.from_scratch is None:
+        assert base.model is not None, "the spec has one of the two"
+        return _given(base.model)
+    model, tokenizer = _new_model(base.from_scratch)
+    return model, tokenizer, model.dtype
+
+
+def _given(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
+    """A model as it is trained, in float32, its tokenizer, and the type in which it is stored."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from opd.model_weights import load_causal_lm
+
+    stored = getattr(torch, inspect_model(directory, hash_weights=False).dtype)
+    return load_causal_lm(directory, torch.float32), AutoTokenizer.from_pretrained(directory), stored
 
 
 def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Progress) -> None:
     if job.finished:
         progress(f"{job.name}: finished before, kept")
         return
-    import torch
-    from transformers import AutoTokenizer, set_seed
-
-    from opd.model_weights import load_causal_lm
+    from transformers import set_seed
 
     assert job.train is not None
     set_seed(spec.seed)
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    saved_dtype = getattr(torch, inspect_model(base, hash_weights=False).dtype)
-    model = load_causal_lm(base, torch.float32)
+    model, tokenizer, stored = _given(base)
     if spec.method == "lora":
         model = _fit_adapter(spec, model, tokenizer, job, progress)
     else:
         _fit(model, tokenizer, job, job.train, spec.seed, progress)
-    _save(model.to(saved_dtype), tokenizer, job)
+    _save(model.to(stored), tokenizer, job)
 
 
 def _fit_adapter(

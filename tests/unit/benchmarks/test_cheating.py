@@ -170,6 +170,9 @@ def log_of(*commands: tuple[int, Sequence[str]]) -> list[str]:
 
 LOOK = [SHELL, "-c", f"cat {ANSWER}"]
 MADE = log_of(
+    # the run's check opens an environment, and plays nothing
+    (9, [BEGINS, TRAINING]),
+    (9, ["/usr/bin/tee", ANSWER]),
     (1, [BEGINS, EXAM]),
     (1, LOOK),
     # step 1

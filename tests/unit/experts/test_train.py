@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from experts.model_dir import inspect_model
 from experts.registry import Registry
 from experts.sft import collate, encode_line, encode_lines, fine_tune
 from experts.spec import ExpertsSpec, TrainSettings
@@ -198,6 +199,25 @@ def test_rows_of_like_lengths_share_a_batch_if_wanted(raw: dict[str, Any], monke
     assert "train_sampling_strategy" not in TrainSettings(max_steps=1, learning_rate=1).model_dump(), "as of old"
 
 
+def test_a_given_base_can_learn_a_few_texts_first(raw: dict[str, Any], data: dict[str, str], tmp_path: Path):
+    made = raw | {"output_dir": str(tmp_path / "first"), "registry": None, "experts": {"mask": raw["experts"]["mask"]}}
+    run(made)
+    given = tmp_path / "first" / "base"
+    before = {path.name: path.read_bytes() for path in given.iterdir()}
+    raw["base"] = {"model": str(given), "data": [data["shift"]], "train": {"max_steps": 10}}
+    directories, lines = run(raw)
+
+    base = directories[0].parent / "base"
+    assert losses(lines, "base")[-1] < losses(lines, "base")[0]
+    assert {path.name: path.read_bytes() for path in given.iterdir()} == before, "the given model stays as it is"
+    assert (base / "model.safetensors").read_bytes() != before["model.safetensors"]
+    record = json.loads((directories[0] / "training.json").read_text())["base"]
+    assert record["weights"] == inspect_model(given).weight_files, "the lineage begins at the given model"
+    assert len(record["data"]) == 1
+    _, again = run(raw)
+    assert again[0] == "base: finished before, kept"
+
+
 @pytest.mark.parametrize(
     ("path", "value", "error", "says"),
     [
@@ -206,6 +226,7 @@ def test_rows_of_like_lengths_share_a_batch_if_wanted(raw: dict[str, Any], monke
         ("base", {}, ConfigError, "exactly one of `model` and `from_scratch`"),
         ("base.model", "somewhere", ConfigError, "exactly one of `model` and `from_scratch`"),
         ("base", {"model": "nowhere"}, ModelError, "nowhere"),
+        ("base.train", {"max_steps": 3, "learning_rate": 1}, ConfigError, "`data` and `train` together"),
         ("base.from_scratch.heads", 3, ConfigError, "must be an even whole number"),
         ("experts.shift.data", "nowhere.jsonl", PromptError, "nowhere.jsonl"),
         ("base.data", ["nowhere.jsonl"], PromptError, "nowhere.jsonl"),
