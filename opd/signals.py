@@ -34,6 +34,8 @@ class _Signal:
 
 
 _waiting: _Signal | None = None
+_sending = _thread.allocate_lock()
+"""Held while `_send_when_safe` looks and sends."""
 _again = False
 """True if the next signal is the postponed one that `_send_when_safe` sends, not a second one of the user."""
 
@@ -73,10 +75,18 @@ def patient() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         came, _waiting = _waiting, None
+        settle()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if came:
             raise KeyboardInterrupt
+
+
+def settle() -> None:
+    """Wait until a postponed signal that is on its way has come. Call it before another handler takes the place of one that asks
+    `postponed`: the other would take it for a new one."""
+    with _sending:
+        pass
 
 
 def end_at_once(number: int) -> NoReturn:
@@ -108,8 +118,11 @@ def _send_when_safe(one: _Signal) -> None:
     global _again
     main = threading.main_thread().ident
     assert main is not None
-    while _waiting is one:
-        if not _would_lose_it(sys._current_frames().get(main)):
-            _again = True
-            signal.pthread_kill(main, one.number)
+    while True:
+        with _sending:
+            if _waiting is not one:
+                return
+            if not _would_lose_it(sys._current_frames().get(main)):
+                _again = True
+                signal.pthread_kill(main, one.number)
         time.sleep(LOOK_S)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from opd.run_dir import RunPaths
-from opd.signals import end_at_once, postponed
+from opd.signals import end_at_once, postponed, settle
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -91,5 +91,6 @@ def interrupts() -> Iterator[Interrupts]:
     try:
         yield found
     finally:
+        settle()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,9 @@ def test_without_patience_the_import_is_cut_short(module: str) -> None:
 
 def test_ctrl_c_comes_after_the_import(module: str) -> None:
     with pytest.raises(KeyboardInterrupt), patient():
-        assert importlib.import_module(module).whole
+        importlib.import_module(module)
         wait()
+    assert sys.modules[module].whole
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -77,15 +80,45 @@ def test_ctrl_c_in_a_destructor_is_not_lost() -> None:
 def test_a_command_that_ends_first_does_not_lose_it(module: str) -> None:
     with pytest.raises(KeyboardInterrupt), patient():
         importlib.import_module(module)
-    time.sleep(0.2)  # nothing comes later
+    assert sys.modules[module].whole
+    nothing_comes_later(0.2)
+
+
+def nothing_comes_later(seconds: float) -> None:
+    try:
+        time.sleep(seconds)
+    except KeyboardInterrupt:  # which would end the whole session
+        pytest.fail("the signal came again")
+
+
+@pytest.mark.parametrize("within", [patient, interrupts], ids=["patient", "interrupts"])
+def test_one_that_is_on_its_way_does_not_come_after_the_end(
+    within: Callable[[], AbstractContextManager[Any]], module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill, sends = signal.pthread_kill, threading.Event()
+
+    def slow(thread: int, number: int) -> None:
+        sends.set()
+        time.sleep(0.3)
+        kill(thread, number)
+
+    monkeypatch.setattr(signal, "pthread_kill", slow)
+    with pytest.raises(KeyboardInterrupt), within():
+        importlib.import_module(module)
+        assert sends.wait(5)
+        signals._waiting = None  # as if an earlier one had been taken just now
+        raise KeyboardInterrupt
+    nothing_comes_later(0.6)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_ends_a_run_comes_after_the_import_too(number: signal.Signals, module: str, tmp_path: Path) -> None:
     (tmp_path / "interrupted.py").write_text(MODULE.format(number=int(number)))
     with pytest.raises(Stopped) as stop, interrupts() as found:
-        assert importlib.import_module(module).whole and not found.asked()
+        importlib.import_module(module)
+        assert not found.asked()
         wait()
+    assert sys.modules[module].whole
     assert stop.value.number == found.number == number
 
 
@@ -95,12 +128,14 @@ def test_a_step_is_asked_to_be_the_last_at_once(module: str) -> None:
         importlib.import_module(module)
         assert found.asked() and len(said) == 1
         time.sleep(0.2)
+    assert sys.modules[module].whole
 
 
 def test_one_that_is_sent_twice_is_taken_once(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt), patient():
         importlib.import_module(module)
         wait()
+    assert sys.modules[module].whole
     with patient():
         monkeypatch.setattr(signals, "_again", True)  # as it is if the thread sends while the main one takes
         signal.raise_signal(signal.SIGINT)
